@@ -13,6 +13,7 @@
 
 #![allow(unsafe_code)]
 
+mod allocator;
 mod copy;
 mod file;
 mod foreign;
@@ -27,6 +28,7 @@ mod stamp;
 mod sync;
 mod traffic;
 
+pub use allocator::few_arenas;
 pub use copy::copy_past_caches;
 pub use file::SharedFile;
 pub use foreign::{Foreign, ForeignError};

@@ -9,6 +9,10 @@ use crate::{
     limits::{MAX_DELAY, MAX_GAMMA, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 
+/// What the name of a wait for a decision begins with. Where several servers wait, the one whose wait begins otherwise says
+/// why there is no decision.
+pub const DECISION_AWAITED: &str = "the decision on ";
+
 /// Apply or skip, and everything that the update of one step needs. It is the same on every server of a job.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Commit {

@@ -6,6 +6,8 @@ use std::fmt;
 pub const ORIGIN: &str = "commit.origin";
 /// The field of a conflict in which a contribution was computed with a version that was taken back.
 pub const READS: &str = "push.reads";
+/// The field where another rank computes the same step with another version.
+pub const READS_VERSION: &str = "push.reads_version";
 
 /// The field of a job that is not open because it idled too long. A checkpoint has its state.
 pub const EVICTED: &str = "job.evicted";

@@ -18,9 +18,10 @@ pub mod limits;
 pub mod partition;
 pub mod placement;
 pub mod properties;
+pub mod remedies;
 pub mod state;
 
-pub use commit::{Amendment, Commit, Correction};
+pub use commit::{Amendment, Commit, Correction, DECISION_AWAITED};
 pub use contribution::{Contribution, ContributionChunk, Origin, Reads};
 pub use dtype::Dtype;
 pub use fault::{Fault, FaultKind};

@@ -3,7 +3,7 @@
 use crate::{
     fault::{Fault, FaultKind},
     ids::{Epoch, ServerId, ShardId},
-    limits::MAX_SERVERS,
+    limits::{BLOCK_ELEMENTS, MAX_SERVERS},
 };
 
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -66,7 +66,9 @@ impl Placement {
         let value =
             format!("{} servers, of which server {idle} ({}) owns no shard", owns.len(), self.servers[idle]);
         let limit = format!("servers that each own at least one of the {} shards", self.owners.len());
-        let remedy = "name fewer servers, or open the job with smaller shards (spec.shard_elements)";
+        let remedy = format!(
+            "name fewer servers, or open the job with smaller shards (shard_elements, {BLOCK_ELEMENTS} at the least)"
+        );
         Err(Fault::invalid("placement.servers", value, limit, remedy))
     }
 

@@ -5,7 +5,7 @@ use std::{io, sync::Arc, time::Duration};
 use futures_util::{Stream, stream};
 use longshore_wire::direct::{Direct, Socket};
 use rustix::io::Errno;
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpStream};
 
 use crate::connections::{Connections, Origin};
 
@@ -28,15 +28,6 @@ impl Accept for TcpListener {
         // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small answer follows another.
         socket.set_nodelay(true)?;
         Ok((socket, Origin::Host(address.ip().to_canonical())))
-    }
-}
-
-impl Accept for UnixListener {
-    type Socket = UnixStream;
-
-    async fn accept(&mut self) -> io::Result<(UnixStream, Origin)> {
-        let (socket, _) = UnixListener::accept(self).await?;
-        Ok((socket, Origin::Local))
     }
 }
 

@@ -1,8 +1,9 @@
 //! The program `longshored`, for its own binary and for the wheel: parse, log, serve, drain.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, time::Duration};
 
 use clap::Parser;
+use longshore_engine::memory::few_arenas;
 
 use crate::{
     config::{Config, Flags},
@@ -10,9 +11,13 @@ use crate::{
     log, otlp,
 };
 
+/// How long calls that work on files may go on once the server has stopped.
+const LAST_CALLS: Duration = Duration::from_secs(5);
+
 /// Runs the program with these arguments, its name first, until it is told to stop. Returns its exit code: 0 after a drain,
 /// 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    few_arenas();
     let flags = match Flags::try_parse_from(arguments) {
         Ok(flags) => flags,
         Err(usage) => {
@@ -56,9 +61,8 @@ fn serve(config: Config) -> Result<(), ServerError> {
         println!("longshored listening on {}", server.address());
         server.run_until(signals).await
     });
-    if served.is_err() {
-        // Nothing that still runs is waited for.
-        runtime.shutdown_background();
-    }
+    // After a drain nothing is left that counts, but for what deletes or lists files: that may take a moment, and for ever where a
+    // folder hangs.
+    runtime.shutdown_timeout(if served.is_ok() { LAST_CALLS } else { Duration::ZERO });
     served
 }

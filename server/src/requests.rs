@@ -18,13 +18,14 @@ use longshore_proto::{
     limits::{MAX_UNFINISHED_BYTES, MESSAGE_DEADLINE, SMALL_MESSAGE_BYTES},
 };
 use longshore_wire::{
-    self as wire,
     direct::{Bounds, Connection, Held, Taps},
     frame::PUSH,
 };
 use tokio::time::{Sleep, sleep};
 use tonic::{Status, body::Body, server::NamedService};
 use tower_service::Service;
+
+use crate::refusals;
 
 /// What comes before each message: whether it is compressed, and its length.
 const PREFIX_BYTES: usize = 5;
@@ -149,7 +150,7 @@ impl Metering {
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(MESSAGE_DEADLINE)));
         timer.as_mut().poll(context).map(|()| {
             let value = format!("not whole after {MESSAGE_DEADLINE:?}");
-            wire::status(&Fault::new(
+            refusals::status(&Fault::new(
                 FaultKind::Deadline,
                 "request",
                 value,
@@ -163,7 +164,7 @@ impl Metering {
 fn no_room(bytes: usize) -> Status {
     let value = format!("{bytes} bytes of a message, among others that are not whole");
     let limit = format!("within {MAX_UNFINISHED_BYTES} bytes with them");
-    wire::status(&Fault::new(
+    refusals::status(&Fault::new(
         FaultKind::Unavailable,
         "request",
         value,

@@ -1,5 +1,7 @@
 //! What the owner of jobs may have of this server, whoever keeps the list of owners.
 
+use std::time::Instant;
+
 use longshore_proto::{Fault, FaultKind};
 
 use crate::config::IdleLimit;
@@ -43,6 +45,9 @@ pub(crate) struct Listed {
 pub(crate) trait Owners: Send + Sync {
     /// An owner's terms; the default ones where the owner is not on the list any more.
     fn terms(&self, owner: &str) -> Terms;
+
+    /// Since when the owner is not on the list. None for one who is.
+    fn unlisted(&self, owner: &str) -> Option<Instant>;
 
     fn list(&self) -> Vec<Listed>;
 }

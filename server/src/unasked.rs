@@ -13,6 +13,7 @@ const MOST_NAMES: u32 = 100;
 pub(crate) struct Written {
     pub(crate) name: String,
     pub(crate) version: Version,
+    pub(crate) server: u32,
     /// How many servers' parts make the checkpoint.
     pub(crate) servers: u32,
 }
@@ -23,7 +24,7 @@ pub(crate) fn write(store: &Store, job: &Arc<Job>, why: &str, deadline: Instant)
     let (name, part) = first_free(&format!("{why}-{:08}", version.0), |name| {
         store.write(job, name, Some(version), deadline)
     })?;
-    Ok(Written { name, version, servers: part.servers })
+    Ok(Written { name, version, server: part.server, servers: part.servers })
 }
 
 /// Seals it where all parts are there, and removes checkpoints beyond those to keep. Returns whether it is sealed now.

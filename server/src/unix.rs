@@ -3,13 +3,15 @@
 use std::{
     fs, io,
     os::unix::{
-        fs::{FileTypeExt, PermissionsExt},
+        fs::{FileTypeExt, MetadataExt, PermissionsExt, chown},
         net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
 };
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
+
+use crate::{accept::Accept, connections::Origin, log::Seldom, members::Members};
 
 /// How many connections may wait to be accepted: those of a host's ranks that start at the same moment.
 const BACKLOG: i32 = 1024;
@@ -27,18 +29,53 @@ impl Drop for SocketFile {
     }
 }
 
-/// Binds a socket that only this user may connect to. It replaces a file that a killed server left. It does not
+/// A listener whose connections are of those who may use it.
+pub(crate) struct Local {
+    listener: tokio::net::UnixListener,
+    members: Members,
+    strangers: Seldom,
+}
+
+impl Accept for Local {
+    type Socket = tokio::net::UnixStream;
+
+    async fn accept(&mut self) -> io::Result<(tokio::net::UnixStream, Origin)> {
+        loop {
+            let (socket, _) = self.listener.accept().await?;
+            let peer = socket.peer_cred()?;
+            let (user, group) = (peer.uid(), peer.gid());
+            if self.members.admit(user, group) {
+                return Ok((socket, Origin::Local));
+            }
+            // Strangers could fill the log.
+            self.strangers.say(|| {
+                let (who, why) = (format!("user {user}, group {group}"), "neither the server's user nor of --unix-group");
+                tracing::info!(target: "audit", who, call = "a connection to the Unix socket", outcome = "refused", why);
+            });
+        }
+    }
+}
+
+/// Binds a socket that only these may connect to. It replaces a file that a killed server left. It does not
 /// replace one that somebody answers on, or that is no socket.
-pub(crate) fn listen_on(path: &Path) -> io::Result<(tokio::net::UnixListener, SocketFile)> {
+pub(crate) fn listen_on(path: &Path, members: Members) -> io::Result<(Local, SocketFile)> {
     remove_stale(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     bind(&socket, &SocketAddrUnix::new(path)?)?;
     let file = SocketFile { path: path.to_path_buf() };
     // Nobody can connect before it listens, so that at no moment it is open to all.
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    if let Some(group) = members.group()
+        // A service whose group it is may be forbidden to change any file's owner.
+        && fs::symlink_metadata(path)?.gid() != group
+    {
+        chown(path, None, Some(group))?;
+    }
+    let mode = if members.group().is_some() { 0o660 } else { 0o600 };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
     listen(&socket, BACKLOG)?;
-    Ok((tokio::net::UnixListener::from_std(UnixListener::from(socket))?, file))
+    let listener = tokio::net::UnixListener::from_std(UnixListener::from(socket))?;
+    Ok((Local { listener, members, strangers: Seldom::default() }, file))
 }
 
 fn remove_stale(path: &Path) -> io::Result<()> {
@@ -70,9 +107,10 @@ mod tests {
         let path = dir.path().join("longshored.sock");
         // The file is left behind: a listener that closes does not remove it.
         drop(UnixListener::bind(&path).unwrap());
-        let (_listener, file) = listen_on(&path).unwrap();
+        let members = Members::of(None).unwrap();
+        let (_listener, file) = listen_on(&path, members).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        let error = listen_on(&path).err().unwrap();
+        let error = listen_on(&path, members).err().unwrap();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         assert!(UnixStream::connect(&path).is_ok());
         drop(file);
@@ -84,7 +122,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("notes.txt");
         fs::write(&path, "keep me").unwrap();
-        assert_eq!(listen_on(&path).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+        let members = Members::of(None).unwrap();
+        assert_eq!(listen_on(&path, members).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read_to_string(&path).unwrap(), "keep me");
     }
 }

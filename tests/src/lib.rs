@@ -1,6 +1,7 @@
 //! Harness for end-to-end tests: starts the real binaries, waits for what they say, and ends them with the test.
 
 pub mod binaries;
+pub mod browser;
 pub mod command;
 pub mod conformance;
 pub mod corpus;
@@ -12,8 +13,10 @@ pub mod proxy;
 pub mod seed;
 pub mod server;
 pub mod skip;
+pub mod soak;
 pub mod status;
 pub mod stock;
 pub mod structure;
 pub mod tls;
 pub mod train;
+pub mod undecided;

@@ -89,6 +89,11 @@ impl Process {
         self.signal(Signal::CONT);
     }
 
+    /// Sends SIGHUP.
+    pub fn hang_up(&self) {
+        self.signal(Signal::HUP);
+    }
+
     fn signal(&self, signal: Signal) {
         let id = Pid::from_child(&self.child);
         kill_process(id, signal).unwrap_or_else(|error| panic!("{signal:?} to {}: {error}", self.name));

@@ -13,6 +13,8 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
+use crate::soak;
+
 const VARIABLE: &str = "LONGSHORE_SEED";
 
 /// A test's source of random numbers.
@@ -29,7 +31,7 @@ impl Random {
         });
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
         let seed = given.unwrap_or_else(clock);
-        if env::var_os("LONGSHORE_SOAK").is_some() {
+        if soak::runs() {
             // `eprintln!` would be shown only when the test fails.
             let test = thread::current().name().unwrap_or("a test").to_string();
             let _ = writeln!(io::stderr(), "{test}: {VARIABLE}={seed}");

@@ -239,6 +239,43 @@ fn a_job_that_cannot_be_read_is_deleted_on_an_explicit_word_alone() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
+/// Nothing else is begun under the name of what is kept: it would be out of sight, and take the place of what was begun at the next start.
+#[test]
+fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
+    let expected = hash();
+    let root = TempDir::new().unwrap();
+    let dirs = [root.path().join("a"), root.path().join("b")];
+    let mut server = options(&dirs).allow("not recovered").allow("not a job that can be opened").start();
+    let second = ServerOptions::new().start();
+    let addresses = [server.address().to_string(), second.address().to_string()];
+    let train = train().servers(&addresses[..1]);
+    train_halfway(&train, &mut server);
+    let is_refused = |other: Train, words: &[&str]| {
+        let (stderr, _) = other.start().fails(PATIENCE);
+        for word in words.iter().chain(&["longshore delete --discard-unreadable"]) {
+            assert!(stderr.contains(word), "{word} is missing in: {stderr}");
+        }
+    };
+    let away = root.path().join("away");
+    fs::rename(job_folder(&dirs[1]), &away).unwrap();
+    server.restart();
+    assert!(status_of(&server).stdout.contains("mount the disk again"));
+    is_refused(Train::new(STEPS).servers(&addresses[..1]), &["spec.tier", "mount the disk again"]);
+    is_refused(self::train().servers(&addresses), &["placement.owners", "mount the disk again"]);
+    // Now nobody can say what the job is.
+    fs::create_dir_all(job_folder(&dirs[1]).parent().unwrap()).unwrap();
+    fs::rename(&away, job_folder(&dirs[1])).unwrap();
+    let headers = [&dirs[0], &dirs[1]].map(|dir| job_folder(dir).join("header.json"));
+    let texts = headers.each_ref().map(|header| fs::read(header).unwrap());
+    headers.iter().for_each(|header| fs::write(header, "{}").unwrap());
+    server.kill_and_restart();
+    is_refused(Train::new(STEPS).servers(&addresses[..1]), &["kept here and not readable"]);
+    // Once it can be read again, opening it is enough.
+    headers.iter().zip(texts).for_each(|(header, text)| fs::write(header, text).unwrap());
+    is_refused(Train::new(STEPS).servers(&addresses[..1]), &["spec.tier"]);
+    assert_eq!(train.run().end.state_hash, expected);
+}
+
 #[test]
 fn a_directory_serves_one_server() {
     let root = TempDir::new().unwrap();

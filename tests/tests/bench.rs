@@ -12,7 +12,9 @@ const SHARDS: usize = 3;
 fn step(more: &[&str]) -> Value {
     let fixed = ["bench", "step", "--params", PARAMS, "--rounds", "1", "--steps", "2", "--json"];
     let output = longshore([&fixed, more].concat());
-    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
+    // On a busy host filling the job may take long enough for a word.
+    let mut said = output.stderr.lines().filter(|line| !line.contains("still waiting for"));
+    assert_eq!((output.code, said.next()), (0, None), "{output:?}");
     serde_json::from_str(&output.stdout).unwrap()
 }
 

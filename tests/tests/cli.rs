@@ -3,6 +3,7 @@
 
 use std::{
     fs,
+    path::Path,
     process::Command,
     time::{Duration, Instant},
 };
@@ -10,6 +11,7 @@ use std::{
 use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored, run},
+    event::Event,
     process::{DEADLINE, children, exists},
     server::{self, Longshored, ServerOptions},
     status::{job_status, status},
@@ -294,6 +296,86 @@ fn what_cannot_be_is_refused_before_it_is_tried() {
     assert!(!output.stderr.contains("state_dir"), "{output:?}");
 }
 
+/// The same command after servers that kept the job in memory were restarted.
+#[test]
+fn a_run_beside_checkpoints_says_how_to_go_on_from_them() {
+    let folder = TempDir::new().unwrap();
+    let options = || ServerOptions::new().args(["--checkpoint-dir", &folder.path().display().to_string()]);
+    let server = options().start();
+    Train::new(4).args(["--checkpoint-every", "2"]).servers(&one(&server)).run();
+    drop(server);
+    let server = options().start();
+    let mut running = Train::new(ENDLESS).servers(&one(&server)).start();
+    assert_eq!(running.until_started_at(), 1);
+    let said = running.process.stderr();
+    for word in ["starts afresh", "checkpoint step-00000004 of version 4", "--resume"] {
+        assert!(said.contains(word), "{word:?} is missing: {said}");
+    }
+}
+
+/// Who asks some of a job's servers is told that others are missing.
+#[test]
+fn status_of_some_servers_says_that_others_are_missing() {
+    let servers = server::servers(2, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    Train::new(2).servers(&addresses).run();
+    let status = longshore(["status", "--servers", &addresses[0]]);
+    said(&status, &["1 of the job's 2 servers", "--servers", &addresses[1]]);
+    assert!(!status.stdout.contains("between versions"), "{status:?}");
+}
+
+#[test]
+fn arguments_that_the_parser_cannot_judge_are_wrong_arguments_too() {
+    let train: [&[&str]; 8] = [
+        &["--steps", "0"],
+        &["--batch", "0"],
+        &["--rank", "3", "--world-size", "2"],
+        &["--tier", "nvme"],
+        &["--servers", "localhost"],
+        &["--width", "33", "--heads", "2"],
+        &["--deadline-s", "0"],
+        &["--checkpoint-every", "1"],
+    ];
+    for flags in train {
+        refused(&longshore([&["train"], flags].concat()), 2, &["longshore: "]);
+    }
+    refused(&longshore(["plan", "--params", "1M", "--servers", "0"]), 2, &["--servers"]);
+    refused(&longshore(["status", "--servers", "localhost"]), 2, &["localhost", "no port"]);
+    let output = longshore(["train", "--steps", "0", "--output", "json"]);
+    let error: Value = serde_json::from_str(output.stderr.lines().last().unwrap()).unwrap();
+    assert_eq!((output.code, &error["error"]["exit_code"]), (2, &Value::from(2)), "{output:?}");
+}
+
+/// A flag that nothing comes of is refused, so that nobody believes in it.
+#[test]
+fn flags_without_effect_are_refused() {
+    let ignored: [(&[&str], &str); 7] = [
+        (&["--newer-from", "1"], "--delay"),
+        (&["--correction", "none"], "--delay"),
+        (&["--resident", "1GiB"], "nvme with --resident"),
+        (&["--export-dtype", "f32"], "--export <DIR>"),
+        (&["--tls-dir", "."], "given with --servers"),
+        (&["--delay", "1", "--correction", "worker-local", "--micro-steps", "2"], "--accumulate worker"),
+        (&["--state-dir", "."], "nvme with --state-dir"),
+    ];
+    for (flags, word) in ignored {
+        refused(&longshore([&["train"], flags].concat()), 2, &[word]);
+    }
+    refused(
+        &longshored(["--listen", "127.0.0.1:0", "--spill", "images"]),
+        2,
+        &["spill is images", "--state-dir"],
+    );
+}
+
+/// A frame in which nobody is there would say that there are no jobs.
+#[test]
+fn top_says_that_no_server_answers() {
+    let output = longshore(["top", "--once", "--servers", "127.0.0.1:9"]);
+    refused(&output, 1, &["no server answers", "127.0.0.1:9"]);
+    assert_eq!(output.stdout, "");
+}
+
 /// A restore that failed leaves a job that waits for weights.
 #[test]
 fn a_restore_says_what_it_did() {
@@ -351,7 +433,7 @@ fn a_mistyped_setting_names_the_nearest() {
     refused(&run("longshore", &mut command), 2, &named);
     refused(&longshore(["train", "--stpes", "5"]), 2, &["--stpes", "'--steps'"]);
     refused(&longshore(["trian"]), 2, &["trian", "'train'"]);
-    refused(&longshore(["train", "--preset", "gtp2"]), 1, &["gtp2", "gpt2"]);
+    refused(&longshore(["train", "--preset", "gtp2"]), 2, &["gtp2", "gpt2"]);
 }
 
 #[test]
@@ -497,9 +579,40 @@ fn ranks_started_by_hand_are_the_same_run() {
     assert_eq!(first.finish().end.state_hash, expected);
     assert_eq!(second.event(), None, "only rank 0 reports");
     assert_eq!(second.process.code(), 0, "{}", second.process.stderr());
-    let lonely = two_ranks(20).start_with(["--rank", "1"]);
-    let (stderr, _) = lonely.fails(DEADLINE);
-    assert!(stderr.contains("--servers"), "{stderr}");
+    let mut lonely = two_ranks(20).start_with(["--rank", "1"]);
+    assert_eq!(lonely.process.code(), 2);
+    assert!(lonely.process.stderr().contains("--servers"), "{}", lonely.process.stderr());
+}
+
+/// The first signal lets the step in hand finish and writes what was asked for.
+#[test]
+fn a_signal_ends_a_run_as_its_end_does() {
+    let folder = TempDir::new().unwrap();
+    let dir = |name: &str| folder.path().join(name).display().to_string();
+    for (signal_name, code, ranks) in [("-INT", 130, "1"), ("-TERM", 143, "2")] {
+        let (checkpoints, export) = (dir(&format!("checkpoints{code}")), dir(&format!("export{code}")));
+        let flags: [&str; 6] = ["--world-size", ranks, "--checkpoint-dir", &checkpoints, "--export", &export];
+        let mut running = Train::new(ENDLESS).args(flags).start();
+        running.until_step(3);
+        signal(signal_name, running.process.id());
+        let mut last = 0;
+        while let Some(event) = running.event() {
+            if let Event::Step(step) = event {
+                last = step.step;
+            }
+        }
+        assert_eq!(running.process.code(), code, "{}", running.process.stderr());
+        let said = running.process.stderr();
+        assert!(
+            said.contains(&format!("after step {last} of {ENDLESS}")) && said.contains("--resume"),
+            "{said}"
+        );
+        assert!(Path::new(&export).join("model.safetensors").exists(), "{said}");
+        let mut again = Train::new(ENDLESS).args(flags).start_with(["--resume"]);
+        assert_eq!(again.until_started_at(), last + 1);
+        signal("-TERM", again.process.id());
+        assert_eq!(again.process.code(), 143);
+    }
 }
 
 /// The processes of the ranks that `running` has started, once both are there.

@@ -9,7 +9,9 @@ use longshore_tests::{
     peer::{END_HEADERS, HEADERS, Peer, call, frame},
     server::{Longshored, ServerOptions},
     train::Train,
+    undecided,
 };
+use longshore_worker::Pipeline;
 use tempfile::TempDir;
 
 const STEPS: u64 = 40;
@@ -34,9 +36,9 @@ fn tell(server: &Longshored, told: Told) {
     }
 }
 
-/// The versions of the sealed checkpoints of the only job below `folder`.
-fn sealed(folder: &Path) -> Vec<u64> {
-    let checkpoints = folder.join("default");
+/// The versions of the job's sealed checkpoints.
+fn sealed(folder: &Path, job: &str) -> Vec<u64> {
+    let checkpoints = folder.join(job);
     let names = std::fs::read_dir(&checkpoints).expect("the job's checkpoints");
     let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let sealed = names.filter(|name| checkpoints.join(name).join("manifest.json").is_file());
@@ -59,7 +61,7 @@ fn drains(job: &[&str], told: Told) {
     assert!(stderr.contains(&address), "the server is not named: {stderr}");
     assert!(stderr.contains("the server is draining"), "no reason: {stderr}");
     said.check_steps();
-    let versions = sealed(checkpoints.path());
+    let versions = sealed(checkpoints.path(), "default");
     assert_eq!(versions.len(), 1, "one checkpoint: {versions:?}");
     assert!(versions[0] >= said.last_step(), "step {} was said and is lost: {versions:?}", said.last_step());
 
@@ -123,8 +125,42 @@ fn a_server_whose_worker_has_ended_stops_and_keeps_its_job() {
     let run = Train::new(10).servers(&servers).run();
     server.process.terminate();
     assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
-    assert_eq!(sealed(checkpoints.path()), [10]);
+    assert_eq!(sealed(checkpoints.path(), "default"), [10]);
     server.restart();
     let again = Train::new(10).servers(&servers).start_with(["--resume"]).finish();
     assert_eq!((again.start.first_step, again.end.state_hash), (11, run.end.state_hash));
+}
+
+/// A job whose first step has all gradients and no decision. Its name comes before those of others.
+fn undecided(server: &Longshored) -> Pipeline {
+    let pipeline = undecided::undecided(server.address(), "a");
+    eventually("the server to wait for the decision", || {
+        let status = longshore(["status", "--no-hash", "--job", "a", "--servers", server.address()]);
+        status.stdout.contains("waits for the decision on step 1").then_some(())
+    });
+    pipeline
+}
+
+/// While one job's step in hand is waited for, no other job begins one: else each would be waited for anew.
+#[test]
+fn all_jobs_finish_the_step_in_hand_at_once() {
+    let checkpoints = TempDir::new().unwrap();
+    let mut server = ServerOptions::new()
+        .checkpoint_dir(checkpoints.path())
+        .checkpoint_on_drain()
+        .args(["--drain-deadline-s", "120"])
+        .start();
+    let mut waited_for = undecided(&server);
+    let other = Train::new(1_000_000).args(["--job", "b", "--deadline-s", "3"]);
+    let mut running = other.servers(&[server.address().to_string()]).start();
+    running.until_step(5);
+    tell(&server, Told::Signal);
+    let (stderr, said) = running.fails(DEADLINE);
+    assert!(stderr.contains("the server is draining"), "{stderr}");
+    assert!(server.process.is_running(), "{}", server.process.stderr());
+    waited_for.finish(Vec::new()).unwrap();
+    assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
+    assert_eq!(sealed(checkpoints.path(), "a"), [1]);
+    let last = sealed(checkpoints.path(), "b");
+    assert!(last.len() == 1 && (said.last_step()..=said.last_step() + 1).contains(&last[0]), "{last:?}");
 }

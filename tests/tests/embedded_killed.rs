@@ -74,12 +74,19 @@ fn a_run_with_its_state_in_a_tmpfs_goes_on_by_the_same_command() {
     survives("shm", &TempDir::new_in("/dev/shm").unwrap(), &["--micro-steps", "2"]);
 }
 
+/// What a command says that is refused for its arguments.
+fn wrong_use(train: &Train) -> String {
+    let mut running = train.start();
+    assert_eq!(running.process.code(), 2, "{}", running.process.stderr());
+    running.process.stderr()
+}
+
 #[test]
 fn without_a_folder_it_is_refused_with_a_remedy() {
     for (tier, flag) in [("nvme", "--state-dir"), ("shm", "--shm-dir")] {
-        let (stderr, _) = Train::new(2).args(["--tier", tier]).start().fails(Duration::from_secs(15));
+        let stderr = wrong_use(&Train::new(2).args(["--tier", tier]));
         assert!(stderr.contains(flag) && stderr.contains("continues a run that was killed"), "{stderr}");
     }
-    let (stderr, _) = Train::new(2).args(["--state-dir", "/tmp"]).start().fails(Duration::from_secs(15));
+    let stderr = wrong_use(&Train::new(2).args(["--state-dir", "/tmp"]));
     assert!(stderr.contains("--tier nvme"), "{stderr}");
 }

@@ -3,20 +3,27 @@
 
 use std::{
     fs,
-    io::{Read, Write},
+    io::{self, Read, Write},
     net::TcpStream,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
+use longshore_proto::{Incarnation, JobSpec};
 use longshore_tests::{
     command::{longshore, longshored},
-    conformance::cluster::eventually,
+    conformance::{
+        cluster::eventually,
+        raw::{At, Raw, chunk},
+    },
     http::{self, FLAGS},
     server::{Longshored, ServerOptions},
     status::job_status,
     train::Train,
+    undecided::undecided,
 };
+use longshore_wire::{Wire, v1};
 use tempfile::TempDir;
+use tokio::runtime::Runtime;
 
 const STEPS: u64 = 9;
 
@@ -87,6 +94,27 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
     assert!(elements(&http[0]) + elements(&http[1]) >= parameters);
 }
 
+/// A worker that dies between its gradient and its decision leaves servers that have all they need but the decision.
+#[test]
+fn a_decision_that_does_not_come_is_waited_for_by_name() {
+    let server = server();
+    let (name, http) = (server.address().to_string(), http::address(&server));
+    let pipeline = undecided(&name, "undecided");
+    let waits = "the decision on step 1 (its commit) from rank 0";
+    // While it takes chunks it waits for more, and while it forms the sum for nobody.
+    eventually("the server to wait for the decision", || {
+        let page = http::json(&http, "/status.json");
+        (page["jobs"][0]["waiting_for"] == waits).then_some(())
+    });
+    assert_eq!(http::metrics(&http)["longshore_job_waits{job=\"undecided\"}"], 1.0);
+    let status = longshore(["status", "--no-hash", "--servers", &name]);
+    assert!(status.stdout.contains(&format!("waits for {waits}")), "{status:?}");
+    let top = longshore(["top", "--once", "--output", "json", "--servers", &name]);
+    let top: serde_json::Value = serde_json::from_str(&top.stdout).unwrap();
+    assert_eq!(top["jobs"][0]["waiting_for"], waits, "{top}");
+    drop(pipeline);
+}
+
 #[test]
 fn what_drives_are_asked_is_counted_by_drive() {
     let root = TempDir::new().unwrap();
@@ -135,6 +163,18 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     // The trainer first asks whether the job is there.
     Train::new(2).servers(std::slice::from_ref(&name)).run();
     assert_eq!((refused("NOT_FOUND"), refused("INTERNAL")), (1.0, 0.0));
+    // A chunk whose bytes were damaged on the way is refused apart, on a call that goes on.
+    let runtime = Runtime::new().unwrap();
+    let raw = Raw::connect(runtime.handle().clone(), name.parse().unwrap());
+    let incarnation = Incarnation(u64::MAX);
+    raw.join("default", 0, incarnation.0).unwrap();
+    let spec = JobSpec::from_wire(raw.describe("default").spec).unwrap();
+    let right = chunk(&spec, &spec.validate().unwrap(), 0, At { step: 3, rank: 0, incarnation });
+    assert_eq!(refused("CORRUPT"), 0.0);
+    let torn = v1::PushRequest { crc32: !right.crc32, ..right.clone() };
+    let results = raw.push_all(vec![torn, right]).unwrap();
+    assert!(results[0].refusal.is_some() && results[1].refusal.is_none(), "{results:?}");
+    assert_eq!(refused("CORRUPT"), 1.0);
     let of_a_job = || http::metrics(&http).keys().filter(|sample| sample.contains("job=\"default\"")).count();
     assert!(of_a_job() > 20);
     let deleted = longshore(["delete", "--job", "default", "--servers", &name]);
@@ -209,18 +249,25 @@ fn silent_and_endless_requests_end_and_hold_up_neither_training_nor_other_reader
     let http = http::address(&server);
     let mut worker = Train::new(200).servers(&[server.address().to_string()]).start();
     worker.until_step(3);
-    // As many as there are places, and as many again that wait: some say nothing, some begin headers and never end them.
-    let mut flood: Vec<TcpStream> = (0..64).map(|_| TcpStream::connect(&http).unwrap()).collect();
+    // Ten times as many as there are places: some say nothing, some begin headers and never end them.
+    let mut flood: Vec<TcpStream> = (0..320).map(|_| TcpStream::connect(&http).unwrap()).collect();
     for stream in flood.iter_mut().step_by(2) {
-        stream.write_all(b"GET / HTTP/1.1\r\nX-Endless: ").unwrap();
+        // It may be ended already.
+        let _ = stream.write_all(b"GET / HTTP/1.1\r\nX-Endless: ");
     }
-    // They are ended after ten seconds each, and meanwhile the job goes on.
+    // Kubernetes gives a probe a second. Those that hold a place are ended after ten.
+    for path in ["/healthz", "/readyz", "/metrics"] {
+        let asked = Instant::now();
+        assert_eq!(http::get(&http, path).0, 200);
+        assert!(asked.elapsed() < Duration::from_secs(5), "{path} after {:?}", asked.elapsed());
+    }
     worker.until_step(8);
-    let (code, _, _) = http::get(&http, "/healthz");
-    assert_eq!(code, 200);
-    let ended =
-        flood[0].set_read_timeout(Some(Duration::from_secs(20))).and_then(|()| flood[0].read(&mut [0; 64]));
-    assert!(ended.is_ok(), "{ended:?}");
+    // Whoever is silent is ended: the first ones for those that came later, and the last ones at their deadline.
+    for mut stream in [&flood[0], &flood[319]] {
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let ended = stream.read(&mut [0; 64]);
+        assert!(!ended.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock), "{ended:?}");
+    }
     let header = format!("GET / HTTP/1.1\r\nX-Large: {}\r\n\r\n", "x".repeat(100_000));
     let mut large = TcpStream::connect(&http).unwrap();
     let _ = large.write_all(header.as_bytes());

@@ -1,6 +1,11 @@
 //! Idle jobs: their memory is given back once their state is safe elsewhere, and they come back with the same bits.
 
-use std::path::Path;
+use std::{
+    fs::{self, OpenOptions},
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
 
 use longshore_tests::{
     command::longshore,
@@ -10,6 +15,7 @@ use longshore_tests::{
     status::{job_status, status},
     train::Train,
 };
+use longshore_wire::v1::{RestoreMode, RestoreRequest, admin_client::AdminClient};
 use tempfile::TempDir;
 
 const STEPS: u64 = 12;
@@ -160,6 +166,83 @@ fn a_job_on_drives_gives_up_its_memory_alone() {
 }
 
 #[test]
+fn a_killed_server_leaves_a_job_on_drives_evicted() {
+    let nvme = ["--tier", "nvme"];
+    let expected = Train::new(STEPS).run().end.state_hash;
+    let root = TempDir::new().unwrap();
+    let mut server = ServerOptions::new().state_root(root.path()).args(LIMIT).start();
+    let addresses = [server.address().to_string()];
+    let train = |steps| Train::new(steps).args(nvme).servers(&addresses);
+    train(EVICTED_AT).run();
+    is_evicted(&server);
+    server.kill_and_restart();
+    let gone = job_status(&addresses);
+    assert!(gone.reasons_without[0].contains("on this server's drives"), "{gone:?}");
+    assert!(reserved(&server).contains("  0 B of"), "{}", reserved(&server));
+    // It is in use again, and no later process takes it for evicted.
+    train(EVICTED_AT + 1).run();
+    server.kill_and_restart();
+    let run = train(STEPS).run();
+    assert_eq!((run.start.first_step, run.end.state_hash), (EVICTED_AT + 2, expected));
+}
+
+#[test]
+fn nor_does_a_killed_server_start_an_evicted_job_anew() {
+    let expected = Train::new(STEPS).run().end.state_hash;
+    let checkpoints = TempDir::new().unwrap();
+    let mut server = checkpointing(checkpoints.path()).start();
+    let addresses = [server.address().to_string()];
+    let train = |steps| Train::new(steps).servers(&addresses);
+    train(EVICTED_AT).run();
+    is_evicted(&server);
+    server.kill_and_restart();
+    let (stderr, _) = train(STEPS).start().fails(DEADLINE);
+    assert!(stderr.contains("evicted at version 6") && stderr.contains("--resume"), "{stderr}");
+    // A restore takes the note away, and so does a deletion.
+    let resumed = train(STEPS).start_with(["--resume"]).finish();
+    assert_eq!((resumed.start.first_step, resumed.end.state_hash), (EVICTED_AT + 1, expected));
+    server.kill_and_restart();
+    assert_eq!(train(EVICTED_AT).run().start.first_step, 1);
+    is_evicted(&server);
+    let deleted = longshore(["delete", "--servers", &addresses[0], "--job", "default"]);
+    assert_eq!(deleted.code, 0, "{}", deleted.stderr);
+    server.kill_and_restart();
+    assert_eq!(train(3).run().start.first_step, 1);
+}
+
+#[test]
+fn an_evicted_job_on_drives_is_not_begun_anew_in_memory() {
+    let nvme = ["--tier", "nvme"];
+    let root = TempDir::new().unwrap();
+    let server = ServerOptions::new().state_root(root.path()).args(LIMIT).start();
+    let addresses = [server.address().to_string()];
+    Train::new(EVICTED_AT).args(nvme).servers(&addresses).run();
+    is_evicted(&server);
+    let (stderr, _) = Train::new(STEPS).servers(&addresses).start().fails(DEADLINE);
+    assert!(stderr.contains("tier"), "{stderr}");
+    let run = Train::new(STEPS).args(nvme).servers(&addresses).run();
+    assert_eq!(run.start.first_step, EVICTED_AT + 1);
+}
+
+#[test]
+fn a_job_that_waits_for_its_checkpoint_does_so_after_a_crash() {
+    let root = TempDir::new_in("/dev/shm").unwrap();
+    let checkpoints = TempDir::new().unwrap();
+    let mut server = checkpointing(checkpoints.path()).shm_root(root.path()).start();
+    let addresses = [server.address().to_string()];
+    let train = || Train::new(STEPS).args(["--tier", "shm"]).servers(&addresses);
+    Train::new(EVICTED_AT).args(["--tier", "shm"]).servers(&addresses).run();
+    is_evicted(&server);
+    // The first run has opened it, and so its files are there again.
+    for _ in 0..2 {
+        let (stderr, _) = train().start().fails(DEADLINE);
+        assert!(stderr.contains("evicted at version 6") && stderr.contains("--resume"), "{stderr}");
+        server.kill_and_restart();
+    }
+    assert_eq!(train().start_with(["--resume"]).finish().start.first_step, EVICTED_AT + 1);
+}
+
+#[test]
 fn ranks_of_a_job_on_drives_come_back_in_any_order() {
     let root = TempDir::new().unwrap();
     let started = |root: &Path, limit: &[&str]| ServerOptions::new().state_root(root).args(limit).start();
@@ -177,4 +260,79 @@ fn ranks_of_a_job_on_drives_come_back_in_any_order() {
     is_evicted(&server);
     let elsewhere = TempDir::new().unwrap();
     assert_eq!(both(STEPS, &server), both(STEPS, &started(elsewhere.path(), &[])));
+}
+
+/// Makes a file that whoever opens it waits for, as for one of a file server that is gone.
+fn hang(file: &Path) {
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    assert!(Command::new("mkfifo").arg(file).status().unwrap().success());
+}
+
+#[test]
+fn a_folder_that_hangs_keeps_only_the_jobs_that_need_it() {
+    let nvme = ["--tier", "nvme", "--job", "on-drives"];
+    let (root, checkpoints) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    hang(&checkpoints.path().join("in-memory/idle-00000006/manifest.json"));
+    let mut server = checkpointing(checkpoints.path()).state_root(root.path()).start();
+    let addresses = [server.address().to_string()];
+    let train = |args: &[&str]| Train::new(EVICTED_AT).args(args).servers(&addresses);
+    train(&["--job", "in-memory"]).run();
+    train(&nvme).run();
+    eventually("the job on drives to be evicted", || {
+        let log = server.log();
+        log.iter()
+            .any(|line| line["fields"]["job"] == "\"on-drives\"" && line["fields"]["call"] == "evict")
+            .then_some(())
+    });
+    assert_eq!(Train::new(STEPS).args(nvme).servers(&addresses).run().start.first_step, EVICTED_AT + 1);
+    // Nor is the folder waited for when the server stops.
+    server.process.terminate();
+    assert_eq!(server.process.code(), 0);
+}
+
+#[test]
+fn nor_does_it_keep_others_from_being_opened() {
+    let nvme = ["--tier", "nvme", "--job", "on-drives"];
+    let (root, checkpoints) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let server = ServerOptions::new().checkpoint_dir(checkpoints.path()).state_root(root.path()).start();
+    let addresses = [server.address().to_string()];
+    let train = |steps, args: &[&str]| Train::new(steps).args(args).servers(&addresses);
+    train(EVICTED_AT, &nvme).run();
+    let note = checkpoints.path().join("in-memory/~evicted.json");
+    hang(&note);
+    let waits = train(3, &["--job", "in-memory"]).start();
+    eventually("the job to be opened", || {
+        let log = server.log();
+        log.iter()
+            .any(|line| line["fields"]["message"] == "job opened" && line["fields"]["job"] == "in-memory")
+            .then_some(())
+    });
+    assert_eq!(train(STEPS, &nvme).run().start.first_step, EVICTED_AT + 1);
+    // The folder is there again, and there is no note of this job in it.
+    let answers = OpenOptions::new().write(true).open(&note).unwrap();
+    fs::remove_file(&note).unwrap();
+    drop(answers);
+    assert_eq!(waits.finish().start.first_step, 1);
+}
+
+/// A restore of much state is verified on all servers first, which takes minutes.
+#[test]
+fn a_job_whose_checkpoint_is_verified_is_in_use() {
+    let checkpoints = TempDir::new().unwrap();
+    let server = checkpointing(checkpoints.path()).start();
+    let addresses = [server.address().to_string()];
+    Train::new(EVICTED_AT).servers(&addresses).run();
+    let made = longshore(["checkpoint", "--servers", &addresses[0], "--name", "mine"]);
+    assert_eq!(made.code, 0, "{}", made.stderr);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut admin = AdminClient::connect(format!("http://{}", addresses[0])).await.unwrap();
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_secs(8) {
+            let (job, name) = ("default".to_string(), "mine".to_string());
+            let verify = RestoreRequest { job, name, mode: RestoreMode::Verify.into(), ..Default::default() };
+            admin.restore(verify).await.expect("a job that is not evicted");
+        }
+    });
+    is_evicted(&server);
 }

@@ -11,7 +11,7 @@ use std::{
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind};
 use longshore_tests::{
-    conformance::cluster::eventually, process::memory_of, server::ServerOptions, status::job_status,
+    conformance::cluster::eventually, process::memory_of, server::ServerOptions, soak, status::job_status,
 };
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session, Transport};
 use tempfile::TempDir;
@@ -27,8 +27,7 @@ const STALLS_IN: u64 = 2;
 /// How long the slow rank stops. With the slow tests, it is as long as a rank may be gone before anybody gives up on
 /// it.
 fn stall() -> Duration {
-    let soak = std::env::var_os("LONGSHORE_SOAK").is_some();
-    Duration::from_secs(if soak { 30 } else { 2 })
+    Duration::from_secs(soak::pick(2, 30))
 }
 
 fn spec(tier: TierKind) -> JobSpec {

@@ -125,44 +125,6 @@ fn prometheus_follows_a_run_in_which_workers_are_killed() {
     assert_eq!(value(&own, "min_over_time(up[1m])"), Some(1.0));
 }
 
-#[test]
-fn a_browser_draws_the_page_without_an_error() {
-    if !is_installed("chromium") {
-        return skip::skipped("there is no chromium: install Debian's package chromium");
-    }
-    let server = ServerOptions::new().args(FLAGS).start();
-    let url = format!("http://{}/", http::address(&server));
-    let drawn = |job: bool| {
-        let folder = TempDir::new().unwrap();
-        let mut command = Command::new("chromium");
-        command
-            .args([
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--window-size=360,800",
-                "--enable-logging=stderr",
-            ])
-            .args(["--virtual-time-budget=4000", "--dump-dom"])
-            .arg(format!("--user-data-dir={}", folder.path().display()))
-            .arg(&url);
-        let page = run("chromium", &mut command);
-        assert_eq!(page.code, 0, "{page:?}");
-        let errors: Vec<&str> = page.stderr.lines().filter(|line| line.contains("CONSOLE")).collect();
-        assert!(errors.is_empty(), "{errors:?}");
-        assert_eq!(page.stdout.contains("<article"), job, "{}", page.stdout);
-        page.stdout
-    };
-    assert!(drawn(false).contains("1.0 GiB reserved by jobs"));
-    Train::new(7).servers(&[server.address().to_string()]).run();
-    let page = drawn(true);
-    for text in ["default", "7, 7 applied", "<path d=\"M0.0 ", "gradient norm", "exposed time", ">idle<"] {
-        assert!(page.contains(text), "no {text} in {page}");
-    }
-    // Loss, step time, exposed time, norm, loss scale, learning rate.
-    assert_eq!(page.matches("<figure").count(), 6, "{page}");
-}
-
 /// The value of an expression now; None where it has none, or Prometheus does not answer yet.
 fn value(address: &str, expression: &str) -> Option<f64> {
     std::net::TcpStream::connect(address).ok()?;

@@ -1,4 +1,4 @@
-//! The Debian package: what is in it runs, and its service is one that systemd takes. A release: its files are what its checksums say, and
+//! The Debian package: what is in it runs, its service is one that systemd takes, and its scripts do what they are for. A release: its files are what its checksums say, and
 //! made again they are the same.
 
 use std::{env, fs, path::Path, process::Command};
@@ -58,6 +58,8 @@ fn a_debian_package_has_both_commands_and_a_service() {
     let here = config
         .replace("/run/", &format!("{}/run/", root.path().display()))
         .replace("/var/", &format!("{}/var/", root.path().display()))
+        // This host has no group of that name.
+        .replace("\"longshore\"", &format!("\"{}\"", rustix::process::getgid().as_raw()))
         .replace(":7070", ":0")
         .replace(":7071", ":0");
     for folder in ["run/longshore", "var/lib/longshore/state"] {
@@ -72,14 +74,111 @@ fn a_debian_package_has_both_commands_and_a_service() {
     assert!(server.line().unwrap_or_default().starts_with("longshored listening on "), "{}", server.stderr());
     server.terminate();
     assert_eq!(server.code(), 0, "{}", server.stderr());
-    if is_installed("systemd-analyze") {
-        let unit = tree.join("lib/systemd/system/longshored.service");
-        // The service's program is not installed here; nothing else may be said of the unit.
-        let said = run("systemd-analyze", Command::new("systemd-analyze").arg("verify").arg(unit));
-        let others: Vec<&str> =
-            said.stderr.lines().filter(|line| !line.contains("/usr/bin/longshored")).collect();
-        assert!(others.is_empty(), "{others:?}");
+}
+
+#[test]
+fn systemd_takes_the_service() {
+    if !is_installed("systemd-analyze") {
+        return skip::skipped("there is no systemd-analyze: install Debian's package systemd");
     }
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/systemd/longshored.service");
+    // The service's program is not installed here; nothing else may be said of the unit.
+    let said = run("systemd-analyze", Command::new("systemd-analyze").arg("verify").arg(unit));
+    let others: Vec<&str> =
+        said.stderr.lines().filter(|line| !line.contains("/usr/bin/longshored")).collect();
+    assert!(others.is_empty(), "{others:?}");
+}
+
+/// A script in a copy of this system that lies over it in memory and ends with the script; the folder is its /mnt. None where this user may not do that.
+fn in_a_copy(folder: &Path, script: &str) -> Option<Command> {
+    const COPY: &str = "mount -t tmpfs tmpfs /mnt && mkdir /mnt/upper /mnt/work /mnt/root \
+        && mount -t overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work overlay /mnt/root \
+        && mount --bind /dev /mnt/root/dev && mount --bind /proc /mnt/root/proc && mount --bind \"$0\" /mnt/root/mnt";
+    let shell = |script: &str| {
+        let mut shell = Command::new("unshare");
+        shell.args(["--mount", "sh", "-c", &format!("{COPY} && exec chroot /mnt/root sh -euc \"$1\"")]);
+        shell.arg(folder).arg(script);
+        shell
+    };
+    let tried = shell("command -v dpkg useradd getent").output();
+    tried.is_ok_and(|output| output.status.success()).then(|| shell(script))
+}
+
+#[test]
+fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
+    for tool in ["dpkg-deb", "dpkg", "objdump", "strip"] {
+        if !is_installed(tool) {
+            return skip::skipped(&format!(
+                "there is no {tool}: install Debian's packages dpkg and binutils"
+            ));
+        }
+    }
+    // What the scripts ask of systemd is noted, as it is not running there.
+    const SCRIPT: &str = r#"
+        exec 2>&1
+        cd /mnt
+        says() { printf '%s: %s\n' "$@"; }
+        mkdir -p /run/systemd/system
+        printf '#!/bin/sh\necho "systemctl $*"\n' > /usr/local/bin/systemctl
+        chmod +x /usr/local/bin/systemctl
+        export PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C DEBIAN_FRONTEND=noninteractive
+        conf=/etc/longshore/longshored.toml
+        at() { says "$1" "$(stat -c '%U:%G %a' "$1" 2>/dev/null || echo gone)"; }
+        all() { for file in /usr/bin/longshored $conf /var/lib/longshore/state /var/lib/longshore/state/job; do at $file; done; }
+        echo == install; dpkg -i longshore_*.deb; all
+        says version "$(longshored --version)"
+        echo '# edited' >> $conf; : > /var/lib/longshore/state/job
+        echo == upgrade
+        dpkg-deb -R longshore_*.deb tree; sed -i 's/^Version: .*/&+1/' tree/DEBIAN/control; dpkg-deb -b tree newer.deb
+        dpkg -i newer.deb; all; says edited "$(tail -1 $conf)"
+        echo == remove; dpkg -r longshore; all
+        echo == purge; dpkg -P longshore; all
+        says user "$(getent passwd longshore | cut -d: -f1,6,7)"
+    "#;
+    let root = TempDir::new().unwrap();
+    let Some(mut copy) = in_a_copy(root.path(), SCRIPT) else {
+        return skip::skipped(
+            "this user may not mount an overlay over this system's files, or it is no Debian",
+        );
+    };
+    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/build");
+    let binaries = Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned();
+    let mut build = Command::new(build);
+    let built = run("deploy/debian/build", build.arg(&binaries).arg(root.path()).envs(QUICKLY));
+    assert_eq!(built.code, 0, "{built:?}");
+    let out = run("dpkg in a copy of this system", copy.envs(QUICKLY));
+    assert_eq!(out.code, 0, "{out:?}");
+    let phases: Vec<&str> = out.stdout.split("== ").collect();
+    let [_, install, upgrade, remove, purge] = phases[..] else { panic!("{}", out.stdout) };
+    let has = |phase: &str, lines: &[&str]| {
+        for line in lines {
+            assert!(phase.lines().any(|said| said.contains(line)), "no {line:?} in {phase}");
+        }
+    };
+    let (conf, state) = ("longshored.toml: root:longshore 640", "longshore/state: longshore:longshore 700");
+    let version = format!("version: longshored {}", env!("CARGO_PKG_VERSION"));
+    has(install, &["longshored: root:root 755", conf, state, &version, "systemctl daemon-reload"]);
+    has(upgrade, &["longshored: root:root 755", conf, "state/job: root:root 644", "edited: # edited"]);
+    // An upgrade leaves the service running, and a removal stops it in order.
+    assert!(!upgrade.contains("disable") && !install.contains("disable"), "{}", out.stdout);
+    has(
+        remove,
+        &[
+            "systemctl --no-reload disable --now longshored.service",
+            "longshored: gone",
+            conf,
+            "state/job: root:root 644",
+        ],
+    );
+    has(
+        purge,
+        &[
+            "longshored.toml: gone",
+            "state/job: root:root 644",
+            "may hold the state of jobs",
+            "user: longshore:",
+        ],
+    );
 }
 
 #[test]

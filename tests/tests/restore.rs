@@ -16,6 +16,7 @@ use longshore_tests::{
     process::{DEADLINE, Process},
     seed::Random,
     server::{self, Longshored, ServerOptions},
+    soak,
     status::job_status,
     train::Train,
 };
@@ -227,11 +228,6 @@ fn forgotten(count: usize, checkpoints: &Path) -> (Train, Vec<Longshored>) {
     (train, servers)
 }
 
-/// The number of rounds, which is larger where slow tests are wanted.
-fn rounds(quick: u64, soak: u64) -> u64 {
-    if std::env::var_os("LONGSHORE_SOAK").is_some() { soak } else { quick }
-}
-
 #[test]
 fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
     let expected = hash();
@@ -241,7 +237,7 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
     let mut random = Random::new();
     let addresses = server::addresses(&servers).join(",");
     let (version, name) = (CHECKPOINT_EVERY, &name(CHECKPOINT_EVERY));
-    for round in 0..rounds(6, 200) {
+    for round in 0..soak::pick(6, 200) {
         let mut command = binaries::command("longshore");
         command.args(["restore", "--job", "default", "--name", name, "--servers", &addresses]);
         let mut client = Process::start("longshore restore", &mut command);
@@ -305,7 +301,7 @@ fn ranks_that_resume_together_wait_for_rank_0() {
     // Their names are sealed already.
     let train = train.args(["--checkpoint-every", "0"]);
     let start = |rank: &str| train.start_with(["--resume-from", &newest, "--rank", rank]);
-    for round in 0..rounds(4, 80) {
+    for round in 0..soak::pick(4, 80) {
         // All of them lost it, or one did and the others hold what is past the checkpoint.
         let lost = if round % 2 == 0 { 0..3 } else { 1..2 };
         lost.for_each(|server| servers[server].kill_and_restart());

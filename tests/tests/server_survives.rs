@@ -1,26 +1,21 @@
 //! `kill -9` of servers whose tier outlives them, at random instants. The worker waits, the servers come back by
 //! themselves, and the run ends with the bits of one that was never disturbed.
 
-use std::{
-    env,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use longshore_tests::{
     proxy::Proxy,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
+    soak,
     status::job_status,
     train::{Running, Train},
 };
 use tempfile::TempDir;
 
-/// The kills of each test, in `tests/run` and in its soak.
-const KILLS: u64 = 4;
-const SOAK_KILLS: u64 = 75;
+const STEPS: u64 = 60;
 /// The kills of one run, few enough that its steps stay few.
 const KILLS_A_RUN: u64 = 5;
-const STEPS: u64 = 60;
 
 /// The processes that are killed at once.
 #[derive(Clone, Copy, PartialEq)]
@@ -39,17 +34,13 @@ struct Case {
     server: &'static [&'static str],
 }
 
-fn kills() -> u64 {
-    if env::var_os("LONGSHORE_SOAK").is_some() { SOAK_KILLS } else { KILLS }
-}
-
 fn survives(case: &Case) {
     let mut random = Random::new();
     let begun = Instant::now();
     let known = Train::new(STEPS).args(case.job).run();
     let startup = begun.elapsed() / 4;
     let step = Duration::from_secs_f64(known.end.step_ms / 1e3);
-    let mut left = kills();
+    let mut left = soak::pick(4, 75);
     while left > 0 {
         let kills = left.min(KILLS_A_RUN);
         left -= kills;
@@ -122,8 +113,6 @@ const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 /// Gradients are on the drives too, but for those that are lent.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
-/// The second micro-step of a delayed step waits for the decision before, and so for a server that comes back.
-const NEWER: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "1"];
 const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
 
 #[test]
@@ -290,90 +279,6 @@ fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_both_servers() {
 #[test]
 fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_everything() {
     survives(&Case { tier: "shm", victims: Victims::All, job: LOCAL, server: &[] });
-}
-
-/// One rank dies together with one of the servers, while the other rank lives on. What the other servers have decided
-/// without the dead one is taken back while the living rank trains: it must send that again, and compute again what
-/// it had built on it.
-fn survives_without(killed: usize, count: usize, job: &[&str]) {
-    let mut random = Random::new();
-    let job = [job, &["--world-size", "2"]].concat();
-    let known = Train::new(STEPS).args(&job).run();
-    let step = Duration::from_secs_f64(known.end.step_ms / 1e3);
-    let (mut left, mut taken_back) = (kills(), 0);
-    while left > 0 {
-        let kills = left.min(KILLS_A_RUN);
-        left -= kills;
-        let root = TempDir::new().expect("a folder for the servers' state");
-        let options = ServerOptions::new().state_root(root.path());
-        let options = options.allow("a damaged record is replaced").allow("stepping back");
-        let mut servers = server::servers(count, &options);
-        let train = Train::new(STEPS).args(&job).args(["--tier", "nvme"]).allow("waiting for a server");
-        let train = train.servers(&server::addresses(&servers));
-        let start = |rank: usize| train.start_with(["--rank", &rank.to_string()]);
-        let mut ranks = [start(0), start(1)];
-        let mut done = ranks[0].until_started_at() - 1;
-        for kill in 0..kills {
-            let share = (STEPS - done).saturating_sub(2) / (kills - kill);
-            let steps = 1 + random.below(share.max(1));
-            ranks[0].until_steps(steps);
-            done += steps;
-            // Mostly it dies at once: the step is decided everywhere then, and perhaps durable on one server.
-            if random.below(4) == 0 {
-                spin(random.part_of(step));
-            }
-            let victim = random.below(count as u64) as usize;
-            servers[victim].process.kill();
-            ranks[killed].process.kill();
-            taken_back += times_stepped_back(&servers[victim]);
-            servers[victim].restart();
-            std::mem::replace(&mut ranks[killed], start(killed)).kill().check_steps();
-            if killed == 0 {
-                done = ranks[0].until_started_at() - 1;
-            }
-        }
-        let [rank0, mut rank1] = ranks;
-        let end = rank0.finish().end;
-        assert_eq!(rank1.process.code(), 0, "rank 1 failed: {}", rank1.process.stderr());
-        assert_eq!(end.state_hash, known.end.state_hash, "after {kills} kills");
-        taken_back += servers.iter().map(times_stepped_back).sum::<usize>();
-    }
-    eprintln!("a step was taken back {taken_back} times");
-}
-
-fn times_stepped_back(server: &Longshored) -> usize {
-    let message = |line: &serde_json::Value| line.to_string().contains("stepping back");
-    server.log().iter().filter(|line| message(line)).count()
-}
-
-#[test]
-fn an_nvme_job_survives_kills_of_rank_zero_with_a_server() {
-    survives_without(0, 2, &[]);
-}
-
-#[test]
-fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
-    survives_without(0, 2, DELAYED);
-}
-
-#[test]
-fn an_nvme_job_on_three_servers_survives_kills_of_rank_zero_with_a_server() {
-    survives_without(0, 3, &[]);
-}
-
-#[test]
-fn an_nvme_job_survives_kills_of_rank_one_with_a_server() {
-    survives_without(1, 2, &[]);
-}
-
-#[test]
-fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server() {
-    survives_without(1, 3, DELAYED);
-}
-
-#[test]
-fn an_nvme_job_with_newer_weights_survives_kills_of_rank_one_with_a_server() {
-    survives_without(1, 3, NEWER);
 }
 
 /// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has

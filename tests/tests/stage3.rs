@@ -5,6 +5,7 @@ use longshore_tests::{
     server::{self, ServerOptions},
     train::Train,
 };
+use tempfile::TempDir;
 
 const STEPS: u64 = 6;
 
@@ -22,6 +23,11 @@ fn train(job: &str, servers: &[String], more: &[&str]) -> (u64, End) {
 fn a_model_of_eight_times_the_device_has_the_bits_of_a_run_without_a_budget() {
     let servers = server::servers(2, &ServerOptions::new());
     let addresses = server::addresses(&servers);
+    // State, gradients and images on the drives: with two buffers DRAM has two of a server's nine images.
+    let root = TempDir::new().unwrap();
+    let on_drives =
+        ServerOptions::new().state_root(root.path()).args(["--spill", "all", "--storage-buffers", "2"]);
+    let on_drives = server::servers(2, &on_drives);
     for schedule in [["--delay", "0"].as_slice(), &["--delay", "1", "--warmup-steps", "2"]] {
         let delay = schedule[1];
         let (parameters, free) = train(&format!("free-{delay}"), &addresses, schedule);
@@ -32,7 +38,9 @@ fn a_model_of_eight_times_the_device_has_the_bits_of_a_run_without_a_budget() {
         let found = train(&format!("found-{delay}"), &addresses, &[schedule, &bound].concat()).1;
         let asked = [schedule, &bound, &["--stage", "3", "--micro-steps", "1"]].concat();
         let asked = train(&format!("asked-{delay}"), &addresses, &asked).1;
-        for run in [&found, &asked] {
+        let all = [schedule, &bound, &["--stage", "3", "--tier", "nvme"]].concat();
+        let spilled = train(&format!("spilled-{delay}"), &server::addresses(&on_drives), &all).1;
+        for run in [&found, &asked, &spilled] {
             assert_eq!(run.state_hash, free.state_hash, "delay {delay}");
             assert_eq!(run.validation_loss, free.validation_loss);
             assert!(run.device_peak_bytes <= budget, "{} of {budget}", run.device_peak_bytes);

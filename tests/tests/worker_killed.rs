@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use longshore_tests::{
+    conformance::cluster::eventually,
     seed::{Random, spin},
     server::{self, ServerOptions},
     status::status,
@@ -143,6 +144,27 @@ fn an_exact_job_survives_kills_of_either_rank() {
 #[test]
 fn a_delayed_job_survives_kills_of_either_rank() {
     ranks_survive(&["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"]);
+}
+
+/// A rank that says nothing for longer than the deadline, as one that evaluates, is waited for while its process is
+/// there, and named soon when it is gone.
+#[test]
+fn a_rank_that_is_slow_is_waited_for_past_the_deadline() {
+    let known = undisturbed(&["--world-size", "2"]);
+    for slow in [0, 1] {
+        let server = ServerOptions::new().start();
+        let train = Train::new(STEPS).args(["--world-size", "2", "--deadline-s", "2"]);
+        let train = train.servers(&[server.address().to_string()]);
+        let mut ranks = ["0", "1"].map(|rank| train.start_with(["--rank", rank]));
+        ranks[0].until_step(5);
+        ranks[slow].process.stop();
+        let waits_on = |rank: &Running| rank.process.stderr().contains("of at most 1800 s").then_some(());
+        eventually("a wait past the deadline", || waits_on(&ranks[1 - slow]));
+        ranks[slow].process.go_on();
+        let [rank0, mut rank1] = ranks;
+        assert_eq!(rank0.finish().end.state_hash, known.hash, "rank {slow} was slow");
+        assert_eq!(rank1.process.code(), 0, "rank 1 failed: {}", rank1.process.stderr());
+    }
 }
 
 #[test]

@@ -29,6 +29,7 @@ mod cluster;
 pub mod convert;
 pub mod decide;
 pub mod device;
+mod envelope;
 pub mod error;
 pub mod export;
 pub mod loss_scale;

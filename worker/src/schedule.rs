@@ -4,9 +4,9 @@ use std::{fmt, sync::Arc};
 
 use longshore_proto::{Step, Version};
 
-/// How many steps are exact before the delay starts: the first steps move the weights most. ZeRO-Offload has 40, and
-/// docs/delay.md says what 100 save.
-pub const DEFAULT_WARMUP_STEPS: u64 = 100;
+/// How many steps are exact before the delay starts: the first steps move the weights most. ZeRO-Offload has 40. With 100
+/// the default job loses 0.046 nats of exact steps in 2000 steps, and with 300 nothing that shows (docs/delay.md).
+pub const DEFAULT_WARMUP_STEPS: u64 = 300;
 
 /// Which steps are exact and which are delayed, and which micro-steps compute with newer weights.
 #[derive(Clone)]

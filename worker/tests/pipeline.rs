@@ -11,7 +11,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, Step, TierKind, Version,
+    DECISION_AWAITED, Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, Step, TierKind, Version,
     limits::BLOCK_ELEMENTS,
 };
 use longshore_server::{Config, Server};
@@ -216,6 +216,12 @@ fn train(
     }
     let (hash, outcomes) = results.remove(0);
     (hash.unwrap(), outcomes)
+}
+
+/// Whether every server has the whole gradient of its next step, and waits for what rank 0 decides.
+fn lack_the_decision_alone(session: &Session) -> bool {
+    let answers = session.describe().unwrap();
+    answers.iter().all(|server| server.waiting_for.starts_with(DECISION_AWAITED))
 }
 
 #[test]
@@ -490,7 +496,7 @@ fn a_commit_that_reached_one_server_is_completed() {
     }
     assembler.finish().unwrap();
     let started = Instant::now();
-    while pipeline.session().describe().unwrap().iter().any(|server| !server.waiting_for.is_empty()) {
+    while !lack_the_decision_alone(pipeline.session()) {
         assert!(started.elapsed() < Duration::from_secs(10));
         thread::sleep(Duration::from_millis(5));
     }
@@ -568,9 +574,7 @@ fn a_process_that_joins_during_a_decision_has_joined_after_it() {
     let mut ranks: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     let (old, _) = ranks.pop().unwrap();
     let (zero, incarnation) = ranks.pop().unwrap();
-    until("both gradients", || {
-        zero.session().describe().unwrap().iter().all(|server| server.waiting_for.is_empty())
-    });
+    until("both gradients", || lack_the_decision_alone(zero.session()));
     drop(old);
     let runtime = Runtime::new().unwrap();
     let commit = |server: usize| {

@@ -270,8 +270,21 @@ fn wrong_use_is_refused_with_the_unit_and_the_remedy() {
     for param in (0..2 * UNITS).filter(|&param| param != 1) {
         units.emit(param / 2, zeros(param)).unwrap();
     }
+    units.acquire(4).unwrap();
     units.end(&mut run.pipeline).unwrap();
     assert!(matches!(units.end(&mut run.pipeline), Err(Error::Misuse(_))), "it has ended");
+
+    run.units.begin(&mut run.pipeline, 1).unwrap();
+    (0..2 * UNITS).for_each(|param| run.units.emit(param / 2, zeros(param)).unwrap());
+    run.units.end(&mut run.pipeline).unwrap();
+
+    // A micro-step that is refused can be begun once the unit is released.
+    run.pipeline.finish(Vec::new()).unwrap();
+    run.pipeline.begin().unwrap();
+    let held = units.begin(&mut run.pipeline, 0).unwrap_err();
+    assert!(matches!(held, Error::Unit(_)), "{held}");
+    units.release(4).unwrap();
+    units.begin(&mut run.pipeline, 0).unwrap();
 }
 
 #[test]
@@ -290,4 +303,7 @@ fn units_divide_the_parameters_or_are_refused() {
         "{shared}"
     );
     assert!(matches!(make(vec![("a", vec![2 * UNITS])]), UnitError::NoSuchParameter { .. }));
+    // Its gradient could not leave.
+    let without = make(vec![("a", (1..2 * UNITS).collect())]);
+    assert!(matches!(&without, UnitError::Uncovered { .. }), "{without}");
 }

@@ -56,6 +56,18 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
             remedy: take("remedy"),
         };
     }
+    // What a server that speaks TLS answers to a connection that is not encrypted: HTTP/2's INADEQUATE_SECURITY, which tonic
+    // says in this way. A proxy's PERMISSION_DENIED comes with other words.
+    if status.code() == Code::PermissionDenied && status.message().starts_with("h2 protocol error") {
+        let certificates = "give the folder of certificates (--tls-dir; tls_dir= in Python)";
+        return Fault::new(
+            FaultKind::Unauthenticated,
+            format!("call to {peer}"),
+            "not encrypted",
+            "made with TLS",
+            certificates,
+        );
+    }
     let (kind, remedy) = match status.code() {
         Code::DeadlineExceeded => {
             (FaultKind::Deadline, "check what the server waits for with `longshore status`")
@@ -105,7 +117,7 @@ mod tests {
                 Code::Unimplemented => FaultKind::Internal,
                 _ => FaultKind::Unavailable,
             };
-            let fault = fault_from_status(&Status::new(code, "h2 protocol error"), "host:1");
+            let fault = fault_from_status(&Status::new(code, "transport error"), "host:1");
             assert_eq!(fault.kind, lasting, "{code:?}");
             assert!(fault.to_string().contains("host:1"), "{fault}");
         }

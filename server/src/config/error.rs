@@ -29,6 +29,8 @@ pub enum ConfigError {
     Value { field: &'static str, value: String, limit: &'static str },
     #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]
     DrainWithoutDir,
+    #[error("unix_group needs listen_unix: say where with --listen-unix")]
+    GroupWithoutSocket,
 }
 
 fn suggest(nearest: Option<&str>) -> String {

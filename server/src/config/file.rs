@@ -14,6 +14,7 @@ use crate::log::LogFormat;
 pub(super) struct File {
     pub(super) listen: Option<SocketAddr>,
     pub(super) listen_unix: Option<PathBuf>,
+    pub(super) unix_group: Option<String>,
     pub(super) http: Option<SocketAddr>,
     pub(super) http_open: Option<bool>,
     pub(super) memory: Option<ByteSize>,
@@ -41,9 +42,10 @@ pub(super) struct File {
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 26] = [
+const KEYS: [&str; 27] = [
     "listen",
     "listen_unix",
+    "unix_group",
     "http",
     "http_open",
     "memory",

@@ -19,9 +19,12 @@ pub struct Flags {
     /// Address to serve on; port 0 takes a free one [default: 127.0.0.1:7070]
     #[arg(long, env = "LONGSHORED_LISTEN", value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
-    /// Unix socket to serve on as well, for workers on this host; only this user may connect
+    /// Unix socket to serve on as well, for workers on this host; only this user and root may connect
     #[arg(long, env = "LONGSHORED_LISTEN_UNIX", value_name = "PATH")]
     pub listen_unix: Option<PathBuf>,
+    /// Group whose members may connect to --listen-unix too, and do everything there: a name or a number [default: none]
+    #[arg(long, env = "LONGSHORED_UNIX_GROUP", value_name = "GROUP")]
+    pub unix_group: Option<String>,
     /// Address of the status page, /metrics, /healthz and /readyz; it changes nothing [default: none]
     #[arg(long, env = "LONGSHORED_HTTP", value_name = "ADDRESS:PORT")]
     pub http: Option<SocketAddr>,
@@ -104,10 +107,11 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 27] = [
+const VARIABLES: [&str; 28] = [
     "LONGSHORED_CONFIG",
     "LONGSHORED_LISTEN",
     "LONGSHORED_LISTEN_UNIX",
+    "LONGSHORED_UNIX_GROUP",
     "LONGSHORED_HTTP",
     "LONGSHORED_HTTP_OPEN",
     "LONGSHORED_MEMORY",

@@ -25,6 +25,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// A Unix socket to serve on as well.
     pub listen_unix: Option<PathBuf>,
+    /// The group whose members may connect there, by name or number.
+    pub unix_group: Option<String>,
     /// Where the status page and metrics are served.
     pub http: Option<SocketAddr>,
     /// Serve them beyond loopback.
@@ -63,6 +65,7 @@ impl Config {
         Config {
             listen,
             listen_unix: None,
+            unix_group: None,
             http: None,
             http_open: false,
             memory: size::available_memory() / 5 * 4,
@@ -95,6 +98,7 @@ impl Config {
         let config = Config {
             listen,
             listen_unix: flags.listen_unix.or(file.listen_unix),
+            unix_group: flags.unix_group.or(file.unix_group),
             http: flags.http.or(file.http),
             http_open: flags.http_open || file.http_open.unwrap_or(false),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
@@ -129,6 +133,9 @@ impl Config {
         }
         if let Some(http) = self.http.filter(|http| !http.ip().is_loopback() && !self.http_open) {
             return Err(ConfigError::HttpExposed { http });
+        }
+        if self.unix_group.is_some() && self.listen_unix.is_none() {
+            return Err(ConfigError::GroupWithoutSocket);
         }
         if !(1..=4096).contains(&self.threads) {
             let value = self.threads.to_string();
@@ -195,12 +202,21 @@ mod tests {
     }
 
     #[test]
+    fn a_group_needs_a_socket() {
+        let config = resolve(&[], "listen_unix = \"/run/l\"\nunix_group = \"crew\"").unwrap();
+        assert_eq!(config.unix_group.as_deref(), Some("crew"));
+        assert!(matches!(resolve(&["--unix-group", "7"], ""), Err(ConfigError::GroupWithoutSocket)));
+    }
+
+    #[test]
     fn what_cannot_be_spilled_is_said() {
         let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
         assert!(error(&["--spill", "all", "--durability", "nothing"]).contains("no image is kept"));
         assert!(error(&["--spill", "images", "--durability", "nothing"]).contains("no image is kept"));
-        assert_eq!(resolve(&[], "spill = \"images\"").unwrap().storage.spill, Spill::Images);
-        assert_eq!(resolve(&["--spill", "all"], "").unwrap().storage.spill, Spill::All);
+        let on = "state_dir = [\"/mnt/a\"]\n";
+        assert_eq!(resolve(&[], &format!("{on}spill = \"images\"")).unwrap().storage.spill, Spill::Images);
+        assert_eq!(resolve(&["--spill", "all"], on).unwrap().storage.spill, Spill::All);
+        assert!(error(&["--spill", "all"]).contains("--state-dir"));
     }
 
     #[test]

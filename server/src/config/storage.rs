@@ -93,13 +93,18 @@ impl StorageConfig {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let refuse =
             |value: &str, limit| Err(ConfigError::Value { field: "spill", value: value.into(), limit });
-        match (self.spill, self.durability) {
-            (Spill::State, _) | (_, Durability::EachVersion) => Ok(()),
-            (spill, Durability::Nothing) => {
-                let name = if spill == Spill::All { "all" } else { "images" };
-                refuse(name, "state where durability is nothing: no image is kept on the drives then")
-            }
+        let name = match self.spill {
+            Spill::State => return Ok(()),
+            Spill::Images => "images",
+            Spill::All => "all",
+        };
+        if self.durability == Durability::Nothing {
+            return refuse(name, "state where durability is nothing: no image is kept on the drives then");
         }
+        if self.state_dirs.is_empty() {
+            return refuse(name, "given with state_dir (--state-dir): without one no job lives on drives");
+        }
+        Ok(())
     }
 
     /// The same as the engine takes it, with the folder that `shm` jobs have.

@@ -12,7 +12,8 @@ use tokio::task::spawn_blocking;
 
 use super::{
     metrics::{self, Format},
-    report,
+    report::{self, Listen},
+    wanted::Wanted,
 };
 use crate::service::Services;
 
@@ -25,11 +26,13 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; c
 
 pub(super) struct Answers {
     services: Services,
+    /// Where workers reach this server.
+    listen: Listen,
 }
 
 impl Answers {
-    pub(super) fn new(services: Services) -> Answers {
-        Answers { services }
+    pub(super) fn new(services: Services, listen: Listen) -> Answers {
+        Answers { services, listen }
     }
 
     pub(super) async fn to(&self, method: &Method, uri: &Uri, accept: &str) -> Response<Full<Bytes>> {
@@ -49,8 +52,8 @@ impl Answers {
                 self.made(format.content_type(), move |services| metrics::text(services, format)).await
             }
             "/status.json" => {
-                let after = after(uri.query().unwrap_or_default());
-                self.made("application/json", move |services| report::json(&services, after)).await
+                let (wanted, listen) = (Wanted::of(uri.query().unwrap_or_default()), self.listen);
+                self.made("application/json", move |services| report::json(&services, listen, &wanted)).await
             }
             _ => answer(
                 StatusCode::NOT_FOUND,
@@ -90,12 +93,6 @@ impl Answers {
             }
         }
     }
-}
-
-/// The step in `?after=STEP`: the steps of each job's history after it are wanted. 0 if it says none.
-fn after(query: &str) -> u64 {
-    let mut values = query.split('&').filter_map(|pair| pair.strip_prefix("after="));
-    values.next_back().and_then(|value| value.parse().ok()).unwrap_or(0)
 }
 
 fn answer(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Response<Full<Bytes>> {

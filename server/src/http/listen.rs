@@ -7,14 +7,15 @@ use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    task::{JoinSet, yield_now},
     time::{sleep, timeout},
 };
 
-use super::answers::Answers;
-use crate::service::Services;
+use super::{answers::Answers, report::Listen};
+use crate::{accept::Accept, log::Seldom, places::Places, service::Services};
 
-/// Connections at once. Those that come beyond it wait until one ends.
+/// Connections at once. One that comes beyond it ends the oldest of the origin that has the most, so that who holds all of them keeps
+/// no probe waiting.
 const MOST: usize = 32;
 /// The longest wait for a request's headers, and for the next request of a connection.
 const HEADERS: Duration = Duration::from_secs(10);
@@ -27,23 +28,28 @@ const HEADER_BYTES: usize = 32 * 1024;
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves until it is dropped.
-pub(crate) async fn serve(listener: TcpListener, services: Services) -> Infallible {
-    let answers = Arc::new(Answers::new(services));
-    let places = Arc::new(Semaphore::new(MOST));
+pub(crate) async fn serve(mut listener: TcpListener, services: Services, listen: Listen) -> Infallible {
+    let answers = Arc::new(Answers::new(services, listen));
+    let (mut places, full) = (Places::new(MOST), Seldom::default());
+    let mut connections = JoinSet::new();
     loop {
-        // The semaphore is never closed.
-        let place = Arc::clone(&places).acquire_owned().await.ok();
-        match listener.accept().await {
-            Ok((socket, _)) => {
-                let answers = Arc::clone(&answers);
-                tokio::spawn(async move {
-                    answer(socket, &answers).await;
-                    drop(place);
-                });
+        tokio::select! {
+            Some(ended) = connections.join_next_with_id() => {
+                places.give_back(ended.map_or_else(|error| error.id(), |(id, ())| id));
             }
-            Err(error) => {
-                tracing::debug!(%error, "no HTTP connection accepted");
-                sleep(PAUSE).await;
+            accepted = Accept::accept(&mut listener) => match accepted {
+                Ok((socket, origin)) => {
+                    let answers = Arc::clone(&answers);
+                    let task = connections.spawn(async move { answer(socket, &answers).await });
+                    if places.take(origin, task) {
+                        full.say(|| tracing::info!(most = MOST, "many HTTP connections at once: the oldest of the same origin are ended"));
+                        yield_now().await;
+                    }
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "no HTTP connection accepted");
+                    sleep(PAUSE).await;
+                }
             }
         }
     }

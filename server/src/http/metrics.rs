@@ -5,9 +5,8 @@
 //! The number of samples is bounded: about 50 a job, 19 of them its histogram's; for each of a job's first [`RANKS`] ranks one, and two for
 //! each way that its payload came; 4 an identity; 56 a folder of `--state-dir`.
 
-use std::{fmt, sync::atomic::Ordering::Relaxed};
+use std::fmt;
 
-use longshore_proto::FaultKind;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, text},
@@ -20,7 +19,8 @@ use super::{
 };
 use crate::{
     jobs::{Decided, traffic},
-    service::{REFUSED, Services},
+    refusals,
+    service::Services,
     terms::{Listed, Usage},
 };
 
@@ -136,11 +136,9 @@ fn server(families: &mut Families<'_>, services: &Services) -> fmt::Result {
         one(bounds.connections()),
     )?;
     families.gauge("calls", "Calls under way.", None, one(bounds.calls()))?;
-    let refused = FaultKind::ALL
-        .iter()
-        .zip(&REFUSED)
-        .map(|(kind, count)| (vec![("kind", kind.name().to_string())], count.load(Relaxed)));
-    families.counter("refused_calls", "Calls that this process refused, by kind of error.", None, refused)
+    let refused = refusals::counts().map(|(kind, count)| (vec![("kind", kind.name().to_string())], count));
+    let help = "Calls and pushed chunks that this process refused, by kind of error.";
+    families.counter("refused_calls", help, None, refused)
 }
 
 fn states(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
@@ -220,7 +218,7 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let drives = each(jobs, |job| job.handle.job.disk_bytes());
     families.gauge("job_drives", "Space reserved in --state-dir.", bytes(), drives)?;
     let idle = "For how long nobody has trained, filled or read the job.";
-    let times = each(jobs, |job| job.handle.idle.look(&job.handle.job).as_secs_f64());
+    let times = each(jobs, |job| job.handle.look().as_secs_f64());
     families.gauge("job_idle", idle, Some(Unit::Seconds), times)?;
     let elements = "Elements of the shards that this server owns.";
     families.gauge("job_elements", elements, None, each(jobs, Seen::elements))

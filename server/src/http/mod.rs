@@ -6,6 +6,8 @@ mod families;
 mod listen;
 mod metrics;
 mod report;
+mod room;
 mod seen;
+mod wanted;
 
-pub(crate) use self::listen::serve;
+pub(crate) use self::{listen::serve, report::Listen};

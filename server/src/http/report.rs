@@ -1,34 +1,42 @@
 //! `/status.json`: what the status page draws.
 
-use std::time::UNIX_EPOCH;
+use std::{net::SocketAddr, time::UNIX_EPOCH};
 
 use longshore_engine::step::{Phase, RankProgress};
-use longshore_proto::Param;
+use longshore_proto::{Param, remedies};
 use serde::Serialize;
 
-use super::seen::{Seen, resident_bytes, standing};
+use super::{
+    room::Room,
+    seen::{Seen, standing},
+    wanted::Wanted,
+};
 use crate::{jobs::Decided, service::Services};
 
 /// How many ranks of a job are told one by one; those that the job waits for come first.
 const RANKS: usize = 256;
 
+/// Where workers reach this server over TCP.
+#[derive(Clone, Copy, Serialize)]
+pub(crate) struct Listen {
+    /// Perhaps one that names no host, such as 0.0.0.0.
+    pub(crate) address: SocketAddr,
+    /// Whether the connection is encrypted.
+    pub(crate) tls: bool,
+}
+
 #[derive(Serialize)]
 struct Report {
     release: &'static str,
     unix_ms: u64,
+    listen: Listen,
     draining: bool,
     connections: usize,
-    memory: Memory,
+    #[serde(flatten)]
+    room: Room,
     jobs: Vec<Job>,
     /// Jobs that are kept here and not served.
     away: Vec<Away>,
-}
-
-#[derive(Serialize)]
-struct Memory {
-    budget: u64,
-    reserved: u64,
-    resident: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -40,9 +48,13 @@ struct Away {
 #[derive(Serialize)]
 struct Job {
     name: String,
+    /// Whose it is, where identities are listed.
+    owner: Option<String>,
     state: &'static str,
     /// Why it is paused or has failed; how far it is filled.
     reason: String,
+    /// What to do about the state; about a wait while it trains, should that last.
+    remedy: &'static str,
     waiting_for: String,
     version: u64,
     durable_version: u64,
@@ -86,20 +98,21 @@ struct Checkpoint {
     version: u64,
     sealed_unix_ms: u64,
     failure: String,
+    /// What to do about a failure.
+    remedy: &'static str,
 }
 
-/// `after` is the step after which steps are wanted.
-pub(super) fn json(services: &Services, after: u64) -> String {
-    let budget = services.jobs.budget();
+pub(super) fn json(services: &Services, listen: Listen, wanted: &Wanted) -> String {
     let jobs = services.jobs.all().into_iter().map(Seen::now);
     let away = services.jobs.away();
     let report = Report {
         release: env!("CARGO_PKG_VERSION"),
         unix_ms: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64),
+        listen,
         draining: services.draining.refuse().is_err(),
         connections: services.bounds.connections(),
-        memory: Memory { budget: budget.total(), reserved: budget.reserved(), resident: resident_bytes() },
-        jobs: jobs.map(|seen| job(services, &seen, after)).collect(),
+        room: Room::now(services),
+        jobs: jobs.map(|seen| job(services, &seen, wanted.after(seen.name()))).collect(),
         away: away
             .into_iter()
             .map(|(name, fault)| Away { name: name.to_string(), reason: fault.to_string() })
@@ -115,7 +128,9 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
     let (pushed_bytes, pulled_bytes) = job.traffic();
     Job {
         name: seen.name().to_string(),
+        owner: handle.owner.clone(),
         state: seen.state(),
+        remedy: remedy(seen),
         reason: reason(seen),
         waiting_for: seen.waiting_for(),
         version: progress.version.0,
@@ -144,6 +159,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
             name: status.name,
             version: status.version,
             sealed_unix_ms: status.sealed_unix_ms,
+            remedy: if status.failure.is_empty() { "" } else { remedies::CHECKPOINT_FAILED },
             failure: status.failure,
         }),
         steps: handle.history.after(after),
@@ -163,6 +179,15 @@ fn reason(seen: &Seen) -> String {
             None => format!("{} shards wait for their weights", seen.progress.missing.len()),
         },
         Phase::Training => String::new(),
+    }
+}
+
+fn remedy(seen: &Seen) -> &'static str {
+    match (seen.state(), &seen.progress.phase) {
+        ("failed", _) => remedies::FAILED,
+        (_, Phase::Paused { reason }) => remedies::of_pause(reason),
+        (_, Phase::Loading) => remedies::LOADING,
+        (_, Phase::Training) => remedies::STALLED,
     }
 }
 

@@ -3,17 +3,18 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
     thread,
+    time::Duration,
 };
 
 use longshore_engine::{
     admission::Budget,
     job::{Compute, Job},
-    step::Work,
+    step::{Phase, Work},
     tier::{Storage, StoredJob},
 };
 use longshore_proto::{Fault, FaultKind, Rank, Step, Version};
@@ -23,8 +24,15 @@ use tokio::{
 };
 
 use super::{
-    Hashes, busy::Busy, hashing::Hashing, history::History, idle::Idle, pace::Pace, restores::Restores,
-    spans::Spans, traffic::Traffic,
+    Hashes, Watchers,
+    busy::Busy,
+    hashing::Hashing,
+    history::{Decided, History},
+    idle::Idle,
+    pace::Pace,
+    restores::Restores,
+    spans::Spans,
+    traffic::Traffic,
 };
 
 /// What the compute thread is asked to do.
@@ -49,10 +57,11 @@ pub(crate) struct JobHandle {
     /// Who opened it; None where callers show no identity.
     pub(crate) owner: Option<String>,
     pub(crate) idle: Idle,
-    /// The job was evicted, and waits for its state: what other weights are refused with.
-    pub(super) awaits_restore: Option<Fault>,
+    /// Once it is known: what weights are refused with, if the job was evicted and waits for its state.
+    awaits_restore: OnceLock<Option<Fault>>,
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
+    pub(crate) watchers: Arc<Watchers>,
     pub(crate) pace: Pace,
     pub(crate) history: History,
     pub(crate) busy: Arc<Busy>,
@@ -66,6 +75,13 @@ impl JobHandle {
     /// How many elements the shards here have, padding included.
     pub(crate) fn elements(&self) -> u64 {
         self.job.owned().iter().map(|&shard| self.job.layout().shard_len(shard)).sum()
+    }
+
+    /// Notes a decision in the history, with what the counters are at it.
+    pub(crate) fn note(&self, decided: Decided) {
+        let (pushed_bytes, pulled_bytes) = self.job.traffic();
+        let update_seconds = self.busy.updates().as_secs_f64();
+        self.history.note(Decided { pushed_bytes, pulled_bytes, update_seconds, ..decided });
     }
 
     /// Opens the job, whatever phase it is in, and has its compute thread finish what an earlier process had decided.
@@ -104,12 +120,13 @@ impl JobHandle {
             job,
             stopped: RwLock::new(false),
             owner,
-            awaits_restore,
+            awaits_restore: awaits_restore.map(Some).map_or_else(OnceLock::new, OnceLock::from),
             tasks,
             changed,
             closed: watch::Sender::new(None),
             last_step: AtomicU64::new(u64::MAX),
             transports: Mutex::default(),
+            watchers: Arc::default(),
             pace: Pace::default(),
             history: History::default(),
             busy,
@@ -238,12 +255,30 @@ impl JobHandle {
         Err(Fault::new(FaultKind::Unavailable, "job", value, "open", "ask again"))
     }
 
-    /// Refuses weights that are not those of the checkpoint which an evicted job waits for.
-    pub(crate) fn check_fillable(&self) -> Result<(), Fault> {
-        match &self.awaits_restore {
-            Some(fault) => Err(Fault { kind: FaultKind::Precondition, ..fault.clone() }),
-            None => Ok(()),
+    /// Looks whether the job was used, and says for how long it has not been.
+    pub(crate) fn look(&self) -> Duration {
+        self.idle.look(&self.job, self.restores.begun())
+    }
+
+    /// Whether the job may get weights other than those of the checkpoint that an evicted job waits for. None: nobody has looked.
+    pub(crate) fn is_fillable(&self) -> Option<Result<(), Fault>> {
+        let refused = |fault: &Fault| Fault { kind: FaultKind::Precondition, ..fault.clone() };
+        match self.awaits_restore.get() {
+            Some(known) => Some(known.as_ref().map_or(Ok(()), |fault| Err(refused(fault)))),
+            // Who has state takes no weights, whatever a checkpoint has.
+            None => (self.job.progress().phase != Phase::Loading).then_some(Ok(())),
         }
+    }
+
+    /// Takes the answer for as long as the job is open: it is not evicted meanwhile.
+    pub(super) fn note_fillable(&self, awaits: Option<Fault>) -> Result<(), Fault> {
+        let _ = self.awaits_restore.set(awaits);
+        self.is_fillable().unwrap_or(Ok(()))
+    }
+
+    /// What the job waits for, as far as it is known.
+    pub(super) fn awaits_restore(&self) -> Option<Fault> {
+        self.awaits_restore.get().cloned().flatten()
     }
 
     pub(crate) fn check_step(&self, step: Step) -> Result<(), Fault> {

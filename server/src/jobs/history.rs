@@ -10,7 +10,7 @@ use longshore_proto::Commit;
 use longshore_wire::v1;
 use prometheus_client::metrics::histogram::Histogram;
 
-/// How many steps are kept: an hour of steps of 7 s. With 96 bytes each they take 48 KiB of a job.
+/// How many steps are kept: an hour of steps of 7 s. With 120 bytes each they take 60 KiB of a job.
 const KEPT: usize = 512;
 /// The bounds of step times, in seconds. Each is twice the one before it but for rounding.
 const BOUNDS: [f64; 16] =
@@ -48,6 +48,10 @@ pub(crate) struct Decided {
     pub(crate) loss: Option<f64>,
     /// How long offloading held up rank 0's trainer, in the step before this one. None where rank 0 does not say.
     pub(crate) exposed_seconds: Option<f64>,
+    /// What the job's counters were when it was decided, those since the job was opened here. Steps beside each other give speeds.
+    pub(crate) pushed_bytes: u64,
+    pub(crate) pulled_bytes: u64,
+    pub(crate) update_seconds: f64,
 }
 
 impl Default for History {
@@ -72,6 +76,9 @@ impl Decided {
             learning_rate: commit.groups.first().map_or(0.0, |group| group.lr),
             loss: report.loss.filter(|loss| loss.is_finite()),
             exposed_seconds: timed.then_some(report.exposed_seconds),
+            pushed_bytes: 0,
+            pulled_bytes: 0,
+            update_seconds: 0.0,
         }
     }
 }
@@ -140,6 +147,9 @@ mod tests {
             learning_rate: 0.1,
             loss: None,
             exposed_seconds: None,
+            pushed_bytes: 0,
+            pulled_bytes: 0,
+            update_seconds: 0.0,
         }
     }
 

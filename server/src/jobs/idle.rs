@@ -23,12 +23,15 @@ struct Sign {
     missing: usize,
     restoring: Option<Restoring>,
     ranks: Vec<RankProgress>,
+    /// How many restores have begun. Those that only verify change nothing else.
+    restores: u64,
 }
 
 impl Sign {
-    fn of(job: &Job) -> Sign {
+    fn of(job: &Job, restores: u64) -> Sign {
         let Progress { version, phase, missing, restoring, .. } = job.progress();
-        Sign { traffic: job.traffic(), version, phase, missing: missing.len(), restoring, ranks: job.ranks() }
+        let (traffic, missing, ranks) = (job.traffic(), missing.len(), job.ranks());
+        Sign { traffic, version, phase, missing, restoring, ranks, restores }
     }
 }
 
@@ -43,14 +46,14 @@ struct State {
 
 impl Idle {
     pub(super) fn new(job: &Job) -> Idle {
-        Idle(Mutex::new(State { sign: Sign::of(job), since: Instant::now(), stays: None }))
+        Idle(Mutex::new(State { sign: Sign::of(job, 0), since: Instant::now(), stays: None }))
     }
 
-    /// Looks, and says for how long the job has been unused.
-    pub(crate) fn look(&self, job: &Job) -> Duration {
-        let sign = Sign::of(job);
+    /// Looks, and says for how long the job has been unused. It is told how many restores have begun, and whether one is under way.
+    pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
+        let sign = Sign::of(job, restores);
         let mut state = self.lock();
-        if state.sign != sign || job.is_being_copied() {
+        if state.sign != sign || restoring || job.is_being_copied() {
             *state = State { sign, since: Instant::now(), stays: None };
         }
         state.since.elapsed()

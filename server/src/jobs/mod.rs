@@ -1,16 +1,19 @@
 //! The jobs of this server: opened by workers, found again in its state directories, deleted.
 
+mod away;
 mod busy;
 mod evict;
 mod handle;
 mod hashing;
 mod history;
 mod idle;
+mod notes;
 mod owned;
 mod pace;
 mod restores;
 mod spans;
 pub(crate) mod traffic;
+mod watchers;
 
 use std::{
     collections::BTreeMap,
@@ -21,18 +24,23 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
+    checkpoint,
     job::Compute,
     tier::{Storage, StoredJob, delete_stored, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version, fault::EVICTED};
 use tokio::{runtime::Handle, sync::watch, time::timeout};
 
+use self::away::{Away, Evicted, Kept};
 pub(crate) use self::{
+    away::MOST_REMEMBERED,
     evict::Refuge,
     handle::JobHandle,
     hashing::Hashes,
     history::Decided,
+    notes::Notes,
     restores::{Act, Stage},
+    watchers::Watchers,
 };
 use crate::{config::IdleLimit, terms::Owners};
 
@@ -52,31 +60,13 @@ pub(crate) struct Jobs {
     /// None where callers show no identity.
     owners: Option<Arc<dyn Owners>>,
     idle_limit: IdleLimit,
+    /// Which jobs have their state beside them; None where there is no folder for checkpoints.
+    notes: Option<Notes>,
 }
 
 enum JobEntry {
     Open(Arc<JobHandle>),
     Away(Box<Away>),
-}
-
-/// A job that is kept here and cannot be served now.
-struct Away {
-    /// Why it cannot be served: it is being recovered, or that has failed.
-    fault: Fault,
-    /// None if its folder cannot be read, and for a job whose state is in a checkpoint.
-    stored: Option<StoredJob>,
-    /// It idled, and its memory was given back.
-    evicted: bool,
-}
-
-impl JobEntry {
-    fn is_evicted(&self) -> bool {
-        matches!(self, JobEntry::Away(away) if away.evicted)
-    }
-
-    fn away(fault: Fault, stored: Option<StoredJob>) -> JobEntry {
-        JobEntry::Away(Box::new(Away { fault, stored, evicted: false }))
-    }
 }
 
 pub(crate) fn not_found(name: &str) -> Fault {
@@ -96,13 +86,15 @@ fn recovering(name: &JobName) -> Fault {
 }
 
 impl Jobs {
-    /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them.
+    /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them; those that it evicted
+    /// stay away until a worker asks for them, and so do those that have the `evicted` notes.
     pub(crate) fn new(
         budget: Budget,
         storage: Storage,
         compute: Arc<Compute>,
         owners: Option<Arc<dyn Owners>>,
         idle_limit: IdleLimit,
+        (notes, evicted): (Option<Notes>, Vec<(JobName, checkpoint::Evicted)>),
     ) -> (Jobs, Vec<StoredJob>) {
         let dirs = directories(&storage);
         finish_interrupted(&dirs);
@@ -110,14 +102,17 @@ impl Jobs {
         let mut jobs = BTreeMap::new();
         for job in &stored.jobs {
             let name = job.spec.name.clone();
-            jobs.insert(name.clone(), JobEntry::away(recovering(&name), Some(job.clone())));
+            let kept = Kept::new(job.clone(), &storage);
+            jobs.insert(name.clone(), Away::entry(recovering(&name), Some(kept), Evicted::No));
         }
         for (name, fault) in stored.unreadable {
             tracing::error!(job = %name, %fault, "not a job that can be opened");
-            jobs.insert(name, JobEntry::away(fault, None));
+            jobs.insert(name, Away::entry(fault, None, Evicted::No));
         }
         let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
-        (Jobs { jobs, opening, budget, storage, compute, owners, idle_limit }, stored.jobs)
+        let jobs = Jobs { jobs, opening, budget, storage, compute, owners, idle_limit, notes };
+        jobs.take_up_evicted(stored.evicted, evicted);
+        (jobs, stored.jobs)
     }
 
     /// Opens the jobs that were found. Blocks while their state is read.
@@ -143,23 +138,21 @@ impl Jobs {
     fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
         let name = job.spec.name.clone();
         let storage = Storage { owner: job.owner.clone(), ..storage.clone() };
-        let awaits = match self.lock().get(&name) {
-            Some(JobEntry::Away(away)) if away.evicted && away.stored.is_none() => Some(away.fault.clone()),
-            _ => None,
-        };
+        let awaits = self.evicted_here(&name);
         let compute = Arc::new(self.compute.for_job(self.share(job.owner.as_deref())));
         let started = JobHandle::start(job.clone(), &self.budget, &storage, compute, awaits);
         let started = started.map(Arc::new);
-        let mut jobs = self.lock();
         match &started {
             Ok(handle) => {
-                jobs.insert(name, JobEntry::Open(Arc::clone(handle)));
+                self.lock().insert(name, JobEntry::Open(Arc::clone(handle)));
             }
             Err(fault) => {
+                let kept = Kept::new(job, &self.storage);
+                let mut jobs = self.lock();
                 // A job that was never kept here leaves nothing.
                 // Where an evicted job's state is does not change by that.
                 if let Some(entry) = jobs.get_mut(&name).filter(|entry| !entry.is_evicted()) {
-                    *entry = JobEntry::away(fault.clone(), Some(job));
+                    *entry = Away::entry(fault.clone(), Some(kept), Evicted::No);
                 }
             }
         }
@@ -194,7 +187,7 @@ impl Jobs {
     /// The jobs that are kept here and ought to be served, with the reason why they are not.
     pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
         let away = |(name, entry): (&JobName, &JobEntry)| match entry {
-            JobEntry::Away(away) if !away.evicted => Some((name.clone(), away.fault.clone())),
+            JobEntry::Away(away) if away.evicted == Evicted::No => Some((name.clone(), away.fault.clone())),
             _ => None,
         };
         self.lock().iter().filter_map(away).collect()
@@ -203,6 +196,18 @@ impl Jobs {
     /// How many jobs idled and gave their memory back.
     pub(crate) fn evicted(&self) -> usize {
         self.lock().values().filter(|entry| entry.is_evicted()).count()
+    }
+
+    /// The jobs that idled and gave their memory back: what is said of each, and the bytes that it still has on drives.
+    pub(crate) fn given_back(&self) -> Vec<(JobName, Fault, u64)> {
+        let given_back = |(name, entry): (&JobName, &JobEntry)| match entry {
+            JobEntry::Away(away) if entry.is_evicted() => {
+                let drives = away.kept.as_ref().map_or(0, |kept| kept.drives);
+                Some((name.clone(), away.fault.clone(), drives))
+            }
+            _ => None,
+        };
+        self.lock().iter().filter_map(given_back).collect()
     }
 
     /// The names of all jobs, including those that are away.
@@ -214,20 +219,25 @@ impl Jobs {
     pub(crate) fn open(&self, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
+            let kept = self.kept(&wanted.spec.name)?;
+            let evicted = self.lock().get(&wanted.spec.name).is_some_and(JobEntry::is_evicted);
+            if let Some(kept) = &kept {
+                check_same(kept, &wanted)
+                    .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
+            }
+            let evicted = kept.clone().filter(|_| evicted);
+            evicted.as_ref().map_or(Ok(()), |job| job.unmark_evicted(&directories(&self.storage)))?;
             // What is kept here stays its owner's.
-            let kept = self.stored(wanted.spec.name.as_str());
             let wanted = StoredJob { owner: kept.map_or(wanted.owner, |kept| kept.owner), ..wanted };
             self.admit(&wanted)?;
             // A job whose recovery has failed is tried again: the disk may be back.
-            return self.start(wanted, &self.storage).map(|handle| (true, handle));
+            let started = self.start(wanted, &self.storage).map(|handle| (true, handle));
+            if let (Err(_), Some(evicted)) = (&started, evicted) {
+                self.mark_again(&evicted);
+            }
+            return started;
         };
-        let job = &handle.job;
-        job.spec().same_as(&wanted.spec)?;
-        job.placement().same_owners(&wanted.placement)?;
-        if job.server() != wanted.server {
-            let remedy = "name the same servers in the same order as when the job was opened";
-            return Err(Fault::new(FaultKind::Conflict, "server", wanted.server.0, job.server().0, remedy));
-        }
+        check_same(&handle.stored(), &wanted)?;
         Ok((false, handle))
     }
 
@@ -240,10 +250,13 @@ impl Jobs {
         };
         let stored = handle.stored();
         self.lock().remove(&stored.spec.name);
+        self.forget_evicted(&stored.spec.name);
         handle.close(not_found(name));
         handle.job.discard().inspect_err(|fault| {
             // What is left can be deleted by another call.
-            self.lock().insert(stored.spec.name.clone(), JobEntry::away(fault.clone(), Some(stored)));
+            let kept = Kept::new(stored.clone(), &self.storage);
+            let away = Away::entry(fault.clone(), Some(kept), Evicted::No);
+            self.lock().insert(stored.spec.name, away);
         })
     }
 
@@ -254,11 +267,10 @@ impl Jobs {
             return Err(fault);
         };
         if !discard_unreadable && !evicted {
-            let value = format!("{name}, kept here and not readable ({fault})");
-            let remedy = "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
-                          delete --discard-unreadable`";
-            return Err(Fault::new(FaultKind::Precondition, "job", value, "readable", remedy));
+            return Err(unreadable(name, &fault));
         }
+        // Its folder may hang, and the others need not wait for that.
+        self.forget_evicted(name);
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if let Ok(handle) = self.get(name.as_str()) {
             // It was opened meanwhile, so it is readable after all.
@@ -308,7 +320,8 @@ impl Jobs {
     fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
-        self.lock().insert(name.clone(), JobEntry::away(recovering(&name), Some(stored.clone())));
+        let kept = Kept { stored: stored.clone(), drives: handle.job.disk_bytes() };
+        self.lock().insert(name.clone(), Away::entry(recovering(&name), Some(kept), Evicted::No));
         handle.close(recovering(&name));
         let_go(handle);
         stored
@@ -317,10 +330,61 @@ impl Jobs {
     /// A job that could not be recovered.
     fn stored(&self, name: &str) -> Option<StoredJob> {
         match self.lock().get(&JobName::parse("job", name).ok()?)? {
-            JobEntry::Away(away) => away.stored.clone(),
+            JobEntry::Away(away) => away.kept.as_ref().map(|kept| kept.stored.clone()),
             JobEntry::Open(_) => None,
         }
     }
+
+    /// The job of this name in the state directories. One whose folder could not be read is looked for again: the disk may be back.
+    ///
+    /// # Errors
+    /// Where it still cannot be read. What is kept is not hidden behind another job of its name.
+    fn kept(&self, name: &JobName) -> Result<Option<StoredJob>, Fault> {
+        if let Some(JobEntry::Away(away)) = self.lock().get(name)
+            && (away.kept.is_some() || away.evicted != Evicted::No)
+        {
+            return Ok(away.kept.as_ref().map(|kept| kept.stored.clone()));
+        }
+        if !self.lock().contains_key(name) {
+            return Ok(None);
+        }
+        let found = stored_jobs(&directories(&self.storage));
+        match found.unreadable.into_iter().find(|(of, _)| of == name) {
+            Some((_, fault)) => Err(unreadable(name, &fault)),
+            None => Ok(found.jobs.into_iter().find(|job| job.spec.name == *name)),
+        }
+    }
+
+    /// What somebody is told who wants to begin another job in place of one that is kept here and not open.
+    fn kept_otherwise(&self, differs: Fault, name: &JobName) -> Fault {
+        let why = match self.lock().get(name) {
+            Some(JobEntry::Away(away)) => away.fault.to_string(),
+            _ => "it is read again".to_string(),
+        };
+        let remedy = format!(
+            "run the job as it was opened; its state is kept here and is not open ({why}). To give it up, here and on its other \
+             servers: `longshore delete --discard-unreadable`"
+        );
+        Fault { remedy, ..differs }
+    }
+}
+
+fn unreadable(name: &JobName, fault: &Fault) -> Fault {
+    let value = format!("{name}, kept here and not readable ({fault})");
+    let remedy = "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
+                  delete --discard-unreadable`";
+    Fault::new(FaultKind::Precondition, "job", value, "readable", remedy)
+}
+
+/// Refuses to take a job for another one of its name.
+fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
+    job.spec.same_as(&wanted.spec)?;
+    job.placement.same_owners(&wanted.placement)?;
+    if job.server != wanted.server {
+        let remedy = "name the same servers in the same order as when the job was opened";
+        return Err(Fault::new(FaultKind::Conflict, "server", wanted.server.0, job.server.0, remedy));
+    }
+    Ok(())
 }
 
 /// Waits for the other users of a job that was closed. If they do not let go, the folders' lock makes the next open fail

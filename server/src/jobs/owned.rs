@@ -1,8 +1,11 @@
 //! Who owns the jobs of this server, what they take, and whether an owner may have more.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
-use longshore_engine::{admission::Need, tier::StoredJob};
+use longshore_engine::{step::Phase, tier::StoredJob};
 use longshore_proto::Fault;
 
 use super::{JobEntry, JobHandle, Jobs};
@@ -10,6 +13,10 @@ use crate::{
     config::IdleLimit,
     terms::{Listed, Quota, Terms, Usage},
 };
+
+/// How long a job may wait for its weights at least, whatever its limit. The trainer that has opened it makes them meanwhile, and
+/// asks the servers for nothing.
+const FOR_WEIGHTS: Duration = Duration::from_secs(60);
 
 impl Jobs {
     fn terms(&self, owner: Option<&str>) -> Terms {
@@ -27,7 +34,7 @@ impl Jobs {
             return Ok(());
         }
         let need = wanted.need(&self.storage)?;
-        let held = self.lock().get(&wanted.spec.name).map_or_else(Usage::default, |entry| self.usage(entry));
+        let held = self.lock().get(&wanted.spec.name).map_or_else(Usage::default, JobEntry::usage);
         let wants = Usage {
             jobs: 1 - held.jobs,
             memory: need.total(),
@@ -42,26 +49,10 @@ impl Jobs {
         let mut usages = BTreeMap::<String, Usage>::new();
         for entry in self.lock().values() {
             if let Some(owner) = entry.owner() {
-                *usages.entry(owner.to_string()).or_default() += self.usage(entry);
+                *usages.entry(owner.to_string()).or_default() += entry.usage();
             }
         }
         usages
-    }
-
-    /// What a job takes. One that is away takes no memory, and its place on the drives.
-    fn usage(&self, entry: &JobEntry) -> Usage {
-        match entry {
-            JobEntry::Open(handle) => {
-                Usage { jobs: 1, memory: handle.job.memory_bytes(), drives: handle.job.disk_bytes() }
-            }
-            JobEntry::Away(away) => match &away.stored {
-                Some(stored) => {
-                    let need = stored.need(&self.storage).unwrap_or_else(|_| Need::default());
-                    Usage { jobs: 1, memory: 0, drives: need.disk }
-                }
-                None => Usage::default(),
-            },
-        }
     }
 
     /// All owners that are listed here or have jobs, by name, and what they have.
@@ -90,12 +81,33 @@ impl Jobs {
         handle.job.compute().set_share(self.share(handle.owner.as_deref()));
     }
 
-    /// After how long without use the job is evicted. None: never.
+    /// After how long without use the job is evicted. None: never. A job whose owner has left the list has as long as the server gives
+    /// all jobs, from then on: nobody meant it to go in that moment.
     pub(crate) fn idle_limit(&self, handle: &JobHandle) -> Option<Duration> {
         match self.terms(handle.owner.as_deref()).idle_limit.unwrap_or(self.idle_limit) {
             IdleLimit::Never => None,
-            IdleLimit::After(limit) => Some(limit),
+            IdleLimit::After(limit) => {
+                let waits = limit < FOR_WEIGHTS && handle.job.progress().phase == Phase::Loading;
+                let least = if waits { FOR_WEIGHTS } else { Duration::ZERO };
+                Some(limit.max(least) + self.idle_while_listed(handle))
+            }
         }
+    }
+
+    /// For how long the job had idled already when its owner left the list.
+    fn idle_while_listed(&self, handle: &JobHandle) -> Duration {
+        let unlisted = self.unlisted(handle).map(|since| handle.look().saturating_sub(since.elapsed()));
+        unlisted.unwrap_or_default()
+    }
+
+    /// Since when the job's owner is not on the list. None: it is, or nobody keeps one.
+    fn unlisted(&self, handle: &JobHandle) -> Option<Instant> {
+        self.owners.as_ref()?.unlisted(handle.owner.as_deref()?)
+    }
+
+    /// The owner, if it is not on the list.
+    pub(crate) fn unlisted_owner<'a>(&self, handle: &'a JobHandle) -> Option<&'a str> {
+        self.unlisted(handle).and(handle.owner.as_deref())
     }
 }
 
@@ -103,7 +115,21 @@ impl JobEntry {
     fn owner(&self) -> Option<&str> {
         match self {
             JobEntry::Open(handle) => handle.owner.as_deref(),
-            JobEntry::Away(away) => away.stored.as_ref()?.owner.as_deref(),
+            JobEntry::Away(away) => away.kept.as_ref()?.stored.owner.as_deref(),
+        }
+    }
+
+    /// What a job takes. One that is away takes no memory, and its place on the drives.
+    fn usage(&self) -> Usage {
+        match self {
+            JobEntry::Open(handle) => {
+                Usage { jobs: 1, memory: handle.job.memory_bytes(), drives: handle.job.disk_bytes() }
+            }
+            JobEntry::Away(away) => away
+                .kept
+                .as_ref()
+                .map(|kept| Usage { jobs: 1, memory: 0, drives: kept.drives })
+                .unwrap_or_default(),
         }
     }
 }

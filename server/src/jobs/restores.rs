@@ -1,7 +1,10 @@
 //! Restores of one job. They run one at a time, and whoever asks for the one under way waits for it instead of being
 //! refused. So after a lost answer or an early deadline a client only has to ask again.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{
+    Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use longshore_engine::checkpoint::RestoreInfo;
 use longshore_proto::{Fault, FaultKind};
@@ -39,7 +42,10 @@ impl Run {
 }
 
 #[derive(Default)]
-pub(crate) struct Restores(Mutex<Option<Run>>);
+pub(crate) struct Restores {
+    last: Mutex<Option<Run>>,
+    begun: AtomicU64,
+}
 
 /// What a caller waits for.
 enum Turn {
@@ -72,7 +78,7 @@ impl Restores {
     /// Waits until nothing is under way.
     pub(crate) async fn end(&self, act: &Act, deadline: Instant) -> Result<(), Fault> {
         let under_way = {
-            let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let last = self.lock();
             last.as_ref().filter(|run| run.is_under_way()).map(|run| run.outcome.clone())
         };
         match under_way {
@@ -85,7 +91,7 @@ impl Restores {
     where
         Begin: FnOnce() -> Result<RestoreInfo, Fault> + Send + 'static,
     {
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.lock();
         if let Some(run) = last.as_ref().filter(|run| run.is_under_way()) {
             return match () {
                 () if run.act == *act => Ok(Turn::Mine(run.outcome.clone())),
@@ -97,7 +103,18 @@ impl Restores {
         let (done, outcome) = watch::channel(None);
         tokio::task::spawn_blocking(move || done.send_replace(Some(work())));
         *last = Some(Run { act: act.clone(), outcome: outcome.clone() });
+        self.begun.fetch_add(1, Relaxed);
         Ok(Turn::Mine(outcome))
+    }
+
+    /// How many have begun, and whether one is under way.
+    pub(super) fn begun(&self) -> (u64, bool) {
+        let under_way = self.lock().as_ref().is_some_and(Run::is_under_way);
+        (self.begun.load(Relaxed), under_way)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Run>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -165,6 +182,7 @@ mod tests {
         assert_eq!((late.kind, &*late.field), (FaultKind::Deadline, "restore"));
         let busy = restores.run(act("b", Stage::Hold), soon(), never).await.expect_err("another one");
         assert_eq!((busy.kind, &*busy.field), (FaultKind::Precondition, "restore"));
+        assert_eq!(restores.begun(), (1, true));
         let again = restores.run(hold, soon(), never);
         let start = restores.run(act("a", Stage::Start), soon(), || Ok(info(8)));
         // The act goes on once both have asked: one that is over cannot be joined.
@@ -175,5 +193,6 @@ mod tests {
             (Version(7), Version(8))
         );
         restores.end(&act("a", Stage::Hold), soon()).await.expect("nothing is under way");
+        assert_eq!(restores.begun(), (2, false));
     }
 }

@@ -221,13 +221,14 @@ impl Services {
         let (pushed_bytes, pulled_bytes) = job.traffic();
         let rank = |rank: RankProgress| {
             let transport = self.transport_of(handle, rank.rank);
-            convert::rank(rank, transport)
+            let watches = rank.incarnation.is_some_and(|process| handle.watchers.has(rank.rank, process));
+            convert::rank(rank, transport, watches)
         };
         let span = handle.pace.span();
         let idle_limit = self.jobs.idle_limit(handle).unwrap_or_default();
         v1::DescribeResponse {
             owner: handle.owner.clone().unwrap_or_default(),
-            idle_ms: handle.idle.look(job).as_millis() as u64,
+            idle_ms: handle.look().as_millis() as u64,
             idle_limit_ms: idle_limit.as_millis() as u64,
             not_evicted: handle.idle.why_it_stays(),
             spec: (!brief).then(|| job.spec().to_wire()),

@@ -31,7 +31,7 @@ pub(super) fn progress(progress: Progress) -> v1::JobProgress {
     }
 }
 
-pub(super) fn rank(rank: RankProgress, transport: &str) -> v1::RankStatus {
+pub(super) fn rank(rank: RankProgress, transport: &str, watches: bool) -> v1::RankStatus {
     v1::RankStatus {
         rank: rank.rank.0,
         incarnation: rank.incarnation.map_or(0, |incarnation| incarnation.0),
@@ -39,6 +39,7 @@ pub(super) fn rank(rank: RankProgress, transport: &str) -> v1::RankStatus {
         last_step: rank.last_step.0,
         transport: transport.into(),
         joined_at: rank.joined_at.0,
+        watches,
     }
 }
 

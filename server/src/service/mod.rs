@@ -15,17 +15,11 @@ mod training;
 mod upload;
 mod watch;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
 use longshore_proto::{Fault, FaultKind, Rank, limits::DEFAULT_DEADLINE_MS};
-use longshore_wire::{self as wire, direct::Bounds};
+use longshore_wire::direct::Bounds;
 use tokio::time::Instant;
 use tonic::Status;
 
@@ -35,6 +29,7 @@ use crate::{
     draining::Draining,
     jobs::{JobHandle, Jobs},
     memfd::Links,
+    refusals,
 };
 
 /// What every service works on. Cheap to clone.
@@ -62,18 +57,21 @@ impl Services {
     pub(crate) fn transport_of(&self, handle: &Arc<JobHandle>, rank: Rank) -> &'static str {
         if self.links.linked(handle, rank) { "memfd" } else { handle.transport_of(rank) }
     }
-}
 
-/// How many calls this process has refused, in the order of [`FaultKind::ALL`].
-pub(crate) static REFUSED: [AtomicU64; FaultKind::ALL.len()] = [const { AtomicU64::new(0) }; _];
+    /// Whether the job takes weights that no checkpoint gives it. Beside checkpoints there is a look to be had, once for each job.
+    async fn check_fillable(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
+        if let Some(known) = handle.is_fillable() {
+            return known;
+        }
+        let (jobs, handle) = (Arc::clone(&self.jobs), Arc::clone(handle));
+        blocking(move || jobs.check_fillable(&handle)).await
+    }
+}
 
 /// Logs and counts a refused request once, here at the edge, and turns it into a status.
 fn refuse(call: &'static str, job: &str, fault: Fault) -> Status {
-    if let Some(kind) = FaultKind::ALL.iter().position(|kind| *kind == fault.kind) {
-        REFUSED[kind].fetch_add(1, Ordering::Relaxed);
-    }
     tracing::debug!(call, job, kind = fault.kind.name(), %fault, "refused");
-    wire::status(&fault)
+    refusals::status(&fault)
 }
 
 /// The deadline of a wait for which the caller named none.
@@ -102,7 +100,7 @@ async fn stand(
 }
 
 /// Runs engine work that may take long away from the network threads.
-async fn blocking<T: Send + 'static>(
+pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {

@@ -1,9 +1,9 @@
 //! Messages whose caller may send them.
 
-use longshore_wire::{self as wire, v1};
+use longshore_wire::v1;
 use tonic::{Request, Status};
 
-use crate::trust::Caller;
+use crate::{refusals, trust::Caller};
 
 /// A message that names the job it is about.
 pub(super) trait OfJob {
@@ -51,6 +51,6 @@ impl OfJob for v1::OpenJobRequest {
 pub(super) fn permitted<T: OfJob>(request: Request<T>) -> Result<T, Status> {
     let permitted =
         Caller::of(request.extensions()).and_then(|caller| caller.permit(request.get_ref().job()));
-    permitted.map_err(|fault| wire::status(&fault))?;
+    permitted.map_err(|fault| refusals::status(&fault))?;
     Ok(request.into_inner())
 }

@@ -5,7 +5,7 @@
 //! Such a reader gets bytes that do not match their checksum, asks again, and is told that the version is gone. Other
 //! clients are sent copies, since HTTP/2 reads what it sends in this process, where an update may write meanwhile.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::Response;
@@ -34,6 +34,10 @@ use crate::{jobs::JobHandle, trust::Caller};
 /// How many messages are made ahead of the network: one being sent, one ready. The checksum's pass brings a message
 /// into cache, and with more of them it would have left the cache before the socket reads it.
 const MESSAGES_AHEAD: usize = 2;
+
+/// How many messages' weights are read from drives ahead of the one that is being made. A drive is near its best with four
+/// requests of a MiB.
+const READS_AHEAD: usize = 4;
 
 /// `taps` are those of the call's connection.
 pub(super) async fn answer(
@@ -116,9 +120,11 @@ impl Pull {
             true => u64::MAX,
             false => CHUNK_BYTES as u64 / self.dtype.bytes(),
         };
-        for slice in self.slices.iter().flat_map(|&slice| pieces(slice, most(&slice))) {
+        let mut pieces = self.slices.iter().flat_map(|&slice| pieces(slice, most(&slice)));
+        let mut next: VecDeque<Slice> = pieces.by_ref().take(1 + READS_AHEAD).collect();
+        while !next.is_empty() {
             let message = tokio::select! {
-                message = self.message(slice, payloads.is_some()) => message,
+                message = self.message(next.make_contiguous(), payloads.is_some()) => message,
                 () = sender.closed() => return,
             };
             let job = self.handle.job.spec().name.as_str();
@@ -133,18 +139,21 @@ impl Pull {
             if sender.send(piece).await.is_err() || failed {
                 return;
             }
+            next.pop_front();
+            next.extend(pieces.next());
         }
     }
 
-    /// Makes one message, once the shard has the version. `past` says whether its payload may go out past HTTP/2.
-    async fn message(&self, slice: Slice, past: bool) -> Result<Outgoing, Fault> {
+    /// Makes a message of the first slice, once its shard has the version. The others follow. `past` says whether its
+    /// payload may go out past HTTP/2.
+    async fn message(&self, slices: &[Slice], past: bool) -> Result<Outgoing, Fault> {
         match (self.in_place, past) {
-            (true, _) => match self.place(slice).await? {
+            (true, _) => match self.place(slices[0]).await? {
                 Some(piece) => Ok(Outgoing::whole(piece)),
-                None => self.copy(slice).await.map(Outgoing::whole),
+                None => self.copy(slices).await.map(Outgoing::whole),
             },
-            (false, true) => self.lend(slice).await,
-            (false, false) => self.copy(slice).await.map(Outgoing::whole),
+            (false, true) => self.lend(slices).await,
+            (false, false) => self.copy(slices).await.map(Outgoing::whole),
         }
     }
 
@@ -184,10 +193,11 @@ impl Pull {
         self.handle.until(Instant::now() + self.wait, check, late).await
     }
 
-    async fn lend(&self, slice: Slice) -> Result<Outgoing, Fault> {
+    async fn lend(&self, slices: &[Slice]) -> Result<Outgoing, Fault> {
+        let slice = slices[0];
         let room = if self.reads_drives(slice) { self.room_for(slice).await? } else { None };
         let lend = || self.handle.job.lend_image(&slice, self.version, self.amended);
-        let Pulled { bytes, crc32, rates } = self.read(slice, lend).await?;
+        let Pulled { bytes, crc32, rates } = self.read(slices, lend).await?;
         self.count(slice, self.transport);
         let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
         match bytes {
@@ -202,10 +212,11 @@ impl Pull {
         }
     }
 
-    async fn copy(&self, slice: Slice) -> Result<Piece, Fault> {
+    async fn copy(&self, slices: &[Slice]) -> Result<Piece, Fault> {
+        let slice = slices[0];
         let room = self.room_for(slice).await?;
         let copy = || self.handle.job.copy_image(&slice, self.version, self.amended);
-        let Pulled { bytes, crc32, rates } = self.read(slice, copy).await?;
+        let Pulled { bytes, crc32, rates } = self.read(slices, copy).await?;
         self.count(slice, self.transport);
         let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
         Ok(frame::encode_with(&head, self.owned(bytes, room)))
@@ -218,10 +229,22 @@ impl Pull {
         self.amended || job.reads_state(slice.shard) || job.spec().worker_local && job.spill().is_some()
     }
 
-    async fn read<T>(&self, slice: Slice, read: impl Fn() -> Result<Option<T>, Fault>) -> Result<T, Fault> {
+    /// Reads the first slice, and has those that follow read ahead.
+    async fn read<T>(
+        &self,
+        slices: &[Slice],
+        read: impl Fn() -> Result<Option<T>, Fault>,
+    ) -> Result<T, Fault> {
+        let slice = slices[0];
         // A drive takes longer than other calls of this thread may wait.
         let waits = self.reads_drives(slice);
-        self.once_ready(slice, || if waits { tokio::task::block_in_place(&read) } else { read() }).await
+        let read = || {
+            if !self.amended {
+                slices.iter().for_each(|slice| self.handle.job.read_ahead(slice, self.version));
+            }
+            read()
+        };
+        self.once_ready(slice, || if waits { tokio::task::block_in_place(read) } else { read() }).await
     }
 
     async fn room_for(&self, slice: Slice) -> Result<Option<Held>, Fault> {

@@ -8,7 +8,7 @@ use longshore_wire::{self as wire, Wire, v1};
 use tokio::time::Instant;
 
 use super::{Services, blocking, convert};
-use crate::jobs::{Act, JobHandle, Stage};
+use crate::jobs::{Act, JobHandle, Jobs, Stage};
 
 /// One call, past its first checks.
 struct Restore {
@@ -50,7 +50,7 @@ impl Services {
                 if mode == v1::RestoreMode::Hold {
                     return Ok(answer(Some(&handle), held));
                 }
-                restore.start(&handle, held).await
+                restore.start(&handle, held, Arc::clone(&self.jobs)).await
             }
         }
     }
@@ -86,9 +86,19 @@ impl Restore {
         handle.restores.run(self.act(Stage::Hold), self.deadline, hold).await
     }
 
-    async fn start(self, handle: &Arc<JobHandle>, held: RestoreInfo) -> Result<v1::RestoreResponse, Fault> {
+    async fn start(
+        self,
+        handle: &Arc<JobHandle>,
+        held: RestoreInfo,
+        jobs: Arc<Jobs>,
+    ) -> Result<v1::RestoreResponse, Fault> {
         let job = Arc::clone(&handle.job);
-        let start = move || job.start_held(&held.id).map(|()| held);
+        // It goes on where the caller is gone.
+        let start = move || {
+            job.start_held(&held.id)?;
+            jobs.forget_evicted(&job.spec().name);
+            Ok(held)
+        };
         let info = handle.restores.run(self.act(Stage::Start), self.deadline, start).await?;
         tracing::info!(job = %self.job, name = self.name, version = info.version.0, "checkpoint restored");
         Ok(answer(Some(handle), info))

@@ -10,7 +10,6 @@ use futures_util::future::BoxFuture;
 use http::{Request, Response};
 use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
 use longshore_wire::{
-    self as wire,
     direct::Connection,
     frame::{PULL, PUSH},
     v1::{
@@ -60,7 +59,7 @@ impl Service<Request<Body>> for DataPlane {
                 let taps = Connection::of(request.extensions()).map(|of| of.taps.clone());
                 let answer = Caller::of(request.extensions())
                     .map(|caller| push::answer(self.services.clone(), caller, taps, request.into_body()));
-                let answer = answer.unwrap_or_else(|fault| wire::status(&fault).into_http());
+                let answer = answer.unwrap_or_else(|fault| refuse("Push", "", fault).into_http());
                 Box::pin(std::future::ready(Ok(answer)))
             }
             PULL => {
@@ -69,7 +68,7 @@ impl Service<Request<Body>> for DataPlane {
                     let taps = Connection::of(request.extensions()).map(|of| of.taps.clone());
                     let answer = async {
                         let caller =
-                            Caller::of(request.extensions()).map_err(|fault| wire::status(&fault))?;
+                            Caller::of(request.extensions()).map_err(|fault| refuse("Pull", "", fault))?;
                         pull::answer(&services, &caller, taps.as_ref(), request.into_body()).await
                     };
                     Ok(answer.await.unwrap_or_else(Status::into_http))

@@ -136,7 +136,7 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let initialisation = Initialisation::from_wire(request.initialisation)?;
         let handle = self.jobs.get(&request.job)?;
-        handle.check_fillable()?;
+        self.check_fillable(&handle).await?;
         let (job, seed) = (Arc::clone(&handle.job), initialisation.seed);
         blocking(move || job.make_weights(incarnation, initialisation)).await?;
         let progress = handle.job.progress();
@@ -196,7 +196,7 @@ impl Services {
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);
-            handle.history.note(decided);
+            handle.note(decided);
             if !pause.is_empty() {
                 tracing::warn!(job = request.job, %step, reason = pause, "job paused");
             }

@@ -44,7 +44,7 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
         crc32: request.crc32,
     };
     let handle = services.jobs.get(&request.job)?;
-    handle.check_fillable()?;
+    services.check_fillable(&handle).await?;
     // The last chunk also makes the first image of every shard.
     blocking(move || handle.job.upload_chunk(incarnation, part, &request.payload)).await
 }

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_proto::{Fault, FaultKind, Step, limits::MAX_DEADLINE_MS};
+use longshore_proto::{Fault, FaultKind, Incarnation, Rank, Step, limits::MAX_DEADLINE_MS};
 use longshore_wire::{
     Wire,
     v1::{self, event},
@@ -30,7 +30,11 @@ pub(super) fn stream(
     // If the job is paused now, that is told first.
     let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
     let (sender, receiver) = mpsc::channel(4);
+    let rank = Rank(request.rank);
+    let watching =
+        (request.incarnation != 0).then(|| handle.watchers.enter(rank, Incarnation(request.incarnation)));
     tokio::spawn(async move {
+        let _watching = watching;
         loop {
             let events = tokio::select! {
                 events = next_events(&handle, &told) => events,

@@ -1,6 +1,6 @@
 //! Who makes a call, and whether that identity may.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use http::Extensions;
 use longshore_proto::{Fault, FaultKind};
@@ -19,8 +19,18 @@ pub(crate) struct Caller(Arc<Calling>);
 struct Calling {
     who: Who,
     call: &'static Call,
-    /// The job that it was last permitted for.
-    job: Mutex<Option<String>>,
+    asked: Mutex<Asked>,
+}
+
+/// What a call has asked for so far.
+#[derive(Default)]
+struct Asked {
+    /// The job of its last message.
+    job: Option<String>,
+    /// It was permitted on that job once, so that something may have been done.
+    permitted: bool,
+    /// That a message was refused stands on the record.
+    noted: bool,
 }
 
 /// Who may call.
@@ -28,7 +38,7 @@ struct Calling {
 pub(super) enum Who {
     /// Everybody, since nothing is encrypted.
     Anybody,
-    /// This server's user.
+    /// This server's user, or whom it admits to its Unix socket.
     User,
     Listed {
         register: Arc<Register>,
@@ -38,7 +48,7 @@ pub(super) enum Who {
 
 impl Caller {
     pub(super) fn new(who: Who, call: &'static Call) -> Caller {
-        Caller(Arc::new(Calling { who, call, job: Mutex::default() }))
+        Caller(Arc::new(Calling { who, call, asked: Mutex::default() }))
     }
 
     /// That of a call.
@@ -54,13 +64,28 @@ impl Caller {
 
     /// Checks, with the identities as they are now, that the call may be made on this job.
     pub(crate) fn permit(&self, job: &str) -> Result<(), Fault> {
-        {
-            let mut last = self.0.job.lock().unwrap_or_else(PoisonError::into_inner);
-            if last.as_deref() != Some(job) {
-                *last = Some(job.to_string());
-            }
+        let mut asked = self.asked();
+        if asked.job.as_deref() != Some(job) {
+            (asked.job, asked.permitted) = (Some(job.to_string()), false);
         }
-        self.check(Some(job))
+        // Whoever takes the job away meanwhile finds its name here by then.
+        let checked = self.check(Some(job));
+        asked.permitted |= checked.is_ok();
+        checked
+    }
+
+    /// Whether the call was permitted on its job once, so that something of it may have been done.
+    pub(super) fn was_permitted(&self) -> bool {
+        self.asked().permitted
+    }
+
+    /// Returns true the first time that it is called.
+    pub(super) fn is_first_refusal(&self) -> bool {
+        !std::mem::replace(&mut self.asked().noted, true)
+    }
+
+    fn asked(&self) -> MutexGuard<'_, Asked> {
+        self.0.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the caller is told that there is such a job.
@@ -133,7 +158,7 @@ impl Caller {
 
     /// The job that the call is about, once its message has come.
     pub(super) fn job(&self) -> Option<String> {
-        self.0.job.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.asked().job.clone()
     }
 
     pub(super) fn is_audited(&self) -> bool {

@@ -12,25 +12,25 @@ use futures_util::future::BoxFuture;
 use http::{HeaderMap, Request, Response, header::AUTHORIZATION};
 use http_body::{Frame, SizeHint};
 use longshore_proto::{Fault, FaultKind};
-use longshore_wire::{self as wire, direct::Connection};
+use longshore_wire::direct::Connection;
 use tonic::{Status, body::Body, server::NamedService};
 use tower_service::Service;
 
 use super::{
-    audit,
+    audit::{self, Record},
     caller::{Caller, Who},
     calls::Call,
     identities::Credential,
     register::Register,
 };
-use crate::log::Seldom;
+use crate::{log::Seldom, refusals};
 
 /// Whom a listener trusts.
 #[derive(Clone)]
 pub(crate) enum Trust {
     /// Everybody: it is loopback, or an operator has said so.
     Anybody,
-    /// This user, whose socket it is.
+    /// Whoever was admitted to the Unix socket.
     User,
     /// Who is listed.
     Listed(Arc<Register>),
@@ -98,16 +98,23 @@ where
         };
         let caller = match self.admit(&request, call) {
             Ok(caller) => caller,
-            Err(fault) => return Box::pin(std::future::ready(Ok(wire::status(&fault).into_http()))),
+            Err(fault) => return Box::pin(std::future::ready(Ok(refusals::status(&fault).into_http()))),
         };
         request.extensions_mut().insert(caller.clone());
+        // It is dropped with the call, also before that is looked at for the first time.
+        let record = Record::of(&caller);
         let answer = self.service.call(request);
         Box::pin(async move {
             let answer = tokio::select! {
+                // What was done is on the record as done. Nothing of the answer leaves if the caller may not have it.
+                biased;
                 answer = answer => answer?,
-                fault = caller.revoked() => wire::status(&fault).into_http(),
+                fault = caller.revoked() => {
+                    record.revoked(&fault);
+                    return Ok(refusals::status(&fault).into_http());
+                }
             };
-            audit::note(&caller, answer.headers());
+            record.answered(answer.headers());
             Ok(if caller.is_listed() {
                 answer.map(|body| Body::new(Guarded::new(body, caller)))
             } else {
@@ -182,7 +189,7 @@ impl http_body::Body for Guarded {
             // What still makes the answer is told by this that nobody takes it.
             self.body = Body::empty();
             let mut trailers = HeaderMap::new();
-            wire::status(&fault).add_header(&mut trailers)?;
+            refusals::status(&fault).add_header(&mut trailers)?;
             return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
         }
         let frame = ready!(Pin::new(&mut self.body).poll_frame(context));

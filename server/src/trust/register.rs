@@ -1,10 +1,11 @@
 //! The TLS folder as it is now: taken up again when its files change, while connections stay.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError, RwLock},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use longshore_proto::{Fault, FaultKind};
@@ -29,6 +30,9 @@ pub(crate) struct Register {
     /// What was found last and is not in use: files that are just being replaced, or that cannot be used.
     seen: Mutex<Option<Seen>>,
     changes: watch::Sender<()>,
+    opened: Instant,
+    /// Identities that were listed once and are not now, and when that was seen.
+    unlisted: Mutex<BTreeMap<String, Instant>>,
     pub(super) presences: Arc<Presences>,
 }
 
@@ -58,6 +62,8 @@ impl Register {
             now,
             seen: Mutex::default(),
             changes: watch::Sender::default(),
+            opened: Instant::now(),
+            unlisted: Mutex::default(),
             presences: Arc::default(),
         }))
     }
@@ -108,6 +114,7 @@ impl Register {
     fn take_up(&self, found: Contents) -> bool {
         match read(&self.dir, found) {
             Ok(known) => {
+                self.note_unlisted(&known.identities);
                 *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(known);
                 self.changes.send_replace(());
                 tracing::info!(dir = %self.dir.display(), "the TLS folder has changed and was taken up");
@@ -119,11 +126,29 @@ impl Register {
             }
         }
     }
+
+    /// Notes which identities are listed until now and will not be.
+    fn note_unlisted(&self, coming: &Identities) {
+        let listed = |name: &str| coming.named(name).is_some();
+        let before = self.now();
+        let gone = before.identities.all().iter().filter(|of| !listed(&of.name));
+        let mut unlisted = self.unlisted.lock().unwrap_or_else(PoisonError::into_inner);
+        unlisted.retain(|name, _| !listed(name));
+        unlisted.extend(gone.map(|of| (of.name.clone(), Instant::now())));
+    }
 }
 
 impl Owners for Register {
     fn terms(&self, owner: &str) -> Terms {
         self.now().identities.named(owner).map(|identity| identity.terms).unwrap_or_default()
+    }
+
+    fn unlisted(&self, owner: &str) -> Option<Instant> {
+        if self.now().identities.named(owner).is_some() {
+            return None;
+        }
+        let unlisted = self.unlisted.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(unlisted.get(owner).copied().unwrap_or(self.opened))
     }
 
     fn list(&self) -> Vec<Listed> {

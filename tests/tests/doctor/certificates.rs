@@ -51,7 +51,12 @@ fn a_certificate_has_another_name() {
 fn a_server_asks_for_certificates() {
     let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
     let server = ServerOptions::new().tls(&folders.server()).start();
-    finds(&on_server(server.address(), &[]), &format!("server {}", server.address()), "bad", &["--tls-dir"]);
+    finds(
+        &on_server(server.address(), &[]),
+        &format!("server {} trust", server.address()),
+        "bad",
+        &["--tls-dir"],
+    );
     let output = on_server(server.address(), &["--tls-dir", "/nowhere"]);
     finds(&output, "TLS folder", "bad", &["/nowhere", "tls init"]);
 }

@@ -13,7 +13,7 @@ use std::{
 
 use longshore_tests::{
     binaries,
-    command::{Output, run},
+    command::{Output, longshore, run},
     server::ServerOptions,
     skip,
     stock::Stock,
@@ -193,6 +193,13 @@ os.execv(sys.argv[1], sys.argv[1:])
 }
 
 #[test]
+fn no_file_can_be_made() {
+    let system = system();
+    let output = doctor(&["env", "TMPDIR=/proc"], &["--system", &text(system.path())]);
+    finds(&output, "io_uring", "warning", &["not tried", "/proc", "TMPDIR"]);
+}
+
+#[test]
 fn huge_pages_are_off() {
     let system = system();
     plant(&system, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n");
@@ -342,4 +349,36 @@ fn one_ill_server_hides_no_other() {
     let output = on_server(&format!("{ill},{}", server.address()), &[]);
     finds(&output, &format!("server {ill} name"), "bad", &["does not resolve"]);
     assert_eq!(findings(&output)[&format!("server {}", server.address())].0, "ok");
+}
+
+/// Each measures through a job of its own, which is gone afterwards.
+#[test]
+fn two_may_measure_the_same_server_at_once() {
+    let server = ServerOptions::new().memory("4GiB").start();
+    let both: Vec<_> = (0..2)
+        .map(|_| {
+            let address = server.address().to_string();
+            std::thread::spawn(move || doctor(&[], &["--servers", &address, "--speed"]))
+        })
+        .collect();
+    let name = format!("server {} speed", server.address());
+    for output in both.into_iter().map(|one| one.join().unwrap()) {
+        let said = findings(&output).remove(&name).unwrap_or_else(|| panic!("{output:?}"));
+        assert!(said.0 != "bad", "{said:?}");
+    }
+    let jobs = longshore(["status", "--no-hash", "--servers", server.address()]);
+    assert!(jobs.stdout.contains("no jobs"), "{jobs:?}");
+}
+
+#[test]
+fn the_speed_of_a_state_directory() {
+    let dir = TempDir::new().unwrap();
+    let name = format!("state directory {} speed", dir.path().display());
+    let words = ["--state-dir", &text(dir.path())];
+    assert!(!findings(&doctor(&[], &words)).contains_key(&name));
+    let output = doctor(&[], &[&words[..], &["--speed"]].concat());
+    let (state, said, _) = findings(&output).remove(&name).unwrap_or_else(|| panic!("{output:?}"));
+    // How fast it is is for the machine to say.
+    assert!(state != "bad" && (said.contains(" GB/s") || said.contains("not measured")), "{state} {said}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

@@ -11,10 +11,9 @@ use longshore_tests::{
     peer::{CONTINUATION, DATA, END_HEADERS, HEADERS, PING, Peer, call, frame},
     process::{forget_peak, memory_of},
     server::ServerOptions,
+    soak,
     train::Train,
 };
-
-use super::many;
 
 const PUSH: &str = "/longshore.v1.Tensors/Push";
 
@@ -48,7 +47,7 @@ fn flood(address: &str, over: &AtomicBool, floods: &AtomicUsize) {
 fn training_goes_on_beside_floods() {
     let server = ServerOptions::new().allow("all connections are taken").start();
     let address = server.address().to_string();
-    let steps = many(60, 600) as u64;
+    let steps = soak::pick(60, 600) as u64;
     let arguments = ["--transport", "tcp", "--deadline-s", "30"];
     let train = Train::new(2 * steps).args(arguments).servers(std::slice::from_ref(&address));
     let mut running = train.start();

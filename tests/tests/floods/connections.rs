@@ -12,10 +12,9 @@ use longshore_tests::{
     peer::{NO_ERROR, Peer, SETTINGS, frame},
     process::{DEADLINE, Process},
     server::{Longshored, ServerOptions},
+    soak,
 };
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
-
-use super::many;
 
 /// How long a new connection's call takes to be answered.
 fn is_served(server: &Longshored) -> Duration {
@@ -54,7 +53,7 @@ fn silent_connections_make_room_for_those_that_call() {
     let mut worker = Peer::connect(server.address()).unwrap();
     assert!(worker.lists_jobs());
     let mut silent = Vec::new();
-    for index in 0..many(300, 5000) {
+    for index in 0..soak::pick(300, 5000) {
         silent.extend(Peer::silent(server.address()));
         // Where the host is slow this loop takes longer than the server waits for an answer to its ping.
         assert!(index % 50 > 0 || worker.is_alive(), "who has called goes after those that have not");
@@ -114,7 +113,7 @@ fn more_memory_than_there_is_is_said_at_start() {
 
 #[test]
 fn half_open_connections_are_found_dead() {
-    if many(0, 1) == 0 {
+    if soak::pick(0, 1) == 0 {
         // The rest takes two intervals of keepalive.
         return;
     }

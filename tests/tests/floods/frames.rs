@@ -10,6 +10,7 @@ use longshore_tests::{
         FRAME_SIZE_ERROR, HEADERS, PING, Peer, SETTINGS, call, frame, frame_of,
     },
     server::ServerOptions,
+    soak,
     train::Train,
 };
 use longshore_wire::{
@@ -18,7 +19,7 @@ use longshore_wire::{
     v1::{Dtype, PullRequest, PushRequest, Slice},
 };
 
-use super::{growth, many};
+use super::growth;
 
 const PULL: &str = "/longshore.v1.Tensors/Pull";
 const PUSH: &str = "/longshore.v1.Tensors/Push";
@@ -67,7 +68,7 @@ fn marked_streams_share_the_window_of_their_connection() {
 #[test]
 fn headers_that_never_end_end_their_connection() {
     let server = ServerOptions::new().start();
-    let connections = many(200, 1000);
+    let connections = soak::pick(200, 1000);
     let (most, _) = growth(&server, || {
         // Names and values are literals, so that unpacking them takes as much again.
         let mut fields = Vec::new();
@@ -99,7 +100,8 @@ fn streams_without_end_are_refused_and_their_connection_ended() {
         let code = std::thread::scope(|scope| {
             let reading = scope.spawn(move || reader.end());
             peer.flood(
-                streams(many(50_000, 800_000)).map(|stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH))),
+                streams(soak::pick(50_000, 800_000))
+                    .map(|stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH))),
             );
             reading.join().unwrap()
         });
@@ -112,7 +114,7 @@ fn streams_without_end_are_refused_and_their_connection_ended() {
 #[test]
 fn calls_of_many_connections_are_bounded_together() {
     let server = ServerOptions::new().start();
-    let connections = many(100, 1000);
+    let connections = soak::pick(100, 1000);
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();
         for _ in 0..connections {
@@ -167,12 +169,12 @@ fn untaken_answers(connections: usize, calls: usize, messages: usize) {
 
 #[test]
 fn answers_that_nobody_takes_are_bounded_for_many_calls() {
-    untaken_answers(many(32, 200), MAX_CONNECTION_CALLS as usize, 100);
+    untaken_answers(soak::pick(32, 200), MAX_CONNECTION_CALLS as usize, 100);
 }
 
 #[test]
 fn answers_that_nobody_takes_are_bounded_for_many_connections() {
-    untaken_answers(many(200, 1000), 1, WINDOW_BYTES / 100);
+    untaken_answers(soak::pick(200, 1000), 1, WINDOW_BYTES / 100);
 }
 
 /// Stock clients are sent copies of weights: these ask for them and take none.
@@ -191,7 +193,7 @@ fn weights_that_nobody_takes_share_a_room() {
         ..PullRequest::default()
     };
     let request = encode(&request).head;
-    let connections = many(16, 32);
+    let connections = soak::pick(16, 32);
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();
         for _ in 0..connections {
@@ -216,7 +218,7 @@ fn weights_that_nobody_takes_share_a_room() {
 #[test]
 fn messages_and_frames_that_never_end_share_their_room() {
     let server = ServerOptions::new().start();
-    let connections = many(300, 1000);
+    let connections = soak::pick(300, 1000);
     let half = vec![0; 512 * 1024];
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();

@@ -5,16 +5,12 @@
 mod beside;
 mod connections;
 mod frames;
+mod handshakes;
 
 use longshore_tests::{
     process::{forget_peak, memory_of},
     server::Longshored,
 };
-
-/// The number for the slow tests where they run, otherwise the smaller one.
-fn many(quick: usize, soak: usize) -> usize {
-    if std::env::var_os("LONGSHORE_SOAK").is_some() { soak } else { quick }
-}
 
 /// By how much a server's memory grows at the highest while something is done to it, and after that.
 fn growth(server: &Longshored, flood: impl FnOnce()) -> (u64, u64) {

@@ -11,10 +11,7 @@ mod resume;
 mod slow;
 mod takeover;
 
-use std::{
-    env,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use longshore_tests::{
     server::{self, Longshored, ServerOptions},
@@ -22,11 +19,6 @@ use longshore_tests::{
     train::{Run, Train},
 };
 use tempfile::TempDir;
-
-/// How often a test kills, in `tests/run` and in its soak.
-fn kills(few: u64, soak: u64) -> u64 {
-    if env::var_os("LONGSHORE_SOAK").is_some() { soak } else { few }
-}
 
 #[track_caller]
 fn skipped() {

@@ -7,11 +7,12 @@ use longshore_tests::{
     command::longshore,
     process::{DEADLINE, Process},
     seed::{Random, spin},
+    soak,
     status::{JobStatus, status},
     train::Train,
 };
 
-use super::{Bed, kills, skipped};
+use super::{Bed, skipped};
 
 const SERVERS: usize = 3;
 const STEPS: u64 = 12;
@@ -79,7 +80,7 @@ fn succeeds(_: &str, code: i32) -> bool {
 
 #[test]
 fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
-    let kills = kills(2, 60);
+    let kills = soak::pick(2, 60);
     let mut stage = Stage::set("nvme");
     let hash = stage.state().and_then(|state| state.state_hash);
     assert!(hash.is_some());
@@ -103,7 +104,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
 /// The job is deleted with a kill inside, and restored with another.
 #[test]
 fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_restored() {
-    let kills = kills(2, 60);
+    let kills = soak::pick(2, 60);
     if kills == 0 {
         return skipped();
     }
@@ -129,7 +130,7 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
 
 #[test]
 fn a_kill_inside_a_step_back_leaves_one_version_or_the_other() {
-    let kills = kills(2, 40);
+    let kills = soak::pick(2, 40);
     if kills == 0 {
         return skipped();
     }

@@ -3,10 +3,11 @@
 
 use longshore_tests::{
     seed::{Random, spin},
+    soak,
     train::Train,
 };
 
-use super::{Bed, Undisturbed, in_runs, kills, skipped};
+use super::{Bed, Undisturbed, in_runs, skipped};
 
 const STEPS: u64 = 60;
 const KILLS_A_RUN: u64 = 5;
@@ -40,10 +41,10 @@ fn survives(servers: usize, job: &[&str], kills: u64) {
 
 #[test]
 fn an_nvme_job_survives_kills_of_a_server_with_rank_one() {
-    survives(3, &[], kills(2, 60));
+    survives(3, &[], soak::pick(2, 60));
 }
 
 #[test]
 fn a_delayed_nvme_job_survives_kills_of_a_server_with_rank_one() {
-    survives(2, &["--delay", "1", "--warmup-steps", "5"], kills(0, 40));
+    survives(2, &["--delay", "1", "--warmup-steps", "5"], soak::pick(0, 40));
 }

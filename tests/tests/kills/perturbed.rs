@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use longshore_tests::{
     event::Event,
     seed::Random,
+    soak,
     train::{Running, Said, Train},
 };
 
-use super::{Bed, in_runs, kills, skipped};
+use super::{Bed, in_runs, skipped};
 
 const SERVERS: usize = 3;
 const STEPS: u64 = 60;
@@ -68,10 +69,10 @@ fn agrees(job: &[&str], kills: u64) {
 
 #[test]
 fn ranks_compute_with_the_same_weights_after_a_step_was_taken_back() {
-    agrees(&[], kills(2, 60));
+    agrees(&[], soak::pick(2, 60));
 }
 
 #[test]
 fn ranks_of_a_delayed_job_compute_with_the_same_weights_after_a_step_was_taken_back() {
-    agrees(&["--delay", "1", "--warmup-steps", "5"], kills(0, 40));
+    agrees(&["--delay", "1", "--warmup-steps", "5"], soak::pick(0, 40));
 }

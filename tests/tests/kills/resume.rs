@@ -3,10 +3,11 @@
 
 use longshore_tests::{
     seed::{Random, spin},
+    soak,
     train::{Running, Train},
 };
 
-use super::{Bed, Undisturbed, kills, skipped};
+use super::{Bed, Undisturbed, skipped};
 
 const STEPS: u64 = 40;
 const CHECKPOINT_EVERY: u64 = 4;
@@ -56,5 +57,5 @@ fn survives(kills: u64) {
 
 #[test]
 fn ranks_that_resume_at_any_moment_of_each_others_start_go_on() {
-    survives(kills(2, 60));
+    survives(soak::pick(2, 60));
 }

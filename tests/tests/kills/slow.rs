@@ -1,8 +1,8 @@
 //! A server dies in the middle of a push that lasts a second, which small models on a fast network never show.
 
-use longshore_tests::{proxy::Proxy, seed::Random, train::Train};
+use longshore_tests::{proxy::Proxy, seed::Random, soak, train::Train};
 
-use super::{Bed, in_runs, kills, skipped};
+use super::{Bed, in_runs, skipped};
 
 const SERVERS: usize = 3;
 const STEPS: u64 = 12;
@@ -45,15 +45,15 @@ fn disturbed(tier: &str, job: &[&str], kills: u64, random: &mut Random) -> Strin
 
 #[test]
 fn an_exact_nvme_job_survives_kills_in_the_middle_of_a_push() {
-    survives("nvme", &[], kills(2, 100));
+    survives("nvme", &[], soak::pick(2, 100));
 }
 
 #[test]
 fn a_delayed_nvme_job_survives_kills_in_the_middle_of_a_push() {
-    survives("nvme", &["--delay", "1", "--warmup-steps", "3"], kills(0, 80));
+    survives("nvme", &["--delay", "1", "--warmup-steps", "3"], soak::pick(0, 80));
 }
 
 #[test]
 fn an_exact_shm_job_survives_kills_in_the_middle_of_a_push() {
-    survives("shm", &["--micro-steps", "2"], kills(1, 100));
+    survives("shm", &["--micro-steps", "2"], soak::pick(1, 100));
 }

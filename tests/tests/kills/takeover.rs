@@ -6,10 +6,11 @@ use std::time::Duration;
 use longshore_tests::{
     proxy::Proxy,
     seed::{Random, spin},
+    soak,
     train::Train,
 };
 
-use super::{Bed, Undisturbed, in_runs, kills, skipped};
+use super::{Bed, Undisturbed, in_runs, skipped};
 
 const SERVERS: usize = 3;
 const STEPS: u64 = 300;
@@ -83,15 +84,15 @@ impl Network {
 
 #[test]
 fn an_nvme_job_survives_a_rank_zero_that_comes_back() {
-    survives("nvme", &[], kills(0, 100));
+    survives("nvme", &[], soak::pick(0, 100));
 }
 
 #[test]
 fn a_shm_job_survives_a_rank_zero_that_comes_back() {
-    survives("shm", &["--micro-steps", "2"], kills(0, 100));
+    survives("shm", &["--micro-steps", "2"], soak::pick(0, 100));
 }
 
 #[test]
 fn a_delayed_job_in_memory_survives_a_rank_zero_that_comes_back() {
-    survives("memory", &["--delay", "1", "--warmup-steps", "5"], kills(2, 100));
+    survives("memory", &["--delay", "1", "--warmup-steps", "5"], soak::pick(2, 100));
 }

@@ -3,6 +3,7 @@
 //! docs/storage.md.
 
 mod drive;
+mod pulls;
 
 use std::{
     env,
@@ -22,7 +23,7 @@ use longshore_tests::{
     command::run,
     process::{forget_peak, memory_of},
     server::{Longshored, ServerOptions},
-    skip,
+    skip, soak,
     status::job_status,
 };
 use longshore_wire::v1::{self, training_client::TrainingClient};
@@ -182,7 +183,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 #[track_caller]
 fn alone() -> Option<MutexGuard<'static, ()>> {
-    if env::var_os("LONGSHORE_SOAK").is_none() {
+    if !soak::runs() {
         skip::skipped("slow, and it takes up to 50 GB of disk (tests/run --soak)");
         return None;
     }

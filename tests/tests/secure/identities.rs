@@ -7,20 +7,24 @@ use longshore_tests::{
     server::{Longshored, ServerOptions},
     tls::{Folders, identity},
 };
-use longshore_wire::{Channel, tls::Credentials};
-use longshore_worker::session::Address;
+use longshore_wire::{
+    Channel,
+    v1::{DescribeRequest, DescribeResponse, admin_client::AdminClient},
+};
+use prost::Message as _;
 use tokio::runtime::Runtime;
 use tonic::body::Body;
 use tower_service::Service;
 
-use super::{TOKEN, TOKEN_SHA256, ask, train, version};
+use super::{TOKEN, TOKEN_SHA256, ask, connect, train, version};
 
 fn cluster() -> (Folders, Longshored) {
     let folders = Folders::new(
         &[
             identity("operator", &["operator"], &["*"], &[]),
-            identity("worker", &["worker"], &["default"], &[]),
-            identity("reader", &["reader"], &["default"], &[]),
+            identity("worker", &["worker"], &["default", "absent"], &[]),
+            identity("reader", &["reader"], &["default", "absent"], &[]),
+            identity("tender", &["operator"], &["default", "absent"], &[]),
             identity("elsewhere", &["operator", "worker", "reader"], &["team-b-*"], &[TOKEN_SHA256]),
         ]
         .concat(),
@@ -98,11 +102,19 @@ fn calls() -> BTreeSet<String> {
     calls
 }
 
-/// Makes a call with an empty message. Returns its status, and what came with it.
-async fn call(channel: &mut Channel, path: &str) -> (i32, String) {
-    let body = Body::new(
-        http_body_util::Full::new(bytes::Bytes::from_static(&[0; 5])).map_err(|never| match never {}),
-    );
+const PERMISSION_DENIED: i32 = 7;
+const UNAUTHENTICATED: i32 = 16;
+
+/// A message that names a job, which is the first field of all that have one.
+fn naming(job: &str) -> Vec<u8> {
+    DescribeRequest { job: job.into(), ..Default::default() }.encode_to_vec()
+}
+
+/// Makes a call with this message. Returns its status, and what came with it.
+async fn call(channel: &mut Channel, path: &str, message: &[u8]) -> (i32, String) {
+    let message = [&[0][..], &(message.len() as u32).to_be_bytes(), message].concat();
+    let body = http_body_util::Full::new(bytes::Bytes::from(message)).map_err(|never| match never {});
+    let body = Body::new(body);
     let request =
         http::Request::post(path).header("content-type", "application/grpc").header("te", "trailers");
     std::future::poll_fn(|context| channel.poll_ready(context)).await.unwrap();
@@ -117,20 +129,14 @@ async fn call(channel: &mut Channel, path: &str) -> (i32, String) {
 
 #[test]
 fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
-    const PERMISSION_DENIED: i32 = 7;
-    const UNAUTHENTICATED: i32 = 16;
     let (folders, server) = cluster();
     let runtime = Runtime::new().unwrap();
     runtime.block_on(async {
-        let connect = async |dir: &Path| {
-            let credentials = Credentials::read(dir).unwrap();
-            Address::new(server.address(), Some(&credentials)).unwrap().connect().await.unwrap()
-        };
-        let mut elsewhere = connect(&folders.token(TOKEN)).await;
-        let mut unknown = connect(&folders.token("guessed")).await;
+        let mut elsewhere = connect(&server, &folders.token(TOKEN)).await;
+        let mut unknown = connect(&server, &folders.token("guessed")).await;
         assert!(calls().len() >= 25, "{:?}", calls());
         for path in calls() {
-            let (status, said) = call(&mut elsewhere, &path).await;
+            let (status, said) = call(&mut elsewhere, &path, &[]).await;
             match path.rsplit('/').next() {
                 // It names those jobs that the caller has.
                 Some("ListJobs") => assert_eq!(status, 0),
@@ -138,7 +144,49 @@ fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
                 Some("Push") => assert!(said.contains("FORBIDDEN"), "{path}: {status} {said}"),
                 _ => assert_eq!(status, PERMISSION_DENIED, "{path}: {said}"),
             }
-            assert_eq!(call(&mut unknown, &path).await.0, UNAUTHENTICATED, "{path}");
+            assert_eq!(call(&mut unknown, &path, &[]).await.0, UNAUTHENTICATED, "{path}");
+        }
+    });
+}
+
+/// What each role may do, as docs/secure.md has it.
+const LOOK: [&str; 8] =
+    ["ListJobs", "Describe", "DescribeInParts", "ListCheckpoints", "Export", "Pull", "AwaitDurable", "Watch"];
+const TEND: [&str; 7] =
+    ["OpenJob", "Pause", "Checkpoint", "SealCheckpoint", "DiscardCheckpoint", "Restore", "StepBack"];
+const TRAIN: [&str; 7] = ["MakeWeights", "Upload", "Join", "Push", "Stats", "Commit", "Leave"];
+/// Beside Drain, which is for who has all jobs.
+const OPERATE: [&str; 2] = ["Resume", "DeleteJob"];
+
+/// All that a server says of the job, with the hash of its state.
+async fn state(channel: &Channel) -> DescribeResponse {
+    let request = DescribeRequest { job: "default".into(), state_hash: true, ..Default::default() };
+    let answer = AdminClient::new(channel.clone()).describe(request).await.expect("an answer").into_inner();
+    assert!(!answer.hashes.is_empty(), "a job with state");
+    DescribeResponse { idle_ms: 0, ..answer }
+}
+
+#[test]
+fn each_role_may_do_what_it_is_for_and_nothing_else() {
+    let (folders, server) = cluster();
+    train(4, &server, &folders.client("worker")).run();
+    Runtime::new().unwrap().block_on(async {
+        for (who, may) in [
+            ("reader", LOOK.to_vec()),
+            ("worker", [&LOOK[..], &TEND, &TRAIN].concat()),
+            ("tender", [&LOOK[..], &TEND, &OPERATE].concat()),
+        ] {
+            let mut channel = connect(&server, &folders.client(who)).await;
+            let before = state(&channel).await;
+            for path in calls() {
+                let name = path.rsplit('/').next().unwrap();
+                // What is permitted would be done, and so is asked of a job that is not there.
+                let job = if may.contains(&name) { "absent" } else { "default" };
+                let (status, said) = call(&mut channel, &path, &naming(job)).await;
+                let refused = status == PERMISSION_DENIED || said.contains("FORBIDDEN");
+                assert_eq!(refused, !may.contains(&name), "{who}, {name}: {status} {said}");
+            }
+            assert_eq!(state(&channel).await, before, "{who} has changed something");
         }
     });
 }

@@ -3,7 +3,9 @@
 mod handshakes;
 mod identities;
 mod init;
+mod local;
 mod quotas;
+mod record;
 mod rotation;
 
 use std::path::Path;
@@ -13,6 +15,8 @@ use longshore_tests::{
     server::Longshored,
     train::Train,
 };
+use longshore_wire::{Channel, tls::Credentials};
+use longshore_worker::session::Address;
 
 /// The names of identities in these tests, and a token with its hash.
 const TOKEN: &str = "foo";
@@ -30,6 +34,12 @@ fn train(steps: u64, server: &Longshored, tls_dir: &Path) -> Train {
 fn ask(server: &Longshored, tls_dir: &Path, arguments: &[&str]) -> Output {
     let tls_dir = tls_dir.display().to_string();
     longshore(arguments.iter().copied().chain(["--servers", server.address(), "--tls-dir", &tls_dir]))
+}
+
+/// A connection to the server.
+async fn connect(server: &Longshored, tls_dir: &Path) -> Channel {
+    let credentials = Credentials::read(tls_dir).unwrap();
+    Address::new(server.address(), Some(&credentials)).unwrap().connect().await.unwrap()
 }
 
 /// The version of the only job that the caller sees.

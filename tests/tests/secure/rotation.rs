@@ -1,6 +1,6 @@
 //! What changes while a job trains: certificates that are replaced, and tokens that are taken back.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use longshore_tests::{
     conformance::cluster::eventually,
@@ -73,7 +73,8 @@ fn a_worker_whose_certificate_expires_is_told_so() {
     let server = ServerOptions::new().tls(&folders.server()).start();
     let worker = folders.client("worker");
     folders.authority.write_client(&worker, "worker", Life::For(SHORT));
-    let mut running = train(ENDLESS, &server, &worker).start();
+    // A rank that cannot reach a server gives up at its deadline, or as long again after it.
+    let mut running = train(ENDLESS, &server, &worker).args(["--deadline-s", "10"]).start();
     running.until_step(5);
     let (stderr, _) = running.fails(DEADLINE);
     assert!(stderr.contains("the client's certificate has expired"), "{stderr}");
@@ -85,7 +86,7 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
     let reader = identity("reader", &["reader"], &["*"], &[]);
     let both = [identity("worker", &["worker"], &["default"], &[TOKEN_SHA256]), reader.clone()].concat();
     let folders = Folders::new(&both);
-    let server = ServerOptions::new().tls(&folders.server()).start();
+    let server = ServerOptions::new().tls(&folders.server()).allow("does not list the owner").start();
     let (token, looking) = (folders.token(TOKEN), folders.client("reader"));
     let mut running = train(STEPS, &server, &token).start();
     running.until_step(5);
@@ -125,4 +126,36 @@ fn a_folder_that_cannot_be_used_leaves_everything_as_it_was() {
     write(&folders.server(), "server.key", &std::fs::read_to_string(elsewhere.join("server.key")).unwrap());
     eventually("that to be said too", || (server.process.stderr().matches(text).count() == 2).then_some(()));
     assert_eq!(ask(&server, &reader, &["status"]).code, 0);
+}
+
+/// How often a server looks at the files by itself. It takes up what it has found twice, so that it needs this time at least.
+const LOOK: Duration = Duration::from_millis(500);
+
+#[test]
+fn a_signal_has_the_folder_read_at_once() {
+    let operator = identity("operator", &["operator"], &["*"], &[]);
+    let folders = Folders::new(&operator);
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    // On a busy host it may be seen late that it was taken up, but not as often as this.
+    let taken_up_at_once = (1..=20).any(|change| {
+        let names: String =
+            (0..change).map(|index| identity(&format!("reader-{index}"), &["reader"], &["*"], &[])).collect();
+        let before = Instant::now();
+        folders.list(&(operator.clone() + &names));
+        server.process.hang_up();
+        eventually("the change", || (taken_up(&server) == change).then_some(()));
+        before.elapsed() < LOOK
+    });
+    assert!(taken_up_at_once, "no change was taken up before the server would have looked by itself");
+    // Whoever is listed since then is known.
+    assert_eq!(ask(&server, &folders.client("reader-0"), &["status"]).code, 0);
+}
+
+#[test]
+fn a_signal_does_not_end_a_server_that_has_nothing_to_read() {
+    let mut server = ServerOptions::new().start();
+    server.process.hang_up();
+    eventually("it to be said", || server.process.stderr().contains("SIGHUP").then_some(()));
+    server.process.terminate();
+    assert_eq!(server.process.code(), 0);
 }

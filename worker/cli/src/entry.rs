@@ -7,13 +7,15 @@ use clap::{CommandFactory, FromArgMatches};
 use crate::{
     commands::{Cli, check_environment},
     output,
+    train::Stopped,
+    wrong_use::WrongUse,
 };
 
 const FAILED: u8 = 1;
 const WRONG_USE: u8 = 2;
 
 /// Runs the program with these arguments, its name first. Returns its exit code: 0 when it is done, 1 for an error that the
-/// last line on stderr explains, 2 for wrong arguments.
+/// last line on stderr explains, 2 for wrong arguments, 130 or 143 where a signal stopped a run.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let errors_are_json = asks_for_json(&arguments);
@@ -34,7 +36,13 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             }
             match cli.run() {
                 Ok(()) => 0,
-                Err(error) => fail(&error, FAILED, errors_are_json),
+                Err(error) => match error.downcast::<WrongUse>() {
+                    Ok(WrongUse(error)) => fail(&error, WRONG_USE, errors_are_json),
+                    Err(error) => {
+                        let code = error.downcast_ref::<Stopped>().map_or(FAILED, Stopped::exit_code);
+                        fail(&error, code, errors_are_json)
+                    }
+                },
             }
         }
         Err(usage) => {

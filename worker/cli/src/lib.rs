@@ -21,6 +21,7 @@ mod tls;
 mod top;
 mod torch;
 pub mod train;
+mod wrong_use;
 
 pub use access::Access;
 pub use entry::run;

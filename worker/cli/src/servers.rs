@@ -13,7 +13,7 @@ use longshore_worker::session::{Address, untrusted, with_sources};
 use tokio::runtime::{Handle, Runtime};
 use tonic::Status;
 
-use crate::access::Access;
+use crate::{access::Access, wrong_use::wrong_use};
 
 /// The longest wait for a connection, since an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -73,7 +73,7 @@ impl Servers {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let credentials = access.credentials()?;
         let checked = addresses.iter().map(|address| Address::new(address, credentials.as_ref()));
-        let checked = checked.collect::<Result<Vec<Address>, Fault>>()?;
+        let checked = checked.collect::<Result<Vec<Address>, Fault>>().map_err(wrong_use)?;
         let connect = |address: &Address| {
             let address = address.clone();
             async move { tokio::time::timeout(CONNECT, address.connect()).await }

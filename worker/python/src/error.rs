@@ -15,6 +15,10 @@ use longshore_worker::{
 };
 use pyo3::{prelude::*, types::PyDict};
 
+/// What the native trainer does by itself, and a loop in Python cannot.
+const START_AGAIN: &str = ". Nothing is lost on the servers: end all ranks and start them again. With Hugging Face's Trainer \
+    pass resume_from_checkpoint=longshore.huggingface.newest(trainer); a loop of your own goes on behind optimizer.version";
+
 thread_local! {
     /// What a signal's handler raised while this thread waited.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
@@ -70,7 +74,11 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     if let (Error::Interrupted(_), Some(raised)) = (error, raised) {
         return raised;
     }
-    exception(py, class(error), &error.to_string(), fault(error)).unwrap_or_else(|broken| broken)
+    let mut message = error.to_string();
+    if let Error::Outdated(_) = error {
+        message.push_str(START_AGAIN);
+    }
+    exception(py, class(error), &message, fault(error)).unwrap_or_else(|broken| broken)
 }
 
 /// An exception of a class of `longshore.errors`.
@@ -100,8 +108,8 @@ fn class(error: &Error) -> &'static str {
         Error::Untrusted(_) => "UntrustedError",
         Error::Call(_) | Error::Refused(_) | Error::MissingBlock(_) => "RefusedError",
         Error::Fenced(_) => "FencedError",
+        Error::Outdated(_) => "OutdatedError",
         Error::StateLost(_)
-        | Error::Outdated(_)
         | Error::VersionsDiffer(_)
         | Error::NotRestored(_)
         | Error::StateKept(_)

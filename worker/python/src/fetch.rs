@@ -5,16 +5,18 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use longshore_worker::error::Misuse;
+use longshore_worker::{Result, error::Misuse};
 use pyo3::prelude::*;
 
 use crate::{
     call::Call,
     error::{raise, until, without_gil},
-    training::Weighed,
 };
 
 const GONE: Misuse = Misuse("these weights were read or given up: fetch them again");
+
+/// Waits for weights and writes them into tensors. It holds the memory that they come in.
+type Read = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// Weights that were asked for, and the tensors that they go to. It is private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
@@ -22,16 +24,16 @@ pub(crate) struct Fetch {
     /// The job's number.
     job: usize,
     /// None once somebody reads them, or they were given up. Then the memory that they came in is free for others.
-    left: Mutex<Option<Weighed>>,
+    left: Mutex<Option<Read>>,
     is_cancelled: Arc<AtomicBool>,
 }
 
 impl Fetch {
-    pub(crate) fn new(job: usize, weights: Weighed) -> Fetch {
-        Fetch { job, left: Mutex::new(Some(weights)), is_cancelled: Arc::default() }
+    pub(crate) fn new(job: usize, read: impl FnOnce() -> Result<()> + Send + 'static) -> Fetch {
+        Fetch { job, left: Mutex::new(Some(Box::new(read))), is_cancelled: Arc::default() }
     }
 
-    fn take(&self) -> Option<Weighed> {
+    fn take(&self) -> Option<Read> {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
@@ -41,12 +43,11 @@ impl Fetch {
     /// Waits for the weights and writes them into the tensors. Once it has returned, or raised, nothing is written any more.
     fn read(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::of(py, self.job)?;
-        let weights = self.take();
-        let Some(weights) = weights else {
+        let Some(read) = self.take() else {
             return Err(raise(py, &GONE.into()));
         };
         let _until = until(&self.is_cancelled);
-        without_gil(py, move || weights.write())
+        without_gil(py, read)
     }
 
     /// Ends the wait of a thread that reads. If nobody does, the weights are given up.

@@ -14,6 +14,7 @@ use crate::{
     export::export,
     fetch::Fetch,
     filling::{self, Read, Weights},
+    images::{self, Images},
     initial::{self, Made},
     memory::HostTensor,
     report,
@@ -228,6 +229,11 @@ impl Job {
         self.train(py, |training| Ok(training.unread().map(|version| version.0)))
     }
 
+    /// Does what `unread_weights` does, and lets these weights count as read: from now on `fetch` brings them.
+    fn take_unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.train(py, |training| Ok(training.take_unread().map(|version| version.0)))
+    }
+
     /// Has weights come by `fetch` alone from now on, so that this process does not hold the whole image. Where servers lend
     /// their own memory nothing changes, since they take none here.
     fn pull_in_units(&self, py: Python<'_>) -> PyResult<()> {
@@ -241,7 +247,31 @@ impl Job {
     /// has the elements of its parameter from the one on that is named with it.
     fn fetch(&self, py: Python<'_>, version: u64, parts: Vec<(HostTensor, u64)>) -> PyResult<Fetch> {
         let weights = self.train(py, |training| training.fetch(Version(version), parts))?;
-        Ok(Fetch::new(self.number(), weights))
+        Ok(Fetch::new(self.number(), || weights.write()))
+    }
+
+    /// The weights that were asked for, as they are before this worker amends them: for each group of parameters what waits for
+    /// its images and rates, and writes them where each parameter's are wanted. None where this worker amends nothing, and
+    /// `read_weights` has them. It waits for nothing.
+    fn images(&self, py: Python<'_>, groups: Vec<Vec<images::Target>>) -> PyResult<Option<Vec<Fetch>>> {
+        let images = self.train(py, |training| training.plain_images(groups))?;
+        let fetch = |images: Images| Fetch::new(self.number(), || images.read());
+        Ok(images.map(|groups| groups.into_iter().map(fetch).collect()))
+    }
+
+    /// How these images are amended: what gradients are multiplied by, and the limit of each param group. None where they stay
+    /// as they are. It waits until the step that they lack is decided.
+    fn amendment(&self, py: Python<'_>) -> PyResult<Option<(f32, Vec<f32>)>> {
+        let amendment = self.train(py, |training| training.amendment())?;
+        Ok(amendment.map(|amendment| (amendment.multiplier, amendment.limits)))
+    }
+
+    /// Says that these parameters have the weights that were asked for.
+    fn have_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
+        self.train(py, |training| {
+            training.have(&params);
+            Ok(())
+        })
     }
 
     /// The most bytes of weights that were in the host's memory at once, beside those in tensors.

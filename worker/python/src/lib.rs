@@ -8,6 +8,7 @@ mod export;
 mod fetch;
 mod filling;
 mod helpers;
+mod images;
 mod initial;
 mod job;
 #[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
@@ -17,6 +18,7 @@ mod server;
 mod settings;
 mod training;
 mod turns;
+mod weights;
 
 use pyo3::prelude::*;
 

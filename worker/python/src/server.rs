@@ -18,21 +18,23 @@ pub(crate) struct Server {
 #[pymethods]
 impl Server {
     #[new]
-    #[pyo3(signature = (*, memory=None, threads=None, checkpoint_dir=None, state_dirs=Vec::new(), resident=0, shm_dir=None))]
+    #[pyo3(signature = (*, memory=None, threads=None, checkpoints=None, state_dirs=Vec::new(), resident=0, shm_dir=None))]
     fn new(
         py: Python<'_>,
         memory: Option<u64>,
         threads: Option<usize>,
-        checkpoint_dir: Option<PathBuf>,
+        checkpoints: Option<(PathBuf, usize)>,
         state_dirs: Vec<PathBuf>,
         resident: u64,
         shm_dir: Option<PathBuf>,
     ) -> PyResult<Server> {
+        let (checkpoint_dir, checkpoint_keep) = checkpoints.unzip();
         let change = move |defaults: Config| Config {
             storage: StorageConfig { state_dirs, resident, shm_dir, ..defaults.storage },
             threads: threads.unwrap_or(defaults.threads),
             memory: memory.unwrap_or(defaults.memory),
             checkpoint_dir,
+            checkpoint_keep: checkpoint_keep.unwrap_or(defaults.checkpoint_keep),
             ..defaults
         };
         match py.detach(|| Embedded::start(change)) {

@@ -1,27 +1,26 @@
 //! A rank's steps over memory that Python names: gradients are copied from there once, and weights to there.
 
-use std::{
-    collections::BTreeSet,
-    ops::Range,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{ops::Range, sync::Arc};
 
 use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Partition, Step, Version};
 use longshore_worker::{
-    Assembler, Error, Feed, Joined, Pipeline, PipelineOptions, Result, Session, StepOutcome, error::Misuse,
-    export::Contents, pipeline::Weights,
+    Assembler, Error, Joined, Pipeline, PipelineOptions, Result, Session, StepOutcome, error::Misuse,
+    pipeline::Weights,
 };
 
-use crate::{memory::HostTensor, settings::StepByStep};
+use crate::{
+    memory::HostTensor,
+    settings::StepByStep,
+    weights::{self, From, Places, Unread, Weighed},
+};
 
 /// A pipeline, and how far its step in hand has come.
 pub(crate) struct Training {
-    pipeline: Pipeline,
+    pub(crate) pipeline: Pipeline,
     steps: StepByStep,
     /// Which weights this rank reads.
     weights: Weights,
-    /// Where each parameter lies in the flat space.
-    places: Vec<Range<u64>>,
+    pub(crate) places: Places,
     /// The version whose weights were asked for last, or that the tensors had from the start.
     asked: Version,
     begun: Option<Step>,
@@ -32,64 +31,13 @@ pub(crate) struct Training {
     /// How many micro-steps of the step in hand are whole.
     micro_steps: u32,
     /// Weights that are not in all tensors yet.
-    unread: Option<Unread>,
+    pub(crate) unread: Option<Unread>,
     /// The version whose master weights the next step computes with, because its images are corrected and it was drained.
     drained: Option<Version>,
     /// These weights, once some of them were pulled: whoever pulls them unit by unit has them exported once.
     master: Option<Arc<Vec<u8>>>,
     /// A wait was interrupted while gradients were leaving, so nobody knows which of them have left.
     is_broken: bool,
-}
-
-/// Weights of one version, and the parameters whose tensors do not have them.
-struct Unread {
-    version: Version,
-    from: From,
-    left: BTreeSet<usize>,
-}
-
-/// Where weights come from.
-#[derive(Clone)]
-pub(crate) enum From {
-    /// Nobody has read yet. Those that this worker amends are known once the step before is decided.
-    Later,
-    /// The version's images.
-    Images(Feed),
-    /// The version's images, which are pulled as they are fetched.
-    OnDemand,
-    /// The master weights, rounded to the images' type: all of the flat space.
-    Master(Arc<Vec<u8>>),
-}
-
-/// Tensors, and the weights that they wait for.
-pub(crate) struct Weighed {
-    from: From,
-    dtype: Dtype,
-    targets: Vec<(HostTensor, Range<u64>)>,
-}
-
-impl Weighed {
-    /// Waits for the weights and writes them into the tensors.
-    pub(crate) fn write(self) -> Result<()> {
-        let Weighed { from, dtype, targets } = self;
-        targets.into_iter().try_for_each(|(target, place)| from.write(dtype, &target, place))
-    }
-}
-
-impl From {
-    /// Waits for the elements of a tensor that lies at `place`, and writes them into it.
-    fn write(&self, dtype: Dtype, target: &HostTensor, place: Range<u64>) -> Result<()> {
-        match self {
-            From::Later => Ok(()),
-            From::OnDemand => Err(Misuse("weights in units are fetched: use fetch").into()),
-            From::Images(feed) => target.read_weights(feed, place),
-            From::Master(weights) => {
-                let bytes = place.start * dtype.bytes()..place.end * dtype.bytes();
-                target.write_from(0, dtype, &weights[bytes.start as usize..bytes.end as usize]);
-                Ok(())
-            }
-        }
-    }
 }
 
 const BROKEN: Misuse = Misuse(
@@ -108,8 +56,7 @@ impl Training {
         options: PipelineOptions,
         steps: StepByStep,
     ) -> Result<Training> {
-        let params = session.spec().params.len();
-        let places = (0..params).map(|param| session.layout().param_range(param)).collect();
+        let places = Places::new(session.layout(), session.spec().params.len());
         let weights = options.weights.clone();
         // If ranks have partitions of their own, all of them read together, since they gather from each other what they read.
         let spec = session.spec();
@@ -313,19 +260,13 @@ impl Training {
     }
 
     fn ask(&mut self, version: Version, from: From) {
-        let reads = |place: &Range<u64>| match &self.weights {
-            Weights::Ranges(order) => order.iter().any(|range| range.contains(&place.start)),
+        let left = self.places.read_by(|first| match &self.weights {
+            Weights::Ranges(order) => order.iter().any(|range| range.contains(&first)),
             Weights::Whole | Weights::OnDemand => true,
-        };
-        let places = self.places.iter().enumerate();
-        let left = places.filter(|(_, place)| reads(place)).map(|(param, _)| param).collect();
+        });
         self.asked = version;
         self.drained = matches!(from, From::Master(_)).then_some(version);
-        // Who fetches them does so more than once, and they are exported once.
-        self.master = match &from {
-            From::Master(weights) if self.is_on_demand() => Some(Arc::clone(weights)),
-            _ => None,
-        };
+        self.master = None;
         self.unread = Some(Unread { version, from, left });
     }
 
@@ -347,7 +288,7 @@ impl Training {
     /// Asks for weights of a version that was asked for or read before. It does not wait for them. A tensor may be a part of a
     /// parameter, which begins at the element that is given with it.
     pub(crate) fn fetch(&mut self, version: Version, given: Vec<(HostTensor, u64)>) -> Result<Weighed> {
-        let part = |(target, start): &(HostTensor, u64)| self.part(target, *start);
+        let part = |(target, start): &(HostTensor, u64)| self.places.of_part(target, *start);
         let places = given.iter().map(part).collect::<Result<Vec<_>>>()?;
         let targets: Vec<HostTensor> = given.into_iter().map(|(target, _)| target).collect();
         let from = if self.drained == Some(version) {
@@ -355,12 +296,6 @@ impl Training {
         } else {
             From::Images(self.pipeline.fetch(version, &places)?)
         };
-        if let Some(unread) = self.unread.as_mut().filter(|unread| unread.version == version) {
-            for target in &targets {
-                unread.left.remove(&target.param);
-            }
-        }
-        self.unread.take_if(|unread| unread.left.is_empty());
         Ok(Weighed {
             from,
             dtype: self.spec().image_dtype,
@@ -372,7 +307,7 @@ impl Training {
     fn master_of(&mut self, version: Version) -> Result<Arc<Vec<u8>>> {
         let weights = match &self.master {
             Some(weights) => Arc::clone(weights),
-            None => self.master(version)?,
+            None => weights::master(self.session(), version)?,
         };
         Ok(Arc::clone(self.master.insert(weights)))
     }
@@ -383,14 +318,14 @@ impl Training {
             From::Master(self.master_of(version)?)
         } else {
             let order: Vec<Range<u64>> =
-                targets.iter().map(|target| self.place(target)).collect::<Result<_>>()?;
+                targets.iter().map(|target| self.places.of(target)).collect::<Result<_>>()?;
             From::Images(self.session().pull(version, &order, self.spec().image_dtype)?)
         };
         targets.iter().try_for_each(|target| self.write(&from, target))
     }
 
     fn write(&self, from: &From, target: &HostTensor) -> Result<()> {
-        from.write(self.spec().image_dtype, target, self.place(target)?)
+        from.write(self.spec().image_dtype, target, self.places.of(target)?)
     }
 
     /// The weights that are not in all tensors yet. Where this worker amends them, this waits for the decision that says
@@ -403,7 +338,7 @@ impl Training {
                 None => self.pipeline.next_weights()?,
             };
             let Some(feed) = feed else {
-                // The step before has amended nothing, so the tensors have these weights.
+                // They are pulled as they are fetched.
                 self.unread = None;
                 return Ok(None);
             };
@@ -412,52 +347,10 @@ impl Training {
         Ok(Some((unread.version, unread.from.clone())))
     }
 
-    /// The master weights of the newest version, which must be this one, rounded to the images' type.
-    fn master(&self, version: Version) -> Result<Arc<Vec<u8>>> {
-        let (dtype, elements) = (self.spec().image_dtype, self.session().layout().elements());
-        let weights = Mutex::new(vec![0; (elements * dtype.bytes()) as usize]);
-        let exported = self.session().export(Contents::Weights(dtype), &|_, at, bytes: &[u8]| {
-            let start = (at * dtype.bytes()) as usize;
-            let mut weights = weights.lock().unwrap_or_else(PoisonError::into_inner);
-            weights[start..start + bytes.len()].copy_from_slice(bytes);
-            Ok(())
-        })?;
-        if exported.version != version {
-            let remedy = "call flush on all ranks after the same step";
-            return Err(Fault::invalid("flush.version", exported.version, version, remedy).into());
-        }
-        Ok(Arc::new(weights.into_inner().unwrap_or_else(PoisonError::into_inner)))
-    }
-
-    /// Where a tensor lies that is a part of a parameter, from its element `start` on.
-    fn part(&self, tensor: &HostTensor, start: u64) -> Result<Range<u64>> {
-        let Some(place) = self.places.get(tensor.param) else { return self.place(tensor) };
-        let end = start.checked_add(tensor.elements());
-        match end.filter(|&end| end <= place.end - place.start) {
-            Some(end) => Ok(place.start + start..place.start + end),
-            None => {
-                let limit = format!("a part of {} elements", place.end - place.start);
-                let value = format!("{} elements from {start} on", tensor.elements());
-                Err(Fault::invalid("tensor", value, limit, "name parts of the job's parameters").into())
-            }
-        }
-    }
-
-    fn place(&self, tensor: &HostTensor) -> Result<Range<u64>> {
-        let fault = |value: u64, limit: String| {
-            Err(Fault::invalid("tensor", value, limit, "name the parameters in the job's order").into())
-        };
-        match self.places.get(tensor.param) {
-            Some(place) if place.end - place.start == tensor.elements() => Ok(place.clone()),
-            Some(place) => fault(tensor.elements(), format!("{} elements", place.end - place.start)),
-            None => fault(tensor.param as u64, format!("below {} parameters", self.places.len())),
-        }
-    }
-
-    /// Waits until every step is decided, and asks for the newest weights. The next step computes with them, also in a
-    /// delayed job. They are the master weights: images that make up for the delay are for delayed steps alone.
+    /// Waits until no crash of a server can take the last step back, and asks for the newest weights. The next step computes
+    /// with them, also in a delayed job. They are the master weights, as no image that makes up for a delay is.
     pub(crate) fn drain(&mut self) -> Result<Version> {
-        let version = self.pipeline.drain()?;
+        let version = self.pipeline.settle()?;
         let step = self.pipeline.last_step();
         if self.begun.is_none()
             && self.spec().max_delay > 0
@@ -465,7 +358,7 @@ impl Training {
             && self.drained != Some(version)
         {
             let from = match self.pipeline.images_are_corrected() {
-                true => From::Master(self.master(version)?),
+                true => From::Master(weights::master(self.session(), version)?),
                 false => self.images(version)?,
             };
             self.steps.drain_after(step);
@@ -477,6 +370,17 @@ impl Training {
     /// The version of the weights that are not in all tensors yet.
     pub(crate) fn unread(&self) -> Option<Version> {
         self.unread.as_ref().map(|unread| unread.version)
+    }
+
+    /// Does what `unread` does, and lets these weights count as read: from now on they are fetched. Nobody can say of a
+    /// rank that fetches its part of them when it has all.
+    pub(crate) fn take_unread(&mut self) -> Option<Version> {
+        let unread = self.unread.take()?;
+        // Who fetches them does so more than once, and they are exported once.
+        if let From::Master(weights) = unread.from {
+            self.master = Some(weights);
+        }
+        Some(unread.version)
     }
 
     pub(crate) fn outcomes(&mut self) -> Vec<StepOutcome> {

@@ -27,8 +27,9 @@ use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
 impl Cluster {
     /// Calls one server until it answers, for at most `deadline`. After a failure of the transport it tries again for
     /// the session's deadline at most, even in a call that may itself take longer. That time counts from the first
-    /// failure of a row; a call that the server had been working on for long begins a new row. `call` is the RPC's
-    /// name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
+    /// failure of a row; a call that the server had been working on for long begins a new row. A server that recovers the
+    /// job is alive, and reads all of its state: it is asked again for `slow_deadline`, and then has `deadline` to answer.
+    /// `call` is the RPC's name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: ServerId,
@@ -41,9 +42,27 @@ impl Cluster {
         F: Fn(Peer) -> Answer,
         Answer: Future<Output = Result<Response<T>, Status>>,
     {
-        let end = Instant::now() + deadline;
+        let recovery = self.options.slow_deadline.max(deadline);
+        self.call_for(server, call, step, (deadline, recovery), request).await
+    }
+
+    async fn call_for<T, F, Answer>(
+        &self,
+        server: ServerId,
+        call: &'static str,
+        step: Option<Step>,
+        patience: (Duration, Duration),
+        request: F,
+    ) -> Result<T>
+    where
+        F: Fn(Peer) -> Answer,
+        Answer: Future<Output = Result<Response<T>, Status>>,
+    {
+        // The time for an answer, and for the job to be recovered.
+        let (deadline, recovery) = patience;
+        let (mut end, mut give_up) = (Instant::now() + deadline, None);
+        let recovered = Instant::now() + recovery;
         let mut backoff = Backoff::new();
-        let mut give_up = None;
         loop {
             let (peer, begun) = (&self.peers[server], Instant::now());
             let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
@@ -62,6 +81,11 @@ impl Cluster {
                 }
             };
             let retry = fault.kind == FaultKind::Unavailable;
+            if recovers(&fault) && backoff.pause(recovered).await {
+                tracing::debug!(server = peer.address, call, "the server recovers the job");
+                (end, give_up) = (Instant::now() + deadline, None);
+                continue;
+            }
             if begun.elapsed() > SILENCE {
                 give_up = None;
             }
@@ -119,9 +143,25 @@ impl Cluster {
         state_hash: bool,
         deadline: Duration,
     ) -> Result<DescribeResponse> {
+        self.describe_for(server, state_hash, (deadline, self.options.slow_deadline.max(deadline))).await
+    }
+
+    /// Asks a server how it stands, while something else is waited for: neither one that is gone nor one that recovers the
+    /// job is waited for.
+    pub(crate) async fn glance(&self, server: ServerId) -> Result<DescribeResponse> {
+        const GLANCE: Duration = Duration::from_secs(2);
+        self.describe_for(server, false, (GLANCE, Duration::ZERO)).await
+    }
+
+    async fn describe_for(
+        &self,
+        server: ServerId,
+        state_hash: bool,
+        patience: (Duration, Duration),
+    ) -> Result<DescribeResponse> {
         let request =
             DescribeRequest { job: self.job().to_string(), state_hash, brief: true, ..Default::default() };
-        self.call(server, "Describe", None, deadline, |peer| {
+        self.call_for(server, "Describe", None, patience, |peer| {
             let request = request.clone();
             async move {
                 // The hashes of a large job exceed one message.
@@ -142,4 +182,9 @@ impl Cluster {
     ) -> Result<ByServer<DescribeResponse>> {
         self.on_all(|server| self.describe(server, state_hash, deadline)).await
     }
+}
+
+/// Whether the server says that it recovers the job. Faults of the transport have other fields.
+pub(super) fn recovers(fault: &Fault) -> bool {
+    fault.kind == FaultKind::Unavailable && fault.field == "job"
 }

@@ -5,8 +5,10 @@ mod by_server;
 mod call;
 mod connector;
 mod interrupt;
+mod late;
 mod options;
 mod pace;
+mod patience;
 mod peer;
 mod retry;
 mod runtime;
@@ -14,7 +16,10 @@ mod troubles;
 mod vigil;
 mod waits;
 
-use std::time::Instant;
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Instant,
+};
 
 use futures_util::future::try_join_all;
 use longshore_proto::{Fault, JobName, JobSpec, Layout, Placement, ServerId, ShardId};
@@ -35,6 +40,8 @@ pub(crate) struct Cluster {
     pub(crate) options: Options,
     pub(crate) layout: Layout,
     pub(crate) placement: Placement,
+    /// The incarnation that this process has joined as; 0 before.
+    pub(crate) incarnation: Arc<AtomicU64>,
     peers: ByServer<Peer>,
     pub(crate) troubles: Troubles,
     pub(crate) waits: Waits,
@@ -63,7 +70,8 @@ impl Cluster {
         let peers = ByServer::from_iter(peers);
         let troubles = Troubles::new(peers.len());
         let waits = Waits::new(&options);
-        Ok(Cluster { options, layout, placement, peers, troubles, waits, runtime })
+        let incarnation = Arc::default();
+        Ok(Cluster { options, layout, placement, incarnation, peers, troubles, waits, runtime })
     }
 
     pub(crate) fn spec(&self) -> &JobSpec {
@@ -113,3 +121,6 @@ fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
     let limit = format!("at most {shards}, the job's shards");
     Err(Fault::invalid("options.servers", servers, limit, "use smaller shards, or fewer servers"))
 }
+
+#[cfg(test)]
+mod recovery_tests;

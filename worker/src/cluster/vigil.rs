@@ -7,13 +7,11 @@ use std::{
 
 use longshore_wire::v1::DescribeResponse;
 
-use super::{Cluster, waits::LONG};
+use super::{Cluster, Options, call::recovers, waits::LONG};
 use crate::error::{Error, Result};
 
 /// How long after one report the next one comes.
 const AGAIN: Duration = Duration::from_secs(30);
-/// The longest time to ask a server whom it waits for. A server that is stopped is reported too.
-const ASKING: Duration = Duration::from_secs(2);
 
 impl Cluster {
     /// Awaits `future`, and says meanwhile whom the job waits for. `what` names what the future brings.
@@ -38,17 +36,20 @@ impl Cluster {
         if self.waits.is_paused() || !self.waits.is_turn_to_tell() {
             return;
         }
-        let answers = self.on_each(|server| self.describe(server, false, ASKING)).await;
+        let answers = self.on_each(|server| self.glance(server)).await;
         let reasons = answers.into_iter().filter_map(|(server, answer)| Some((server, waits(answer)?)));
         let said: Vec<String> =
             reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
         let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
+        let Options { deadline, slow_deadline, .. } = &self.options;
+        // Past the deadline it waits on because nobody is gone.
+        let most = if start.elapsed() <= *deadline { deadline } else { slow_deadline };
         tracing::warn!(
             job = %self.job(),
             rank = self.options.rank.0,
             "still waiting for {what}, for {:.0} s of at most {:.0} s: {reason}",
             start.elapsed().as_secs_f64(),
-            self.options.deadline.as_secs_f64()
+            most.as_secs_f64()
         );
     }
 }
@@ -60,6 +61,7 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
         // The job has not been opened there yet, or the server has lost it. Rank 0 sees to either.
         Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
+        Err(Error::Call(failed)) if recovers(&failed.fault) => Some("recovers the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
         Err(error) => Some(format!("cannot go on ({error})")),
     }

@@ -97,6 +97,16 @@ impl Waits {
         }
     }
 
+    /// Awaits `future`, which has a deadline of its own. It ends at once when the session fails.
+    pub(crate) async fn unless_failed<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut failure = self.failure.subscribe();
+        tokio::select! {
+            biased;
+            value = future => value,
+            error = failed(&mut failure) => Err(error),
+        }
+    }
+
     fn end_of_patience(&self, start: Instant, deadline: Duration, pause: &Pause) -> Instant {
         match (&pause.now, pause.ended) {
             (Some((since, _)), _) => *since + self.pause_deadline,

@@ -48,8 +48,8 @@ pub struct ChunkRefused {
 /// A newer process has taken this rank.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
-    "another process has joined job {job} as this rank on server {server}: {fault}. Only one process may run each \
-     rank; stop this one, or give it another rank"
+    "another process has joined job {job} as this rank, and later than this one, as server {server} says. Only one process \
+     may run each rank: the newer one goes on. If both were meant, start this one with another rank or another job"
 )]
 pub struct Fenced {
     pub server: String,

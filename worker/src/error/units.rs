@@ -21,6 +21,10 @@ pub enum UnitError {
     )]
     Shared { param: String, first: String, second: String },
     #[error(
+        "parameter {param} is in no unit: each trained parameter needs one, by which its gradient leaves; add it to a unit"
+    )]
+    Uncovered { param: String },
+    #[error(
         "unit {unit} takes {bytes} bytes and the budget for weights is {budget}: raise the budget to {bytes} bytes at \
          least, or divide the unit"
     )]

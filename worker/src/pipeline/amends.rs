@@ -39,26 +39,36 @@ impl Amends {
     }
 }
 
-/// The step that the weights of `reads` lack, if the worker adds it: the one before `step`, once it is decided. A process
-/// that joined after that step reads weights that a server has amended.
-pub(super) fn missing(
+/// How the step before `step` amends the weights of `reads`, if the worker does that, once that step is decided. A process
+/// that joined after it reads weights that a server has amended.
+pub(super) fn amendment(
     session: &Session,
     (board, amends): (&Board, &Amends),
     joined: Step,
     (step, reads): (Step, Version),
-) -> Result<Option<Missing>> {
+) -> Result<Option<Amendment>> {
     let (before, spec, cluster) = (Step(step.0 - 1), session.spec(), &*session.cluster);
     if !spec.worker_local || reads.0 + 1 != before.0 || before <= joined {
         return Ok(None);
     }
     cluster.runtime.block_on(board.wait(cluster, before.version()))?;
-    let Some(amendment) = amends.of(before) else {
+    amends.of(before).ok_or_else(|| {
         let limit = "a step whose commit this rank has heard of";
         let remedy = "join again: a server has the amended weights";
         let fault = Fault::new(FaultKind::Conflict, READS, before, limit, remedy);
-        return Err(cluster.explain(ServerId(0), "Watch", Some(before), fault));
-    };
-    let Some(amendment) = amendment else { return Ok(None) };
+        cluster.explain(ServerId(0), "Watch", Some(before), fault)
+    })
+}
+
+/// The step that the weights of `reads` lack, if the worker adds it. See [`amendment`].
+pub(super) fn missing(
+    session: &Session,
+    ways: (&Board, &Amends),
+    joined: Step,
+    (step, reads): (Step, Version),
+) -> Result<Option<Missing>> {
+    let (before, spec) = (Step(step.0 - 1), session.spec());
+    let Some(amendment) = amendment(session, ways, joined, (step, reads))? else { return Ok(None) };
     let steps = Arc::new(Steps::new(&amendment, session.layout(), spec.params.len()));
     let missing = session.gradients.own.missing(before, spec.gradient_dtype, steps);
     let lost = Misuse("the gradient of the step before is not held: finish each step before the next begin");

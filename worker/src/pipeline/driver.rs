@@ -1,29 +1,25 @@
 //! Decides steps on rank 0, in order and beside the trainer: it takes gradient statistics, sends commits, and pauses
 //! the job at the smallest loss scale.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use longshore_proto::{
-    Commit, Correction, FaultKind, Hyper, LeftOut, ServerId, Step, Version, left_out::advance,
+    Commit, Correction, Hyper, LeftOut, Origin, Step, Version, left_out::advance,
     limits::MAX_PAUSE_REASON_BYTES,
 };
 use longshore_wire::v1::StepReport;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{Instrument, Span};
 
-use super::{
-    envelope::Envelope, options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected,
-};
+use super::{options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected};
 use crate::{
-    cluster::{Backoff, Cluster, Impatience, Task},
+    cluster::{ByServer, Cluster, Impatience, Task},
     decide::{Decision, decide, name_element},
-    error::{CallFailed, Environment, Error, Result, TimedOut},
+    envelope::Envelope,
+    error::{Environment, Result},
     loss_scale::{Event, LossScaler},
     push::Gradients,
-    rank::{OwnCommit, RankState, await_durable, check_reproducible, version_when_running},
+    rank::{OwnCommit, RankState, await_durable, decide_on},
     session::resume_on,
 };
 
@@ -114,7 +110,7 @@ impl Driver {
         let event = self.scaler.update(decision.skip);
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
-        let mut commit = self.commit(step, gradient_scale, &decision, finished.trainer_state);
+        let mut commit = self.commit(step, gradient_scale, &decision, &origins, finished.trainer_state);
         let before = self.last.as_ref().map_or(&self.filled_without, |last| &last.left_out);
         commit.left_out = advance(before, &left_out, decision.skip);
         if event == Event::AtFloor {
@@ -128,7 +124,7 @@ impl Driver {
         let own = Arc::new(OwnCommit { commit, origins, report: finished.report });
         self.rank.commits.remember(own.clone());
         self.last = Some(Last::from(&own.commit));
-        self.cluster.on_all(|server| self.send(server, &own)).await?;
+        self.cluster.on_all(|server| decide_on(&self.cluster, server, &own)).await?;
         let durable = durable_everywhere(self.cluster.clone(), step.version());
         self.durable = Some(self.cluster.runtime.spawn_joined(durable));
         let loss_scale = match own.commit.pause_reason.is_empty() {
@@ -164,7 +160,7 @@ impl Driver {
 
     /// Awaits a task that has a deadline of its own.
     async fn patiently<T>(&self, what: &'static str, step: Step, task: Task<Result<T>>) -> Result<T> {
-        match self.cluster.waits.patiently(self.cluster.options.deadline + GRACE, task).await {
+        match self.cluster.waits.patiently(self.cluster.options.slow_deadline + GRACE, task).await {
             Ok(Ok(result)) => result,
             Ok(Err(panic)) => Err(Environment {
                 what: "deciding a step",
@@ -173,26 +169,24 @@ impl Driver {
             }
             .into()),
             Err(Impatience::Failed(error)) => Err(error),
-            Err(Impatience::Elapsed(waited)) => Err(TimedOut {
-                what,
-                server: None,
-                job: self.cluster.job().clone(),
-                step: Some(step),
-                shard: None,
-                version: None,
-                waited,
-                last: None,
-            }
-            .into()),
+            Err(Impatience::Elapsed(waited)) => Err(self.cluster.late(what, step.version(), waited).await),
         }
     }
 
-    fn commit(&self, step: Step, gradient_scale: f64, decision: &Decision, trainer: Vec<u8>) -> Commit {
+    fn commit(
+        &self,
+        step: Step,
+        gradient_scale: f64,
+        decision: &Decision,
+        origins: &ByServer<Origin>,
+        trainer: Vec<u8>,
+    ) -> Commit {
         let before = Version(step.0 - 1);
         let envelope = Envelope {
             scaler: self.scaler.clone(),
             // The board knows it, since this rank decided that version or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
+            origins: origins.values().copied().collect(),
             trainer,
         };
         let mut commit = Commit {
@@ -224,33 +218,6 @@ impl Driver {
             _ => {}
         }
         commit
-    }
-
-    /// Sends a commit to one server. It tries again if an operator paused the job just then, and while a server that
-    /// has restarted is being sent what it lacks.
-    async fn send(&self, server: ServerId, own: &OwnCommit) -> Result<()> {
-        let (begun, mut backoff) = (Instant::now(), Backoff::new());
-        loop {
-            let error = match own.send(&self.cluster, server).await {
-                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => failed,
-                other => return other,
-            };
-            self.await_running(server, &error).await?;
-            check_reproducible(&self.cluster, server, own.commit.step).await?;
-            if self.cluster.waits.out_of_patience(begun, self.cluster.options.deadline) {
-                return Err(Error::Call(error));
-            }
-            backoff.pause(Instant::now() + self.cluster.options.deadline).await;
-        }
-    }
-
-    async fn await_running(&self, server: ServerId, error: &CallFailed) -> Result<()> {
-        let running = version_when_running(&self.cluster, server);
-        match self.cluster.waits.patiently(self.cluster.options.deadline, running).await {
-            Ok(version) => version.map(|_| ()),
-            Err(Impatience::Failed(failure)) => Err(failure),
-            Err(Impatience::Elapsed(_)) => Err(error.clone().into()),
-        }
     }
 
     /// Waits until the first server is resumed after the pause that came with a commit. Then it resumes the others, and

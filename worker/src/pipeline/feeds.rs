@@ -70,15 +70,10 @@ impl Feeds {
         self.next.as_ref()
     }
 
-    /// The feed of the next step, which reads `version`, amended by what it lacks. None where the weights are those of
-    /// the step before.
+    /// The feed of the next step, which reads `version`, amended by what it lacks. It may be that of the step before, too: a
+    /// trainer that has drained since holds other weights of that version. None where weights are pulled on demand.
     pub(super) fn ahead(&self, version: Version, missing: Option<Missing>) -> Option<Feed> {
-        let of = |feed: &&Feed| feed.version() == version;
-        let feed = match missing {
-            None => self.next.as_ref(),
-            Some(_) => self.next.as_ref().filter(of).or(self.now.as_ref().filter(of)),
-        };
-        feed.cloned().map(|feed| feed.amended(missing))
+        self.of(version).cloned().map(|feed| feed.amended(missing))
     }
 
     /// Makes the feed of `version` the one of the step in hand. It was kept from the step before or opened ahead, or it

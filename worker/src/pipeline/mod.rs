@@ -6,7 +6,6 @@ mod amends;
 mod board;
 mod correction;
 mod driver;
-mod envelope;
 mod feeds;
 mod micro_steps;
 mod options;
@@ -35,7 +34,6 @@ use self::{
     amends::Amends,
     board::Board,
     driver::{Driver, Finished, Last, StepToDecide},
-    envelope::MAX_TRAINER_BYTES,
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
     resume::Resume,
@@ -50,7 +48,8 @@ pub use self::{
     step::StepInputs,
 };
 use crate::{
-    cluster::Cluster,
+    cluster::{Cluster, Impatience},
+    envelope::MAX_TRAINER_BYTES,
     error::{Misuse, Result},
     push::Accumulator,
     session::{Joined, Session},
@@ -116,6 +115,7 @@ impl Pipeline {
         let (joined, floor) = (joined.version, resume.floor);
         let watcher = Watcher {
             cluster: cluster.clone(),
+            rank: session.rank.clone(),
             gradients: gradients.clone(),
             shared: shared.clone(),
             joined,
@@ -229,8 +229,7 @@ impl Pipeline {
     ) -> Option<oneshot::Sender<Finished>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
-        let (cluster, rank) = (self.session.cluster.clone(), self.session.rank.clone());
-        let collect = stats::collect(cluster, rank, plan.step, finished_at);
+        let collect = stats::collect(self.session.cluster.clone(), plan.step, finished_at);
         let stats = self.cluster().runtime.spawn_joined(collect);
         // A driver that has ended has left the session's failure, which the next call returns.
         let (step, loss_scale, span) = (plan.step, plan.loss_scale, span.clone());
@@ -311,6 +310,27 @@ impl Pipeline {
         Ok(version)
     }
 
+    /// Drains, and waits until no crash of a server can take the version back. A server that died with the last step
+    /// may have to be sent it again, or the step may have to be made again: the latter is an error here, as it is in a
+    /// step.
+    pub fn settle(&mut self) -> Result<Version> {
+        let version = self.drain()?;
+        let cluster = self.cluster();
+        let durable = driver::durable_everywhere(self.session.cluster.clone(), version);
+        // A server that has lost the version gets it from rank 0.
+        let durable = cluster.patiently_for(|rank| rank == Rank(0), durable);
+        let durable = cluster.watched("the last version to be durable", durable);
+        cluster.runtime.block_on(async {
+            match durable.await {
+                Ok(durable) => durable.map(|()| version),
+                Err(Impatience::Failed(error)) => Err(error),
+                Err(Impatience::Elapsed(waited)) => {
+                    Err(cluster.late("the last version to be durable", version, waited).await)
+                }
+            }
+        })
+    }
+
     /// The steps decided and finished since the last call, oldest first.
     pub fn outcomes(&mut self) -> Vec<StepOutcome> {
         self.shared.outcomes.take()
@@ -330,12 +350,9 @@ impl Pipeline {
         &self.session
     }
 
-    /// Drains, waits until no crash of a server can take the last version back, and gives the session back, so that
-    /// the caller can leave.
+    /// Settles, and gives the session back, so that the caller can leave.
     pub fn close(mut self) -> Result<Session> {
-        let version = self.drain()?;
-        let durable = driver::durable_everywhere(self.session.cluster.clone(), version);
-        self.cluster().runtime.block_on(durable)?;
+        let version = self.settle()?;
         feeds::await_updates(&self.session, version);
         let Pipeline { tasks, session, .. } = self;
         drop(tasks);

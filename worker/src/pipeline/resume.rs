@@ -2,8 +2,8 @@
 
 use longshore_proto::Version;
 
-use super::{envelope::Envelope, options::PipelineOptions};
-use crate::{error::Result, loss_scale::LossScaler, session::Joined};
+use super::options::PipelineOptions;
+use crate::{envelope::Envelope, error::Result, loss_scale::LossScaler, session::Joined};
 
 /// Where to go on from.
 pub(super) struct Resume {
@@ -21,7 +21,8 @@ impl Resume {
             let scales = vec![(joined.version, scaler.scale())];
             return Ok(Resume { scaler, scales, floor: None, trainer: None });
         };
-        let Envelope { mut scaler, previous_loss_scale, trainer } = Envelope::decode(&commit.trainer_state)?;
+        let envelope = Envelope::decode(&commit.trainer_state)?;
+        let Envelope { mut scaler, previous_loss_scale, trainer, .. } = envelope;
         // The server's scale counts, since an operator may have resumed with another one.
         if scaler.scale() != commit.loss_scale {
             scaler.set_scale(commit.loss_scale)?;
@@ -46,7 +47,8 @@ mod tests {
     fn joined(loss_scale: f64, paused: Option<&str>) -> Joined {
         let options = LossScalerOptions { initial: 8.0, min: 8.0, ..Default::default() };
         let scaler = LossScaler::dynamic(options).unwrap();
-        let envelope = Envelope { scaler, previous_loss_scale: 16.0, trainer: b"loader".to_vec() };
+        let trainer = b"loader".to_vec();
+        let envelope = Envelope { scaler, previous_loss_scale: 16.0, origins: Vec::new(), trainer };
         let commit = Commit {
             step: Step(3),
             skip: paused.is_some(),

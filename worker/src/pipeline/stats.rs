@@ -13,7 +13,7 @@ use crate::{
     cluster::{Backoff, ByServer, Cluster},
     decide::BlockStats,
     error::{Error, Result},
-    rank::{RankState, check_not_fenced, is_undecided},
+    rank::{check_not_fenced, is_undecided},
 };
 
 /// When the trainer finished the step. Statistics can be late only from then on.
@@ -30,13 +30,8 @@ pub(super) struct Collected {
 }
 
 /// Collects the gradient statistics of `step` from all servers.
-pub(super) async fn collect(
-    cluster: Arc<Cluster>,
-    rank: Arc<RankState>,
-    step: Step,
-    finished: Finished,
-) -> Result<Collected> {
-    let collect = |server| of_server(&cluster, &rank, server, step, finished.clone());
+pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finished) -> Result<Collected> {
+    let collect = |server| of_server(&cluster, server, step, finished.clone());
     let statistics = cluster.on_all(collect).await?;
     let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
     let origin =
@@ -67,7 +62,6 @@ type ServerStatistics = Vec<ShardStatistics>;
 /// has.
 async fn of_server(
     cluster: &Cluster,
-    rank: &RankState,
     server: ServerId,
     step: Step,
     finished: Finished,
@@ -81,8 +75,11 @@ async fn of_server(
         let Err(fault) = stream(cluster, server, step, &owned, &mut statistics, &finished).await else {
             continue;
         };
-        let late =
-            finished.borrow().is_some_and(|at| cluster.waits.out_of_patience(at, cluster.options.deadline));
+        let since = *finished.borrow();
+        let late = match since.filter(|&at| cluster.waits.out_of_patience(at, cluster.options.deadline)) {
+            Some(at) => !cluster.is_worth_waiting(at, &|_| true).await,
+            None => false,
+        };
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
             // The server has restarted, and lacks the last commit until it is sent again. If it cannot say whether
@@ -95,7 +92,7 @@ async fn of_server(
         let again = passes && !late;
         if !again {
             // Somebody else decided the step, most likely a newer rank 0. A server that is gone cannot say so.
-            if let Err(fenced @ Error::Fenced(_)) = check_not_fenced(cluster, rank, server).await {
+            if let Err(fenced @ Error::Fenced(_)) = check_not_fenced(cluster, server).await {
                 return Err(fenced);
             }
             return Err(cluster.explain(server, "Stats", Some(step), fault));
@@ -116,7 +113,9 @@ async fn stream(
 ) -> Result<(), Fault> {
     let peer = cluster.peer(server);
     let spent = finished.borrow().map_or_else(Default::default, |at| at.elapsed());
-    let left = cluster.options.deadline.saturating_sub(spent).as_millis().max(1) as u64;
+    // A wait that outlasts the deadline goes on for as long again.
+    let deadline = cluster.options.deadline;
+    let left = if spent < deadline { deadline - spent } else { deadline }.as_millis().max(1) as u64;
     let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };
     let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
     let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();

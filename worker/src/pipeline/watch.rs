@@ -8,11 +8,13 @@ use longshore_wire::{
     v1::{self, Phase, WatchRequest, event},
 };
 
-use super::{envelope::Envelope, outcome::Decided, shared::PipelineInner};
+use super::{outcome::Decided, shared::PipelineInner};
 use crate::{
     cluster::{Backoff, Cluster},
+    envelope::Envelope,
     error::Result,
     push::Gradients,
+    rank::RankState,
 };
 
 /// The server whose order of events counts.
@@ -20,6 +22,7 @@ const SERVER: ServerId = ServerId(0);
 
 pub(super) struct Watcher {
     pub(super) cluster: Arc<Cluster>,
+    pub(super) rank: Arc<RankState>,
     pub(super) gradients: Arc<Gradients>,
     pub(super) shared: Arc<PipelineInner>,
     /// The version that this rank joined at.
@@ -38,8 +41,20 @@ pub(super) struct Watcher {
 }
 
 impl Watcher {
-    /// Runs until the pipeline is dropped. It opens a lost connection again and again: whoever waits has a deadline.
-    pub(super) async fn run(mut self) {
+    /// Runs until the pipeline is dropped, or the session has failed: the others must not take this process for one that
+    /// will go on.
+    pub(super) async fn run(self) {
+        let cluster = Arc::clone(&self.cluster);
+        let watching = async {
+            self.watch().await;
+            Ok(())
+        };
+        // Whoever waits is told of the failure.
+        let _ = cluster.waits.unless_failed(watching).await;
+    }
+
+    /// Opens a lost connection again and again: whoever waits has a deadline.
+    async fn watch(mut self) {
         let mut backoff = Backoff::new();
         loop {
             let Err(status) = self.listen(&mut backoff).await else { return };
@@ -61,7 +76,12 @@ impl Watcher {
     /// Listens until the connection breaks. It returns Ok only if the session has failed.
     async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
         let after = self.seen;
-        let request = WatchRequest { job: self.cluster.job().to_string(), after_step: after.0 };
+        let request = WatchRequest {
+            job: self.cluster.job().to_string(),
+            after_step: after.0,
+            rank: self.cluster.options.rank.0,
+            incarnation: self.rank.incarnation().0,
+        };
         let mut events = self.cluster.peer(SERVER).training().watch(request).await?.into_inner();
         if let Err(error) = self.catch_up().await {
             self.cluster.waits.fail(error);

@@ -173,6 +173,29 @@ impl Feed {
         }
     }
 
+    /// Waits, then copies the rates of the groups that these flat elements belong to, or 0 where nothing is to be amended.
+    /// `target` holds one for each group.
+    ///
+    /// # Errors
+    /// Those of [`Feed::wait`].
+    pub fn read_rates(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
+        let first = range.start / RATE_ELEMENTS;
+        self.fits(&range, target.len() as u64, range.end.div_ceil(RATE_ELEMENTS).saturating_sub(first))?;
+        target.fill(0.0);
+        for segment in self.segments(&range)? {
+            let of_segment = segment.range.start / RATE_ELEMENTS;
+            segment.with_rates(|rates| {
+                for (group, rate) in (of_segment..).zip(rates) {
+                    let place = group.checked_sub(first).and_then(|at| target.get_mut(at as usize));
+                    if let Some(place) = place {
+                        *place = *rate;
+                    }
+                }
+            });
+        }
+        Ok(())
+    }
+
     /// Amends weights that were read.
     fn amend(&self, missing: &Missing, range: Range<u64>, target: &mut [u8]) -> Result<()> {
         let (dtype, size) = (self.dtype(), self.dtype().bytes());
@@ -287,7 +310,7 @@ impl Feed {
         let cluster = &shared.pulls.cluster;
         let waited = cluster.runtime.block_on(async {
             let what = format!("the weights of {}", shared.reading.version());
-            let whole = cluster.waits.patiently(cluster.options.deadline, shared.whole(segments));
+            let whole = cluster.patiently(shared.whole(segments));
             match cluster.watched(&what, whole).await {
                 Ok(result) => result,
                 Err(Impatience::Failed(error)) => Err(error),

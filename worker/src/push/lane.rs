@@ -94,7 +94,11 @@ impl Lane {
                 let step = Some(Step(retained.newest()));
                 return cluster.waits.fail(cluster.explain(server, "Push", step, cause));
             }
-            match recover(cluster, rank, server).await {
+            let begun = Instant::now();
+            let recovered = recover(cluster, rank, server).await;
+            // That has a deadline of its own: the server may have had all of its state to read.
+            broken = Some(since + begun.elapsed());
+            match recovered {
                 Ok(()) => {}
                 // No step was made yet, so no state is lost. Rank 0 opens the job again and uploads the weights.
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}

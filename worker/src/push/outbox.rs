@@ -88,7 +88,7 @@ impl Outbox {
         let server = cluster.address(lane.server);
         let sent = cluster.runtime.block_on(async {
             let what = format!("server {server} to take gradients of {}", key.step);
-            let room = cluster.waits.patiently(cluster.options.deadline, queues.of(lane).send(key));
+            let room = cluster.patiently(queues.of(lane).send(key));
             match cluster.watched(&what, room).await {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(_)) => self.check(),

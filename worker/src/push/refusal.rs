@@ -7,7 +7,11 @@
 
 use std::time::Instant;
 
-use longshore_proto::{Contribution, Fault, FaultKind, ServerId, checksum::crc32, fault::READS};
+use longshore_proto::{
+    Contribution, Fault, FaultKind, ServerId,
+    checksum::crc32,
+    fault::{READS, READS_VERSION},
+};
 use longshore_wire::memfd::STALE;
 
 use super::{ChunkKey, Gradients, retained::Chunk};
@@ -49,6 +53,10 @@ pub(super) async fn judge(
         // The chunk has overtaken one of an earlier micro-step. Over the new stream they go in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
+        // The other rank's process is gone, and its next one will say what it computes with.
+        FaultKind::Conflict if fault.field == READS_VERSION && !cluster.everybody_is_there().await => {
+            Ok(Verdict::SendAgain(fault))
+        }
         FaultKind::Conflict if fault.field == READS => {
             Err(cluster.explain(server, "Push", Some(key.step), fault))
         }
@@ -83,7 +91,7 @@ async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: F
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };
-    match cluster.waits.patiently(cluster.options.deadline, ready).await {
+    match cluster.patiently(ready).await {
         Ok(Ok((version, _))) if version >= key.step.version() => Ok(Verdict::Decided),
         Ok(Ok((_, caught_up))) if caught_up || cluster.waits.pauses() > pauses => {
             Ok(Verdict::SendAgain(fault))

@@ -82,15 +82,15 @@ pub(crate) async fn commit_as(
     Ok(())
 }
 
-/// Waits until no crash of a server can take the version back.
+/// Waits until no crash of a server can take the version back: as long as drives need to write all of the state.
 pub(crate) async fn await_durable(cluster: &Cluster, server: ServerId, version: Version) -> Result<()> {
     let request = AwaitDurableRequest {
         job: cluster.job().to_string(),
         version: version.0,
-        deadline_ms: cluster.options.deadline.as_millis() as u64,
+        deadline_ms: cluster.options.slow_deadline.as_millis() as u64,
     };
     let step = Some(Step(version.0));
-    let answer = cluster.call(server, "AwaitDurable", step, cluster.options.deadline, |peer| {
+    let answer = cluster.call(server, "AwaitDurable", step, cluster.options.slow_deadline, |peer| {
         let request = request.clone();
         async move { peer.training().await_durable(request).await }
     });

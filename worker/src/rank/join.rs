@@ -1,12 +1,12 @@
 //! Joins one server as this rank, and makes the link that the server then offers.
 
-use longshore_proto::{Fault, Incarnation, ServerId};
+use longshore_proto::{Fault, Incarnation, ServerId, Version};
 use longshore_wire::{
     memfd::STALE,
     v1::{JobProgress, JoinRequest, JoinResponse},
 };
 
-use super::RankState;
+use super::{RankState, recover::check_reach};
 use crate::{cluster::Cluster, error::Result};
 
 /// How often a link that a session must have is tried before its first push. A server may die once or twice, but a
@@ -56,27 +56,28 @@ impl RankState {
 
     /// Joins a server again as this very process. A server that restarted may have forgotten who had joined, and offers
     /// its link at another address.
-    pub(crate) async fn rejoin(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
-        self.join_on(cluster, server, self.incarnation()).await.map(|_| ())
+    pub(crate) async fn rejoin(&self, cluster: &Cluster, server: ServerId) -> Result<JobProgress> {
+        self.join_on(cluster, server, self.incarnation()).await
     }
 
     /// Makes a link where there can be one, before the first push: the server may have died since it was joined.
     ///
     /// # Errors
-    /// Why there is none, if the session was told to have one.
-    pub(crate) async fn first_link(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
+    /// Why there is none, if the session was told to have one. `Outdated` where the server has died with the version
+    /// that was joined.
+    pub(crate) async fn first_link(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
         for _ in 1..TRIES {
             match self.relink(cluster, server).await {
                 // A server that restarted offers its link at another address, which it says when it is joined.
-                Err(fault) if fault.field == STALE => {
-                    if let Err(error) = self.rejoin(cluster, server).await {
-                        tracing::debug!(server = cluster.address(server), %error, "no link");
-                    }
-                }
-                other => return other,
+                Err(fault) if fault.field == STALE => match self.rejoin(cluster, server).await {
+                    Ok(progress) => check_reach(cluster, self, server, Version(progress.version))?,
+                    Err(error) => tracing::debug!(server = cluster.address(server), %error, "no link"),
+                },
+                other => return other.map_err(|fault| cluster.explain(server, "Link", None, fault)),
             }
         }
-        self.relink(cluster, server).await
+        let linked = self.relink(cluster, server).await;
+        linked.map_err(|fault| cluster.explain(server, "Link", None, fault))
     }
 
     /// Makes a link if there can be one and there is none. Lanes call this. They find out by themselves that a server

@@ -6,10 +6,12 @@ mod join;
 mod links;
 mod recover;
 mod state;
+mod withdraw;
 
 pub(crate) use self::{
     commits::{OwnCommit, await_durable, commit_as},
     join::fence,
-    recover::{check_not_fenced, check_reproducible, is_undecided, recover, version, version_when_running},
+    recover::{check_not_fenced, decide_on, is_undecided, recover, version_when_running},
     state::RankState,
+    withdraw::withdraw,
 };

@@ -7,21 +7,19 @@ use std::{
 };
 
 use longshore_proto::{Fault, FaultKind, ServerId, Step, Version, fault::ORIGIN};
-use longshore_wire::v1::{DescribeResponse, Phase};
+use longshore_wire::v1::Phase;
 
-use super::{RankState, commits::OwnCommit};
+use super::{RankState, commits::OwnCommit, withdraw::version};
 use crate::{
-    cluster::{Backoff, Cluster},
-    error::{Error, Outdated, Result, StateLost},
+    cluster::{Backoff, Cluster, Impatience},
+    error::{CallFailed, Error, Outdated, Result, StateLost},
 };
 
 /// How often a paused server is asked whether it goes on.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
-/// The longest wait for one server's answer while another server is waited for.
-const GLANCE: Duration = Duration::from_secs(1);
 
 /// Joins a server again that may have restarted, and starts to send it the decisions that it lacks.
-pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &RankState, server: ServerId) -> Result<()> {
+pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &Arc<RankState>, server: ServerId) -> Result<()> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     let progress = answer.progress.unwrap_or_default();
     if progress.phase() == Phase::Loading && rank.has_trained() {
@@ -40,15 +38,19 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &RankState, server: Se
     tracing::debug!(server = cluster.address(server), "joined again");
     let missed = rank.commits.after(Step(progress.version));
     if !missed.is_empty() {
-        let task = resend_commits(cluster.clone(), server, missed);
-        cluster.runtime.spawn_for_session(task);
+        cluster.runtime.spawn_for_session(resend_commits(cluster.clone(), server, missed));
     }
     Ok(())
 }
 
 /// Checks that this process has the gradients of all steps that a server at `version` lacks. It has those since it
 /// joined.
-fn check_reach(cluster: &Cluster, rank: &RankState, server: ServerId, version: Version) -> Result<()> {
+pub(crate) fn check_reach(
+    cluster: &Cluster,
+    rank: &RankState,
+    server: ServerId,
+    version: Version,
+) -> Result<()> {
     let joined = rank.joined_at();
     if version >= joined {
         return Ok(());
@@ -66,16 +68,9 @@ pub(crate) async fn is_undecided(cluster: &Cluster, server: ServerId, step: Step
 }
 
 /// Gives `Fenced` when a newer process has taken this rank.
-pub(crate) async fn check_not_fenced(cluster: &Cluster, rank: &RankState, server: ServerId) -> Result<()> {
+pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Result<()> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
-    let mine = answer.ranks.iter().find(|known| known.rank == cluster.options.rank.0);
-    let (newest, ours) = (mine.map_or(0, |rank| rank.incarnation), rank.incarnation().0);
-    if newest <= ours {
-        return Ok(());
-    }
-    let remedy = "stop this process";
-    let fault = Fault::new(FaultKind::Fenced, "incarnation", ours, format!("{newest}, the newest"), remedy);
-    Err(cluster.explain(server, "Describe", None, fault))
+    cluster.check_newest(server, &answer)
 }
 
 /// The server's version, once it is not paused.
@@ -100,26 +95,43 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
 /// Sends commits again, in order. It runs beside the pushes, since a server takes a decision only once it has all
 /// contributions, which are being sent again meanwhile.
 async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Arc<OwnCommit>>) {
-    let end = Instant::now() + cluster.options.deadline;
     for own in commits {
-        if let Err(error) = resend(&cluster, server, &own, end).await {
+        if let Err(error) = decide_on(&cluster, server, &own).await {
             return cluster.waits.fail(error);
         }
     }
 }
 
-async fn resend(cluster: &Cluster, server: ServerId, own: &OwnCommit, end: Instant) -> Result<()> {
-    let mut backoff = Backoff::new();
+/// Sends a commit to one server. It tries again if an operator paused the job just then, and while a server that
+/// has restarted is being sent what it lacks.
+pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnCommit) -> Result<()> {
+    let deadline = cluster.options.deadline;
+    let (mut since, mut backoff) = (Instant::now(), Backoff::new());
     loop {
-        match own.send(cluster, server).await {
-            Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => {
-                check_reproducible(cluster, server, own.commit.step).await?;
-                if !backoff.pause(end).await {
-                    return Err(Error::Call(failed));
-                }
-            }
+        let sent = Instant::now();
+        let error = match own.send(cluster, server).await {
+            Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Precondition => failed,
             other => return other,
+        };
+        await_running(cluster, server, &error).await?;
+        check_reproducible(cluster, server, own.commit.step).await?;
+        // A server that was waited for has only now come back.
+        if sent.elapsed() > deadline {
+            since = Instant::now();
         }
+        if cluster.waits.out_of_patience(since, deadline) {
+            return Err(Error::Call(error));
+        }
+        backoff.pause(Instant::now() + deadline).await;
+    }
+}
+
+async fn await_running(cluster: &Cluster, server: ServerId, error: &CallFailed) -> Result<()> {
+    let running = version_when_running(cluster, server);
+    match cluster.waits.patiently(cluster.options.deadline, running).await {
+        Ok(version) => version.map(|_| ()),
+        Err(Impatience::Failed(failure)) => Err(failure),
+        Err(Impatience::Elapsed(_)) => Err(error.clone().into()),
     }
 }
 
@@ -128,8 +140,8 @@ async fn resend(cluster: &Cluster, server: ServerId, own: &OwnCommit, end: Insta
 ///
 /// # Errors
 /// `Outdated` when it cannot: this rank 0 must take over as a new one would.
-pub(crate) async fn check_reproducible(cluster: &Cluster, server: ServerId, step: Step) -> Result<()> {
-    let answers = cluster.on_each(|server| cluster.describe(server, false, GLANCE)).await;
+async fn check_reproducible(cluster: &Cluster, server: ServerId, step: Step) -> Result<()> {
+    let answers = cluster.on_each(|server| cluster.glance(server)).await;
     let decided = answers.values().flatten().filter(|answer| version(answer) >= step.0);
     let Some(newer) = decided
         .flat_map(|answer| &answer.ranks)
@@ -142,8 +154,4 @@ pub(crate) async fn check_reproducible(cluster: &Cluster, server: ServerId, step
     let limit = "of the processes that the step was decided with";
     let fault = Fault::new(FaultKind::Conflict, ORIGIN, value, limit, remedy);
     Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }.into())
-}
-
-pub(crate) fn version(answer: &DescribeResponse) -> u64 {
-    answer.progress.as_ref().map_or(0, |progress| progress.version)
 }

@@ -8,10 +8,11 @@ use std::sync::{
 use longshore_proto::{Incarnation, ServerId, Version};
 
 use super::{commits::OwnCommits, links::Links};
-use crate::memfd::Link;
+use crate::{cluster::Cluster, memfd::Link};
 
 pub(crate) struct RankState {
-    incarnation: AtomicU64,
+    /// The cluster has it too.
+    incarnation: Arc<AtomicU64>,
     /// The version that this process joined at.
     joined_at: AtomicU64,
     /// Whether a pipeline has begun. From then on a server that waits for weights has lost the job's state.
@@ -24,12 +25,12 @@ pub(crate) struct RankState {
 
 impl RankState {
     /// The state before the rank has joined.
-    pub(crate) fn new(servers: usize) -> RankState {
+    pub(crate) fn new(cluster: &Cluster) -> RankState {
         RankState {
-            incarnation: AtomicU64::new(0),
+            incarnation: Arc::clone(&cluster.incarnation),
             joined_at: AtomicU64::new(0),
             trained: AtomicBool::new(false),
-            links: Links::new(servers),
+            links: Links::new(cluster.servers().len()),
             commits: OwnCommits::default(),
         }
     }

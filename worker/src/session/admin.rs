@@ -30,8 +30,7 @@ pub struct StateHash {
 
 pub(super) async fn state_hash(cluster: &Cluster) -> Result<StateHash> {
     let start = Instant::now();
-    let end = start + cluster.options.slow_deadline;
-    let mut backoff = Backoff::new();
+    let (mut differ_until, mut backoff) = (None, Backoff::new());
     loop {
         let answers = cluster.describe_all(true, cluster.options.slow_deadline).await?;
         let answers = answers.into_vec();
@@ -39,6 +38,8 @@ pub(super) async fn state_hash(cluster: &Cluster) -> Result<StateHash> {
         if agree {
             return combine(cluster, &answers);
         }
+        // One answer may take long. Servers that differ wait for rank 0, which may be gone.
+        let end = *differ_until.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
         if !backoff.pause(end).await {
             let versions = answers.iter().map(|answer| Version(answer.hash_version));
             return Err(VersionsDiffer {

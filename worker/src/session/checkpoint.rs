@@ -1,6 +1,6 @@
 //! Checkpoints over all servers of a job: whether one could be written, writing and sealing it, and the list of them.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use longshore_proto::{Fault, FaultKind, JobName, Version};
 use longshore_wire::v1::{
@@ -18,9 +18,9 @@ use crate::{
 };
 
 /// What every server lists, as one list. Also seals what was written by servers that were drained and do not share a
-/// folder: they cannot tell each other.
-pub(super) async fn list_checkpoints(cluster: &Cluster) -> Result<Vec<Checkpoint>> {
-    let mut lists = listed(cluster).await?;
+/// folder: they cannot tell each other. A server has `deadline` to answer.
+pub(super) async fn list_checkpoints(cluster: &Cluster, deadline: Duration) -> Result<Vec<Checkpoint>> {
+    let mut lists = listed(cluster, deadline).await?;
     let whole = unsealed_but_whole(lists.iter().flat_map(|list| &list.unsealed));
     for (name, parts) in &whole {
         if let Err(error) = seal(cluster, name, parts.clone()).await {
@@ -28,16 +28,16 @@ pub(super) async fn list_checkpoints(cluster: &Cluster) -> Result<Vec<Checkpoint
         }
     }
     if !whole.is_empty() {
-        lists = listed(cluster).await?;
+        lists = listed(cluster, deadline).await?;
     }
     Ok(common(cluster.addresses().zip(lists.into_iter().map(|list| list.checkpoints)).collect()))
 }
 
-async fn listed(cluster: &Cluster) -> Result<Vec<ListCheckpointsResponse>> {
+async fn listed(cluster: &Cluster, deadline: Duration) -> Result<Vec<ListCheckpointsResponse>> {
     let request = ListCheckpointsRequest { job: cluster.job().to_string() };
     let list = |server| {
         let request = &request;
-        cluster.call(server, "ListCheckpoints", None, cluster.options.deadline, move |peer| {
+        cluster.call(server, "ListCheckpoints", None, deadline, move |peer| {
             let request = request.clone();
             async move { peer.admin().list_checkpoints(request).await }
         })

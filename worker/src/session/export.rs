@@ -1,10 +1,12 @@
 //! An export from all servers of a job at once, as one rank asks for it.
 
+use std::time::Instant;
+
 use longshore_proto::{Fault, FaultKind, Version};
 
 use super::version::{TRIES, has_passed, lead};
 use crate::{
-    cluster::Cluster,
+    cluster::{Backoff, Cluster},
     error::{Error, Result},
     export::{Contents, Export, Sink},
 };
@@ -24,15 +26,36 @@ pub(super) async fn export(
     contents: Contents,
     sink: &Sink<'_>,
 ) -> Result<ExportedVersion> {
-    let mut tried = 0;
+    let (mut tried, mut backoff, mut give_up) = (0, Backoff::new(), None);
     loop {
+        let begun = Instant::now();
         let answers = cluster.describe_all(false, cluster.options.deadline).await?;
         let versions = answers.values().filter_map(|answer| Some(answer.progress.as_ref()?.version));
         let version = Version(versions.max().unwrap_or(0) + lead(tried));
         match receive(cluster, contents, version, sink).await {
             Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
+            Err(Error::Call(failed)) if passes(&failed.fault) => {
+                // What was exported for long before it broke begins a new row of failures.
+                if begun.elapsed() > cluster.options.deadline {
+                    give_up = None;
+                }
+                let end = *give_up.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
+                if !backoff.pause(end).await {
+                    return Err(Error::Call(failed));
+                }
+                tracing::debug!(error = %failed, "exporting again");
+            }
             other => return other,
         }
+    }
+}
+
+/// Whether a server was gone, or had as many exports as it takes at once.
+fn passes(fault: &Fault) -> bool {
+    match fault.kind {
+        FaultKind::Unavailable => true,
+        FaultKind::Exhausted => fault.field == "exports",
+        _ => false,
     }
 }
 

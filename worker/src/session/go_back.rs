@@ -176,7 +176,7 @@ fn holders_and_lost(cluster: &Cluster, there: &Whereabouts) -> (Vec<(String, Ver
 /// Every checkpoint that any server lists, so that one which only some can read is not passed over in silence. The
 /// one sealed last comes first: after a job went back, versions do not say which is newer.
 async fn names_newest_first(cluster: &Cluster) -> Result<Vec<String>> {
-    let listed = list_checkpoints(cluster).await?;
+    let listed = list_checkpoints(cluster, cluster.options.deadline).await?;
     Ok(listed.into_iter().rev().map(|checkpoint| checkpoint.name).collect())
 }
 

@@ -11,7 +11,7 @@ use longshore_wire::{
 use super::{open::judge_all, resume::spread_resume, takeover::take_over};
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
-    error::{Misuse, Result, VersionsDiffer},
+    error::{Error, Misuse, Result, VersionsDiffer},
     rank::RankState,
 };
 
@@ -35,6 +35,19 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
     if rank.has_joined() {
         return Err(Misuse("the session has joined already: connect a new session to join again").into());
     }
+    let end = Instant::now() + cluster.options.deadline;
+    loop {
+        match join_once(cluster, rank).await {
+            // A server has died meanwhile with a version that it had not kept yet. Nothing was made of that version here.
+            Err(Error::Outdated(outdated)) if Instant::now() < end => {
+                tracing::debug!(job = %cluster.job(), error = %outdated, "joining again");
+            }
+            joined => return joined,
+        }
+    }
+}
+
+async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let incarnation = next_incarnation(cluster, &answers);
     if cluster.options.rank == Rank(0) {
@@ -42,15 +55,14 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
     }
     let (incarnation, mut progress) = align(cluster, rank, incarnation).await?;
     rank.set_incarnation(incarnation);
+    rank.set_joined_at(Version(progress[ServerId(0)].version));
     for server in cluster.servers() {
-        let linked = rank.first_link(cluster, server).await;
-        linked.map_err(|fault| cluster.explain(server, "Link", None, fault))?;
+        rank.first_link(cluster, server).await?;
     }
     if cluster.options.rank == Rank(0) {
         progress = spread_resume(cluster, progress).await?;
     }
     let first = &progress[ServerId(0)];
-    rank.set_joined_at(Version(first.version));
     let last_commit = first.last_commit.clone();
     let paused = progress.values().find(|progress| progress.phase() == Phase::Paused);
     Ok(Joined {
@@ -72,7 +84,8 @@ fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> 
     Incarnation(now.max(last.saturating_add(1)))
 }
 
-/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
+/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit. If this
+/// is rank 0, a server has died since it took over, with a version that it had not kept: it takes over once more.
 ///
 /// If the version changes on a server meanwhile, all servers are joined again by a new incarnation. So each of them says
 /// that this process joined after that version's step was decided, and so has no gradient of the step. Where a server lacks
@@ -83,7 +96,7 @@ async fn align(
     mut incarnation: Incarnation,
 ) -> Result<(Incarnation, ByServer<JobProgress>)> {
     let start = Instant::now();
-    let end = start + cluster.options.deadline;
+    let mut end = start + cluster.options.deadline;
     let mut backoff = Backoff::new();
     let mut joined = join_everywhere(cluster, rank, incarnation).await?;
     let mut progress = joined.clone();
@@ -102,8 +115,19 @@ async fn align(
             }
             .into());
         }
+        if cluster.options.rank == Rank(0) {
+            incarnation = Incarnation(incarnation.0 + 1);
+            take_over(cluster, incarnation).await?;
+            progress = join_everywhere(cluster, rank, incarnation).await?;
+            continue;
+        }
+        let asked = Instant::now();
         let answers = cluster.describe_all(false, cluster.options.deadline).await?;
         progress = answers.map(|answer| answer.progress.unwrap_or_default());
+        if asked.elapsed() > cluster.options.deadline {
+            // A server had all of its state to read, and has only now come back.
+            end = Instant::now() + cluster.options.deadline;
+        }
         if progress.iter().any(|(server, progress)| progress.version != joined[server].version) {
             // A process that began later than this one has a much greater number, and still fences this one.
             incarnation = Incarnation(incarnation.0 + 1);

@@ -62,7 +62,7 @@ impl Session {
     /// `Invalid` for an option or spec that cannot be used; `Unreachable` naming the server.
     pub fn connect(options: Options) -> Result<Session> {
         let cluster = Arc::new(Cluster::connect(options)?);
-        let rank = Arc::new(RankState::new(cluster.servers().len()));
+        let rank = Arc::new(RankState::new(&cluster));
         let gradients = Arc::new(Gradients::new(cluster.clone(), rank.clone()));
         let pulls = Arc::new(Pulls::new(cluster.clone(), rank.clone()));
         Ok(Session { cluster, rank, gradients, pulls })
@@ -72,6 +72,12 @@ impl Session {
         self.cluster.runtime.block_on(act)
     }
 
+    /// Does the same for a call that waits until all servers hold one version. Where a background failure says that
+    /// this process must make a step anew, the servers wait for it: the call would wait for itself.
+    fn block_unless_failed<T>(&self, act: impl Future<Output = Result<T>>) -> Result<T> {
+        self.block_on(self.cluster.waits.unless_failed(act))
+    }
+
     /// Creates the job on every server, or finds it there. It may be repeated. Where a server has trained and another
     /// has nothing, the job is not created on the other one.
     ///
@@ -79,7 +85,7 @@ impl Session {
     /// `Call` when a server refuses, as for a differing spec or too little memory; to rank 0 `StateLost` when some servers
     /// have trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
-        self.block_on(open::open(&self.cluster))
+        self.block_on(self.cluster.watched("the job on all servers", open::open(&self.cluster)))
     }
 
     /// Takes the rank with a new incarnation, fencing an older process, and brings all servers to one version.
@@ -189,7 +195,7 @@ impl Session {
     /// Hands one version's weights or all of its state to `sink`, from all servers at once: the newest version, or one to
     /// come where training goes on.
     pub fn export(&self, contents: Contents, sink: &Sink<'_>) -> Result<ExportedVersion> {
-        self.block_on(export::export(&self.cluster, contents, sink))
+        self.block_unless_failed(export::export(&self.cluster, contents, sink))
     }
 
     /// Where the job stands, server by server.
@@ -201,13 +207,19 @@ impl Session {
     /// The hash of all state at one version, which is the same whatever the number of servers. Waits until the
     /// servers agree on a version, so call it between steps.
     pub fn state_hash(&self) -> Result<StateHash> {
-        self.block_on(admin::state_hash(&self.cluster))
+        let hash = admin::state_hash(&self.cluster);
+        self.block_unless_failed(self.cluster.watched("the servers' common version", hash))
     }
 
     /// The sealed checkpoints in the order in which they were sealed, which is not that of their versions once the
     /// job went back. Those that cannot be restored are among them, and say why.
     pub fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
-        self.block_on(checkpoint::list_checkpoints(&self.cluster))
+        self.list_checkpoints_within(self.cluster.options.deadline)
+    }
+
+    /// As [`Session::list_checkpoints`]; each server has `deadline` to answer.
+    pub fn list_checkpoints_within(&self, deadline: Duration) -> Result<Vec<Checkpoint>> {
+        self.block_on(checkpoint::list_checkpoints(&self.cluster, deadline))
     }
 
     /// Checks whether every server could write its part of a checkpoint now. A run that wants checkpoints asks before
@@ -219,7 +231,7 @@ impl Session {
     /// Does what `checkpoint` does. Where another state has taken the name, as after the job went back, it takes the
     /// first of name.2, name.3, ... that is free.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
-        self.block_on(checkpoint::checkpoint_numbered(&self.cluster, name))
+        self.block_unless_failed(checkpoint::checkpoint_numbered(&self.cluster, name))
     }
 
     /// Writes a checkpoint of the current version: every server writes its part, then the manifest beside it. If a
@@ -228,7 +240,7 @@ impl Session {
     /// # Errors
     /// `Call` with a `Conflict` of `name`, when another state has taken it.
     pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
-        self.block_on(checkpoint::checkpoint(&self.cluster, name))
+        self.block_unless_failed(checkpoint::checkpoint(&self.cluster, name))
     }
 
     /// Fills a job that waits for weights from a sealed checkpoint, which may have been made by any number of

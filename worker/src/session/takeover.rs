@@ -1,29 +1,37 @@
 //! A new rank 0 brings all servers to one version, before it joins.
 
-use futures_util::future::try_join_all;
+use futures_util::future::join_all;
 use longshore_proto::{Commit, FaultKind, Incarnation, Origin, ServerId};
 use longshore_wire::{
     Wire,
-    v1::{JobProgress, Phase, StepBackRequest},
+    v1::{JobProgress, Phase},
 };
 
 use crate::{
     cluster::{ByServer, Cluster},
+    envelope::Envelope,
     error::{Error, Result},
-    rank::{commit_as, fence, version},
+    rank::{commit_as, fence, withdraw},
 };
 
 /// First ends what earlier processes of rank 0 may do on all servers, so that the versions read after that change no
 /// more. Then completes the newest decision where it is missing, or takes it back where that cannot be.
 pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
     let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
-    match complete_commit(cluster, &progress, incarnation).await {
+    let ended = complete_commit(cluster, &progress, incarnation).await;
+    if !cluster.spec().properties().durable_later {
+        return ended;
+    }
+    match ended {
         // A server has lost the gradients with the decision, and the process that could send them again is gone.
         Err(Error::Call(failed))
-            if failed.fault.kind == FaultKind::Precondition && cluster.spec().properties().durable_later =>
+            if matches!(failed.fault.kind, FaultKind::Precondition | FaultKind::Conflict) =>
         {
             withdraw(cluster, incarnation).await
         }
+        // It has others by now: completed with those, the step would be of one gradient on some servers and of another on
+        // the rest.
+        Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
         other => other,
     }
 }
@@ -42,41 +50,25 @@ async fn complete_commit(
     let loading = progress.values().any(|progress| progress.phase() == Phase::Loading);
     let (Some(commit), false) = (commit, loading) else { return Ok(()) };
     let commit = Commit::from_wire(Some(commit))?;
+    let origins = origins(cluster, &commit);
     let behind = progress.iter().filter(|(_, progress)| progress.version + 1 == newest);
     let send = |server| {
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
-        // The origin is unknown: it went with the process that made the decision, so the server takes whatever it
-        // has.
-        commit_as(cluster, server, incarnation, &commit, (Origin::UNKNOWN, None))
+        commit_as(cluster, server, incarnation, &commit, (origins[server], None))
     };
-    try_join_all(behind.map(|(server, _)| send(server))).await?;
-    Ok(())
+    // Each is heard to its end, so that none takes the decision after the others have given it back.
+    join_all(behind.map(|(server, _)| send(server))).await.into_iter().collect()
 }
 
-/// Takes the newest decision back on the servers that have it by now, where their tier keeps the version before.
-async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
-    // They are asked again: a commit that was completed a moment ago is taken back too.
-    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
-    let common = answers.values().map(version).min().unwrap_or(0);
-    let ahead = answers.iter().filter(|(_, answer)| version(answer) > common);
-    try_join_all(ahead.map(|(server, _)| step_back(cluster, server, common, incarnation))).await?;
-    Ok(())
-}
-
-async fn step_back(
-    cluster: &Cluster,
-    server: ServerId,
-    version: u64,
-    incarnation: Incarnation,
-) -> Result<()> {
-    let request = StepBackRequest { job: cluster.job().to_string(), incarnation: incarnation.0, version };
-    // This is slow: the server reads all of its state.
-    let answer = cluster.call(server, "StepBack", None, cluster.options.slow_deadline, |peer| {
-        let request = request.clone();
-        async move { peer.admin().step_back(request).await }
-    });
-    answer.await?;
-    let server = cluster.address(server);
-    tracing::info!(server, version, "stepped back to the newest version that all servers hold");
-    Ok(())
+/// The contributions on each server that a decision was made from, as far as its maker said. Where no server can step back
+/// they are left unknown, and the decision is completed with whatever is there.
+fn origins(cluster: &Cluster, commit: &Commit) -> ByServer<Origin> {
+    let said = match cluster.spec().properties().durable_later {
+        true => {
+            Envelope::decode(&commit.trainer_state).map_or_else(|_| Vec::new(), |envelope| envelope.origins)
+        }
+        false => Vec::new(),
+    };
+    let origin = |ServerId(server)| said.get(server as usize).copied().unwrap_or(Origin::UNKNOWN);
+    ByServer::new(cluster.servers().len(), origin)
 }

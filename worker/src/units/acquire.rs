@@ -165,7 +165,8 @@ impl Units {
         };
         let host = self.loads.device.copy_out(&buffer, 0, host)?.wait()?;
         let result = read(&host);
-        self.loads.lock().memory.give_back_host(host);
+        let freed = self.loads.lock().memory.give_back_host(host);
+        drop(freed);
         Ok(result)
     }
 }

@@ -225,7 +225,8 @@ impl Loads {
             start = end;
         }
         let host = self.device.copy_in(host, buffer, 0)?.wait()?;
-        self.lock().memory.give_back_host(host);
+        let freed = self.lock().memory.give_back_host(host);
+        drop(freed);
         Ok(())
     }
 

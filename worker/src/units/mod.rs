@@ -154,8 +154,11 @@ impl Units {
     /// # Errors
     /// `Unit` where a unit is still acquired with another version.
     pub fn begin(&self, pipeline: &mut Pipeline, micro_step: u32) -> Result<()> {
-        let assembler = pipeline.assembler(micro_step)?;
+        // A micro-step has one assembler, so a unit that is held is found before it is taken.
+        pipeline.renew(micro_step)?;
         let now = pipeline.pass_weights()?;
+        self.check_released(&self.loads.lock(), &now, label(&now, false))?;
+        let assembler = pipeline.assembler(micro_step)?;
         let after = pipeline.weights_after(micro_step, false)?;
         self.turn(now, Some(after))?;
         *self.assembler.lock().unwrap_or_else(PoisonError::into_inner) = Some(assembler);
@@ -177,12 +180,7 @@ impl Units {
     fn turn(&self, now: PassWeights, after: Option<Vec<PassWeights>>) -> Result<()> {
         let label = label(&now, after.is_none());
         let mut state = self.loads.lock();
-        if let Some(item) = state.policy.held().find(|item| item.label != label) {
-            let unit = self.name(item.unit);
-            return Err(
-                UnitError::VersionChanged { unit, held: version(item.label), wanted: now.version() }.into()
-            );
-        }
+        self.check_released(&state, &now, label)?;
         let actions = match after {
             Some(after) => {
                 let labels = upcoming(&mut state, after);
@@ -260,6 +258,13 @@ impl Units {
             Error::Gradient(source) => UnitError::Gradient { unit: self.name(unit), source }.into(),
             error => error,
         })
+    }
+
+    /// Refuses a pass while a unit is held with other weights.
+    fn check_released(&self, state: &State, now: &PassWeights, label: Label) -> Result<(), UnitError> {
+        let Some(item) = state.policy.held().find(|item| item.label != label) else { return Ok(()) };
+        let unit = self.name(item.unit);
+        Err(UnitError::VersionChanged { unit, held: version(item.label), wanted: now.version() })
     }
 
     fn check(&self, unit: usize) -> Result<(), UnitError> {

@@ -26,7 +26,7 @@ impl Place {
     /// Finds the places of all units.
     ///
     /// # Errors
-    /// `Unit` for a unit without parameters, a parameter that is not there, or one in two units.
+    /// `Unit` for a unit without parameters, a parameter that is not there, one in two units, or a trained one in none.
     pub(super) fn all(units: Vec<Unit>, spec: &JobSpec, layout: &Layout) -> Result<Vec<Place>> {
         let mut owners: Vec<Option<usize>> = vec![None; spec.params.len()];
         for (index, Unit { name, params }) in units.iter().enumerate() {
@@ -44,6 +44,10 @@ impl Place {
                     return Err(UnitError::Shared { param, first, second }.into());
                 }
             }
+        }
+        let is_uncovered = |param: &usize| owners[*param].is_none() && !layout.is_param_frozen(*param);
+        if let Some(param) = (0..owners.len()).find(is_uncovered) {
+            return Err(UnitError::Uncovered { param: spec.params[param].name.clone() }.into());
         }
         Ok(units.into_iter().map(|unit| Place::of(unit, layout)).collect())
     }

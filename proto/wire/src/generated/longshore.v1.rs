@@ -1437,6 +1437,12 @@ pub struct WatchRequest {
     /// the version that the caller has; NOT_FOUND where the steps after it are not all kept any more
     #[prost(uint64, tag = "2")]
     pub after_step: u64,
+    /// Which rank's process watches. While it does, Describe says that the process is there (RankStatus.watches). Incarnation 0:
+    /// no rank's.
+    #[prost(uint32, tag = "3")]
+    pub rank: u32,
+    #[prost(uint64, tag = "4")]
+    pub incarnation: u64,
 }
 /// During a pause the first event is `paused`. A decision that pauses comes as `paused` and then `commit`.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -2652,6 +2658,9 @@ pub struct RankStatus {
     /// The version at which this incarnation joined. Contributions to earlier steps came from another process.
     #[prost(uint64, tag = "6")]
     pub joined_at: u64,
+    /// this incarnation has a Watch open here, so its process is there, however long it says nothing
+    #[prost(bool, tag = "7")]
+    pub watches: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BlockHash {

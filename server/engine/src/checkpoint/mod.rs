@@ -14,6 +14,7 @@
 //! those.
 
 mod again;
+mod evicted;
 mod fault;
 mod files;
 mod hold;
@@ -36,6 +37,7 @@ use std::path::{Path, PathBuf};
 
 use longshore_proto::{Fault, JobName};
 
+pub use evicted::Evicted;
 pub use list::Listed;
 pub use manifest::{FORMAT_VERSION, Manifest};
 pub use part::{Part, PartShard};

@@ -113,7 +113,8 @@ fn start(engine: Engine, file: &Arc<File>, memory: Option<&Mapping>) -> io::Resu
 fn refusal(error: &io::Error) -> String {
     let cause = match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::PERM) => "refused by seccomp or kernel.io_uring_disabled",
-        Some(Errno::NOSYS) => "this kernel has none",
+        // What podman's seccomp profile answers; Docker's answers EPERM.
+        Some(Errno::NOSYS) => "refused by seccomp, or this kernel has none",
         Some(Errno::ACCESS) => "refused by a security module",
         Some(Errno::NOMEM) => "RLIMIT_MEMLOCK is too low for its rings",
         _ => "its probe failed",

@@ -120,6 +120,10 @@ impl Job {
     /// Refuses a decision whose parameters left out do not follow from those of the decision before, or are not those
     /// that have no gradient here. Which contributions a decision was made from is compared elsewhere, and so is whether
     /// they are all here.
+    ///
+    /// A decision that an earlier process of rank 0 made is not compared with the gradient: another server has applied it. Refused
+    /// here, the servers would differ for ever. What it leaves out may well have a gradient here, since a restarted rank may have
+    /// computed another one.
     pub(super) fn check_left_out(
         &self,
         machine: &Machine,
@@ -140,7 +144,8 @@ impl Job {
             let remedy = "make the commit from the one before, which Describe has as last_commit";
             return Err(Fault::invalid(FIELD, value, limit, remedy));
         }
-        if !self.spec.leave_out || commit.skip || machine.check_origin(next, origin).is_err() {
+        let earlier = ![Incarnation(0), incarnation].contains(&commit.decided_by);
+        if !self.spec.leave_out || commit.skip || earlier || machine.check_origin(next, origin).is_err() {
             return Ok(());
         }
         let slot = self.gradients.slot(next);

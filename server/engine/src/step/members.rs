@@ -89,9 +89,13 @@ impl Machine {
         }
     }
 
+    /// The rank's process is done. It may say so again, where the first answer was lost.
     pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
-        self.check_rank(rank, incarnation)?;
-        self.ranks[rank.index()].left = true;
+        match self.check_rank(rank, incarnation) {
+            Ok(()) => self.ranks[rank.index()].left = true,
+            Err(Refusal::Left { .. }) => {}
+            Err(refusal) => return Err(refusal),
+        }
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use longshore_proto::{
     ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ShardId,
     Step, Version,
-    fault::{ORIGIN, READS},
+    fault::{ORIGIN, READS, READS_VERSION},
 };
 
 /// A refused event changes nothing.
@@ -269,7 +269,7 @@ impl From<Refusal> for Fault {
             ),
             Refusal::OtherReads { contribution, reads, other, version } => Fault::new(
                 Conflict,
-                "push.reads_version",
+                READS_VERSION,
                 format!("{} ({contribution})", reads.0),
                 format!("{}, with which {other} computed the same step", version.0),
                 "call flush on all ranks after the same step, or on none, and give all ranks the same schedule",

@@ -1,6 +1,8 @@
 //! Questions to the machine that change nothing.
 
-use longshore_proto::{Commit, Incarnation, LeftOut, MicroStep, Origin, Rank, ShardId, Step, Version};
+use longshore_proto::{
+    Commit, DECISION_AWAITED, Incarnation, LeftOut, MicroStep, Origin, Rank, ShardId, Step, Version,
+};
 
 use super::{
     machine::{Decided, Machine, Phase},
@@ -133,7 +135,8 @@ impl Machine {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }
 
-    /// Which ranks and shards the next step waits for; None when it waits for its commit alone.
+    /// Which ranks and shards the next step waits for, or rank 0's decision on it. None while this server has work to do itself, and
+    /// where a job that is paused has the whole gradient.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
             return Some(
@@ -163,7 +166,9 @@ impl Machine {
             }
             return Some(format!("{step}, {micro_step}, {} from {named}", shard.shard));
         }
-        None
+        let decidable =
+            self.phase == Phase::Training && self.shards.iter().all(|shard| shard.is_complete(step));
+        decidable.then(|| format!("{DECISION_AWAITED}{step} (its commit) from {}", self.describe(Rank(0))))
     }
 
     fn describe(&self, rank: Rank) -> String {

@@ -108,8 +108,8 @@ pub trait Tier: Send + Sync {
     /// Reads a shard as its last update left it.
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
 
-    /// Hands bytes of a frozen shard's weights to `read`, once the job has started. A tier on drives brings in no more than
-    /// these.
+    /// Hands bytes of a frozen shard's weights to `read`, in order, in one call or several, once the job has started. A tier
+    /// on drives brings in no more than the parts that they lie in.
     fn read_frozen(
         &self,
         owned: OwnedShard,
@@ -118,6 +118,10 @@ pub trait Tier: Send + Sync {
     ) -> Result<(), Fault> {
         self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]))
     }
+
+    /// Says that these bytes will be asked for soon. It waits for nothing. A tier on drives begins to read them, as far as it
+    /// has room.
+    fn read_frozen_ahead(&self, _: OwnedShard, _: Range<usize>) {}
 
     /// Runs the update that makes `version` of a shard that is trained.
     fn update(
@@ -225,8 +229,8 @@ pub trait ImageStore: Send + Sync {
     /// Reads a recovered shard's image. Returns false if it is not kept.
     fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
 
-    /// Hands bytes of a shard's image of a version to `read`. Returns false if that image is not kept. It waits for the
-    /// drives.
+    /// Hands bytes of a shard's image of a version to `read`, in order, in one call or several. Returns false if that image
+    /// is not kept any more, whatever `read` was given until then. It waits for the drives.
     fn read(
         &self,
         owned: OwnedShard,
@@ -234,6 +238,10 @@ pub trait ImageStore: Send + Sync {
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault>;
+
+    /// Says that bytes of a shard's image will be asked for soon, of a version that the shard has. It waits for nothing, and
+    /// begins to read them as far as there is room.
+    fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>);
 
     /// A load has failed, and the images that it stored mean nothing.
     fn forget(&self);

@@ -96,16 +96,6 @@ impl Claim {
     }
 }
 
-/// A job that was found in the state directories.
-#[derive(Clone, Debug, PartialEq)]
-pub struct StoredJob {
-    pub spec: JobSpec,
-    pub placement: Placement,
-    pub server: ServerId,
-    /// See [`Header::owner`].
-    pub owner: Option<String>,
-}
-
 impl Header {
     pub(super) fn read(folder: &Path) -> Result<Option<Header>, Fault> {
         let path = folder.join(HEADER_FILE);
@@ -290,7 +280,7 @@ pub(super) fn holds_files(folder: &Path) -> Result<bool, Fault> {
     }
 }
 
-fn headless(folder: &Path) -> Fault {
+pub(super) fn headless(folder: &Path) -> Fault {
     let value = format!("{} (files without {HEADER_FILE})", folder.display());
     let remedy = format!(
         "put {HEADER_FILE} back; or give up what lies there, with `longshore delete --discard-unreadable`"
@@ -314,41 +304,6 @@ pub(super) fn entries(folder: &Path) -> Vec<PathBuf> {
 
 pub(super) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-/// What the state directories hold for a server that starts.
-#[derive(Default)]
-pub struct Stored {
-    pub jobs: Vec<StoredJob>,
-    /// The jobs of which a folder cannot be read, and why. They are left alone.
-    pub unreadable: Vec<(JobName, Fault)>,
-}
-
-/// The jobs that a restarted server should open again.
-pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
-    let mut stored = Stored::default();
-    for job in dirs.iter().flat_map(|dir| entries(dir)) {
-        let name = job.file_name().and_then(|name| JobName::parse("job", &name.to_string_lossy()).ok());
-        // Anything else does not belong to Longshore.
-        let Some(name) = name else { continue };
-        let ours = |folder: &PathBuf| name_of(folder).starts_with(FOLDER) && folder.is_dir();
-        for folder in entries(&job).into_iter().filter(ours) {
-            match Header::read(&folder) {
-                Ok(Some(Header { spec, placement, server, owner, durable: true, .. })) => {
-                    let job = StoredJob { spec, placement, server, owner };
-                    if !stored.jobs.contains(&job) {
-                        stored.jobs.push(job);
-                    }
-                }
-                Ok(None) if holds_files(&folder).unwrap_or(true) => {
-                    stored.unreadable.push((name.clone(), headless(&folder)));
-                }
-                Ok(_) => {}
-                Err(fault) => stored.unreadable.push((name.clone(), fault)),
-            }
-        }
-    }
-    stored
 }
 
 /// The fault when some of a job's folders are there and one is not.

@@ -1,6 +1,7 @@
 //! Where a job's state lives. The step protocol is the same on every tier, and only `factory` knows which one it is.
 
 mod contract;
+mod evicted;
 mod factory;
 mod fault;
 mod folder;
@@ -15,6 +16,7 @@ mod report;
 mod shm;
 mod state;
 mod storage;
+mod stored;
 mod watch;
 
 pub use contract::{
@@ -22,9 +24,10 @@ pub use contract::{
     Taken, Tier, Together, Turn, Unguarded, WriteBehind,
 };
 pub use factory::{keeps_buffers, need, open};
-pub use folder::{Claim, Header, Stored, StoredJob, stored_jobs};
+pub use folder::{Claim, Header};
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use need::StoreNeed;
 pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
 pub use storage::{Durability, Inputs, Spill, Storage};
+pub use stored::{Stored, StoredJob, stored_jobs};

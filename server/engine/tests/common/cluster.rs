@@ -393,8 +393,9 @@ impl Cluster {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
         let job = &self.jobs[self.owner(shard)];
         job.check_slice(&slice, self.spec.image_dtype)?;
-        let mut bytes = None;
-        let read = job.read_image(&slice, Version(version), &mut |image| bytes = Some(image.to_vec()))?;
+        let mut bytes: Option<Vec<u8>> = None;
+        let mut take = |part: &[u8]| bytes.get_or_insert_default().extend_from_slice(part);
+        let read = job.read_image(&slice, Version(version), &mut take)?;
         assert_eq!(bytes.is_some(), read == ImageRead::Done);
         Ok(bytes)
     }

@@ -455,8 +455,9 @@ impl Model {
         }
     }
 
+    /// A process may leave again, where the first answer was lost.
     pub(crate) fn leave(&mut self, rank: u32, incarnation: u64) -> Answer {
-        let answer = self.check_rank(rank, incarnation);
+        let answer = self.check_rank(rank, incarnation).filter(|answer| *answer != refused("Left"));
         answer.unwrap_or_else(|| {
             self.ranks[rank as usize] = Some((incarnation, true));
             Answer::Done

@@ -103,7 +103,14 @@ impl Pair {
             return;
         }
         let missing = self.model.missing();
-        assert_eq!(waiting.is_some(), missing.is_some(), "{waiting:?} {missing:?}");
+        let for_decision = waiting.as_ref().is_some_and(|text| text.starts_with("the decision on step "));
+        assert_eq!(waiting.is_some() && !for_decision, missing.is_some(), "{waiting:?} {missing:?}");
+        if for_decision {
+            let step = self.model.version + 1;
+            let words = format!("the decision on step {step} (its commit) from rank 0");
+            assert!(waiting.as_ref().is_some_and(|text| text.starts_with(&words)), "{waiting:?}");
+            assert_eq!(progress.phase, longshore_engine::step::Phase::Training);
+        }
         if let (Some(text), Some((owned, micro_step, ranks))) = (&waiting, missing) {
             let step = self.model.version + 1;
             assert!(
@@ -414,7 +421,8 @@ impl Pair {
             }
             self.compare();
         }
-        assert_eq!(self.machine.waiting_for(), None);
+        let waits = self.machine.waiting_for();
+        assert_eq!(waits, Some(format!("the decision on step {step} (its commit) from rank 0")));
         let decision = self.decision(step);
         self.decide(self.model.ranks[0].unwrap().0, decision);
         self.drain();

@@ -1,6 +1,6 @@
 //! A decision leaves out the parameters that got no gradient, and no others.
 
-use longshore_proto::{Commit, FaultKind, Incarnation, JobSpec, LeftOut, ShardId, StateFormat};
+use longshore_proto::{Commit, FaultKind, Incarnation, JobSpec, LeftOut, Rank, ShardId, StateFormat};
 
 use super::{Cluster, check, commit, reference::param_ranges, small, weights};
 
@@ -72,6 +72,39 @@ fn a_decision_leaves_out_what_got_no_gradient() {
     let fault = cluster.jobs[owner].commit(cluster.incarnations[0], skip.clone()).unwrap_err();
     check(&fault, (Invalid, list, &["the 1 that follow"]));
     cluster.commit(&Commit { left_out: vec![left(0, 1, false)], ..skip }).unwrap();
+}
+
+/// One server has refused a decision that another has applied. Whoever decides next brings both to one state, whatever is left out.
+#[test]
+fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
+    let spec = JobSpec { leave_out: true, ..small() };
+    let flats: Vec<_> = (0..spec.contributions()).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
+    let nothing: Vec<_> = flats.iter().map(|flat| without(&spec, flat, 0)).collect();
+    let start = |flats: &[Vec<u8>]| {
+        let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+        cluster.push(1, flats);
+        let decided_by = cluster.incarnations[0];
+        (cluster, Commit { left_out: vec![left(0, 1, true)], decided_by, ..commit(&spec, 1) })
+    };
+    let (mut cluster, decision) = start(&flats);
+    let owner = cluster.owner(ShardId(0));
+    let [here, other] = [owner, 1 - owner].map(|server| cluster.jobs[server].clone());
+    let first = decision.decided_by;
+    let fault = here.commit(first, decision.clone()).unwrap_err();
+    check(&fault, (Conflict, "commit.left_out", &["it got a gradient"]));
+    let (_, work) = other.commit(first, decision.clone()).unwrap();
+    cluster.works[1 - owner].extend(work);
+    // The next process of rank 0 finds them apart.
+    let next = Incarnation(first.0 + 1);
+    cluster.jobs.iter().for_each(|job| job.fence(Rank(0), next).unwrap());
+    let (_, work) = here.commit(next, decision).unwrap();
+    cluster.works[owner].extend(work);
+    cluster.work();
+    let (mut expected, decision) = start(&nothing);
+    expected.commit(&decision).unwrap();
+    expected.work();
+    let versions: Vec<_> = cluster.jobs.iter().map(|job| job.progress().version.0).collect();
+    assert_eq!((versions, cluster.state()), (vec![1, 1], expected.state()));
 }
 
 /// Other jobs take -0 for what it is.

@@ -174,8 +174,7 @@ fn a_flipped_bit_in_an_image_is_found_when_it_is_pulled() {
     dirs.storage.spill = Spill::Images;
     let mut cluster = started(&spec, &dirs.storage);
     run_steps(&mut cluster, 1..=3);
-    let references = references(&spec, 3);
-    assert_eq!(check(&cluster, &references), 3);
+    // Nobody has pulled it yet. What was read is served again without the drive.
     let (shard, image) = (12 * BLOCK as u64, 2 * BLOCK as u64);
     let images = TABLES + 5 * 4096 + 2 * 3 * shard;
     for slot in 0..3 {

@@ -87,6 +87,13 @@ impl Disks {
         self.state.lock().unwrap().image.clone()
     }
 
+    /// Where a page lies in the file whose path ends in `file`.
+    pub(crate) fn find(&self, file: &str, page: &[u8]) -> Option<u64> {
+        let state = self.state.lock().unwrap();
+        let (_, pages) = state.image.iter().find(|(path, _)| path.ends_with(file))?;
+        pages.iter().find_map(|(&at, found)| (found == page).then_some(at))
+    }
+
     /// Flips a bit of the file whose path ends in `file`.
     pub(crate) fn flip(&self, file: &str, at: u64, bit: u32) {
         let mut state = self.state.lock().unwrap();

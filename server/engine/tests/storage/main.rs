@@ -10,6 +10,7 @@ mod disk;
 mod faults;
 mod fencing;
 mod pauses;
+mod reads;
 mod removal;
 mod spilled;
 

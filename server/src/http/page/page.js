@@ -3,11 +3,13 @@
 
 const PERIOD_MS = 1000;
 const KEPT = 512; // steps, as the server keeps
+const MEAN_OF = 8; // steps, over which a speed is drawn
+const QUERY = 16384; // characters that the server takes in a query
 const SVG = "http://www.w3.org/2000/svg";
 
 const at = (id) => document.getElementById(id);
-const histories = new Map(); // of each job, by name
-let rates = new Map(); // of each job: its counters a moment ago
+const known = new Map(); // of each job that the last answer had, by name: its steps, its counters, whether its steps are asked for anew
+let wrong = ""; // what the page says is wrong
 
 function made(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -50,8 +52,25 @@ function many(value, what) {
   return `${value} ${what}${value === 1 ? "" : "s"}`;
 }
 
-function trouble(text, warn = false) {
-  return made("p", { class: warn ? "trouble warn" : "trouble" }, text);
+/** What is wrong, and what to do. `since` is when it began: for how long is told beside it, to those who see it, as it changes each second. */
+function trouble(what, { remedy = "", warn = false, since = null } = {}) {
+  return { what: remedy ? `${what.replace(/[.]$/, "")}. Remedy: ${remedy}.` : what, warn, since };
+}
+
+/** Shows what is wrong. Screen readers speak what is replaced, so that only what is new is. */
+function say(troubles, now) {
+  const said = JSON.stringify(troubles);
+  if (said !== wrong) {
+    at("troubles").replaceChildren(...troubles.map(({ what, warn, since }) => made("p", { class: warn ? "trouble warn" : "trouble" }, what,
+      since === null ? null : made("span", { class: "since quiet", "aria-hidden": "true", "data-since": since }))));
+    wrong = said;
+  }
+  for (const span of document.querySelectorAll(".since")) span.textContent = ` (${seconds(Math.round((now - span.dataset.since) / 1e3))})`;
+}
+
+function time(ms) {
+  const [then, now] = [new Date(ms), new Date()];
+  return then.toDateString() === now.toDateString() ? then.toLocaleTimeString() : then.toLocaleString();
 }
 
 /** One line over the last steps. Skipped steps are dots on the upper edge. */
@@ -92,13 +111,30 @@ function fact(name, value) {
   return made("div", {}, made("dt", {}, name), made("dd", {}, value));
 }
 
+/** What is known of a job after this answer. */
+function learn(job, now) {
+  const { steps: old, counts } = known.get(job.name) ?? { steps: [], counts: [] };
+  const first = job.steps.length ? job.steps[0].step : Infinity;
+  // A step that was taken back and decided again comes once more.
+  const steps = old.filter((step) => step.step < first && step.step <= job.version).concat(job.steps).slice(-KEPT);
+  // Where the job went back, or is another of the same name, later steps may have been decided anew since.
+  const anew = old.length > 0 && old[old.length - 1].step > job.version;
+  const count = { now, pushed: job.pushed_bytes, pulled: job.pulled_bytes, update: job.update_seconds, applied: job.applied };
+  const last = counts[counts.length - 1];
+  // Counters begin again with the server's process and with the job.
+  if (last && fell(last, count, ["now", "pushed", "pulled", "update", "applied"])) counts.length = 0;
+  counts.push(count);
+  known.set(job.name, { steps, counts: counts.slice(-6), anew });
+}
+
+function fell(before, after, names) {
+  return names.some((name) => after[name] < before[name]);
+}
+
 /** What a job's counters moved by in a second, over the last few answers. */
-function rate(job, now) {
-  const seen = rates.get(job.name) ?? [];
-  seen.push({ now, pushed: job.pushed_bytes, pulled: job.pulled_bytes, update: job.update_seconds, applied: job.applied });
-  while (seen.length > 6) seen.shift();
-  rates.set(job.name, seen);
-  const [then, latest] = [seen[0], seen[seen.length - 1]];
+function rate(job) {
+  const { counts } = known.get(job.name);
+  const [then, latest] = [counts[0], counts[counts.length - 1]];
   const spent = (latest.now - then.now) / 1e3;
   if (spent <= 0) return null;
   const busy = latest.update - then.update;
@@ -110,35 +146,100 @@ function rate(job, now) {
   };
 }
 
-function history(job) {
-  const known = histories.get(job.name) ?? [];
-  const first = job.steps.length ? job.steps[0].step : Infinity;
-  // A step that was taken back and decided again comes once more.
-  const steps = known.filter((step) => step.step < first && step.step <= job.version).concat(job.steps).slice(-KEPT);
-  histories.set(job.name, steps);
-  return steps;
+/** The steps with the speeds at each, which are means over the steps before it. An update is done after its decision. */
+function withSpeeds(steps, updateBytes) {
+  let begin = 0;
+  return steps.map((step, i) => {
+    const before = steps[i - 1];
+    if (i > 0 && (step.step !== before.step + 1 || step.seconds === null || fell(before, step, ["pushed_bytes", "pulled_bytes", "update_seconds"]))) {
+      begin = i;
+    }
+    begin = Math.max(begin, i - MEAN_OF);
+    const then = steps[begin];
+    const run = steps.slice(begin + 1, i + 1);
+    const spent = run.reduce((sum, { seconds }) => sum + seconds, 0);
+    const busy = step.update_seconds - then.update_seconds;
+    const updates = steps.slice(begin, i).filter(({ skipped }) => !skipped).length;
+    return {
+      ...step,
+      pushed: spent > 0 ? (step.pushed_bytes - then.pushed_bytes) / spent : NaN,
+      pulled: spent > 0 ? (step.pulled_bytes - then.pulled_bytes) / spent : NaN,
+      updated: busy > 0 && updates > 0 ? (updates * updateBytes) / busy : NaN,
+    };
+  });
 }
 
 /** What an operator should know of a job that does not train as it should. */
 function troubles(job, now) {
   const found = [];
-  if (job.state === "failed") found.push(trouble(`${job.name} cannot go on from this server: ${job.reason}`));
-  if (job.state === "paused") found.push(trouble(`${job.name} is paused: ${job.reason}`, true));
-  if (job.state === "loading") found.push(trouble(`${job.name} is being filled: ${job.reason}`, true));
-  if (job.checkpoint && job.checkpoint.failure) found.push(trouble(`The last checkpoint of ${job.name} failed: ${job.checkpoint.failure}`));
-  const last = job.steps.length ? job.steps[job.steps.length - 1] : histories.get(job.name)?.at(-1);
-  const usual = histories.get(job.name)?.map((step) => step.seconds).filter((value) => value !== null).sort((a, b) => a - b);
-  const median = usual?.length ? usual[usual.length >> 1] : 0;
+  const { remedy } = job;
+  if (job.state === "failed") found.push(trouble(`${job.name} cannot go on from this server: ${job.reason}`, { remedy }));
+  if (job.state === "paused") found.push(trouble(`${job.name} is paused: ${job.reason}`, { remedy, warn: true }));
+  if (job.state === "loading") found.push(trouble(`${job.name} is being filled: ${job.reason}`, { remedy, warn: true }));
+  const { checkpoint } = job;
+  if (checkpoint && checkpoint.failure) {
+    found.push(trouble(`The last checkpoint of ${job.name} failed: ${checkpoint.failure}`, { remedy: checkpoint.remedy }));
+  }
+  const { steps } = known.get(job.name);
+  const last = steps[steps.length - 1];
+  const usual = steps.map((step) => step.seconds).filter((value) => value !== null).sort((a, b) => a - b);
+  const median = usual.length ? usual[usual.length >> 1] : 0;
   const silent = last ? (now - last.at_ms) / 1e3 : 0;
   if (job.state === "training" && job.waiting_for && silent > Math.max(5, 5 * median)) {
-    found.push(trouble(`${job.name} has decided nothing for ${seconds(silent)}. It waits for ${job.waiting_for}.`, true));
+    const what = `${job.name} has decided nothing since ${time(last.at_ms)}. It waits for ${job.waiting_for}`;
+    found.push(trouble(what, { remedy, warn: true, since: last.at_ms }));
   }
   return found;
 }
 
-function card(job, now) {
-  const steps = history(job);
-  const moving = rate(job, now);
+function table(heads, rows) {
+  const cells = (name, values) => values.map((value) => made(name, name === "th" ? { scope: "col" } : {}, String(value)));
+  return made("div", { class: "scroll" }, made("table", {}, made("thead", {}, made("tr", {}, ...cells("th", heads))),
+    made("tbody", {}, ...rows.map((row) => made("tr", {}, ...cells("td", row))))));
+}
+
+/** What can be opened, and stays as the reader left it when it is drawn again. */
+function details(id, summary, open, ...children) {
+  const shown = made("details", { "data-keep": id }, made("summary", {}, summary), ...children);
+  shown.open = document.querySelector(`details[data-keep="${CSS.escape(id)}"]`)?.open ?? open;
+  return shown;
+}
+
+function bar(share) {
+  const whole = made("div", { class: "bar" }, made("span"));
+  whole.firstChild.style.width = `${Math.min(100, 100 * share)}%`;
+  return whole;
+}
+
+/** Where memory and drives go: of the whole, of each drive, of each job and owner. */
+function room(status) {
+  const { budget, reserved, resident } = status.memory;
+  const parts = [made("p", { class: "quiet" },
+    `memory: ${bytes(reserved)} of ${bytes(budget)} reserved by jobs${resident ? `, ${bytes(resident)} resident` : ""}`),
+  bar(reserved / Math.max(1, budget))];
+  for (const { folder, bytes: all, free_bytes: free } of status.drives) {
+    parts.push(made("p", { class: "quiet" }, `drive ${folder}: ${all === null ? "its room is not known" : `${bytes(free)} free of ${bytes(all)}`}`));
+    if (all !== null) parts.push(bar((all - free) / all));
+  }
+  const takers = status.jobs.map((job) => [job.name, job.owner ?? "–", bytes(job.memory_bytes),
+    job.drive_bytes ? bytes(job.drive_bytes) : "–", job.written_bytes ? bytes(job.written_bytes) : "–"]);
+  for (const job of status.evicted) takers.push([job.name, "–", "0 B", job.drive_bytes ? bytes(job.drive_bytes) : "–", "–"]);
+  const inside = takers.length ? [table(["job", "owner", "memory", "drives", "written"], takers)] : [];
+  const of = ({ now, limit }, show) => (limit === null ? show(now) : `${show(now)} of ${show(limit)}`);
+  if (status.identities.length) {
+    inside.push(table(["identity", "jobs", "memory", "drives", "connections"], status.identities.map((one) => [one.name, of(one.jobs, String),
+      of(one.memory_bytes, bytes), of(one.drive_bytes, bytes), of(one.connections, String)])));
+  }
+  for (const job of status.evicted) inside.push(made("p", { class: "quiet" }, `${job.name}: ${job.reason}`));
+  const more = status.evicted_jobs - status.evicted.length;
+  if (more > 0) inside.push(made("p", { class: "quiet" }, `and ${many(more, "evicted job")} more`));
+  if (inside.length) parts.push(details("room", "where memory and drives go", false, ...inside));
+  return parts;
+}
+
+function card(job) {
+  const steps = withSpeeds(known.get(job.name).steps, job.update_bytes);
+  const moving = rate(job);
   const last = steps[steps.length - 1];
   const times = steps.slice(-64).map((step) => step.seconds).filter((value) => value !== null);
   const mean = times.length ? times.reduce((sum, value) => sum + value, 0) / times.length : null;
@@ -155,13 +256,8 @@ function card(job, now) {
     fact("memory", bytes(job.memory_bytes)),
     job.drive_bytes ? fact("drives", `${bytes(job.drive_bytes)}, ${bytes(job.written_bytes)} written`) : null,
     job.checkpoint && job.checkpoint.name ? fact("last checkpoint", `${job.checkpoint.name}, version ${job.checkpoint.version}`) : null);
-  const rows = job.ranks.map((rank) => made("tr", {}, ...[rank.rank, rank.state, rank.transport || "–", rank.last_step]
-    .map((value) => made("td", {}, String(value)))));
-  const open = document.querySelector(`details[data-job="${CSS.escape(job.name)}"]`)?.open ?? job.world_size <= 8;
-  const ranks = made("details", { "data-job": job.name }, made("summary", {}, `${job.ranks.length} of ${job.world_size} ranks`),
-    made("div", { class: "scroll" }, made("table", {}, made("thead", {}, made("tr", {},
-      ...["rank", "state", "transport", "last step"].map((name) => made("th", { scope: "col" }, name)))), made("tbody", {}, ...rows))));
-  ranks.open = open;
+  const ranks = details(`ranks of ${job.name}`, `${job.ranks.length} of ${job.world_size} ranks`, job.world_size <= 8,
+    table(["rank", "state", "transport", "last step"], job.ranks.map((rank) => [rank.rank, rank.state, rank.transport || "–", rank.last_step])));
   return made("article", { class: "job" },
     made("div", { class: "head" }, made("h2", {}, job.name), made("span", { class: `state ${job.state}` }, job.state),
       made("span", { class: "quiet" }, job.waiting_for ? `waits for ${job.waiting_for}` : "")),
@@ -174,46 +270,71 @@ function card(job, now) {
       chart("gradient norm", steps, (step) => (step.skipped ? NaN : step.norm), number),
       chart("loss scale", steps, (step) => step.loss_scale, number),
       chart("learning rate", steps, (step) => step.learning_rate, number),
+      ...[["pushed", "pushes"], ["pulled", "pulls"], ["updated", "updates"]].map(([name, title]) => (
+        steps.some((step) => step[name] > 0) ? chart(title, steps, (step) => step[name], speed) : null)),
     ].filter((figure) => figure !== null)),
     ranks);
 }
 
 function draw(status) {
-  at("server").textContent = `${location.host} · ${status.release} · ${many(status.jobs.length, "job")} · ${many(status.connections, "connection")}`;
-  const wrong = status.jobs.flatMap((job) => troubles(job, status.unix_ms));
-  for (const job of status.away) wrong.push(trouble(`${job.name} is not served: ${job.reason}`));
-  if (status.draining) wrong.unshift(trouble("This server drains: it finishes the step in hand and stops.", true));
-  at("troubles").replaceChildren(...wrong);
-  const { budget, reserved, resident } = status.memory;
-  const bar = made("div", { class: "bar" }, made("span"));
-  bar.firstChild.style.width = `${Math.min(100, (100 * reserved) / Math.max(1, budget))}%`;
-  at("memory").replaceChildren(made("p", { class: "quiet" },
-    `memory: ${bytes(reserved)} of ${bytes(budget)} reserved by jobs${resident ? `, ${bytes(resident)} resident` : ""}`), bar);
-  const focused = document.activeElement?.closest?.("article figure, summary");
-  const place = focused ? [...document.querySelectorAll("article figure, summary")].indexOf(focused) : -1;
-  at("jobs").replaceChildren(...status.jobs.map((job) => card(job, status.unix_ms)));
-  if (place >= 0) document.querySelectorAll("article figure, summary")[place]?.focus({ preventScroll: true });
-  at("idle").hidden = status.jobs.length + status.away.length > 0;
+  const { unix_ms: now, jobs, away } = status;
+  const server = `${location.host} · ${status.release} · ${many(jobs.length, "job")} · ${many(status.connections, "connection")}`;
+  if (at("server").textContent !== server) at("server").textContent = server;
+  const found = jobs.flatMap((job) => troubles(job, now));
+  for (const job of away) found.push(trouble(`${job.name} is not served: ${job.reason}`));
+  if (status.draining) found.unshift(trouble("This server drains: it finishes the step in hand and stops.", { warn: true }));
+  say(found, now);
+  const kept = () => [...document.querySelectorAll("article figure, summary")];
+  const place = kept().indexOf(document.activeElement?.closest?.("article figure, summary"));
+  const scrolled = [...document.querySelectorAll(".scroll")].map((element) => element.scrollLeft);
+  at("room").replaceChildren(...room(status));
+  at("jobs").replaceChildren(...jobs.map(card));
+  if (place >= 0) kept()[place]?.focus({ preventScroll: true });
+  document.querySelectorAll(".scroll").forEach((element, i) => { element.scrollLeft = scrolled[i] ?? 0; });
+  at("idle").hidden = jobs.length + away.length > 0;
+  const servers = reached(status.listen);
+  for (const [id, text] of [["here", servers + (status.listen.tls ? " --tls-dir FOLDER" : "")], ["here2", servers]]) {
+    if (at(id).textContent !== text) at(id).textContent = text;
+  }
 }
 
-/** The step after which every job's steps are still wanted. */
+/** Where workers reach the server. One that listens on all addresses is reached where this page is. */
+function reached({ address }) {
+  const port = address.slice(address.lastIndexOf(":") + 1);
+  return /^(0[.]0[.]0[.]0|\[::\]):/.test(address) ? `${location.hostname}:${port}` : address;
+}
+
+/** The step of each job after which its steps are wanted. */
 function wanted() {
-  const newest = [...histories.values()].map((steps) => steps.at(-1)?.step ?? 0);
-  return newest.length ? Math.max(0, Math.min(...newest) - 2) : 0;
+  const query = new URLSearchParams();
+  for (const [name, { steps, anew }] of known) {
+    const step = anew ? 0 : (steps[steps.length - 1]?.step ?? 0) - 2;
+    if (step > 0) query.append("after", `${name}:${step}`);
+    // Of the other jobs all steps come: there are hundreds.
+    if (query.toString().length > QUERY) break;
+  }
+  return query;
 }
 
 async function turn() {
+  let status;
   try {
-    const answer = await fetch(`status.json?after=${wanted()}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
+    const answer = await fetch(`status.json?${wanted()}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
     if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
-    const status = await answer.json();
-    for (const name of histories.keys()) if (!status.jobs.some((job) => job.name === name)) histories.delete(name);
-    draw(status);
+    status = await answer.json();
   } catch (error) {
-    at("troubles").replaceChildren(trouble(`The server does not answer (${error.message}). What is below is old. Is it running?`));
+    say([trouble(`The server does not answer (${error.message}). What is below is old. Is it running?`)], 0);
   }
   setTimeout(turn, PERIOD_MS);
+  if (!status) return;
+  try {
+    for (const name of known.keys()) if (!status.jobs.some((job) => job.name === name)) known.delete(name);
+    for (const job of status.jobs) learn(job, status.unix_ms);
+    draw(status);
+  } catch (error) {
+    say([trouble("This page fails to draw what the server says, which is a defect of the page: status.json has it.")], 0);
+    throw error; // to the console
+  }
 }
 
-for (const id of ["here", "here2"]) at(id).textContent = location.hostname + ":7070";
 turn();

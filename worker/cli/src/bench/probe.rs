@@ -7,6 +7,7 @@ use longshore_proto::Formats;
 use longshore_server::Embedded;
 use longshore_wire::v1;
 
+pub(crate) use super::wire::JOB;
 use super::{median, storage, update::Bare, wire};
 use crate::{access::Access, servers::Servers};
 
@@ -92,6 +93,14 @@ fn memory(formats: Formats) -> anyhow::Result<f64> {
 /// How many GB a second go to servers and come from them, the slower direction.
 pub(crate) fn link(servers: &[String], access: &Access) -> anyhow::Result<f64> {
     let mut both = wire::Both::to((servers.to_vec(), access), wire::default_connections())?;
+    let measured = slower_of(&mut both);
+    // Whatever became of it, no job is left there. Why it failed says more than why what it left could not be removed.
+    let closed = both.close();
+    let speed = measured?;
+    closed.map(|()| speed)
+}
+
+fn slower_of(both: &mut wire::Both) -> anyhow::Result<f64> {
     let mut slower = Vec::new();
     // The first round warms up.
     for round in 0..=ROUNDS {
@@ -100,7 +109,6 @@ pub(crate) fn link(servers: &[String], access: &Access) -> anyhow::Result<f64> {
             slower.push(speed);
         }
     }
-    both.close()?;
     Ok(median(&slower))
 }
 

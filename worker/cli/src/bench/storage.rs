@@ -74,7 +74,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 
 /// How many GB a second the store reads and writes together in these folders, where every version is durable and nothing
 /// stays in memory.
-pub(super) fn gb_per_s(dirs: &[PathBuf], params: u64, rounds: u64) -> anyhow::Result<f64> {
+pub(crate) fn gb_per_s(dirs: &[PathBuf], params: u64, rounds: u64) -> anyhow::Result<f64> {
     let case = Case { engine: Engine::Auto, durability: Durability::EachVersion, resident: 0.0 };
     Ok(medians(&measure(&case, dirs, params, rounds)?).gb_per_s)
 }
@@ -88,7 +88,7 @@ fn measure(
     let spec = JobSpec { tier: TierKind::Nvme, ..job("bench-storage", vec![param("all", params)])? };
     let pool = ThreadPool::new(available_threads()).context("starting the update threads")?;
     // Each case has folders of its own beside whatever is there. They are removed after it.
-    let folders = dirs.iter().map(|dir| folder_in(dir)).collect::<anyhow::Result<Vec<_>>>()?;
+    let folders = dirs.iter().map(|dir| folder_in("--dir", dir)).collect::<anyhow::Result<Vec<_>>>()?;
     let storage = Storage {
         dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
         engine: case.engine,
@@ -99,11 +99,12 @@ fn measure(
     Ok(bench(&spec, &storage, &pool, rounds)?)
 }
 
-fn folder_in(dir: &Path) -> anyhow::Result<TempDir> {
+/// A folder for a bench in one that `flag` named. It is removed when it is dropped.
+pub(super) fn folder_in(flag: &str, dir: &Path) -> anyhow::Result<TempDir> {
     tempfile::tempdir_in(dir).map_err(|error| {
         let remedy = "name folders of the drives to measure that are there and writable";
         anyhow::anyhow!(
-            "--dir is {} ({error}), but must be a folder that can be written: {remedy}",
+            "{flag} is {} ({error}), but must be a folder that can be written: {remedy}",
             dir.display()
         )
     })

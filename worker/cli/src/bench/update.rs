@@ -1,19 +1,22 @@
 //! `longshore bench update`: the fused update of many parameters, as a server does it, beside its memory traffic.
 
+mod cases;
+
 use std::{hint::black_box, sync::Arc, time::Instant};
 
 use longshore_engine::{
-    kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Missing, Random, Rule, Scalars, State},
+    kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Missing, Random, Scalars, State},
     threads::{Account, ThreadPool, available_threads},
-    tier::{self, StateMut},
+    tier::StateMut,
 };
-use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat, limits::RATE_ELEMENTS};
+use longshore_proto::{Dtype, Formats, limits::RATE_ELEMENTS};
 
+pub(super) use self::cases::Update;
+use self::cases::{Case, Images};
 use super::{
     Measured,
-    arrays::{Arrays, BLOCK, Shape, Shard, fitting},
-    limit, median,
-    receive::{self, Source},
+    arrays::{Arrays, BLOCK, Shard, fitting},
+    limit, median, receive,
 };
 
 pub(crate) struct Settings {
@@ -24,127 +27,6 @@ pub(crate) struct Settings {
     pub(crate) filter: String,
     /// Every rule with every format and instruction set.
     pub(crate) all: bool,
-}
-
-/// Something to measure.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Case {
-    Update(Update),
-    /// Receiving a gradient with gradient statistics, beside receiving it without them.
-    Receive {
-        source: Source,
-        wire: Dtype,
-        isa: Isa,
-    },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Update {
-    rule: Rule,
-    /// The format of gradient and image.
-    wire: Dtype,
-    isa: Isa,
-    formats: Formats,
-    images: Images,
-}
-
-/// The images that an update makes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Images {
-    Plain,
-    /// They look ahead, as those of delayed steps do.
-    Ahead,
-    /// The worker amends them. The update makes rates, and the amended image of the version before.
-    Amended,
-}
-
-impl Case {
-    fn name(&self) -> String {
-        match self {
-            Case::Update(update) => update.name(),
-            Case::Receive { source, wire, isa } => format!("receive/{source}/{wire}/{isa}"),
-        }
-    }
-
-    /// How many bytes go through memory for each block.
-    fn block_bytes(&self) -> usize {
-        match self {
-            Case::Update(update) => update.shape().block_bytes(),
-            Case::Receive { wire, .. } => receive::block_bytes(*wire),
-        }
-    }
-
-    /// The cases. With `all` it is everything. Otherwise it is AdamW in every format or on every instruction set, and
-    /// the other rules in bf16 on the fastest instruction set.
-    fn list(all: bool) -> Vec<Case> {
-        let (best, mut cases) = (Isa::detect(), Vec::new());
-        for rule in Rule::ALL {
-            for wire in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
-                for isa in Isa::available().into_iter().rev() {
-                    let fastest = (wire, isa) == (Dtype::Bf16, best);
-                    let formats = FORMATS.map(|(state, master)| Formats { state, master, seed: 1 });
-                    for formats in formats {
-                        let adamw = rule == Rule::AdamW;
-                        if all || fastest && adamw || formats.is_fp32() && (fastest || adamw) {
-                            let images = [
-                                Some(Images::Plain),
-                                rule.can_look_ahead().then_some(Images::Ahead),
-                                // The arrays have no room for two fp32 images.
-                                (rule.has_rates() && formats.is_fp32() && wire != Dtype::F32)
-                                    .then_some(Images::Amended),
-                            ];
-                            let case = |images| Case::Update(Update { rule, wire, isa, formats, images });
-                            cases.extend(images.into_iter().flatten().map(case));
-                        }
-                    }
-                }
-            }
-        }
-        let receive = |isa| {
-            [Source::Memory, Source::Tcp].map(|source| Case::Receive { source, wire: Dtype::Bf16, isa })
-        };
-        cases.extend(Isa::available().into_iter().filter(|&isa| all || isa == best).flat_map(receive));
-        cases
-    }
-}
-
-/// The formats of moments and master weights.
-const FORMATS: [(StateFormat, MasterFormat); 5] = [
-    (StateFormat::F32, MasterFormat::F32),
-    (StateFormat::Bf16, MasterFormat::F32),
-    (StateFormat::Block8, MasterFormat::F32),
-    (StateFormat::Bf16, MasterFormat::Bf16),
-    (StateFormat::Block8, MasterFormat::Bf16),
-];
-
-impl Update {
-    /// AdamW with bf16 on the fastest instruction set.
-    pub(super) fn plain() -> Update {
-        let (formats, images) = (Formats { seed: 1, ..Formats::default() }, Images::Plain);
-        Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats, images }
-    }
-
-    /// The name says which arrays are not fp32.
-    fn name(&self) -> String {
-        let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
-        if self.formats.state != StateFormat::F32 {
-            name += &format!("/state-{}", self.formats.state);
-        }
-        if self.formats.master != MasterFormat::F32 {
-            name += &format!("/master-{}", self.formats.master);
-        }
-        match self.images {
-            Images::Plain => {}
-            Images::Ahead => name += "/look-ahead",
-            Images::Amended => name += "/worker-local",
-        }
-        name
-    }
-
-    fn shape(&self) -> Shape {
-        let amended = self.images == Images::Amended;
-        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats), amended }
-    }
 }
 
 impl Arrays {
@@ -366,6 +248,8 @@ fn selected(settings: &Settings) -> anyhow::Result<Vec<Case>> {
 
 #[cfg(test)]
 mod tests {
+    use longshore_engine::kernels::Rule;
+
     use super::*;
 
     #[test]

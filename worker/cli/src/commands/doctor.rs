@@ -21,7 +21,8 @@ pub(super) struct Args {
     /// Folders that a server's --state-dir will name
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
     state_dir: Vec<PathBuf>,
-    /// Also measure the links to servers: each gets a job of 64 MiB for a moment, which takes twelve times as much of its memory
+    /// Also measure the drives of --state-dir, with 600 MB in each for a moment, and the links to servers: each gets a job of 64 MiB for a moment,
+    /// which takes twelve times as much of its memory
     #[arg(long)]
     speed: bool,
     /// Where the kernel's files are

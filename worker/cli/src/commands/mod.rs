@@ -36,7 +36,8 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0  done
   1  an error, which the last line on stderr explains; of doctor, inspect and plan also: something is not as it should be
-  2  wrong arguments, variables or config file: nothing was tried";
+  2  wrong arguments, variables or config file: nothing was tried
+  130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]

@@ -2,31 +2,28 @@
 //! its steps will be.
 
 mod gpus;
+mod hardware;
+mod job;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, ensure};
-use longshore_engine::{
-    admission::Need,
-    tier::{self, Storage, nvme::DEFAULT_BUFFERS},
-};
+use anyhow::ensure;
+use longshore_engine::{admission::Need, tier::nvme::DEFAULT_BUFFERS};
 use longshore_proto::{
-    Dtype, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement, Rank, Rule, ServerId,
-    StateFormat, TierKind,
-    limits::{DEFAULT_SHARD_ELEMENTS, MAX_SHARDS, PROCESS_BYTES},
+    Dtype, MasterFormat, Placement, ServerId, StateFormat, TierKind,
+    limits::{DEFAULT_SHARD_ELEMENTS, PROCESS_BYTES},
 };
 use longshore_server::config::{ByteSize, Durability, Spill};
 use longshore_worker::DelayCorrection;
 use serde_json::json;
 
-use super::train::preset;
 use crate::{
     access::Access,
-    bench::probe::{self, ProbeArgs, Probed},
+    bench::probe::{self, ProbeArgs},
     output::Output,
-    plan::{DriveTraffic, Model, Tensor, Transformer},
+    plan::DriveTraffic,
     sizes::{human, parse_count},
-    train::gpt::{Gpt, VOCABULARY},
+    wrong_use::wrong_use,
 };
 
 #[derive(clap::Args)]
@@ -110,6 +107,8 @@ pub(super) struct Args {
 struct Requirements {
     parameters: u64,
     need: Need,
+    /// The most parameters that the servers hold in what --memory and --nvme say they have.
+    most: Option<u64>,
     /// The bytes to or from one rank in a step, each way. Where gradients are pushed it is those of each micro-step.
     wire: u64,
     /// The bytes written a day.
@@ -123,7 +122,7 @@ struct Requirements {
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if args.probe.probe {
         let probed = probe::run(&args.probe, args.formats())?;
-        out.result(|| probed.json(), || hardware_file(args.formats(), &probed));
+        out.result(|| probed.json(), || hardware::file(args.formats(), &probed));
         return Ok(());
     }
     let plan = Requirements::of(args)?;
@@ -134,29 +133,6 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     }
     ensure!(plan.short.is_empty(), "{}", plan.short.join("; "));
     Ok(())
-}
-
-/// What was measured, as a file for --hardware.
-fn hardware_file(formats: Formats, probed: &Probed) -> String {
-    let mut lines = vec![
-        format!(
-            "# Measured by `longshore plan --probe` with {} threads: updates of {} moments and {} master weights.",
-            probed.threads, formats.state, formats.master
-        ),
-        "# gpu-memory = \"80GiB\"".to_string(),
-        "# gpu-tflops = 300.0".to_string(),
-        format!("server-memory = {:.2}", probed.server_memory),
-    ];
-    match probed.drives {
-        Some(drives) => lines.push(format!("drives = {drives:.3}")),
-        None => lines.push("# drives = 6.0  # --probe-dir measures it".to_string()),
-    }
-    if probed.is_loopback {
-        lines.push("# Over loopback; --probe-servers measures the link to other hosts.".to_string());
-    }
-    lines.push(format!("link = {:.3}", probed.link));
-    lines.push(format!("round-trip = {:.0}.0", probed.round_trip_us));
-    lines.join("\n")
 }
 
 impl Args {
@@ -176,123 +152,11 @@ impl Args {
         ensure!(positive, "--step-s must be above 0");
         Ok(())
     }
-
-    fn formats(&self) -> Formats {
-        Formats { state: self.state, master: self.master, seed: 0 }
-    }
-
-    fn frozen(&self) -> u64 {
-        self.frozen.unwrap_or(0)
-    }
-
-    fn model(&self) -> anyhow::Result<Model> {
-        if let Some(path) = &self.model {
-            return crate::plan::read(path);
-        }
-        if let Some(name) = &self.preset {
-            let config = preset(name)?;
-            let shapes = Gpt::new(config)?
-                .params()
-                .iter()
-                .map(|param| {
-                    let shape: Vec<u64> = param.shape.iter().map(|&size| size as u64).collect();
-                    Tensor::new(param.name.clone(), &shape)
-                })
-                .collect();
-            let (layers, width) = (config.layers as u64, config.width as u64);
-            let transformer = Transformer { layers, width, vocabulary: VOCABULARY as u64, experts: (1, 1) };
-            return Ok(Model { tensors: shapes, transformer: Some(transformer) });
-        }
-        Ok(Model::of_about(self.params.context("--params, --preset or --model is needed")?, gpus::VOCABULARY))
-    }
-
-    fn spec(&self, model: &Model) -> anyhow::Result<JobSpec> {
-        // Of --params the number counts, and not that of the transformer which comes nearest.
-        let elements = self.params.unwrap_or_else(|| model.elements());
-        // Tensors are cut where shards are: how parameters are divided into tensors changes nothing.
-        let cut = self.shard_elements;
-        // This is checked before they are listed.
-        ensure!(
-            elements.div_ceil(cut) <= MAX_SHARDS,
-            "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"
-        );
-        ensure!(
-            self.frozen() < elements,
-            "--frozen is {}, but must be below {elements}, the parameters: at least one is trained",
-            self.frozen()
-        );
-        let cuts =
-            |elements: u64| (0..elements.div_ceil(cut)).map(move |index| (elements - index * cut).min(cut));
-        let trained: Vec<u64> = cuts(elements - self.frozen()).collect();
-        let partitions = self.partitions(trained.len() as u64)?;
-        let params = trained.into_iter().chain(cuts(self.frozen())).enumerate();
-        let params =
-            params.map(|(index, size)| Param { name: format!("p{index}"), shape: vec![size], group: 0 });
-        Ok(JobSpec {
-            name: JobName::parse("job", "plan")?,
-            params: params.collect(),
-            groups: vec!["all".into()],
-            rule: Rule::AdamW,
-            gradient_dtype: self.dtype,
-            image_dtype: self.dtype,
-            world_size: self.world_size,
-            micro_steps: self.micro_steps,
-            max_delay: self.delay,
-            shard_elements: cut,
-            tier: self.tier,
-            formats: self.formats(),
-            unchecked: false,
-            partitions,
-            worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
-            leave_out: false,
-        })
-    }
-
-    /// Whether ranks exchange slices of weights and gradients among themselves, so that each element has one contributor.
-    fn is_sliced(&self) -> anyhow::Result<bool> {
-        Ok(self.world_size > 1 && self.gpus.has_fabric()?)
-    }
-
-    /// Who contributes to so many trained tensors, and to the frozen ones behind them. Ranks that exchange slices have a
-    /// part of the trained ones each.
-    fn partitions(&self, trained: u64) -> anyhow::Result<Vec<Partition>> {
-        let ranks = u64::from(self.world_size);
-        let mut partitions = Vec::new();
-        if self.is_sliced()? {
-            ensure!(
-                trained >= ranks,
-                "{ranks} ranks exchange slices of {trained} shards, but each has one at least: give smaller --shard-elements"
-            );
-            let of_rank = |rank: u64| Partition {
-                first: (rank * trained / ranks) as u32,
-                ranks: vec![Rank(rank as u32)],
-            };
-            partitions.extend((0..ranks).map(of_rank));
-        } else if self.frozen() > 0 {
-            partitions.push(Partition::whole(self.world_size));
-        }
-        if self.frozen() > 0 {
-            partitions.push(Partition::frozen(trained as u32));
-        }
-        Ok(partitions)
-    }
-
-    fn storage(&self) -> Storage {
-        Storage {
-            // Only how many folders there are counts.
-            dirs: (0..self.state_dirs).map(|index| index.to_string().into()).collect(),
-            resident_bytes: self.resident.map_or(0, |size| size.0),
-            buffers: self.storage_buffers,
-            durability: self.durability.into(),
-            spill: self.spill.into(),
-            ..tier::Storage::default()
-        }
-    }
 }
 
 impl Requirements {
     fn of(args: &Args) -> anyhow::Result<Requirements> {
-        args.check()?;
+        args.check().map_err(wrong_use)?;
         let model = args.model()?;
         let spec = args.spec(&model)?;
         let layout = spec.validate()?;
@@ -333,7 +197,9 @@ impl Requirements {
         }
         let parameters: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
         let frozen = args.frozen() as f64 / parameters as f64;
-        let gpus = gpus::Plan::of(&args.gpus, &model, &spec, args.servers, (frozen, on_drives))?;
+        let gpus =
+            gpus::Plan::of(&args.gpus, &model, &spec, (args.servers, layout.shards()), (frozen, on_drives))?;
+        short.extend(gpus.short());
         Ok(Requirements {
             gpus,
             parameters,
@@ -343,6 +209,7 @@ impl Requirements {
                 1
             }),
             endurance_days: rated.map(|(daily, rated)| rated.0 as f64 / daily),
+            most: args.most_parameters()?,
             need,
             daily,
             short,
@@ -378,6 +245,13 @@ impl Requirements {
         if need.disk > 0 {
             self.print_drives(args);
         }
+        if let Some(most) = self.most {
+            say!(
+                "  most    {:>9.1}B   parameters are what {} such server(s) hold",
+                most as f64 / 1e9,
+                args.servers
+            );
+        }
         self.gpus.print();
     }
 
@@ -400,7 +274,7 @@ impl Requirements {
             "memory_bytes": need.total(), "state_bytes": need.state, "buffer_bytes": need.buffers,
             "image_bytes": need.images, "contribution_bytes": need.contributions,
             "accumulator_bytes": need.accumulators, "transfer_bytes": need.transfers, "process_bytes": PROCESS_BYTES,
-            "wire_bytes_per_step": self.wire, "disk_bytes": need.disk,
+            "most_parameters": self.most, "wire_bytes_per_step": self.wire, "disk_bytes": need.disk,
             "disk_written_bytes_per_step": need.written,
             "disk_written_bytes_per_day": self.daily, "drive_endurance_days": self.endurance_days,
             "gpus": self.gpus.json(), "short": self.short,
@@ -411,29 +285,6 @@ impl Requirements {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::HardwareArgs;
-
-    #[test]
-    fn what_a_probe_prints_is_a_file_for_hardware() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("node.toml");
-        for drives in [None, Some(2.5)] {
-            let probed = Probed {
-                threads: 2,
-                server_memory: 12.345,
-                drives,
-                link: 1.5,
-                is_loopback: true,
-                round_trip_us: 87.4,
-            };
-            std::fs::write(&path, hardware_file(Formats::default(), &probed)).unwrap();
-            let args = HardwareArgs::of_flags(Some(path.clone()), Some(100.0)).with_file().unwrap();
-            let speeds = args.speeds(drives.is_some()).unwrap().unwrap();
-            assert_eq!((speeds.server_memory, speeds.link), (12.35e9, 1.5e9));
-            assert_eq!(speeds.drives, drives.unwrap_or(f64::INFINITY) * 1e9);
-            assert!((speeds.round_trip_s - 87e-6).abs() < 1e-12);
-        }
-    }
 
     fn planned(flags: &[&str]) -> Requirements {
         #[derive(clap::Parser)]
@@ -455,6 +306,17 @@ mod tests {
         assert_eq!(all.need.contributions, 8 * alone.need.contributions);
         assert!(all.need.accumulators > 0);
         assert_eq!(sliced.wire * 8, all.wire);
+    }
+
+    #[test]
+    fn the_most_parameters_fit_and_one_shard_more_does_not() {
+        for flags in [&["--memory", "64GiB"][..], &["--tier", "nvme", "--nvme", "1TB", "--servers", "3"]] {
+            let most = planned(&[&["--params", "1B"], flags].concat()).most.unwrap();
+            let with = |params: u64| planned(&[&["--params", &params.to_string()], flags].concat()).short;
+            assert!(most > 0 && with(most).is_empty(), "{flags:?}: {most}");
+            assert!(!with(most + 3 * DEFAULT_SHARD_ELEMENTS).is_empty(), "{flags:?}: {most}");
+        }
+        assert_eq!(planned(&["--params", "1B"]).most, None);
     }
 
     #[test]

@@ -1,16 +1,19 @@
 //! `longshore status`: what servers hold, how far jobs are, and what they wait for.
 
 mod gather;
+mod object;
+mod read;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use longshore_proto::{
-    Formats, JobSpec, Version,
-    checksum::{BlockHash, state_hash},
-};
-use longshore_wire::{Wire, v1};
+use longshore_proto::remedies;
+use longshore_wire::v1;
 
-use self::gather::{Answers, Found, GONE, Without, hashed};
+use self::{
+    gather::{Answers, Found, GONE, Without, hashed},
+    object::object,
+    read::{Wear, combined_hash, formats, last_commit, phase},
+};
 use super::admin::ServersArgs;
 use crate::{
     output::Output,
@@ -50,7 +53,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         let unhashed =
             if args.no_hash { Some(LEFT_OUT.to_string()) } else { hashed(&mut found, job, &mut answers) };
         if out.is_json() {
-            say!("{}", json(job, &answers, &without));
+            say!("{}", object(job, &answers, &without));
         } else {
             print(job, &answers, &without, unhashed);
         }
@@ -69,38 +72,6 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 /// A job that has no limit and was used within this time is not called idle.
 const WORTH_A_WORD: Duration = Duration::from_secs(600);
 const LEFT_OUT: &str = "left out, as --no-hash says";
-
-/// The hash over all servers; None while they are at different versions, and without a server that owns a part.
-fn combined_hash(answers: &[(String, v1::DescribeResponse)]) -> Option<(u64, String)> {
-    let first = &answers.first()?.1;
-    let layout = JobSpec::from_wire(first.spec.clone()).ok()?.validate().ok()?;
-    let (version, applied) = (first.hash_version, first.hash_applied);
-    let mut blocks: Vec<(u32, BlockHash)> = Vec::new();
-    for (_, answer) in answers {
-        if answer.hash_version != version || answer.hash_applied != applied || answer.hashes.is_empty() {
-            return None;
-        }
-        for hash in &answer.hashes {
-            blocks.push((hash.block, hash.hash.as_ref().try_into().ok()?));
-        }
-    }
-    blocks.sort_by_key(|(block, _)| *block);
-    let whole = blocks.iter().map(|(block, _)| *block).eq(0..layout.blocks());
-    whole.then(|| (version, state_hash(Version(version), applied, blocks.iter().map(|(_, hash)| hash))))
-}
-
-fn formats(answer: &v1::DescribeResponse) -> Option<Formats> {
-    JobSpec::from_wire(answer.spec.clone()).ok().map(|spec| spec.formats)
-}
-
-fn phase(progress: &v1::JobProgress) -> &'static str {
-    match progress.phase() {
-        v1::Phase::Loading => "loading",
-        v1::Phase::Training => "training",
-        v1::Phase::Paused => "paused",
-        v1::Phase::Unspecified => "unknown",
-    }
-}
 
 fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<String>) {
     say!("\njob {job}");
@@ -159,7 +130,12 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             (_, true) => "left",
             _ => "joined",
         };
-        say!("  rank {}  {state}  {}  last step {}", rank.rank, rank.transport, rank.last_step);
+        // A server counts from the rank's last joining.
+        let step = match rank.last_step {
+            0 => "no gradient yet".to_string(),
+            step => format!("last step {step}"),
+        };
+        say!("  rank {}  {state}  {}  {step}", rank.rank, rank.transport);
     }
     match combined_hash(answers) {
         Some((version, hash)) => say!("  state hash {hash} at version {version}"),
@@ -202,8 +178,11 @@ fn idle(answer: &v1::DescribeResponse) -> Option<String> {
 }
 
 /// What an operator does about a pause whose reason does not say.
-fn way_on(reason: &str) -> &'static str {
-    if reason.contains("longshore resume") { "" } else { ". `longshore resume` lets it go on" }
+fn way_on(reason: &str) -> String {
+    match remedies::of_pause(reason) {
+        "" => String::new(),
+        remedy => format!(". {remedy}"),
+    }
 }
 
 /// Why the servers' answers make no hash of the whole state.
@@ -215,6 +194,8 @@ fn no_hash(answers: &Answers, without: &Without) -> String {
         "a part of the state is lost".to_string()
     } else if !without.is_empty() {
         "a part of the state is not served".to_string()
+    } else if let Some(missing) = not_asked(answers) {
+        missing
     } else if progress().any(|progress| progress.phase() == v1::Phase::Loading) {
         "none yet, the job waits for its weights".to_string()
     } else {
@@ -222,10 +203,20 @@ fn no_hash(answers: &Answers, without: &Without) -> String {
     }
 }
 
-/// The newest decision that any server knows.
-fn last_commit(answers: &Answers) -> Option<&v1::Commit> {
-    let commits = answers.iter().filter_map(|(_, answer)| answer.progress.as_ref()?.last_commit.as_ref());
-    commits.max_by_key(|commit| commit.step)
+/// Which of the job's servers were not asked; None where all were, or it cannot be told.
+fn not_asked(answers: &Answers) -> Option<String> {
+    let placement = answers.iter().find_map(|(_, answer)| answer.placement.as_ref())?;
+    let asked = |server: u32| answers.iter().any(|(_, answer)| answer.server == server);
+    let of_job = placement.servers.iter().zip(0..);
+    let missing: Vec<&str> =
+        of_job.filter(|(_, server)| !asked(*server)).map(|(address, _)| address.as_str()).collect();
+    let (lack, all) = (missing.len(), placement.servers.len());
+    // A job of tens of servers fills no screen with them.
+    let named = missing.iter().take(8).copied().collect::<Vec<_>>().join(",");
+    let more = if lack > 8 { format!(" and {} more", lack - 8) } else { String::new() };
+    (lack > 0).then(|| {
+        format!("none, {lack} of the job's {all} servers are missing from --servers (its workers dial them as {named}{more})")
+    })
 }
 
 fn decision(commit: &v1::Commit, spec: Option<&v1::JobSpec>) -> String {
@@ -282,48 +273,6 @@ fn time(time: Duration) -> String {
     }
 }
 
-fn checkpoints(status: &v1::CheckpointStatus) -> serde_json::Value {
-    let some = |text: &String| (!text.is_empty()).then(|| text.clone());
-    serde_json::json!({
-        "name": some(&status.name),
-        "version": status.version,
-        "sealed_unix_ms": status.sealed_unix_ms,
-        "failure": some(&status.failure),
-        "failed_unix_ms": status.failed_unix_ms,
-    })
-}
-
-fn rank(rank: &v1::RankStatus) -> serde_json::Value {
-    serde_json::json!({
-        "rank": rank.rank,
-        "joined": rank.incarnation != 0 && !rank.left,
-        "transport": rank.transport,
-        "last_step": rank.last_step,
-    })
-}
-
-/// What training does to a server's drives at the pace that it has had so far.
-struct Wear {
-    step_bytes: u64,
-    day_bytes: u64,
-    /// How many days until the drives have taken what they are rated for, counted from new.
-    days: Option<f64>,
-}
-
-impl Wear {
-    /// None before the second step.
-    fn of(answer: &v1::DescribeResponse) -> Option<Wear> {
-        if answer.paced_steps == 0 || answer.paced_written_bytes == 0 || answer.paced_seconds <= 0.0 {
-            return None;
-        }
-        let step_bytes = answer.paced_written_bytes / answer.paced_steps;
-        let day_bytes = answer.paced_written_bytes as f64 / answer.paced_seconds * 86_400.0;
-        let days = answer.drive_endurance_bytes as f64 / day_bytes;
-        let days = (answer.drive_endurance_bytes > 0).then_some(days);
-        Some(Wear { step_bytes, day_bytes: day_bytes as u64, days })
-    }
-}
-
 /// What a job takes of its server's drives.
 fn drives(answer: &v1::DescribeResponse) -> String {
     let held = format!(
@@ -338,59 +287,4 @@ fn drives(answer: &v1::DescribeResponse) -> String {
         Some(days) => format!("{pace}, the rated {} in {days:.0} days", human(answer.drive_endurance_bytes)),
         None => pace,
     }
-}
-
-fn json(job: &str, answers: &Answers, without: &Without) -> serde_json::Value {
-    let servers = answers.iter().map(|(address, answer)| {
-        let progress = answer.progress.clone().unwrap_or_default();
-        serde_json::json!({
-            "address": address,
-            "phase": phase(&progress),
-            "version": progress.version,
-            "applied": progress.applied,
-            "pause_reason": progress.pause_reason,
-            "memory_bytes": answer.memory_bytes,
-            "pushed_bytes": answer.pushed_bytes,
-            "pulled_bytes": answer.pulled_bytes,
-            "waiting_for": answer.waiting_for,
-            "disk_bytes": answer.disk_bytes,
-            "disk_written_bytes": answer.disk_written_bytes,
-            "disk_written_bytes_per_step": Wear::of(answer).map(|wear| wear.step_bytes),
-            "disk_written_bytes_per_day": Wear::of(answer).map(|wear| wear.day_bytes),
-            "drive_endurance_days": Wear::of(answer).and_then(|wear| wear.days),
-            "threads": answer.threads,
-            "isa": answer.isa,
-            "spill": (!answer.spill.is_empty()).then_some(&answer.spill),
-            "missing_shards": progress.missing_shards.len(),
-            "checkpoints": answer.checkpoints.as_ref().map(checkpoints),
-            "owner": (!answer.owner.is_empty()).then_some(&answer.owner),
-            "idle_seconds": answer.idle_ms as f64 / 1e3,
-            "idle_limit_seconds": (answer.idle_limit_ms > 0).then(|| answer.idle_limit_ms as f64 / 1e3),
-            "not_evicted": (!answer.not_evicted.is_empty()).then_some(&answer.not_evicted),
-            "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
-        })
-    });
-    let hash = combined_hash(answers);
-    let formats = answers.first().and_then(|(_, answer)| formats(answer));
-    let commit = last_commit(answers);
-    let first = answers.first().map(|(_, first)| first);
-    serde_json::json!({
-        "job": job,
-        "parameters": first.map(|first| first.parameters),
-        "tensors": first.map(|first| first.tensors),
-        "last_step": commit.map(|commit| commit.step),
-        "skipped": commit.map(|commit| commit.skip),
-        // A skipped step has no norm.
-        "norm": commit.filter(|commit| !commit.skip).map(|commit| commit.norm),
-        "clip_coefficient": commit.map(|commit| commit.clip_coefficient),
-        "loss_scale": commit.map(|commit| commit.loss_scale),
-        "learning_rates": commit.map(|commit| commit.groups.iter().map(|hyper| hyper.lr).collect::<Vec<_>>()),
-        "state_format": formats.map(|formats| formats.state.name()),
-        "master_format": formats.map(|formats| formats.master.name()),
-        "servers": servers.collect::<Vec<_>>(),
-        "servers_without": without.iter().map(|(address, _)| address).collect::<Vec<_>>(),
-        "reasons_without": without.iter().map(|(_, reason)| reason).collect::<Vec<_>>(),
-        "state_version": hash.as_ref().map(|(version, _)| version),
-        "state_hash": hash.map(|(_, hash)| hash),
-    })
 }

@@ -3,6 +3,7 @@
 use super::admin::ServersArgs;
 use crate::{
     output::Output,
+    servers::{Silent, Unanswered},
     top::{Poller, once, watch},
 };
 
@@ -21,6 +22,15 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         return watch(poller);
     }
     let view = poller.look()?;
+    // A frame in which nobody is there would say that there are no jobs.
+    let silent: Silent = view
+        .servers
+        .iter()
+        .filter_map(|server| Some((server.address.clone(), server.silent.clone()?)))
+        .collect();
+    if !silent.is_empty() && silent.len() == view.servers.len() {
+        return Err(Unanswered::with(&silent, "no server answers").into());
+    }
     let (object, frame) = (serde_json::to_value(&view)?, once(&view)?);
     out.result(|| object, || frame);
     Ok(())

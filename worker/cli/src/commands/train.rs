@@ -24,6 +24,9 @@ pub(super) struct Args {
     /// The server that --servers names is embedded in the process that started this one
     #[arg(long, hide = true)]
     embedded: bool,
+    /// Another process started this one with the other ranks, and ends it with them
+    #[arg(long, hide = true)]
+    launched: bool,
     /// Name of the job on the servers; the same command continues it
     #[arg(long, default_value = "default")]
     job: String,
@@ -109,8 +112,9 @@ pub(super) struct Args {
     newer_from: Option<u32>,
     /// What makes up for the delay: look-ahead, look-ahead-by-this-rate, worker-local (for one rank), worker-local=GAMMA,
     /// compensation=C with C up to 1, or none
-    #[arg(long, default_value_t, help_heading = "Offloading")]
-    correction: DelayCorrection,
+    /// [default: look-ahead]
+    #[arg(long, help_heading = "Offloading")]
+    correction: Option<DelayCorrection>,
     /// Gradients on the wire: bf16, f16 or f32
     #[arg(long, default_value = "bf16", help_heading = "Offloading")]
     gradient_dtype: Dtype,
@@ -190,9 +194,9 @@ pub(super) struct Args {
     /// Write the trained weights as safetensors to this folder at the end; an earlier export there is replaced
     #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
     export: Option<PathBuf>,
-    /// Format that --export rounds the weights to: bf16, f16 or f32
-    #[arg(long, default_value = "bf16", value_name = "DTYPE", help_heading = "Checkpoints")]
-    export_dtype: Dtype,
+    /// Format that --export rounds the weights to: bf16, f16 or f32 [default: bf16]
+    #[arg(long, value_name = "DTYPE", requires = "export", help_heading = "Checkpoints")]
+    export_dtype: Option<Dtype>,
 
     /// Validate every so many steps; 0 only at the start and the end
     #[arg(long, default_value_t = 0, help_heading = "Output")]

@@ -273,7 +273,11 @@ fn speed(address: &str, access: &Access) -> Finding {
         Err(error) => bad(
             what,
             format!("{error:#}"),
-            "give this identity the worker's role, and the server free memory",
+            format!(
+                "give the server 768 MiB of free memory, and this identity the worker's role for jobs {}*: `jobs` of \
+                 the server's identities.toml",
+                probe::JOB
+            ),
         ),
     }
 }

@@ -1,23 +1,31 @@
-//! Whether servers could keep state in a folder, and how fast.
+//! Whether servers could keep state in a folder; where it is asked for, how fast.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags, open, statvfs};
 
-use super::finding::{Finding, bad, good, warning};
-use crate::sizes::human;
+use super::finding::{Finding, Grade, bad, good, warning};
+use crate::{bench::storage, sizes::human};
 
 /// A folder with less room takes no job.
 const LEAST_BYTES: u64 = 256 << 20;
 /// From here on a drive is called nearly full.
 const LITTLE: f64 = 0.05;
+/// What is measured: 24 bytes a parameter, so 600 MB, of which each round reads and writes all but the slots at rest.
+const PARAMS: u64 = 25_000_000;
+const TAKEN_BYTES: u64 = 24 * PARAMS;
+const ROUNDS: u64 = 3;
+/// GB/s, reads and writes together, of a drive that is slower than a SATA SSD.
+const SLOW: f64 = 0.4;
+/// Shards are dealt to all directories alike, so that a drive this much slower than another is what the others wait for.
+const BEHIND: f64 = 0.5;
 
 pub(super) fn free_bytes(dir: &Path) -> rustix::io::Result<u64> {
     let found = statvfs(dir)?;
     Ok(found.f_bavail * found.f_frsize)
 }
 
-/// Whether a server could keep jobs of tier nvme there, and how fast.
+/// Whether a server could keep jobs of tier nvme there.
 pub(super) fn state_dir(dir: &Path) -> Finding {
     let what = format!("state directory {}", dir.display());
     let found = match statvfs(dir) {
@@ -48,5 +56,64 @@ pub(super) fn state_dir(dir: &Path) -> Finding {
             "see what `longshore plan --tier nvme` says of the next job, and make room for it",
         ),
         Ok(Ok(_)) => good(what, format!("{} free, direct I/O", human(free))),
+    }
+}
+
+/// How fast each of these folders is that a server could keep state in, one after the other.
+pub(super) fn speeds(dirs: &[PathBuf], found: &[Finding]) -> Vec<Finding> {
+    let usable = dirs.iter().zip(found).filter(|(_, found)| found.grade != Grade::Bad);
+    let measured: Vec<_> = usable.map(|(dir, _)| (dir, speed(dir))).collect();
+    let fastest = measured.iter().filter_map(|(_, speed)| speed.as_ref().ok()).copied().fold(0.0, f64::max);
+    measured.into_iter().map(|(dir, speed)| graded(dir, speed, fastest)).collect()
+}
+
+fn speed(dir: &Path) -> Result<f64, String> {
+    match free_bytes(dir) {
+        Ok(free) if free < 2 * TAKEN_BYTES => {
+            Err(format!("not measured: that takes {} of {} free", human(TAKEN_BYTES), human(free)))
+        }
+        Ok(_) => {
+            storage::gb_per_s(&[dir.to_path_buf()], PARAMS, ROUNDS).map_err(|error| format!("{error:#}"))
+        }
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn graded(dir: &Path, speed: Result<f64, String>, fastest: f64) -> Finding {
+    let what = format!("state directory {} speed", dir.display());
+    match speed {
+        Err(why) => {
+            warning(what, why, "make room there, or run `longshore bench storage` with fewer --params")
+        }
+        Ok(speed) if speed < SLOW => {
+            let said =
+                format!("{speed:.2} GB/s read and written together, and an NVMe drive does more than {SLOW}");
+            warning(what, said, "see whether others use the drive, or name one that is faster")
+        }
+        Ok(speed) if speed < BEHIND * fastest => {
+            let said = format!(
+                "{speed:.2} GB/s read and written together, where the fastest directory does {fastest:.2}"
+            );
+            warning(what, said, "leave it out: shards are dealt to all alike, so that the others wait for it")
+        }
+        Ok(speed) => good(what, format!("{speed:.2} GB/s, read and written together")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drive_is_slow_by_itself_or_beside_another() {
+        let of = |speed: f64, fastest: f64| {
+            let found = graded(Path::new("/a"), Ok(speed), fastest);
+            (found.grade, found.said)
+        };
+        assert_eq!(of(1.0, 1.9), (Grade::Good, "1.00 GB/s, read and written together".into()));
+        let (grade, said) = of(1.0, 2.1);
+        assert!(grade == Grade::Warning && said.ends_with("the fastest directory does 2.10"), "{said}");
+        let (grade, said) = of(0.3, 0.3);
+        assert!(grade == Grade::Warning && said.ends_with("more than 0.4"), "{said}");
     }
 }

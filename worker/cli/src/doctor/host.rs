@@ -120,14 +120,22 @@ fn numa(system: &Path) -> Finding {
 
 /// Whether the kernel gives this process a ring that reads a file.
 fn io_uring() -> Finding {
-    let probe = || {
-        let folder = tempfile::tempdir()?;
-        OpenFile { engine: Engine::Uring }.create(&folder.path().join("probe"), PROBE_BYTES, None)
+    const WHAT: &str = "io_uring";
+    let folder = match tempfile::tempdir() {
+        Ok(folder) => folder,
+        // As in a container whose root is read-only.
+        Err(error) => {
+            return warning(
+                WHAT,
+                format!("not tried, since no file can be made: {error}"),
+                "name a folder that may be written to in TMPDIR",
+            );
+        }
     };
-    match probe() {
-        Ok(_) => good("io_uring", "works"),
+    match (OpenFile { engine: Engine::Uring }).create(&folder.path().join("probe"), PROBE_BYTES, None) {
+        Ok(_) => good(WHAT, "works"),
         Err(error) => warning(
-            "io_uring",
+            WHAT,
             format!("refused ({error}): tier nvme reads and writes with threads"),
             "allow it in the container's seccomp profile and in kernel.io_uring_disabled",
         ),

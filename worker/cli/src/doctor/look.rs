@@ -11,6 +11,6 @@ pub(crate) struct Look<'a> {
     pub(crate) state_dirs: &'a [PathBuf],
     pub(crate) servers: &'a [String],
     pub(crate) access: &'a Access,
-    /// Also how fast the links to servers are, for which a job is opened there and deleted again.
+    /// Also how fast the drives of state directories are, and the links to servers, for which a job is opened there and deleted again.
     pub(crate) speed: bool,
 }

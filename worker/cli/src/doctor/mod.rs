@@ -16,7 +16,9 @@ impl Look<'_> {
     /// Makes every check, those of the host first.
     pub(crate) fn findings(&self) -> anyhow::Result<Vec<Finding>> {
         let mut findings = host::all(&self.system);
-        findings.extend(self.state_dirs.iter().map(|dir| drives::state_dir(dir)));
+        let dirs: Vec<Finding> = self.state_dirs.iter().map(|dir| drives::state_dir(dir)).collect();
+        let speeds = if self.speed { drives::speeds(self.state_dirs, &dirs) } else { Vec::new() };
+        findings.extend(dirs.into_iter().chain(speeds));
         findings.extend(cluster::all(self)?);
         Ok(findings)
     }

@@ -38,6 +38,7 @@ struct Described {
 
 pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Exported> {
     let Described { spec, layout, placement } = describe(servers, &settings.job)?;
+    check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
     let target = Target { folder: settings.out.clone(), replace: settings.replace };
     let files = Files::create(target, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
     let optimizer = match settings.optimizer {
@@ -71,6 +72,22 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     }
     files.publish()?;
     Ok(Exported { version, bytes, files: names })
+}
+
+/// Refuses a job whose ranks in Python have a part of each tensor: how its shape was is known to them alone, and no loader knows the
+/// names of parts.
+fn check_whole<'a>(mut names: impl Iterator<Item = &'a str>) -> Result<(), Fault> {
+    let Some(part) = names.find(|name| is_part(name)) else { return Ok(()) };
+    let remedy = "have a rank write it, which has the model: longshore.checkpoint.save_safetensors, save_torch or \
+                  save_deepspeed in Python";
+    Err(Fault::invalid("job", format!("cut into parts of tensors ({part})"), "of whole tensors", remedy))
+}
+
+/// Whether it is named as the Python package names rank r's part of a tensor among n ranks: `name#r/n`.
+fn is_part(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let part = name.rsplit_once('#').and_then(|(_, part)| part.split_once('/'));
+    part.is_some_and(|(rank, of)| number(rank) && number(of))
 }
 
 /// What the last step had of each param group.
@@ -137,4 +154,18 @@ fn standing(servers: &mut Servers, job: &str) -> anyhow::Result<v1::JobProgress>
     })?;
     let standings = answers.into_iter().filter_map(|(_, answer)| answer.progress);
     Ok(standings.max_by_key(|progress| progress.version).unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_tensors_are_not_exported_as_tensors() {
+        for whole in ["x.weight", "x#1", "x#1/", "a/b", "x#one/2"] {
+            assert!(check_whole([whole].into_iter()).is_ok(), "{whole}");
+        }
+        let fault = check_whole(["x", "layers.0.weight#1/4"].into_iter()).unwrap_err();
+        assert!(fault.value.contains("layers.0.weight#1/4"), "{fault}");
+    }
 }

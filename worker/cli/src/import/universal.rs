@@ -36,7 +36,10 @@ pub(super) fn read(zero: &Path, step: Option<u64>) -> anyhow::Result<Found> {
     for entry in entries.into_iter().filter(|entry| entry.path().is_dir()) {
         let (folder, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         let mut moments = Moments { flat: true, ..Moments::default() };
-        for array in [WEIGHTS, ARRAYS[0], ARRAYS[1]] {
+        // Since DeepSpeed 0.19 frozen parameters and buffers have weights there, which nothing has trained.
+        let is_trained = ARRAYS.iter().any(|array| folder.join(format!("{array}.pt")).is_file());
+        let arrays = if is_trained { ARRAYS.as_slice() } else { &[] };
+        for array in [WEIGHTS].iter().chain(arrays).copied() {
             let (path, field) = (folder.join(format!("{array}.pt")), format!("{name}.{array}"));
             if !path.is_file() {
                 let limit = format!("in {}", path.display());
@@ -59,7 +62,9 @@ pub(super) fn read(zero: &Path, step: Option<u64>) -> anyhow::Result<Found> {
         if counted.is_file() {
             moments.step = Archive::open(&counted, &mut files)?.root_number(&files)?;
         }
-        params.push((name, moments));
+        if is_trained {
+            params.push((name, moments));
+        }
     }
     ensure!(!params.is_empty(), "{} has no folder of a parameter", zero.display());
     if params.iter().all(|(_, moments)| moments.step.is_none()) {

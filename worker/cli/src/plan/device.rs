@@ -48,8 +48,7 @@ const LOGITS: u64 = 8;
 impl Peak {
     pub(crate) fn of(model: &Model, work: &Workload, stage: Stage) -> Peak {
         let units = model.unit_elements(work.division);
-        let largest = units.iter().copied().max().unwrap_or(0);
-        let neighbours = units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(largest);
+        let neighbours = in_use_and_next(&units);
         let trained = |elements: u64| (elements as f64 * work.trained).ceil() as u64;
         let weights = match stage {
             // Frozen weights have one version alone.
@@ -61,9 +60,21 @@ impl Peak {
         Peak { weights, gradients, activations: activations(model, work) }
     }
 
+    /// That of a model of the same kind with so many times the parameters.
+    pub(crate) fn scaled(self, times: f64) -> Peak {
+        let of = |bytes: u64| (bytes as f64 * times).ceil() as u64;
+        Peak { weights: of(self.weights), gradients: of(self.gradients), ..self }
+    }
+
     pub(crate) fn total(&self) -> u64 {
         self.weights + self.gradients + self.activations.unwrap_or(0)
     }
+}
+
+/// The elements of the unit in use and the next one, where they are most.
+pub(crate) fn in_use_and_next(units: &[u64]) -> u64 {
+    let alone = units.iter().copied().max().unwrap_or(0);
+    units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(alone)
 }
 
 /// The inputs of all blocks and the inside of one, or the insides of all; and beside them, at the end of forward, the

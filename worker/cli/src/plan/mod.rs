@@ -8,9 +8,9 @@ mod model;
 mod schedule;
 mod traffic;
 
-pub(crate) use device::{Peak, Stage, Workload, largest};
+pub(crate) use device::{Peak, Stage, Workload, in_use_and_next, largest};
 pub(crate) use hardware::HardwareArgs;
 pub(crate) use hugging_face::{header as safetensors_header, read};
 pub(crate) use model::{Division, Model, Tensor, Transformer};
-pub(crate) use schedule::{Hardware, Run, Step, Unit, enough_servers};
+pub(crate) use schedule::{Hardware, Run, Step, Traffic, Unit, enough_servers};
 pub(crate) use traffic::{DriveTraffic, update_bytes};

@@ -5,9 +5,11 @@
 //! behind the decision, and weights follow their update. So a run of 512 GPUs takes no longer to simulate than one of two.
 //! Servers are followed one by one, since a shard is as fast as the one server that has it.
 
+mod bytes;
 mod deal;
 mod line;
 
+pub(crate) use self::bytes::Traffic;
 use self::{
     deal::{Part, deal, groups},
     line::Line,
@@ -144,24 +146,10 @@ struct Simulation<'a> {
 impl Run {
     /// One step of many.
     pub(crate) fn step(&self, hardware: &Hardware) -> Step {
-        let start = vec![0.0; self.units.len()];
-        let groups = groups(self.servers);
-        let mut simulation = Simulation {
-            run: self,
-            hardware,
-            rank: OfRank::default(),
-            groups: vec![OfGroup::default(); groups],
-            parts: deal(self.units.iter().map(|unit| unit.elements), self.shard, groups),
-            newest: start.clone(),
-            older: start,
-            uses: Vec::new(),
-            computed_at: 0.0,
-        };
+        let mut simulation = Simulation::of(self, hardware);
         (0..WARM_STEPS).for_each(|_| simulation.step());
-        let (before, busy_before) = (simulation.computed_at, simulation.busy());
-        simulation.step();
-        let busy = simulation.busy().into_iter().zip(busy_before);
-        let in_step = busy.map(|((binding, after), (_, before))| (binding, after - before));
+        let before = simulation.computed_at;
+        let in_step = simulation.busy_step().into_iter();
         let (binding, binding_s) =
             in_step.max_by(|one, other| one.1.total_cmp(&other.1)).unwrap_or((Binding::Gpu, 0.0));
         let compute: f64 = self.units.iter().map(|unit| unit.forward_s + unit.backward_s).sum();
@@ -179,7 +167,32 @@ impl Run {
     }
 }
 
-impl Simulation<'_> {
+impl<'a> Simulation<'a> {
+    fn of(run: &'a Run, hardware: &'a Hardware) -> Simulation<'a> {
+        let start = vec![0.0; run.units.len()];
+        let groups = groups(run.servers);
+        Simulation {
+            run,
+            hardware,
+            rank: OfRank::default(),
+            groups: vec![OfGroup::default(); groups],
+            parts: deal(run.units.iter().map(|unit| unit.elements), run.shard, groups),
+            newest: start.clone(),
+            older: start,
+            uses: Vec::new(),
+            computed_at: 0.0,
+        }
+    }
+
+    /// Makes a step, and returns how long each was in use in it.
+    fn busy_step(&mut self) -> [(Binding, f64); 6] {
+        let before = self.busy();
+        self.step();
+        let mut busy = self.busy();
+        busy.iter_mut().zip(before).for_each(|((_, seconds), (_, before))| *seconds -= before);
+        busy
+    }
+
     /// How long each has been in use. Of servers it is the busiest that counts.
     fn busy(&self) -> [(Binding, f64); 6] {
         let most = |line: fn(&OfGroup) -> &Line| {
@@ -224,27 +237,42 @@ impl Simulation<'_> {
         let first = (0..self.parts[unit].len()).map(&readable).fold(f64::INFINITY, f64::min);
         let on_link = self.run.rank_bytes(elements) / self.hardware.link;
         let mut arrived = self.rank.pull.take(first, on_link);
+        // One rank's read serves all, since they ask for the same soon after each other.
+        let read = share * self.read_bytes(unit);
         for index in 0..self.parts[unit].len() {
             let part = self.parts[unit][index];
             let (seconds, least) = self.transfer_s(&part, share);
             let ready = readable(index);
-            arrived = arrived.max(self.groups[part.group].pull.take(ready, seconds)).max(ready + least);
+            let drives = part.elements * read / self.of_group(self.hardware.drives);
+            let least = least.max(part.longest * read / self.hardware.drives);
+            let group = &mut self.groups[part.group];
+            let read_at = group.drives.take(ready, drives);
+            arrived = arrived.max(group.pull.take(ready, seconds)).max(read_at).max(ready + least);
         }
         self.rank.fabric.take(arrived, self.exchange_s(elements))
+    }
+
+    /// What a pull reads of the drives for each element of a unit. At stage 2 pulls follow the update, and find its images
+    /// in DRAM.
+    fn read_bytes(&self, unit: usize) -> f64 {
+        let (trained, drives) = (self.run.units[unit].trained, self.run.drives);
+        match self.run.stage {
+            Stage::Two => 0.0,
+            Stage::Three => trained * drives.pull + (1.0 - trained) * drives.frozen_pull,
+        }
     }
 
     fn step(&mut self) {
         let units = self.run.units.len();
         let mut received_at = 0.0f64;
-        // What a pass ends with is there when the next one begins.
-        let stays = self.run.resident.saturating_sub(1);
         for micro_step in 0..self.run.micro_steps {
             for unit in 0..units {
-                let is_pulled = micro_step == 0 || unit >= stays;
+                let is_pulled = self.run.pulls_for_forward(micro_step, unit);
                 self.compute(unit, self.run.units[unit].forward_s, is_pulled);
             }
             for unit in (0..units).rev() {
-                let done = self.compute(unit, self.run.units[unit].backward_s, unit + stays < units);
+                let is_pulled = self.run.pulls_for_backward(unit);
+                let done = self.compute(unit, self.run.units[unit].backward_s, is_pulled);
                 received_at = received_at.max(self.push(unit, done, micro_step));
             }
         }
@@ -318,10 +346,15 @@ impl Simulation<'_> {
             let mut updated = Vec::with_capacity(self.parts[index].len());
             for part in &self.parts[index] {
                 let elements = part.elements * trained;
+                let (of_memory, of_drives) = (self.run.update_bytes, self.run.drives.update);
+                // A shard is updated by the one server that has it.
+                let longest = part.longest * trained;
+                let least = (longest * of_memory / self.hardware.server_memory)
+                    .max(longest * of_drives / self.hardware.drives);
                 let group = &mut self.groups[part.group];
-                let in_memory = group.memory.take(decided_at, elements * self.run.update_bytes / memory);
-                let on_drives = group.drives.take(decided_at, elements * self.run.drives.update / drives);
-                updated.push(in_memory.max(on_drives));
+                let in_memory = group.memory.take(decided_at, elements * of_memory / memory);
+                let on_drives = group.drives.take(decided_at, elements * of_drives / drives);
+                updated.push(in_memory.max(on_drives).max(decided_at + least));
             }
             self.newest[index] = match self.run.stage {
                 Stage::Two => self.pull(index, trained, |part| updated[part]),

@@ -5,7 +5,7 @@ use longshore_engine::{
     kernels::bytes_per_parameter,
     tier::{Spill, Storage},
 };
-use longshore_proto::{Dtype, Formats, JobSpec, Layout, ShardId};
+use longshore_proto::{Dtype, Formats, JobSpec, Layout, ShardId, TierKind};
 
 /// Bytes of memory traffic that an update takes for each element of a job. `sliced` says that each has one contributor, whatever the number of ranks.
 pub(crate) fn update_bytes(spec: &JobSpec, sliced: bool) -> f64 {
@@ -16,13 +16,17 @@ pub(crate) fn update_bytes(spec: &JobSpec, sliced: bool) -> f64 {
     bytes_per_parameter(spec.rule, master, state, gradient as usize, spec.image_dtype.bytes() as usize)
 }
 
-/// What a step moves to and from drives, in bytes for each element that is trained.
+/// What a step moves to and from drives, in bytes for each element that is updated or pulled.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DriveTraffic {
     /// What an update reads and writes: state, gradients in, images out.
     pub(crate) update: f64,
     /// Gradients as they are written when they come.
     pub(crate) gradients: f64,
+    /// What a pull reads of trained weights that were made a while ago. Those that are pulled behind their update are still in DRAM.
+    pub(crate) pull: f64,
+    /// What a pull reads of frozen weights.
+    pub(crate) frozen_pull: f64,
 }
 
 impl DriveTraffic {
@@ -37,14 +41,21 @@ impl DriveTraffic {
         let all = written(storage.spill);
         let gradients = if storage.spill == Spill::All { all - written(Spill::Images) } else { 0.0 };
         let images = all - gradients - written(Spill::State);
-        // State and gradients are read as often as they are written. Images are pulled from DRAM as they are made.
-        DriveTraffic { update: 2.0 * all - gradients - images, gradients }
+        let image = spec.image_dtype.bytes() as f64;
+        DriveTraffic {
+            // State and gradients are read as often as they are written, and images at a pull.
+            update: 2.0 * all - gradients - images,
+            gradients,
+            pull: if storage.spills_images(spec) { image } else { 0.0 },
+            // Frozen weights have one place, which is on the drives whatever spills.
+            frozen_pull: if spec.tier == TierKind::Nvme { image } else { 0.0 },
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{Placement, ServerId, TierKind};
+    use longshore_proto::{Placement, ServerId};
 
     use super::*;
     use crate::bench::{job, param};
@@ -54,14 +65,15 @@ mod tests {
         let spec = JobSpec { tier: TierKind::Nvme, ..job("plan", vec![param("all", 1 << 26)]).unwrap() };
         let layout = spec.validate().unwrap();
         let owned = Placement::striped(vec!["0".into()], layout.shards()).owned(ServerId(0));
-        for (spill, update, gradients) in
-            [(Spill::State, 24.0, 0.0), (Spill::Images, 26.0, 0.0), (Spill::All, 28.0, 2.0)]
+        for (spill, update, gradients, pull) in
+            [(Spill::State, 24.0, 0.0, 0.0), (Spill::Images, 26.0, 0.0, 2.0), (Spill::All, 28.0, 2.0, 2.0)]
         {
             let storage = Storage { dirs: vec!["0".into()], spill, ..Storage::default() };
             let found = DriveTraffic::of(&spec, &layout, &owned, &storage);
             // Checksums and whole pages come on top.
             assert!((found.update / update - 1.0).abs() < 0.002, "{spill:?}: {found:?}");
             assert!((found.gradients - gradients).abs() < 0.01, "{spill:?}: {found:?}");
+            assert_eq!((found.pull, found.frozen_pull), (pull, 2.0), "{spill:?}");
         }
     }
 }

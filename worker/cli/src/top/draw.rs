@@ -179,8 +179,11 @@ fn state_line(job: &JobView) -> Line<'_> {
 fn trouble_lines(job: &JobView) -> Vec<Line<'_>> {
     let style = if matches!(job.state, State::Failed | State::Away) { bad() } else { warn() };
     let line = |Trouble { what, remedy }: &Trouble| {
-        let remedy = Span::styled(format!(". Remedy: {}", printable(remedy)), Style::new());
-        Line::from(vec![Span::styled(printable(what), style), remedy])
+        let what = Span::styled(printable(what), style);
+        if remedy.is_empty() {
+            return Line::from(what);
+        }
+        Line::from(vec![what, Span::styled(format!(". Remedy: {}", printable(remedy)), Style::new())])
     };
     job.troubles.iter().map(line).collect()
 }

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use longshore_proto::DECISION_AWAITED;
 use longshore_wire::v1::{self, DescribeResponse};
 
 use super::{
@@ -55,7 +56,9 @@ pub(crate) fn job_view(
     let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
     let mean = times.iter().sum::<f64>() / times.len() as f64;
-    let waiting = there.iter().map(|(_, answer)| &answer.waiting_for).find(|waits| !waits.is_empty());
+    // A server that lacks a gradient says why the others lack the decision.
+    let waits = there.iter().map(|(_, answer)| &answer.waiting_for).filter(|waits| !waits.is_empty());
+    let waiting = waits.min_by_key(|waits| waits.starts_with(DECISION_AWAITED));
     let mut view = JobView {
         job: job.into(),
         state: state(&there),
@@ -215,6 +218,24 @@ pub(super) mod tests {
         let mut idle = answer(20, 60_000);
         idle.ranks[0].left = true;
         assert_eq!(view_of(Ok(idle)).state, State::Idle);
+    }
+
+    #[test]
+    fn the_server_that_lacks_a_gradient_says_why_a_job_waits() {
+        let waits = |text: &str| DescribeResponse { waiting_for: text.into(), ..answer(20, 60_000) };
+        let decision = format!("{DECISION_AWAITED}step 21 (its commit) from rank 0");
+        let answers = [&decision, "step 21, micro-step 0, shard 1 from rank 1", ""]
+            .map(|text| ("host:7070".to_string(), Ok(waits(text))));
+        let view = job_view("default", &answers.into(), &mut Known::default(), (NOW_MS, Instant::now()));
+        assert!(view.waiting_for.ends_with("from rank 1"), "{view:?}");
+        // A decision that is on its way is no trouble, and one that does not come is.
+        let waits = |ago_ms| DescribeResponse { waiting_for: decision.clone(), ..answer(20, ago_ms) };
+        assert!(view_of(Ok(waits(1000))).troubles.is_empty());
+        let stalled = view_of(Ok(waits(60_000)));
+        assert!(
+            stalled.troubles[0].what.contains("60 s: it waits for the decision on step 21"),
+            "{stalled:?}"
+        );
     }
 
     #[test]

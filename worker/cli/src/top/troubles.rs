@@ -1,6 +1,6 @@
 //! What is wrong with a job, and what to do.
 
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::{Fault, FaultKind, remedies};
 use longshore_wire::v1;
 
 use super::view::{Answers, JobView, State, Trouble};
@@ -23,32 +23,28 @@ pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Tr
             }
         };
         if !answer.failure.is_empty() {
-            say(format!("{address} cannot go on: {}", answer.failure), "see that server's log");
+            say(format!("{address} cannot go on: {}", answer.failure), remedies::FAILED);
         }
         let Some(progress) = &answer.progress else { continue };
         if progress.phase() == v1::Phase::Loading {
             let shards = progress.missing_shards.len();
-            say(
-                format!("{address}: {shards} shards wait for their weights"),
-                "rank 0 or a restore brings them",
-            );
+            say(format!("{address}: {shards} shards wait for their weights"), remedies::LOADING);
         }
         if let Some(checkpoint) =
             answer.checkpoints.as_ref().filter(|checkpoint| !checkpoint.failure.is_empty())
         {
             let what = format!("the last checkpoint failed on {address}: {}", checkpoint.failure);
-            say(what, "put that right: the next checkpoint takes its place");
+            say(what, remedies::CHECKPOINT_FAILED);
         }
     }
     // All servers pause for one reason.
     let reason = |answer: &v1::DescribeResponse| Some(answer.progress.as_ref()?.pause_reason.clone());
     let mut reasons = answers.iter().filter_map(|(_, answer)| reason(answer.as_ref().ok()?));
     if let Some(reason) = reasons.find(|reason| !reason.is_empty()) {
-        say(format!("paused: {reason}"), "`longshore resume` lets it go on");
+        say(format!("paused: {reason}"), remedies::of_pause(&reason));
     }
     if let Some((silent, waits)) = stalled(view, now_ms) {
-        let remedy = "see whether that rank's process runs, and start it again if not: it goes on from here";
-        say(format!("nothing was decided for {silent:.0} s: it waits for {waits}"), remedy);
+        say(format!("nothing was decided for {silent:.0} s: it waits for {waits}"), remedies::STALLED);
     }
     found
 }

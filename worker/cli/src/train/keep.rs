@@ -189,6 +189,21 @@ impl<'a> Keeper<'a> {
         self.embedded && !self.settings.tier.properties().survives_restart()
     }
 
+    /// Where a run that was stopped is, and how to go on.
+    pub(super) fn way_on(&self, version: Version) -> String {
+        let at = format!("after step {} of {}", version.0, self.settings.steps);
+        match &self.last {
+            _ if !self.is_gone_with_us() => format!("{at}: run the same command again to go on"),
+            Some((name, _)) => {
+                format!("{at}: run the same command with --resume to go on from checkpoint {name}")
+            }
+            None => format!(
+                "{at}, and its embedded server kept the state in memory: it ends with this. With --checkpoint-dir DIR the same command \
+                 leaves a checkpoint to go on from"
+            ),
+        }
+    }
+
     fn state_line(&self, gone: bool, version: Version) -> String {
         let Settings { job, state_dirs, shm_dir, tier, .. } = self.settings;
         let label = "state            ";

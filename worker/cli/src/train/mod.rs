@@ -10,11 +10,13 @@ mod rank;
 mod report;
 mod settings;
 mod staging;
+mod stop;
 mod tensorboard;
 mod tested;
 pub mod text;
 mod weights;
 
+pub(crate) use self::stop::Stopped;
 pub use self::{
     gradients::{LayerGradients, Sink},
     launch::run,

@@ -2,9 +2,9 @@
 
 mod evaluate;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use longshore_proto::{Layout, Rank, Step};
+use longshore_proto::{Layout, Rank, Step, Version};
 use longshore_worker::{
     Units,
     device::{Budget, Device},
@@ -19,7 +19,9 @@ use super::{
     keep::Keeper,
     memory::{Workload, activations, plan_stage, weights_budget, with_kept_activations},
     report::{Around, Opening, Report},
-    stage_units, tested,
+    stage_units,
+    stop::{Part, Stop, Stopped},
+    tested,
     text::{Batch, Corpus},
 };
 use crate::{output::Output, progress::Progress};
@@ -39,6 +41,7 @@ struct Run<'a> {
     /// Device memory for 16-bit weights, in bytes.
     weights_budget: u64,
     rank: u32,
+    stop: Stop,
 }
 
 /// Device memory held for the whole run.
@@ -49,7 +52,13 @@ struct DeviceBuffers {
 
 /// Runs one rank to the end of training.
 pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: bool) -> anyhow::Result<()> {
-    let run = Run::prepare(settings, rank)?;
+    // A rank other than 0 that was started by hand ends with its signal, as with kill -9: that loses nothing.
+    let part = match (rank, settings.launched) {
+        (0, _) => Some(Part::Decides),
+        (_, launched) => launched.then_some(Part::Follows),
+    };
+    let stop = part.map(Stop::catch).transpose()?.unwrap_or_default();
+    let run = Run::prepare(settings, rank, stop)?;
     let tokens = (settings.batch * run.model.config().context) as u64
         * u64::from(settings.micro_steps)
         * u64::from(settings.world_size);
@@ -71,7 +80,7 @@ struct ServerChoice<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn prepare(settings: &'a Settings, rank: u32) -> anyhow::Result<Run<'a>> {
+    fn prepare(settings: &'a Settings, rank: u32, stop: Stop) -> anyhow::Result<Run<'a>> {
         let model = Gpt::new(settings.model)?;
         let model = with_kept_activations(model, settings.device_budget);
         let corpus = Corpus::load(&settings.data)?;
@@ -89,7 +98,8 @@ impl<'a> Run<'a> {
         };
         let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
         let weights_budget = weights_budget(settings.stage, stage, (&model, &layout), &work, device.budget());
-        let run = Run { settings, model, corpus, validation, layout, device, stage, weights_budget, rank };
+        let run =
+            Run { settings, model, corpus, validation, layout, device, stage, weights_budget, rank, stop };
         // Before the job is there.
         run.pipeline_options()?.validate(&spec)?;
         Ok(run)
@@ -134,15 +144,19 @@ impl<'a> Run<'a> {
             stage: &self.stage_name(&memory),
             device: self.device.name(),
         });
-        let first_loss = self.evaluate_at(joined.version, &memory, report)?;
+        // From here on the other ranks can tell that this process is there, however long it evaluates.
         let mut pipeline = Pipeline::new(session, &joined, self.pipeline_options()?)?;
+        let first_loss = self.evaluate_at(joined.version, &memory, report)?;
         self.check_resumed(&pipeline, report);
-        while pipeline.last_step().0 < settings.steps {
+        self.say_when_the_delay_begins(report);
+        while pipeline.last_step().0 < settings.steps && !self.is_stopped() {
             self.step(&mut pipeline, &mut memory, report)?;
             self.after_step(&mut pipeline, &memory, &mut keeper, report)?;
         }
-        let version = pipeline.drain()?;
+        // What is said and written at the end is of a version that stays.
+        let version = pipeline.settle()?;
         report.decided(pipeline.outcomes());
+        let stopped = self.stop.asked().filter(|_| self.rank == 0 && version.0 < settings.steps);
         let mut failure = None;
         if self.rank == 0 {
             let around = Around {
@@ -155,11 +169,19 @@ impl<'a> Run<'a> {
             let ending = self.end(&pipeline, version, &memory, around)?;
             let kept = keeper.finish(pipeline.session(), version, report)?;
             report.ending(&ending, &kept);
-            failure = kept.failure;
+            failure = match (kept.failure, stopped) {
+                (None, Some(signal)) => Some(Stopped { signal, said: keeper.way_on(version) }.into()),
+                (failure, _) => failure,
+            };
         }
         drop(memory);
         pipeline.close()?.leave()?;
         failure.map_or(Ok(()), Err)
+    }
+
+    /// Whether rank 0 was told to stop. Others go on until they are ended: a step in hand needs them.
+    fn is_stopped(&self) -> bool {
+        self.rank == 0 && self.stop.asked().is_some()
     }
 
     /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
@@ -179,6 +201,9 @@ impl<'a> Run<'a> {
             return Ok(session.join().map(|joined| (session, joined))?);
         }
         let fresh = opened?.is_fresh();
+        if fresh {
+            say_what_is_left_aside(&session, report);
+        }
         let joined = session.join()?;
         if fresh {
             let Settings { seed, init_on_servers, .. } = *self.settings;
@@ -333,11 +358,38 @@ impl<'a> Run<'a> {
         state.to_string().into_bytes()
     }
 
+    fn say_when_the_delay_begins(&self, report: &Report) {
+        let Settings { delay, delay_warmup_steps: exact, steps, .. } = *self.settings;
+        match delay {
+            0 => {}
+            _ if exact < steps => {
+                report.note(&format!("steps are exact to step {exact} (--warmup-steps), then delayed"))
+            }
+            _ => report.note(&format!("no step is delayed: the first {exact} are exact (--warmup-steps)")),
+        }
+    }
+
     fn check_resumed(&self, pipeline: &Pipeline, report: &Report) {
         if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
             report.note("this job was trained so far with another seed, batch, number of steps or delay");
         }
     }
+}
+
+/// A job that starts afresh beside checkpoints of its name may not be what was meant: its servers may have lost it.
+fn say_what_is_left_aside(session: &Session, report: &Report) {
+    // Servers without a folder for checkpoints have none to speak of.
+    // A folder that hangs holds up no run for the sake of a note.
+    let Ok(checkpoints) = session.list_checkpoints_within(Duration::from_secs(2)) else { return };
+    // The last one was sealed last.
+    let Some(newest) = checkpoints.last().filter(|newest| newest.version > Version(0)) else { return };
+    report.note(&format!(
+        "the servers have nothing of job {}, so it starts afresh, at version 0, though checkpoint {} of {} is there: to go on from it, stop \
+         this, delete the job where it stays on servers (`longshore delete`), and run the same command with --resume",
+        session.spec().name,
+        newest.name,
+        newest.version
+    ));
 }
 
 /// An error of this library that passed through the model is shown as itself.

@@ -27,6 +27,8 @@ pub struct Settings {
     pub access: Access,
     /// The server is embedded in the process that started this one, and ends with it.
     pub embedded: bool,
+    /// This process was started with those of the other ranks.
+    pub launched: bool,
     pub data: PathBuf,
     pub model: Config,
     pub steps: u64,

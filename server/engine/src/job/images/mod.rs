@@ -100,6 +100,16 @@ impl Images {
         self.stored.as_ref().map_or(Ok(false), |images| images.read(owned, version, bytes, read))
     }
 
+    /// Has the tier read bytes of an image before a pull asks for them, unless DRAM has it.
+    pub(super) fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>) {
+        if let Some(images) = &self.stored
+            && self.are_spilled()
+            && self.here(owned, version).is_none()
+        {
+            images.read_ahead(owned, version, bytes);
+        }
+    }
+
     /// Hands a shard's whole image of a version to `with`, or None if it is not kept.
     pub(super) fn with_whole<R>(
         &self,

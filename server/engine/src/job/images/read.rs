@@ -77,7 +77,19 @@ impl Job {
         Ok(())
     }
 
-    /// Hands the bytes of a checked slice of one version's image to `read`.
+    /// Has the tier read the bytes of a checked slice of one version's image, since a pull will ask for them soon. It waits
+    /// for nothing, and does nothing before the shard has the version, or where the tier has no room.
+    pub fn read_ahead(&self, slice: &Slice, version: Version) {
+        let ready = if self.reads_state(slice.shard) { self.ready(slice, version) } else { Ok(None) };
+        let Ok(Some(owned)) = ready else { return };
+        let (start, bytes) = self.image_bytes(slice);
+        match self.is_frozen(owned) {
+            true => self.tier.state.read_frozen_ahead(owned, start..start + bytes),
+            false => self.images.read_ahead(owned, version, start..start + bytes),
+        }
+    }
+
+    /// Hands the bytes of a checked slice of one version's image to `read`, in order, in one call or several.
     pub fn read_image(
         &self,
         slice: &Slice,

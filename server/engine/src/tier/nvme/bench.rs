@@ -61,101 +61,125 @@ impl StorageMeasurement {
     }
 }
 
-/// Makes a store for `spec` in the storage's directories, runs `rounds` of (bare loop, step), and removes it. The
-/// update, on the pool's threads, reads and writes every byte of the state once, as the cheapest rule would. Returns
-/// one measurement a round.
+/// A store that is measured. Its update, on the pool's threads, reads and writes every byte of the state once, as the
+/// cheapest rule would.
+pub struct BenchStore {
+    spec: JobSpec,
+    storage: Storage,
+    tier: NvmeTier,
+    version: Version,
+}
+
+impl BenchStore {
+    /// Makes a store for `spec` in the storage's directories, with its state at version 0.
+    pub fn make(spec: &JobSpec, storage: &Storage) -> Result<BenchStore, Fault> {
+        let layout = spec.validate()?;
+        let placement = Placement::striped(vec!["bench".into()], layout.shards());
+        let owned = placement.owned(ServerId(0));
+        let server = ServerId(0);
+        let inputs = Inputs { spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
+        let (tier, _) = NvmeTier::open(&inputs, Box::new(|| ()))?;
+        let store = BenchStore { spec: spec.clone(), storage: storage.clone(), tier, version: Version(0) };
+        for owned in store.shards() {
+            store.tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
+        }
+        store.tier.start(&Record::new(Version(0), 0, None))?;
+        Ok(store)
+    }
+
+    /// Removes what the store has on its drives.
+    pub fn remove(self) -> Result<(), Fault> {
+        self.tier.discard()
+    }
+
+    fn shards(&self) -> OwnedShards {
+        OwnedShards::all(self.tier.plan().shards.len())
+    }
+
+    fn parameters(&self) -> u64 {
+        self.tier.plan().shards.iter().map(|place| place.elements as u64).sum()
+    }
+
+    /// One step of the store, its flushes and records included.
+    pub fn step(&mut self, pool: &ThreadPool) -> Result<(), Fault> {
+        self.version = Version(self.version.0 + 1);
+        let version = self.version;
+        for owned in self.shards() {
+            self.tier.update(owned, version, &mut |state, guard| {
+                let blocks = state.blocks().enumerate();
+                pool.blocks(blocks.collect(), |(block, mut part)| {
+                    if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
+                        touch(&mut part.f32());
+                        guard.end(block, number, part.as_ref(), &[]);
+                    }
+                });
+            })?;
+        }
+        self.tier.finish(&Record::new(version, version.0, Some(self.commit())))?;
+        self.tier.pager.until(|state| state.durable >= Some(version))?;
+        // Where nothing is made durable, the last writes are still under way, and belong to the step.
+        self.tier.pager.quiesce();
+        Ok(())
+    }
+
+    fn commit(&self) -> Commit {
+        Commit {
+            step: Step(self.version.0),
+            skip: false,
+            gradient_scale: 1.0,
+            clip_coefficient: 1.0,
+            correction: Correction::None,
+            amend: None,
+            left_out: Vec::new(),
+            groups: vec![Default::default(); self.spec.groups.len()],
+            norm: 0.0,
+            loss_scale: 1.0,
+            trainer_state: Vec::new(),
+            decided_by: Default::default(),
+            pause_reason: String::new(),
+        }
+    }
+}
+
+/// Steps that come first: blocks that were reserved and never written cost the file system more.
+pub const FIRST_STEPS: u64 = 2;
+
+/// Makes a store, runs `rounds` of (step, bare loop), and removes it. Returns one measurement a round.
 pub fn bench(
     spec: &JobSpec,
     storage: &Storage,
     pool: &ThreadPool,
     rounds: u64,
 ) -> Result<Vec<StorageMeasurement>, Fault> {
-    let layout = spec.validate()?;
-    let placement = Placement::striped(vec!["bench".into()], layout.shards());
-    let owned = placement.owned(ServerId(0));
-    let server = ServerId(0);
-    let inputs = Inputs { spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
-    let (tier, _) = NvmeTier::open(&inputs, Box::new(|| ()))?;
-    let measurements = run(spec, &tier, storage, pool, rounds);
-    tier.discard()?;
+    let mut store = BenchStore::make(spec, storage)?;
+    let measurements = run(&mut store, pool, rounds);
+    store.remove()?;
     measurements
 }
 
-fn run(
-    spec: &JobSpec,
-    tier: &NvmeTier,
-    storage: &Storage,
-    pool: &ThreadPool,
-    rounds: u64,
-) -> Result<Vec<StorageMeasurement>, Fault> {
-    let shards = OwnedShards::all(tier.plan().shards.len());
-    for owned in shards.clone() {
-        tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
+fn run(store: &mut BenchStore, pool: &ThreadPool, rounds: u64) -> Result<Vec<StorageMeasurement>, Fault> {
+    for _ in 0..FIRST_STEPS {
+        store.step(pool)?;
     }
-    tier.start(&Record::new(Version(0), 0, None))?;
-    let mut measurements = Vec::new();
-    // Two steps come first: blocks that were reserved and never written cost the file system more.
-    for version in 1..=rounds + 2 {
+    let round = |_| {
         let (from, cpu) = (Instant::now(), cpu_seconds());
-        step(spec, tier, pool, shards.clone(), Version(version))?;
-        // Where nothing is made durable, the last writes are still under way, and belong to the step.
-        tier.pager.quiesce();
+        store.step(pool)?;
         let step_seconds = from.elapsed().as_secs_f64();
         let step_cpu_seconds = cpu_seconds() - cpu;
-        if version <= 2 {
-            continue;
-        }
         let cpu = cpu_seconds();
-        let (raw_seconds, bytes) = raw(tier, storage)?;
+        let (raw_seconds, bytes) = raw(&store.tier, &store.storage)?;
         let raw_cpu_seconds = cpu_seconds() - cpu;
-        let parameters = tier.plan().shards.iter().map(|place| place.elements as u64).sum();
-        measurements.push(StorageMeasurement {
+        let parameters = store.parameters();
+        Ok(StorageMeasurement {
             parameters,
             bytes,
             raw_seconds,
             raw_cpu_seconds,
             step_seconds,
             step_cpu_seconds,
-        });
-    }
-    Ok(measurements)
-}
-
-fn step(
-    spec: &JobSpec,
-    tier: &NvmeTier,
-    pool: &ThreadPool,
-    shards: OwnedShards,
-    version: Version,
-) -> Result<(), Fault> {
-    for owned in shards {
-        tier.update(owned, version, &mut |state, guard| {
-            let blocks = state.blocks().enumerate();
-            pool.blocks(blocks.collect(), |(block, mut part)| {
-                if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
-                    touch(&mut part.f32());
-                    guard.end(block, number, part.as_ref(), &[]);
-                }
-            });
-        })?;
-    }
-    let commit = Commit {
-        step: Step(version.0),
-        skip: false,
-        gradient_scale: 1.0,
-        clip_coefficient: 1.0,
-        correction: Correction::None,
-        amend: None,
-        left_out: Vec::new(),
-        groups: vec![Default::default(); spec.groups.len()],
-        norm: 0.0,
-        loss_scale: 1.0,
-        trainer_state: Vec::new(),
-        decided_by: Default::default(),
-        pause_reason: String::new(),
+        })
     };
-    tier.finish(&Record::new(version, version.0, Some(commit)))?;
-    tier.pager.until(|state| state.durable >= Some(version))
+    (0..rounds).map(round).collect()
 }
 
 fn touch(state: &mut State<'_>) {

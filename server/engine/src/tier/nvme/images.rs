@@ -3,11 +3,13 @@
 
 use std::{
     ops::Range,
-    sync::{Condvar, Mutex, PoisonError, atomic::Ordering},
-    time::Duration,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use longshore_proto::{Fault, Version, limits::CHUNK_BYTES};
+use longshore_proto::{Fault, Version};
 
 use super::{
     super::{
@@ -18,51 +20,17 @@ use super::{
     },
     NvmeTier,
     pager::BlockChecksums,
+    parts::{Fetch, InUse, Kept, PART_BYTES, PartOf},
     recover::{damaged, remedy},
 };
 use crate::{
     ids::OwnedShard,
-    io::{Direction, Part, transfer},
-    lock,
-    memory::{AllocationError, Region, Slab},
+    io::{Direction, Part, Request, transfer},
+    memory::{Region, Slab},
 };
 
-/// How many parts of images are read at once. A drive is near its best with four requests of a MiB.
-const READERS: usize = 4;
-/// How often a reader who waits for its turn checks that the store has not failed.
-const LOOK: Duration = Duration::from_millis(200);
-
-/// The buffers between the drives and whoever pulls.
-pub(super) struct Readers {
-    free: Mutex<Vec<Region>>,
-    returned: Condvar,
-    /// The bytes of each buffer.
-    bytes: usize,
-}
-
-impl Readers {
-    /// `block` is how many bytes an image's block has; 0 where nothing will be read.
-    pub(super) fn allocate(block: usize) -> Result<Readers, AllocationError> {
-        let (bytes, count) = if block > 0 { (reader_bytes(block), READERS) } else { (0, 0) };
-        let free = Slab::allocate(bytes * count)?.carve_here(&vec![bytes; count]);
-        Ok(Readers { free: Mutex::new(free), returned: Condvar::new(), bytes })
-    }
-
-    /// The bytes of all buffers.
-    pub(super) fn bytes(block: usize) -> usize {
-        if block > 0 { READERS * reader_bytes(block) } else { 0 }
-    }
-
-    fn give_back(&self, buffer: Region) {
-        lock(&self.free).push(buffer);
-        self.returned.notify_one();
-    }
-}
-
-/// The most that a chunk of a pull covers: it may begin and end inside of a block.
-fn reader_bytes(block: usize) -> usize {
-    CHUNK_BYTES + 2 * block
-}
+/// How many parts of one range are read at once. A drive is near its best with four requests of a MiB.
+const AT_ONCE: usize = 4;
 
 impl NvmeTier {
     /// An image's slot, and the part of a file that holds it.
@@ -78,24 +46,6 @@ impl NvmeTier {
         slot.filter(|_| kept).map(part)
     }
 
-    /// A buffer of at least so many bytes: one of the few for pulls, or for whole images one of its own.
-    fn reader(&self, bytes: usize) -> Result<Region, Fault> {
-        if bytes > self.readers.bytes {
-            return one_buffer(bytes);
-        }
-        let mut free = lock(&self.readers.free);
-        loop {
-            if let Some(buffer) = free.pop() {
-                return Ok(buffer);
-            }
-            if let Some(fault) = self.pager.failure() {
-                return Err(fault);
-            }
-            let waited = self.readers.returned.wait_timeout(free, LOOK);
-            free = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
     /// The first block of an image, from block `first` on, that differs from its checksum, and the checksum that it
     /// has.
     fn damaged_block(
@@ -106,39 +56,118 @@ impl NvmeTier {
         image: &[u8],
     ) -> Option<(usize, u64)> {
         let checksums = &self.pager.checksums[owned.index()].images[slot][first..];
-        let mut blocks = image.chunks(self.plan().image_block()).zip(checksums).enumerate();
+        self.differing(checksums, image).map(|(block, found)| (first + block, found))
+    }
+
+    /// The first block that differs from its checksum, and the checksum that it has.
+    fn differing(&self, checksums: &[AtomicU64], bytes: &[u8]) -> Option<(usize, u64)> {
+        let mut blocks = bytes.chunks(self.plan().image_block()).zip(checksums).enumerate();
         blocks.find_map(|(block, (bytes, checksum))| {
             let found = crc64([bytes]);
-            (found != checksum.load(Ordering::Relaxed)).then_some((first + block, found))
+            (found != checksum.load(Ordering::Relaxed)).then_some((block, found))
         })
     }
 
-    /// Reads the blocks around bytes of a frozen shard, and compares them with their checksums.
+    /// Hands bytes of a frozen shard to `read`, part by part.
     pub(super) fn read_frozen_part(
         &self,
         owned: OwnedShard,
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Fault> {
-        let block = self.plan().image_block();
-        let blocks = bytes.start / block..bytes.end.div_ceil(block);
-        let (start, length) = (blocks.start * block, blocks.len() * block);
-        let buffer = self.reader(length)?;
-        let offset = self.plan().state_part(owned, 0).offset + start as u64;
-        let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
-        let whole = &buffer.bytes()[..length];
-        let checksums = &self.pager.checksums[owned.index()].state[blocks.clone()];
-        let found = whole.chunks(block).map(|block| crc64([block]));
-        let damage = blocks.zip(found.zip(checksums)).find_map(|(block, (found, checksum))| {
-            (found != checksum.load(Ordering::Relaxed)).then_some((block, found))
+        for (part, within) in parts_of(bytes.clone()) {
+            self.parts_ahead((owned, Kept::Frozen), part..bytes.end.div_ceil(PART_BYTES));
+            let taken = self.part(PartOf { owned, kept: Kept::Frozen, part })?;
+            if !taken.is_checked() {
+                let (first, whole) =
+                    (part * self.part_blocks(), &taken.bytes()[..self.part_bytes(owned, part)]);
+                let checksums = &self.pager.checksums[owned.index()].state[first..];
+                if let Some((block, found)) = self.differing(checksums, whole) {
+                    return Err(self.damage(owned, first + block, found));
+                }
+                taken.checked();
+            }
+            read(&taken.bytes()[within]);
+        }
+        Ok(())
+    }
+
+    /// Hands bytes of an image of a version to `read`, part by part. Returns false if the image is not kept any more.
+    fn read_image_part(
+        &self,
+        owned: OwnedShard,
+        version: Version,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Fault> {
+        let Some(slot) = self.pager.stored_image(owned, version)? else { return Ok(false) };
+        let kept = Kept::Image { version, slot };
+        for (part, within) in parts_of(bytes.clone()) {
+            self.parts_ahead((owned, kept), part..bytes.end.div_ceil(PART_BYTES));
+            let taken = self.part(PartOf { owned, kept, part })?;
+            let (first, whole) = (part * self.part_blocks(), &taken.bytes()[..self.part_bytes(owned, part)]);
+            let damage = match taken.is_checked() {
+                true => None,
+                false => self.damaged_block(owned, slot as usize, first, whole),
+            };
+            // The slot is looked up again: it may have been given to a newer version since it was read, if nobody should
+            // need this one any more.
+            if self.pager.lock().image_slot(version) != Some(slot) {
+                return Ok(false);
+            }
+            if let Some((block, found)) = damage {
+                return Err(self.image_damage(owned, slot as usize, block, found));
+            }
+            taken.checked();
+            read(&whole[within]);
+        }
+        Ok(true)
+    }
+
+    /// Has the first of some parts read before anybody asks for them, as far as there is room.
+    fn parts_ahead(&self, (owned, kept): (OwnedShard, Kept), parts: Range<usize>) {
+        let fetches = parts.take(AT_ONCE).filter_map(|part| self.reads.ahead(PartOf { owned, kept, part }));
+        fetches.for_each(|fetch| self.fetch(fetch));
+    }
+
+    pub(super) fn frozen_ahead(&self, owned: OwnedShard, bytes: Range<usize>) {
+        self.parts_ahead((owned, Kept::Frozen), parts_with(&bytes));
+    }
+
+    fn part(&self, part: PartOf) -> Result<InUse<'_>, Fault> {
+        self.reads.take(part, |fetch| self.fetch(fetch), || self.pager.hopeless())
+    }
+
+    /// How many blocks a part has.
+    fn part_blocks(&self) -> usize {
+        PART_BYTES / self.plan().image_block()
+    }
+
+    /// How many bytes a part of a shard has.
+    fn part_bytes(&self, owned: OwnedShard, part: usize) -> usize {
+        PART_BYTES.min(self.plan().pulled_bytes(owned) - part * PART_BYTES)
+    }
+
+    /// Begins to read a part.
+    fn fetch(&self, Fetch { part: PartOf { owned, kept, part }, buffer, place }: Fetch) {
+        let start = match kept {
+            Kept::Image { slot, .. } => self.plan().image_part(owned, slot).offset,
+            Kept::Frozen => self.plan().state_part(owned, 0).offset,
+        };
+        let range = 0..self.part_bytes(owned, part);
+        let parts = vec![Part { offset: start + (part * PART_BYTES) as u64, range }];
+        let disk = &self.pager.disks[self.plan().shards[owned.index()].file];
+        let (pager, reads, path) = (Arc::clone(&self.pager), Arc::clone(&self.reads), disk.path().to_owned());
+        self.pager.asked(owned);
+        let done = Box::new(move |buffer: Region, result: std::io::Result<()>| {
+            pager.answered(owned);
+            let whole = result.is_ok();
+            if let Err(error) = result {
+                pager.fail(io("read", &path)(error));
+            }
+            reads.arrived(place, buffer, whole);
         });
-        if damage.is_none() {
-            read(&whole[bytes.start - start..bytes.end - start]);
-        }
-        if buffer.bytes().len() == self.readers.bytes {
-            self.readers.give_back(buffer);
-        }
-        damage.map_or(Ok(()), |(block, found)| Err(self.damage(owned, block, found)))
+        disk.submit(Request { direction: Direction::Read, parts, buffer, done });
     }
 
     fn image_damage(&self, owned: OwnedShard, slot: usize, block: usize, found: u64) -> Fault {
@@ -197,7 +226,6 @@ impl ImageStore for NvmeTier {
         }
     }
 
-    /// Reads the blocks around the bytes, and compares them with their checksums.
     fn read(
         &self,
         owned: OwnedShard,
@@ -208,31 +236,17 @@ impl ImageStore for NvmeTier {
         if !self.plan().spilled {
             return Ok(false);
         }
-        let block = self.plan().image_block();
-        let Some(slot) = self.pager.stored_image(owned, version)? else { return Ok(false) };
-        let blocks = bytes.start / block..bytes.end.div_ceil(block);
-        let (start, length) = (blocks.start * block, blocks.len() * block);
-        let buffer = self.reader(length)?;
-        let offset = self.plan().image_part(owned, slot).offset + start as u64;
-        let buffer = self.transfer_image(owned, Direction::Read, offset, length, buffer)?;
-        let whole = &buffer.bytes()[..length];
-        let damage = self.damaged_block(owned, slot as usize, blocks.start, whole);
-        // The slot is looked up again: it may have been given to a newer version meanwhile, if nobody should need
-        // this one any more.
-        let still = self.pager.lock().image_slot(version) == Some(slot);
-        if still && damage.is_none() {
-            read(&whole[bytes.start - start..bytes.end - start]);
-        }
-        if buffer.bytes().len() == self.readers.bytes {
-            self.readers.give_back(buffer);
-        }
-        match damage.filter(|_| still) {
-            Some((block, found)) => Err(self.image_damage(owned, slot as usize, block, found)),
-            None => Ok(still),
-        }
+        self.read_image_part(owned, version, bytes, read)
+    }
+
+    fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>) {
+        let slot = if self.plan().spilled { self.pager.image_at_rest(owned, version) } else { None };
+        let Some(slot) = slot else { return };
+        self.parts_ahead((owned, Kept::Image { version, slot }), parts_with(&bytes));
     }
 
     fn forget(&self) {
+        self.reads.forget();
         self.pager.lock().slots.older_image = None;
     }
 }
@@ -245,6 +259,19 @@ fn checksummed_blocks<'a>(
 ) -> impl Iterator<Item = (usize, u64)> + 'a {
     let bytes = image.len() / checksums.images[slot].len().max(1);
     image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
+}
+
+/// The parts that bytes of an image lie in.
+fn parts_with(bytes: &Range<usize>) -> Range<usize> {
+    bytes.start / PART_BYTES..bytes.end.div_ceil(PART_BYTES)
+}
+
+/// Those, each with the bytes of it that are wanted.
+fn parts_of(bytes: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+    parts_with(&bytes).map(move |part| {
+        let start = part * PART_BYTES;
+        (part, bytes.start.max(start) - start..bytes.end.min(start + PART_BYTES) - start)
+    })
 }
 
 fn one_buffer(bytes: usize) -> Result<Region, Fault> {

@@ -26,6 +26,7 @@ mod images;
 mod inspect;
 mod open;
 mod pager;
+mod parts;
 mod plan;
 mod ranks;
 mod recover;
@@ -41,13 +42,13 @@ use std::{
 
 use longshore_proto::{Fault, Rank, Version};
 
-pub use self::bench::{StorageMeasurement, bench};
+pub use self::bench::{BenchStore, FIRST_STEPS, StorageMeasurement, bench};
 use self::{
     durable::{VersionWriter, WriterThread},
     gradients::GradientFiles,
-    images::Readers,
     inspect::check_version,
     pager::{BlockChecksums, ShardPager},
+    parts::ReadWindow,
     plan::StorePlan,
     ranks::Ranks,
     recover::{damaged, remedy},
@@ -75,7 +76,7 @@ pub(super) struct NvmeTier {
     writer: Arc<VersionWriter>,
     pager: Arc<ShardPager>,
     recovery: Mutex<Option<Recovery>>,
-    readers: Readers,
+    reads: Arc<ReadWindow>,
     /// None where nothing is kept.
     ranks: Option<Ranks>,
     folders: Vec<Folder>,
@@ -224,6 +225,12 @@ impl Tier for NvmeTier {
             return self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]));
         }
         self.read_frozen_part(owned, bytes, read)
+    }
+
+    fn read_frozen_ahead(&self, owned: OwnedShard, bytes: Range<usize>) {
+        if !self.pager.is_resident(owned) && self.pager.failure().is_none() {
+            self.frozen_ahead(owned, bytes);
+        }
     }
 
     fn update(

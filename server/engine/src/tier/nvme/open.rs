@@ -19,8 +19,8 @@ use super::{
     NvmeTier, Recovery,
     durable::{Roots, StoredRecord, VersionWriter, WriterThread},
     gradients,
-    images::Readers,
     pager::ShardPager,
+    parts::{PART_BYTES, ReadWindow},
     plan::StorePlan,
     ranks::{self, Ranks},
     recover::{Records, read_table, remedy},
@@ -53,7 +53,7 @@ pub(in crate::tier) fn need(
     let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
     let buffers = buffers(&resident, storage) * plan.largest()
         + plan.files.len() * plan.meta_bytes()
-        + Readers::bytes(plan.pulled_block());
+        + ReadWindow::bytes(plan.pulled_parts(PART_BYTES));
     let shards = plan.shards.iter().zip(&resident);
     let leaves = |resident: bool| !resident || storage.durability == Durability::EachVersion;
     let written = shards.filter(|(place, resident)| !place.frozen && leaves(**resident));
@@ -169,7 +169,7 @@ impl NvmeTier {
         let watched: &[&str] = if ranks.is_some() { &[HEADER_FILE, DATA_FILE, RANKS_FILE] } else { &[] };
         let watch = Watch::over(folders.iter().map(|folder| &*folder.path), watched);
         let StoreMemory { buffers, resident, meta } = memory;
-        let readers = Readers::allocate(plan.pulled_block()).map_err(exhausted)?;
+        let reads = Arc::new(ReadWindow::allocate(plan.pulled_parts(PART_BYTES)).map_err(exhausted)?);
         let durability = inputs.storage.durability;
         let pager = Arc::new(ShardPager::new(plan, disks, durability, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
@@ -178,7 +178,7 @@ impl NvmeTier {
         let writer_thread = WriterThread::start(Arc::clone(&writer)).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        Ok(NvmeTier { writer_thread, writer, pager, recovery: Mutex::new(None), readers, ranks, folders })
+        Ok(NvmeTier { writer_thread, writer, pager, recovery: Mutex::new(None), reads, ranks, folders })
     }
 
     /// The record to go on from, with its tables in place. None if the store was created and never loaded to the end.

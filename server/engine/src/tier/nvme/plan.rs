@@ -140,10 +140,19 @@ impl StorePlan {
         self.image_block
     }
 
-    /// The bytes of one block of what pulls read from the drives; 0 if they read nothing.
-    pub(super) fn pulled_block(&self) -> usize {
-        let pulled = self.spilled || self.shards.iter().any(|place| place.frozen);
-        if pulled { self.image_block } else { 0 }
+    /// The bytes that pulls may read of a shard: its image or its frozen weights. 0 if they read nothing.
+    pub(super) fn pulled_bytes(&self, owned: OwnedShard) -> usize {
+        let place = &self.shards[owned.index()];
+        match place.frozen {
+            true => place.shape.bytes(place.elements),
+            false if self.spilled => place.image_bytes,
+            false => 0,
+        }
+    }
+
+    /// How many parts of so many bytes pulls may read.
+    pub(super) fn pulled_parts(&self, bytes: usize) -> usize {
+        OwnedShards::all(self.shards.len()).map(|owned| self.pulled_bytes(owned).div_ceil(bytes)).sum()
     }
 
     /// The bytes of all files.

@@ -17,7 +17,7 @@ use super::{
     prediction::{self, Alone, Uses, predict},
     rank::{Compute, prepare, produce},
 };
-use crate::{bench::median, output::Output};
+use crate::{bench::median, output::Output, plan::in_use_and_next};
 
 /// So many of the largest units are in device memory where no budget is given.
 const UNITS: u64 = 4;
@@ -173,8 +173,9 @@ pub(super) fn report(
     let alone = Alone { wire: link, memory: update_bytes_per_s(args)? };
     let predicted = predict(args, spec, &uses, &alone)?;
     let predicted_ms = predicted.map(|step| step.wall_s * 1e3);
-    // The plan's peak is that of the unit in use and the next; a larger budget is filled.
-    let planned = measured.budget.min(resident as u64 * args.shard_elements * spec.image_dtype.bytes());
+    // A larger budget than that of the unit in use and the next is filled.
+    let sizes: Vec<u64> = spec.params.iter().map(|param| param.shape.iter().product()).collect();
+    let planned = in_use_and_next(&sizes) * spec.image_dtype.bytes();
     let line = json!({
         "bench": "step",
         "case": format!("{}/{}/delay{}/stage3", args.transport(), args.tier, args.delay),

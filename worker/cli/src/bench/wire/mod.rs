@@ -14,6 +14,7 @@ use longshore_proto::limits::DATA_CONNECTIONS;
 use serde_json::json;
 
 pub(super) use self::ours::Both;
+pub(crate) use self::ours::JOB;
 use self::{beside::Update, case::Case, meter::Sample};
 use crate::output::Output;
 

@@ -2,14 +2,19 @@
 //! server's slots, and a pull from a version's image into a feed.
 
 use std::{
+    env,
+    fs::{self, File, TryLockError},
+    hash::{DefaultHasher, Hash, Hasher},
     hint::black_box,
     net::{Ipv4Addr, SocketAddr},
     sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
 use longshore_proto::{
-    JobSpec, Rank, Rule,
+    JobName, JobSpec, Rank, Rule,
     checksum::Crc32,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
@@ -55,14 +60,48 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     Ok(cases)
 }
 
-/// Push and pull over one transport, for a bench of something larger.
-pub(in crate::bench) struct Both(BenchRank);
+/// Push and pull over one transport, for a bench of something larger. The file is the turn of this host, where it is needed.
+pub(in crate::bench) struct Both(BenchRank, #[expect(dead_code)] Option<File>);
+
+/// What the name of a job begins with that is opened on servers which run elsewhere.
+pub(crate) const JOB: &str = "bench-wire-";
 
 /// How much is transferred to servers that run elsewhere, which may be busy with jobs. It takes twelve times as much of them.
 const TO_BYTES: u64 = 64 << 20;
 
 /// How much is transferred: it fits in no cache, and is little enough to be measured in each round.
 const BOTH_BYTES: u64 = 256 << 20;
+
+/// The longest wait for another measurement of this host and user.
+const OTHERS: Duration = Duration::from_secs(120);
+
+/// Waits until nobody else of this host and user measures servers, and returns the name that its job has there: the next run finds what a killed
+/// one has left, and removes it. Other hosts have other names, since in a job of one name each would fence the other.
+fn turn() -> anyhow::Result<(String, File)> {
+    const POLL: Duration = Duration::from_millis(100);
+    let user = rustix::process::getuid().as_raw();
+    let mut name = DefaultHasher::new();
+    (fs::read("/proc/sys/kernel/hostname").unwrap_or_default(), user).hash(&mut name);
+    let path = env::temp_dir().join(format!("longshore-{JOB}{user}.lock"));
+    let file = File::options().create(true).append(true).open(&path);
+    let file = file.with_context(|| format!("opening {}", path.display()))?;
+    let begun = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok((format!("{JOB}{:016x}", name.finish()), file)),
+            Err(TryLockError::WouldBlock) if begun.elapsed() < OTHERS => thread::sleep(POLL),
+            Err(TryLockError::WouldBlock) => {
+                anyhow::bail!(
+                    "another process of this host measures servers ({} is locked): try again when it has ended",
+                    path.display()
+                )
+            }
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("locking {}", path.display()));
+            }
+        }
+    }
+}
 
 impl Both {
     pub(in crate::bench) fn open(connections: usize, transport: Transport) -> anyhow::Result<Both> {
@@ -73,7 +112,7 @@ impl Both {
         };
         let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
         (options.connections, options.transport) = (connections, transport);
-        Ok(Both(BenchRank::open(Some(&host), options)?))
+        Ok(Both(BenchRank::open(Some(&host), options)?, None))
     }
 
     /// To servers that run elsewhere. What is left there is removed by `close`.
@@ -83,9 +122,11 @@ impl Both {
     ) -> anyhow::Result<Both> {
         // Its shards are dealt to the servers, so that each has one at least.
         let elements = (TO_BYTES / 2).max(servers.len() as u64 * DEFAULT_SHARD_ELEMENTS);
-        let mut options = access.of(Options::new(servers, spec(elements)?, Rank(0)));
+        let (name, turn) = turn()?;
+        let spec = JobSpec { name: JobName::parse("name", &name)?, ..spec(elements)? };
+        let mut options = access.of(Options::new(servers, spec, Rank(0)));
         (options.connections, options.transport) = (connections, Transport::Tcp);
-        Ok(Both(BenchRank::open(None, options)?))
+        Ok(Both(BenchRank::open(None, options)?, Some(turn)))
     }
 
     pub(in crate::bench) fn close(self) -> anyhow::Result<()> {
@@ -149,7 +190,12 @@ impl BenchRank {
     fn open(host: Option<&Arc<Host>>, options: Options) -> anyhow::Result<BenchRank> {
         let elements = options.spec.params[0].elements().unwrap_or(0);
         let mut session = Session::connect(options)?;
-        session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job")?;
+        let started = session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job");
+        if started.is_err() && host.is_none() {
+            // It may have been opened before that failed.
+            let _ = session.delete_job();
+        }
+        started?;
         Ok(BenchRank { probe: Probe::new(session)?, _host: host.cloned() })
     }
 

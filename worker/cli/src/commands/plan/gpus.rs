@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use crate::{
     plan::{
-        Division, DriveTraffic, HardwareArgs, Model, Peak, Run, Stage, Step, Unit, Workload, enough_servers,
-        largest, update_bytes,
+        Division, DriveTraffic, HardwareArgs, Model, Peak, Run, Stage, Step, Traffic, Unit, Workload,
+        enough_servers, largest, update_bytes,
     },
     sizes::human,
 };
@@ -50,6 +50,7 @@ struct Of {
     peak: Peak,
     /// The largest transformer that fits.
     largest: Option<u64>,
+    traffic: Traffic,
     /// One step, and the fewest servers that do not slow it down.
     step: Option<(Step, u32)>,
 }
@@ -65,7 +66,8 @@ impl Plan {
         args: &Args,
         model: &Model,
         spec: &JobSpec,
-        servers: u32,
+        // More servers than shards would have nothing.
+        (servers, shards): (u32, u32),
         (frozen, drives): (f64, DriveTraffic),
     ) -> anyhow::Result<Plan> {
         let hardware = args.hardware.with_file()?;
@@ -85,19 +87,32 @@ impl Plan {
         );
         let vocabulary = model.transformer.map_or(VOCABULARY, |transformer| transformer.vocabulary);
         let stages = [Stage::Two, Stage::Three].map(|stage| {
-            let step = speeds.map(|speeds| {
-                let units = units(model, spec, &work, speeds.gpu_flops);
-                let run = run(units, spec, servers, stage, hardware.has_fabric(), drives);
-                (run.step(&speeds), enough_servers(&run, &speeds, MOST_SERVERS).0)
-            });
+            let flops = speeds.map_or(f64::INFINITY, |speeds| speeds.gpu_flops);
+            let units = units(model, spec, &work, flops);
+            let run = run(units, spec, servers, stage, hardware.has_fabric(), drives);
+            let most = MOST_SERVERS.min(shards);
+            let step = speeds.map(|speeds| (run.step(&speeds), enough_servers(&run, &speeds, most).0));
             Of {
                 stage,
-                peak: Peak::of(model, &work, stage),
+                peak: Peak::of(model, &work, stage).scaled(scale(model, spec)),
+                traffic: run.traffic(),
                 largest: memory.map(|memory| largest(memory, vocabulary, &work, stage)),
                 step,
             }
         });
         Ok(Plan { gpus: spec.world_size, memory, stages })
+    }
+
+    /// What is missing where no stage fits a GPU's memory.
+    pub(super) fn short(&self) -> Option<String> {
+        let (least, has) = (self.stages.iter().map(|of| of.peak.total()).min()?, self.memory?);
+        (least > has).then(|| {
+            format!(
+                "--gpu-memory is {}, but a GPU needs {} at the least: give smaller --units, fewer --sequences or a shorter --context",
+                human(has),
+                human(least)
+            )
+        })
     }
 
     pub(super) fn print(&self) {
@@ -119,6 +134,17 @@ impl Plan {
         match of.peak.activations {
             Some(bytes) => say!("          {:>10}   activations, about", human(bytes)),
             None => say!("          {:>10}   activations: the model's sizes are not known", "?"),
+        }
+        let Traffic { push, pull, server_in, server_out, fabric } = of.traffic;
+        let bytes = |bytes: f64| human(bytes as u64);
+        say!("          {:>10}   pushed a step, {} pulled", bytes(push), bytes(pull));
+        say!(
+            "          {:>10}   come to each server a step, {} leave it",
+            bytes(server_in),
+            bytes(server_out)
+        );
+        if fabric > 0.0 {
+            say!("          {:>10}   exchanged with other GPUs a step, each way", bytes(fabric));
         }
         if let Some(elements) = of.largest {
             say!("          {:>9.1}B   parameters are the most that fit", elements as f64 / 1e9);
@@ -143,6 +169,9 @@ impl Plan {
                 "stage": number(of.stage), "peak_bytes": of.peak.total(), "weight_bytes": of.peak.weights,
                 "gradient_bytes": of.peak.gradients, "activation_bytes": of.peak.activations,
                 "fits": self.memory.map(|memory| of.peak.total() <= memory), "largest_parameters": of.largest,
+                "pushed_bytes_per_step": of.traffic.push, "pulled_bytes_per_step": of.traffic.pull,
+                "server_received_bytes_per_step": of.traffic.server_in,
+                "server_sent_bytes_per_step": of.traffic.server_out, "fabric_bytes_per_step": of.traffic.fabric,
                 "step_s": step.map(|(step, _)| step.wall_s), "exposed_s": step.map(|(step, _)| step.exposed_s()),
                 "binding": step.map(|(step, _)| step.binding), "binding_s": step.map(|(step, _)| step.binding_s),
                 "enough_servers": step.map(|(_, enough)| enough),
@@ -159,13 +188,17 @@ fn number(stage: Stage) -> u32 {
     }
 }
 
+/// How much more parameters the job has than the transformer that stands for them: that of --params only comes near the number.
+fn scale(model: &Model, spec: &JobSpec) -> f64 {
+    let wanted: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
+    wanted as f64 / model.elements() as f64
+}
+
 /// The units' sizes and times. A token takes 2 operations for each element in forward and 4 in backward (Kaplan et al., 2020), and 2
 /// more where backward computes the forward pass again. Half of the 4 make the gradient of the parameters, which frozen ones have
 /// not.
 fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit> {
-    let wanted: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
-    // The transformer of --params only comes near that number.
-    let scale = wanted as f64 / model.elements() as f64;
+    let scale = scale(model, spec);
     let tokens = (work.sequences * work.context) as f64;
     let active = model.active() as f64 / model.elements() as f64;
     let backward = 2.0 + 2.0 * work.trained + if work.checkpointing { 2.0 } else { 0.0 };

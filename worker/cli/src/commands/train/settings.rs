@@ -4,16 +4,21 @@ use std::time::Duration;
 
 use anyhow::Context;
 use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, TierKind};
-use longshore_worker::{loss_scale::LossScalerOptions, session::GoBack};
+use longshore_worker::{
+    DelayCorrection,
+    loss_scale::LossScalerOptions,
+    session::{Address, GoBack},
+};
 
 use super::{Accumulator, Args};
 use crate::{
     output::Output,
     train::{self, LossScale, LossScaleMode, Settings, gpt},
+    wrong_use::wrong_use,
 };
 
 pub(in crate::commands) fn run(args: Args, out: Output) -> anyhow::Result<()> {
-    train::run(&settings(args, out)?)
+    train::run(&settings(args, out).map_err(wrong_use)?)
 }
 
 fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
@@ -27,6 +32,7 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         servers: args.servers,
         access: args.access,
         embedded: args.embedded,
+        launched: args.launched,
         data: args.data,
         model,
         steps: args.steps,
@@ -52,7 +58,7 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
         newer_from: args.newer_from.unwrap_or(args.micro_steps),
-        correction: args.correction,
+        correction: args.correction.unwrap_or_default(),
         gradient_dtype: args.gradient_dtype,
         image_dtype: args.weight_dtype,
         seed: args.seed,
@@ -66,7 +72,7 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         checkpoint_dir: args.checkpoint_dir,
         checkpoint_every: args.checkpoint_every,
         export: args.export,
-        export_dtype: args.export_dtype,
+        export_dtype: args.export_dtype.unwrap_or(Dtype::Bf16),
         eval_every: args.eval_every,
         eval_batches: args.eval_batches,
         sample_bytes: args.sample_bytes,
@@ -141,6 +147,10 @@ fn check(args: &Args) -> Result<(), Fault> {
     positive("--batch", args.batch as u64)?;
     positive("--eval-batches", args.eval_batches as u64)?;
     positive("--deadline-s", args.deadline_s)?;
+    // Where the credentials cannot be read, connecting says why.
+    if let Ok(credentials) = args.access.credentials() {
+        args.servers.iter().try_for_each(|address| Address::new(address, credentials.as_ref()).map(drop))?;
+    }
     if !(args.clip >= 0.0 && args.clip.is_finite()) {
         return Err(Fault::invalid("--clip", args.clip, "finite and at least 0", "0 does not clip"));
     }
@@ -156,11 +166,40 @@ fn check(args: &Args) -> Result<(), Fault> {
         let remedy = "say where the embedded server puts its checkpoints";
         return Err(Fault::invalid("--checkpoint-dir", "absent", "given with --checkpoint-every", remedy));
     }
+    check_delay(args)?;
+    if args.access.tls_dir.is_some() && args.servers.is_empty() && std::env::var_os(TLS_DIR).is_none() {
+        let remedy = "say which servers are meant, or leave --tls-dir out: nothing goes over a network to an embedded server";
+        return Err(Fault::invalid("--tls-dir", "given", "given with --servers", remedy));
+    }
     check_folders(args)
+}
+
+/// The variable of --tls-dir. Whoever sets it for all commands may train on an embedded server too.
+const TLS_DIR: &str = "LONGSHORE_TLS_DIR";
+
+/// Checks the flags that only a delay gives a meaning.
+fn check_delay(args: &Args) -> Result<(), Fault> {
+    let given = [("--newer-from", args.newer_from.is_some()), ("--correction", args.correction.is_some())];
+    if let Some((flag, _)) = given.into_iter().find(|(_, given)| args.delay == 0 && *given) {
+        let remedy = format!("say --delay 1 as well, or leave {flag} out");
+        return Err(Fault::invalid("--delay", args.delay, format!("1 with {flag}"), remedy));
+    }
+    let on_servers = args.micro_steps > 1 && args.accumulate == Accumulator::Servers;
+    if on_servers && matches!(args.correction, Some(DelayCorrection::WorkerLocal(_))) {
+        let limit = "worker with --correction worker-local and several micro-steps";
+        let remedy =
+            "say --accumulate worker: servers that add up micro-steps hold another gradient than the worker";
+        return Err(Fault::invalid("--accumulate", "servers", limit, remedy));
+    }
+    Ok(())
 }
 
 /// Checks the folders of an embedded server. Its state outlives it only in a folder that the user names.
 fn check_folders(args: &Args) -> Result<(), Fault> {
+    if args.resident.is_some() && args.tier != TierKind::Nvme {
+        let remedy = "say --tier nvme as well, or leave --resident out";
+        return Err(Fault::invalid("--tier", args.tier, "nvme with --resident", remedy));
+    }
     let given = [
         ("--state-dir", !args.state_dir.is_empty(), TierKind::Nvme),
         ("--shm-dir", args.shm_dir.is_some(), TierKind::Shm),

@@ -141,6 +141,54 @@ fn frozen_parameters_have_no_gradient_and_no_update() {
 }
 
 #[test]
+fn stage_three_reads_the_drives_for_each_pull() {
+    let mut spilled = Run { stage: Stage::Three, ..run(20, 0.0001) };
+    // Ten times slower than the link, so that they bind.
+    let hardware = Hardware { drives: 1e9, ..HARDWARE };
+    spilled.drives = DriveTraffic { pull: 2.0, frozen_pull: 2.0, ..DriveTraffic::default() };
+    let step = spilled.step(&hardware);
+    assert_eq!(step.binding, Binding::Drives);
+    near(step.binding_s, 39.0 * 0.100);
+    // All ranks have one read.
+    let ranks = Run { gpus: 4.0, ..spilled.clone() };
+    near(ranks.step(&Hardware { link: 1e15, server_link: 1e15, ..hardware }).binding_s, 39.0 * 0.100);
+    // At stage 2 pulls find the images in DRAM.
+    assert_ne!(Run { stage: Stage::Two, ..spilled.clone() }.step(&hardware).binding, Binding::Drives);
+    // The image window has trained weights alone, so that a frozen base is read at each pull.
+    spilled.units.iter_mut().for_each(|unit| unit.trained = 0.01);
+    spilled.drives.pull = 0.0;
+    near(spilled.step(&hardware).binding_s, 39.0 * 0.099);
+}
+
+#[test]
+fn the_bytes_of_a_step_are_those_that_links_carry() {
+    let mut run = Run { gpus: 4.0, servers: 2.0, micro_steps: 3, ..run(20, 0.001) };
+    let hardware = Hardware { fabric: 1e15, ..HARDWARE };
+    for (stage, sliced) in
+        [(Stage::Two, false), (Stage::Two, true), (Stage::Three, false), (Stage::Three, true)]
+    {
+        (run.stage, run.sliced) = (stage, sliced);
+        let traffic = run.traffic();
+        let busy = Simulation::of(&run, &hardware).busy_step();
+        let of = |binding| busy.iter().find(|(found, _)| *found == binding).unwrap().1;
+        // Links of servers carry what two of four ranks move.
+        near(traffic.server_out / hardware.server_link, of(Binding::Pull));
+        near(traffic.server_in / hardware.server_link, of(Binding::Push));
+        near(traffic.server_in, 2.0 * traffic.push);
+        assert_eq!(traffic.fabric > 0.0, sliced);
+        near(traffic.push, 3.0 * 20.0 * 100e6 / if sliced { 4.0 } else { 1.0 });
+    }
+}
+
+#[test]
+fn a_shard_is_updated_by_the_one_server_that_has_it() {
+    // Thousands of servers are followed in groups, but none helps another with its shard.
+    let run = Run { shard: 50e6, servers: 4096.0, update_bytes: 2800.0, ..run(4, 0.0001) };
+    let hardware = Hardware { link: 1e15, server_link: 1e15, ..HARDWARE };
+    assert!(run.step(&hardware).wall_s >= 50e6 * 2800.0 / 100e9);
+}
+
+#[test]
 fn what_stays_on_the_device_is_not_pulled_again() {
     let mut run = Run { stage: Stage::Three, delayed: true, ..run(20, 0.001) };
     let two = run.step(&HARDWARE);

@@ -166,15 +166,18 @@ impl ShardPager {
         let patience = state.debts.patience(Instant::now());
         let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
         let mut state = waited.0;
-        if let Some(silent) = state.debts.silent(Instant::now()) {
-            let path = self.disks[silent.drive].path().display();
-            let value =
-                format!("{path} (silent for {} s, owing {} answers)", silent.seconds, silent.requests);
-            let remedy = "see the kernel's log for the device";
-            let fault = Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy);
-            state.failed.get_or_insert(fault);
-        }
+        self.look(&mut state);
         state
+    }
+
+    /// Fails the store where a drive owes an answer for too long.
+    fn look(&self, state: &mut PagerState) {
+        let Some(silent) = state.debts.silent(Instant::now()) else { return };
+        let path = self.disks[silent.drive].path().display();
+        let value = format!("{path} (silent for {} s, owing {} answers)", silent.seconds, silent.requests);
+        let remedy = "see the kernel's log for the device";
+        let fault = Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy);
+        state.failed.get_or_insert(fault);
     }
 
     /// Waits until `done` says so. An earlier failure ends the wait.
@@ -204,6 +207,22 @@ impl ShardPager {
 
     pub(super) fn failure(&self) -> Option<Fault> {
         self.lock().failed.clone()
+    }
+
+    /// Why it is in vain to wait for a drive.
+    pub(super) fn hopeless(&self) -> Option<Fault> {
+        let mut state = self.lock();
+        self.look(&mut state);
+        state.failed.clone()
+    }
+
+    /// Notes that a shard's drive was asked for something beside what the pager moves.
+    pub(super) fn asked(&self, owned: OwnedShard) {
+        self.lock().debts.asked(self.plan.shards[owned.index()].file, Instant::now());
+    }
+
+    pub(super) fn answered(&self, owned: OwnedShard) {
+        self.lock().debts.answered(self.plan.shards[owned.index()].file, Instant::now());
     }
 
     pub(super) fn tell(&self) {
@@ -312,6 +331,13 @@ impl ShardPager {
             !matches!(state.entries[owned.index()].holding, Holding::Writing)
         })?;
         Ok(slot)
+    }
+
+    /// Does what [`ShardPager::stored_image`] does, without waiting. None also while the image is on its way there.
+    pub(super) fn image_at_rest(&self, owned: OwnedShard, version: Version) -> Option<u8> {
+        let state = self.lock();
+        let at_rest = !matches!(state.entries[owned.index()].holding, Holding::Writing);
+        state.image_slot(version).filter(|_| at_rest && state.failed.is_none())
     }
 }
 

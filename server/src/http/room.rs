@@ -1,0 +1,123 @@
+//! Where a server's memory and drives go, as the status page shows it: of the whole, of each drive, of owners and of jobs that are evicted.
+
+use std::{
+    path::Path,
+    sync::{Mutex, TryLockError},
+};
+
+use rustix::fs::statvfs;
+use serde::Serialize;
+
+use super::seen::resident_bytes;
+use crate::{
+    service::Services,
+    terms::{Listed, Usage},
+};
+
+/// How many evicted jobs are told one by one.
+const MOST_EVICTED: usize = 64;
+
+#[derive(Serialize)]
+pub(super) struct Room {
+    memory: Memory,
+    drives: Vec<Drive>,
+    identities: Vec<Identity>,
+    /// How many jobs idled and gave their memory back, and the first of them.
+    evicted_jobs: usize,
+    evicted: Vec<Evicted>,
+}
+
+#[derive(Serialize)]
+struct Memory {
+    budget: u64,
+    reserved: u64,
+    resident: Option<u64>,
+}
+
+/// A folder of `--state-dir`.
+#[derive(Serialize)]
+struct Drive {
+    folder: String,
+    /// The size of its file system, and what is free there for anybody. None where the kernel does not say.
+    bytes: Option<u64>,
+    free_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Identity {
+    name: String,
+    jobs: Used,
+    memory_bytes: Used,
+    drive_bytes: Used,
+    connections: Used,
+}
+
+/// What somebody has of something, and the most that it may be. No limit: as much as there is.
+#[derive(Serialize)]
+struct Used {
+    now: u64,
+    limit: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Evicted {
+    name: String,
+    reason: String,
+    drive_bytes: u64,
+}
+
+impl Room {
+    pub(super) fn now(services: &Services) -> Room {
+        let budget = services.jobs.budget();
+        let evicted = services.jobs.given_back();
+        Room {
+            memory: Memory {
+                budget: budget.total(),
+                reserved: budget.reserved(),
+                resident: resident_bytes(),
+            },
+            drives: services.drives.counted().map(|(folder, _)| drive(folder)).collect(),
+            identities: services.jobs.owners().into_iter().map(identity).collect(),
+            evicted_jobs: evicted.len(),
+            evicted: evicted
+                .into_iter()
+                .take(MOST_EVICTED)
+                .map(|(name, fault, drive_bytes)| Evicted {
+                    name: name.to_string(),
+                    reason: fault.to_string(),
+                    drive_bytes,
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Held by whoever asks a file system. One over a network may not answer: that keeps one reader waiting, and takes one thread.
+static ASKING: Mutex<()> = Mutex::new(());
+
+/// Where another reader asks at this moment, the room is not known.
+fn drive(folder: &Path) -> Drive {
+    let asking = match ASKING.try_lock() {
+        Ok(asking) => Some(asking),
+        Err(TryLockError::Poisoned(asking)) => Some(asking.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    };
+    let found = asking.and_then(|_held| statvfs(folder).ok()).filter(|found| found.f_blocks > 0);
+    Drive {
+        folder: folder.display().to_string(),
+        bytes: found.as_ref().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
+        free_bytes: found.as_ref().map(|found| found.f_bavail.saturating_mul(found.f_frsize)),
+    }
+}
+
+fn identity((listed, has): (Listed, Usage)) -> Identity {
+    let Listed { name, quota, connections } = listed;
+    let used = |now, limit| Used { now, limit };
+    Identity {
+        name,
+        jobs: used(has.jobs, quota.jobs),
+        memory_bytes: used(has.memory, quota.memory),
+        drive_bytes: used(has.drives, quota.drives),
+        connections: used(connections, quota.connections),
+    }
+}

@@ -1,0 +1,96 @@
+//! A drain (SIGTERM, SIGINT or Admin.Drain) first says NOT_SERVING, then takes contributions to the step in hand only, waits
+//! until that step is decided and updated, writes checkpoints if configured, and then stops serving. All jobs are told before any is
+//! waited for, and share one deadline, so that a drain waits no longer for many jobs than for one.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::future::join_all;
+use longshore_engine::step::Phase;
+use longshore_proto::{Fault, Version};
+use longshore_wire::v1::{tensors_server::TensorsServer, training_server::TrainingServer};
+use tokio::time::{Instant, timeout};
+
+use super::{Server, error::ServerError};
+use crate::{
+    jobs::JobHandle,
+    service::{Services, blocking},
+    unasked::{self, Written},
+};
+
+/// How long open streams may finish once a drain is over.
+const STOP_GRACE: Duration = Duration::from_secs(2);
+
+impl Server {
+    /// Finishes the step in hand, writes checkpoints if configured, and stops.
+    pub async fn drain(mut self) -> Result<(), ServerError> {
+        self.services.draining.begin();
+        self.health.set_not_serving::<TrainingServer<Services>>().await;
+        self.health.set_not_serving::<TensorsServer<Services>>().await;
+        let deadline = Instant::now() + self.config.drain_deadline;
+        let handles = self.services.jobs.all();
+        tracing::info!(jobs = handles.len(), "draining");
+        let told: Vec<_> = handles.iter().map(|handle| (handle, handle.finish_step_in_hand())).collect();
+        join_all(told.into_iter().map(|(handle, last)| finish(handle, last, deadline))).await;
+        let checkpointed = self.write_checkpoints(&handles).await;
+        self.stop.send_replace(true);
+        if timeout(STOP_GRACE, &mut self.serving).await.is_err() {
+            // Some clients wait long and do not hang up.
+            self.serving.abort();
+        }
+        tracing::info!("stopped");
+        Ok(checkpointed?)
+    }
+
+    /// Writes one of each job, one after the other: a disk is slower with several. Returns the last failure.
+    async fn write_checkpoints(&self, handles: &[Arc<JobHandle>]) -> Result<(), Fault> {
+        let mut written = Ok(());
+        if !self.config.checkpoint_on_drain {
+            return written;
+        }
+        // It is for updates that were not finished. Those who have none wait for nothing, however late it is.
+        let deadline = std::time::Instant::now() + self.config.drain_deadline;
+        for handle in handles {
+            if let Err(fault) = self.checkpoint(handle, deadline).await {
+                tracing::error!(job = %handle.job.spec().name, %fault, "no checkpoint written");
+                written = Err(fault);
+            }
+        }
+        written
+    }
+
+    async fn checkpoint(&self, handle: &Arc<JobHandle>, deadline: std::time::Instant) -> Result<(), Fault> {
+        let Some(store) = self.services.checkpoints.clone() else { return Ok(()) };
+        let (job, keep) = (Arc::clone(&handle.job), self.services.checkpoint_keep);
+        if job.progress().phase == Phase::Loading {
+            return Ok(());
+        }
+        blocking(move || {
+            let written = unasked::write(&store, &job, "drain", deadline)?;
+            let sealed = unasked::seal(&store, &job, &written, keep)?;
+            let (job, Written { name, version, servers, .. }) = (&job.spec().name, written);
+            tracing::info!(%job, %version, name, sealed, servers, "checkpoint written on drain");
+            Ok(())
+        })
+        .await
+    }
+}
+
+/// Waits for the step in hand. A job whose workers are gone is left as it is.
+async fn finish(handle: &Arc<JobHandle>, last: Version, deadline: Instant) {
+    let done = || {
+        let progress = handle.job.progress();
+        Ok((progress.version >= last).then_some(()))
+    };
+    let late = || handle.late("drain", last);
+    if let Err(fault) = handle.until(deadline, done, late).await {
+        tracing::warn!(job = %handle.job.spec().name, %fault, "the step in hand was not finished");
+    }
+    let job = Arc::clone(&handle.job);
+    let settled = tokio::task::spawn_blocking(move || job.settle(deadline.into_std())).await;
+    if let Ok(Err(fault)) = settled {
+        tracing::warn!(job = %handle.job.spec().name, %fault, "updates were not finished");
+    }
+    if let Err(fault) = handle.until_durable(handle.job.progress().version, deadline).await {
+        tracing::warn!(job = %handle.job.spec().name, %fault, "the last version is not durable");
+    }
+}

@@ -1,0 +1,33 @@
+//! Why a server does not start or does not stop well.
+
+use std::{net::SocketAddr, path::PathBuf};
+
+use longshore_proto::Fault;
+
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    #[error("cannot listen on {address}: {source}. Choose another --listen, or stop what uses the port")]
+    Bind { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen on {address}: {source}. Choose another --http, or stop what uses the port")]
+    BindHttp { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen on {}: {source}. Choose another --listen-unix, or stop what uses it", path.display())]
+    BindUnix { path: PathBuf, source: std::io::Error },
+    #[error("cannot let a group use the Unix socket: {0}. Choose another --unix-group")]
+    UnixGroup(std::io::Error),
+    #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]
+    Threads { threads: usize, reason: String },
+    #[error("{0}")]
+    StateDir(Fault),
+    #[error("{0}")]
+    Tls(Fault),
+    #[error(transparent)]
+    Isa(#[from] longshore_engine::kernels::IsaError),
+    #[error(transparent)]
+    Checkpoints(#[from] Fault),
+    #[error("cannot handle signals: {0}")]
+    Signals(std::io::Error),
+    #[error("serving ended: {0}")]
+    Serve(String),
+    #[error("told to stop a second time: the drain was broken off")]
+    BrokenOff,
+}

@@ -1,0 +1,85 @@
+//! Start, serve, drain, stop.
+
+mod drain;
+mod error;
+mod listening;
+mod prepared;
+mod routes;
+mod serving;
+mod signals;
+
+use std::net::SocketAddr;
+
+use longshore_engine::kernels::Isa;
+use longshore_wire as wire;
+use tokio::{sync::watch, task::JoinHandle};
+
+pub use self::{error::ServerError, signals::StopSignals};
+use self::{listening::Listening, prepared::Prepared};
+use crate::{config::Config, descriptors, directories::Directories, service::Services, unix::SocketFile};
+
+/// A running server.
+pub struct Server {
+    address: SocketAddr,
+    config: Config,
+    services: Services,
+    stop: watch::Sender<bool>,
+    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    health: tonic_health::server::HealthReporter,
+    _socket_file: Option<SocketFile>,
+    _directories: Directories,
+}
+
+impl Server {
+    /// Binds, starts the update threads and serves. Must be called inside a tokio runtime.
+    pub async fn start(config: Config) -> Result<Server, ServerError> {
+        wire::frame::keep_buffers();
+        let descriptors = descriptors::raise();
+        prepared::warn_of_limits(&config, descriptors);
+        let isa = Isa::from_env()?;
+        let prepared = Prepared::new(&config, isa)?;
+        let mut listening = Listening::bind(&config).await?;
+        let (address, http) = (listening.address, listening.http());
+        let socket_file = listening.take_socket_file();
+        let (stop, stopped) = watch::channel(false);
+        let Prepared { services, stored, directories, register, linking } = prepared;
+        let serving = serving::Serving { services: services.clone(), register, linking, descriptors };
+        let (serving, health) = serving.start(&config, listening, &stopped).await?;
+        if let Some(http) = http {
+            tracing::info!(url = %format_args!("http://{http}/"), "status page and metrics");
+        }
+        tracing::info!(%address, threads = config.threads, %isa, memory = config.memory, "serving");
+        // Recovery runs while calls are answered, so that whoever waits for a job is told what it waits for. It has a
+        // thread of its own, so that a server which is told to stop does not wait for it.
+        let jobs = services.jobs.clone();
+        std::thread::Builder::new()
+            .name("recover".into())
+            .spawn(move || jobs.recover(stored))
+            .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
+        let (_directories, _socket_file) = (directories, socket_file);
+        Ok(Server { address, config, services, stop, serving, health, _socket_file, _directories })
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until a signal or Admin.Drain, then drains.
+    ///
+    /// # Errors
+    /// When serving or the drain fails, and at once when a signal comes during the drain; some of it may still run then.
+    pub async fn run_until(mut self, mut signals: StopSignals) -> Result<(), ServerError> {
+        let draining = self.services.draining.clone();
+        tokio::select! {
+            () = signals.any() => {}
+            () = draining.wait() => {}
+            ended = &mut self.serving => return Err(ServerError::Serve(format!("{ended:?}"))),
+        }
+        // The drain is a task of its own: dropped here, it would wait for what it drains.
+        let drain = tokio::spawn(self.drain());
+        tokio::select! {
+            drained = drain => drained.unwrap_or_else(|error| Err(ServerError::Serve(error.to_string()))),
+            () = signals.any() => Err(ServerError::BrokenOff),
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! What runs while a server serves: its listeners, and what looks after links, certificates, connections and idle jobs.
+
+use std::sync::Arc;
+
+use futures_util::{FutureExt, future::OptionFuture};
+use longshore_wire::{
+    memfd::Listener,
+    v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
+};
+use tokio::{sync::watch, task::JoinHandle};
+use tonic::transport::Error;
+use tonic_health::server::HealthReporter;
+
+use super::{error::ServerError, listening::Listening, routes::router};
+use crate::{
+    accept,
+    config::Config,
+    connections::Connections,
+    descriptors, eviction, http, memfd,
+    requests::Metered,
+    service::Services,
+    trust::{Guard, Handshakes, Register, Trust},
+};
+
+pub(super) struct Serving {
+    pub(super) services: Services,
+    pub(super) register: Option<Arc<Register>>,
+    pub(super) linking: Option<Listener>,
+    /// How many this process may have open.
+    pub(super) descriptors: usize,
+}
+
+impl Serving {
+    /// Serves until `stopped` says so. The reporter answers the health service.
+    pub(super) async fn start(
+        self,
+        config: &Config,
+        listening: Listening,
+        stopped: &watch::Receiver<bool>,
+    ) -> Result<(JoinHandle<Result<(), Error>>, HealthReporter), ServerError> {
+        let Serving { services, register, linking, descriptors } = self;
+        let (bounds, jobs) = (Arc::clone(&services.bounds), Arc::clone(&services.jobs));
+        let (health, health_service) = tonic_health::server::health_reporter();
+        health.set_serving::<TrainingServer<Services>>().await;
+        health.set_serving::<TensorsServer<Services>>().await;
+        health.set_serving::<AdminServer<Services>>().await;
+        let most = descriptors::for_connections(descriptors);
+        let connections = Connections::new(&bounds, config.max_connections, most, Arc::clone(&jobs));
+        let routes = |transport: &'static str, trust: &Trust| {
+            let services = Services { transport, ..services.clone() };
+            let health = Guard::new(Metered::new(health_service.clone(), &bounds), trust);
+            Ok::<_, ServerError>(router(services, &bounds, trust)?.add_service(health))
+        };
+        let stopping = stop_of(stopped);
+        let listen = http::Listen { address: listening.address, tls: register.is_some() };
+        let tcp = match &register {
+            Some(register) => {
+                let handshakes = Handshakes::new(listening.tcp, Arc::clone(register), most);
+                let incoming = accept::incoming(handshakes, Arc::clone(&connections));
+                let routes = routes("tls", &Trust::Listed(Arc::clone(register)))?;
+                routes.serve_with_incoming_shutdown(incoming, stopping).boxed()
+            }
+            None => {
+                let incoming = accept::incoming(listening.tcp, Arc::clone(&connections));
+                routes("tcp", &Trust::Anybody)?.serve_with_incoming_shutdown(incoming, stopping).boxed()
+            }
+        };
+        let expiring = Arc::clone(&connections).watch_expiry();
+        let unix = match listening.unix.map(|socket| accept::incoming(socket, connections)) {
+            Some(incoming) => {
+                let routes = routes("unix", &Trust::User)?;
+                Some(routes.serve_with_incoming_shutdown(incoming, stop_of(stopped)))
+            }
+            None => None,
+        };
+        let unix = OptionFuture::from(unix).map(Option::transpose);
+        let watched = register.is_some();
+        let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
+        let linked = linking.is_some();
+        let linking = linking.map(|listener| memfd::serve(listener, Arc::clone(&services.links), jobs));
+        let page = listening.page.map(|(listener, _)| http::serve(listener, services.clone(), listen));
+        let evicting = eviction::watch(services)
+            .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
+        let serving = tokio::spawn(async move {
+            // Links end with the calls that refer to them.
+            let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
+            tokio::select! {
+                served = both => served,
+                _ = OptionFuture::from(linking), if linked => Ok(()),
+                Some(never) = OptionFuture::from(page) => match never {},
+                never = evicting => match never {},
+                never = expiring => match never {},
+                _ = OptionFuture::from(watching), if watched => Ok(()),
+            }
+        });
+        Ok((serving, health))
+    }
+}
+
+/// Ends when serving is to stop.
+fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> {
+    let mut stopped = stopped.clone();
+    async move {
+        let _ = stopped.wait_for(|stop| *stop).await;
+    }
+}

@@ -1,0 +1,94 @@
+//! Places for connections that whoever reaches an address can take: where all are taken, the origin that has the most gives one up.
+
+use std::collections::HashMap;
+
+use tokio::task::{AbortHandle, Id};
+
+use crate::connections::Origin;
+
+/// The tasks of connections, oldest first.
+pub(crate) struct Places {
+    taken: Vec<Place>,
+    most: usize,
+}
+
+struct Place {
+    origin: Origin,
+    task: AbortHandle,
+}
+
+impl Places {
+    /// `most` is how many there are; one at least.
+    pub(crate) fn new(most: usize) -> Places {
+        Places { taken: Vec::new(), most: most.max(1) }
+    }
+
+    pub(crate) fn most(&self) -> usize {
+        self.most
+    }
+
+    /// Gives the task a place. Returns whether an earlier task was ended for it: that one lets go of its socket when it is its turn,
+    /// so that the caller should yield. Otherwise a flood is accepted 128 at a time in between, and as many sockets more are open.
+    pub(crate) fn take(&mut self, origin: Origin, task: AbortHandle) -> bool {
+        let full = self.taken.len() >= self.most;
+        if full && let Some(oldest) = self.oldest_of_the_most() {
+            self.taken.remove(oldest).task.abort();
+        }
+        self.taken.push(Place { origin, task });
+        full
+    }
+
+    /// Takes back the place of a task that has ended.
+    pub(crate) fn give_back(&mut self, task: Id) {
+        self.taken.retain(|place| place.task.id() != task);
+    }
+
+    fn oldest_of_the_most(&self) -> Option<usize> {
+        let mut of_origin = HashMap::new();
+        for place in &self.taken {
+            *of_origin.entry(place.origin).or_insert(0_usize) += 1;
+        }
+        let most = of_origin.values().copied().max();
+        self.taken.iter().position(|place| of_origin.get(&place.origin).copied() == most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use tokio::task::JoinSet;
+
+    use super::*;
+
+    fn host(last: u8) -> Origin {
+        Origin::Host(IpAddr::from([10, 0, 0, last]))
+    }
+
+    #[tokio::test]
+    async fn who_has_the_most_gives_way_and_the_oldest_among_equals() {
+        let (mut places, mut tasks) = (Places::new(3), JoinSet::new());
+        let mut take = |places: &mut Places, last| {
+            let task = tasks.spawn(std::future::pending::<()>());
+            (places.take(host(last), task.clone()), task.id())
+        };
+        let origins = |places: &Places| places.taken.iter().map(|place| place.origin).collect::<Vec<_>>();
+        let (_, reader) = take(&mut places, 1);
+        for _ in 0..100 {
+            take(&mut places, 2);
+        }
+        // The flood has the places that nobody else has, and no more.
+        assert_eq!(origins(&places), [host(1), host(2), host(2)]);
+        assert!(take(&mut places, 3).0, "none was ended for it");
+        assert_eq!(origins(&places), [host(1), host(2), host(3)]);
+        take(&mut places, 4);
+        assert_eq!(origins(&places), [host(2), host(3), host(4)]);
+        // That one was ended, so its place is another's by now.
+        places.give_back(reader);
+        assert_eq!(places.taken.len(), 3);
+        let last = places.taken[2].task.id();
+        places.give_back(last);
+        assert!(!take(&mut places, 5).0, "one was ended although there was room");
+        assert_eq!(origins(&places), [host(2), host(3), host(5)]);
+    }
+}

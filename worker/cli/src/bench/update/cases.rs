@@ -1,0 +1,133 @@
+//! What `longshore bench update` measures, by name.
+
+use longshore_engine::{
+    kernels::{Isa, Rule},
+    tier,
+};
+use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat};
+
+use super::super::{
+    arrays::Shape,
+    receive::{self, Source},
+};
+
+/// Something to measure.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Case {
+    Update(Update),
+    /// Receiving a gradient with gradient statistics, beside receiving it without them.
+    Receive {
+        source: Source,
+        wire: Dtype,
+        isa: Isa,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in super::super) struct Update {
+    pub(super) rule: Rule,
+    /// The format of gradient and image.
+    pub(super) wire: Dtype,
+    pub(super) isa: Isa,
+    pub(super) formats: Formats,
+    pub(super) images: Images,
+}
+
+/// The images that an update makes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Images {
+    Plain,
+    /// They look ahead, as those of delayed steps do.
+    Ahead,
+    /// The worker amends them. The update makes rates, and the amended image of the version before.
+    Amended,
+}
+
+impl Case {
+    pub(super) fn name(&self) -> String {
+        match self {
+            Case::Update(update) => update.name(),
+            Case::Receive { source, wire, isa } => format!("receive/{source}/{wire}/{isa}"),
+        }
+    }
+
+    /// How many bytes go through memory for each block.
+    pub(super) fn block_bytes(&self) -> usize {
+        match self {
+            Case::Update(update) => update.shape().block_bytes(),
+            Case::Receive { wire, .. } => receive::block_bytes(*wire),
+        }
+    }
+
+    /// The cases. With `all` it is everything. Otherwise it is AdamW in every format or on every instruction set, and
+    /// the other rules in bf16 on the fastest instruction set.
+    pub(super) fn list(all: bool) -> Vec<Case> {
+        let (best, mut cases) = (Isa::detect(), Vec::new());
+        for rule in Rule::ALL {
+            for wire in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+                for isa in Isa::available().into_iter().rev() {
+                    let fastest = (wire, isa) == (Dtype::Bf16, best);
+                    let formats = FORMATS.map(|(state, master)| Formats { state, master, seed: 1 });
+                    for formats in formats {
+                        let adamw = rule == Rule::AdamW;
+                        if all || fastest && adamw || formats.is_fp32() && (fastest || adamw) {
+                            let images = [
+                                Some(Images::Plain),
+                                rule.can_look_ahead().then_some(Images::Ahead),
+                                // The arrays have no room for two fp32 images.
+                                (rule.has_rates() && formats.is_fp32() && wire != Dtype::F32)
+                                    .then_some(Images::Amended),
+                            ];
+                            let case = |images| Case::Update(Update { rule, wire, isa, formats, images });
+                            cases.extend(images.into_iter().flatten().map(case));
+                        }
+                    }
+                }
+            }
+        }
+        let receive = |isa| {
+            [Source::Memory, Source::Tcp].map(|source| Case::Receive { source, wire: Dtype::Bf16, isa })
+        };
+        cases.extend(Isa::available().into_iter().filter(|&isa| all || isa == best).flat_map(receive));
+        cases
+    }
+}
+
+/// The formats of moments and master weights.
+const FORMATS: [(StateFormat, MasterFormat); 5] = [
+    (StateFormat::F32, MasterFormat::F32),
+    (StateFormat::Bf16, MasterFormat::F32),
+    (StateFormat::Block8, MasterFormat::F32),
+    (StateFormat::Bf16, MasterFormat::Bf16),
+    (StateFormat::Block8, MasterFormat::Bf16),
+];
+
+impl Update {
+    /// AdamW with bf16 on the fastest instruction set.
+    pub(in super::super) fn plain() -> Update {
+        let (formats, images) = (Formats { seed: 1, ..Formats::default() }, Images::Plain);
+        Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats, images }
+    }
+
+    /// The name says which arrays are not fp32.
+    pub(super) fn name(&self) -> String {
+        let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
+        if self.formats.state != StateFormat::F32 {
+            name += &format!("/state-{}", self.formats.state);
+        }
+        if self.formats.master != MasterFormat::F32 {
+            name += &format!("/master-{}", self.formats.master);
+        }
+        match self.images {
+            Images::Plain => {}
+            Images::Ahead => name += "/look-ahead",
+            Images::Amended => name += "/worker-local",
+        }
+        name
+    }
+
+    pub(super) fn shape(&self) -> Shape {
+        let amended = self.images == Images::Amended;
+        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats), amended }
+    }
+}

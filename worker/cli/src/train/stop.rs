@@ -1,0 +1,125 @@
+//! Signals that end a run: the first one lets the step in hand finish and what was asked for be written, a second one ends the
+//! process at once.
+
+use std::{
+    fmt, io,
+    sync::{
+        Arc,
+        atomic::{AtomicI32, AtomicU32, Ordering},
+    },
+    thread,
+};
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// What a shell says of a process that a signal ended is this and the signal's number.
+const SIGNALLED: i32 = 128;
+
+/// What a process does about signals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// It makes the run's decisions, so it ends the run. A second signal ends the process at once.
+    Decides,
+    /// It started the ranks' processes, and ends once they have.
+    Starts,
+    /// It was started with the others, and is ended with them once rank 0 has. A step in hand needs it until then.
+    Follows,
+}
+
+/// Whether the run was told to stop.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Stop(Arc<Heard>);
+
+#[derive(Debug, Default)]
+struct Heard {
+    /// The first signal; 0 before it.
+    first: AtomicI32,
+    times: AtomicU32,
+}
+
+impl Stop {
+    /// Catches SIGINT and SIGTERM from here on. SIGUSR1 is how the process that starts the ranks tells rank 0: a terminal sends
+    /// SIGINT to both of them, and that is one signal and not two.
+    pub(super) fn catch(part: Part) -> io::Result<Stop> {
+        let stop = Stop::default();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+        let entered = runtime.enter();
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut told = (part == Part::Decides).then(|| signal(SignalKind::user_defined1())).transpose()?;
+        drop(entered);
+        let heard = stop.clone();
+        let listen = async move {
+            loop {
+                tokio::select! {
+                    _ = interrupt.recv() => heard.hear(part, SignalKind::interrupt(), true),
+                    _ = terminate.recv() => heard.hear(part, SignalKind::terminate(), true),
+                    () = next(&mut told) => heard.hear(part, SignalKind::interrupt(), false),
+                }
+            }
+        };
+        thread::Builder::new().name("signals".into()).spawn(move || runtime.block_on(listen))?;
+        Ok(stop)
+    }
+
+    fn hear(&self, part: Part, kind: SignalKind, counts: bool) {
+        let number = kind.as_raw_value();
+        let is_first = self.0.first.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        let times = self.0.times.fetch_add(u32::from(counts), Ordering::AcqRel) + u32::from(counts);
+        if times > 1 && part != Part::Starts {
+            std::process::exit(SIGNALLED + number);
+        }
+        if is_first && part == Part::Decides {
+            eprintln!(
+                "longshore: {}: the step in hand is finished first; a second signal ends this at once",
+                name(number)
+            );
+        }
+    }
+
+    /// The signal that told the run to stop.
+    pub(super) fn asked(&self) -> Option<i32> {
+        Some(self.0.first.load(Ordering::Acquire)).filter(|signal| *signal != 0)
+    }
+
+    /// Whether it was told so again.
+    pub(super) fn is_urgent(&self) -> bool {
+        self.0.times.load(Ordering::Acquire) > 1
+    }
+}
+
+/// The next signal of a kind; none ever comes of a kind that is not caught.
+async fn next(signal: &mut Option<Signal>) {
+    match signal {
+        Some(signal) => {
+            signal.recv().await;
+        }
+        None => std::future::pending().await,
+    }
+}
+
+fn name(signal: i32) -> &'static str {
+    if signal == SignalKind::terminate().as_raw_value() { "SIGTERM" } else { "SIGINT" }
+}
+
+/// A run that was told to stop has stopped.
+#[derive(Debug)]
+pub(crate) struct Stopped {
+    pub(super) signal: i32,
+    /// Where it stopped, and how to go on.
+    pub(super) said: String,
+}
+
+impl Stopped {
+    pub(crate) fn exit_code(&self) -> u8 {
+        u8::try_from(SIGNALLED + self.signal).unwrap_or(1)
+    }
+}
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "stopped by {} {}", name(self.signal), self.said)
+    }
+}
+
+impl std::error::Error for Stopped {}

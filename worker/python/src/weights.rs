@@ -1,0 +1,121 @@
+//! Weights on their way into tensors: of which version, where they come from, and where each tensor's lie.
+
+use std::{
+    collections::BTreeSet,
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use longshore_proto::{Dtype, Fault, Layout, Version};
+use longshore_worker::{Feed, Result, Session, error::Misuse, export::Contents};
+
+use crate::memory::HostTensor;
+
+/// Weights of one version, and the parameters whose tensors do not have them.
+pub(crate) struct Unread {
+    pub(crate) version: Version,
+    pub(crate) from: From,
+    pub(crate) left: BTreeSet<usize>,
+}
+
+/// Where weights come from.
+#[derive(Clone)]
+pub(crate) enum From {
+    /// Nobody has read yet. Those that this worker amends are known once the step before is decided.
+    Later,
+    /// The version's images.
+    Images(Feed),
+    /// The version's images, which are pulled as they are fetched.
+    OnDemand,
+    /// The master weights, rounded to the images' type: all of the flat space.
+    Master(Arc<Vec<u8>>),
+}
+
+impl From {
+    /// Waits for the elements of a tensor that lies at `place`, and writes them into it.
+    pub(crate) fn write(&self, dtype: Dtype, target: &HostTensor, place: Range<u64>) -> Result<()> {
+        match self {
+            From::Later => Ok(()),
+            From::OnDemand => Err(Misuse("weights in units are fetched: use fetch").into()),
+            From::Images(feed) => target.read_weights(feed, place),
+            From::Master(weights) => {
+                let bytes = place.start * dtype.bytes()..place.end * dtype.bytes();
+                target.write_from(0, dtype, &weights[bytes.start as usize..bytes.end as usize]);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Tensors, and the weights that they wait for.
+pub(crate) struct Weighed {
+    pub(crate) from: From,
+    pub(crate) dtype: Dtype,
+    pub(crate) targets: Vec<(HostTensor, Range<u64>)>,
+}
+
+impl Weighed {
+    /// Waits for the weights and writes them into the tensors.
+    pub(crate) fn write(self) -> Result<()> {
+        let Weighed { from, dtype, targets } = self;
+        targets.into_iter().try_for_each(|(target, place)| from.write(dtype, &target, place))
+    }
+}
+
+/// Where each parameter lies in the flat space.
+pub(crate) struct Places(Vec<Range<u64>>);
+
+impl Places {
+    pub(crate) fn new(layout: &Layout, params: usize) -> Places {
+        Places((0..params).map(|param| layout.param_range(param)).collect())
+    }
+
+    /// The parameters whose first element is among those that are read.
+    pub(crate) fn read_by(&self, reads: impl Fn(u64) -> bool) -> BTreeSet<usize> {
+        let places = self.0.iter().enumerate();
+        places.filter(|(_, place)| reads(place.start)).map(|(param, _)| param).collect()
+    }
+
+    /// Where a tensor lies that is a whole parameter.
+    pub(crate) fn of(&self, tensor: &HostTensor) -> Result<Range<u64>> {
+        let fault = |value: u64, limit: String| {
+            Err(Fault::invalid("tensor", value, limit, "name the parameters in the job's order").into())
+        };
+        match self.0.get(tensor.param) {
+            Some(place) if place.end - place.start == tensor.elements() => Ok(place.clone()),
+            Some(place) => fault(tensor.elements(), format!("{} elements", place.end - place.start)),
+            None => fault(tensor.param as u64, format!("below {} parameters", self.0.len())),
+        }
+    }
+
+    /// Where a tensor lies that is a part of a parameter, from its element `start` on.
+    pub(crate) fn of_part(&self, tensor: &HostTensor, start: u64) -> Result<Range<u64>> {
+        let Some(place) = self.0.get(tensor.param) else { return self.of(tensor) };
+        let end = start.checked_add(tensor.elements());
+        match end.filter(|&end| end <= place.end - place.start) {
+            Some(end) => Ok(place.start + start..place.start + end),
+            None => {
+                let limit = format!("a part of {} elements", place.end - place.start);
+                let value = format!("{} elements from {start} on", tensor.elements());
+                Err(Fault::invalid("tensor", value, limit, "name parts of the job's parameters").into())
+            }
+        }
+    }
+}
+
+/// The master weights of the newest version, which must be this one, rounded to the images' type.
+pub(crate) fn master(session: &Session, version: Version) -> Result<Arc<Vec<u8>>> {
+    let (dtype, elements) = (session.spec().image_dtype, session.layout().elements());
+    let weights = Mutex::new(vec![0; (elements * dtype.bytes()) as usize]);
+    let exported = session.export(Contents::Weights(dtype), &|_, at, bytes: &[u8]| {
+        let start = (at * dtype.bytes()) as usize;
+        let mut weights = weights.lock().unwrap_or_else(PoisonError::into_inner);
+        weights[start..start + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    })?;
+    if exported.version != version {
+        let remedy = "call flush on all ranks after the same step";
+        return Err(Fault::invalid("flush.version", exported.version, version, remedy).into());
+    }
+    Ok(Arc::new(weights.into_inner().unwrap_or_else(PoisonError::into_inner)))
+}

@@ -1,0 +1,43 @@
+//! Takes the newest decision back where not every server can have it.
+
+use futures_util::future::join_all;
+use longshore_proto::{Incarnation, ServerId};
+use longshore_wire::v1::{DescribeResponse, StepBackRequest};
+
+use crate::{cluster::Cluster, error::Result};
+
+/// Takes the newest decision back on the servers that have it by now, where their tier keeps the version before. Earlier
+/// processes of rank 0 have been fenced everywhere, so none of their commits comes after it.
+pub(crate) async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
+    // They are asked again: a commit that was completed a moment ago is taken back too.
+    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+    let common = answers.values().map(version).min().unwrap_or(0);
+    let ahead = answers.iter().filter(|(_, answer)| version(answer) > common);
+    // Each is heard to its end, whatever becomes of the others.
+    join_all(ahead.map(|(server, _)| step_back(cluster, server, common, incarnation)))
+        .await
+        .into_iter()
+        .collect()
+}
+
+async fn step_back(
+    cluster: &Cluster,
+    server: ServerId,
+    version: u64,
+    incarnation: Incarnation,
+) -> Result<()> {
+    let request = StepBackRequest { job: cluster.job().to_string(), incarnation: incarnation.0, version };
+    // This is slow: the server reads all of its state.
+    let answer = cluster.call(server, "StepBack", None, cluster.options.slow_deadline, |peer| {
+        let request = request.clone();
+        async move { peer.admin().step_back(request).await }
+    });
+    answer.await?;
+    let server = cluster.address(server);
+    tracing::info!(server, version, "stepped back to the newest version that all servers hold");
+    Ok(())
+}
+
+pub(crate) fn version(answer: &DescribeResponse) -> u64 {
+    answer.progress.as_ref().map_or(0, |progress| progress.version)
+}
