@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -32,16 +33,17 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 4))
 
 
-def main(output: str, servers: str | None = None, job: str | None = None) -> dict[int, float]:
+def main(output: str, servers: str | None = None, job: str | None = None, trackers: list[Any] | None = None) -> dict[int, float]:
     """Trains, and returns the loss of each step."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=trackers)
+    accelerator.init_trackers("accelerated")
     network = model()
     optimizer = longshore.AdamW(network.named_parameters(), lr=1e-2, servers=servers, job=job)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     # With a generator of its own an iterator draws nothing from the one that dropout uses, so that a resumed run has the same.
     loader = torch.utils.data.DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(0))
     network, optimizer, loader, schedule = accelerator.prepare(network, optimizer, loader, schedule)
-    longshore.accelerate.attach(accelerator)
+    attached = longshore.accelerate.attach(accelerator)
 
     step, losses = resumed(accelerator, Path(output))
     for inputs, labels in skip_first_batches(loader, 2 * step):
@@ -61,9 +63,21 @@ def main(output: str, servers: str | None = None, job: str | None = None) -> dic
             print(f"loss {step} {losses[step]!r}", flush=True)
             if step % SAVE_STEPS == 0:
                 save(accelerator, Path(output), step, losses)
+                attached.flush()
+                accelerator.log({"loss": losses[step], "validation": evaluated(network)}, step)
             if step == STEPS:
                 break
     return losses
+
+
+def evaluated(network: nn.Module) -> float:
+    """The loss on vectors that are not trained on."""
+    inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(2))
+    network.eval()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(network(inputs), inputs[:, :4].argmax(1)).item()
+    network.train()
+    return loss
 
 
 def save(accelerator: Accelerator, output: Path, step: int, losses: dict[int, float]) -> None:

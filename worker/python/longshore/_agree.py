@@ -1,5 +1,6 @@
 """What ranks find out together by torch.distributed, so that what fails on one of them fails on all of them."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -7,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from longshore import errors
-from longshore.errors import LongshoreError, UsageError, invalid
+from longshore import _waits
+from longshore._waits import Failure
+from longshore.errors import UsageError, invalid
 
 T = TypeVar("T")
 
@@ -30,6 +32,41 @@ def place() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
+#: The default process group, and one of gloo beside it; None where that has not been needed.
+_beside: tuple[Any, Any] | None = None
+
+
+def group_of(device: torch.device) -> Any:
+    """The process group in which ranks gather tensors of a device: the default one, or one of gloo where that has no backend for
+    them, as nccl has none for the CPU's. All ranks ask for the same one at the same time.
+
+    Raises:
+        UsageError: where there can be none.
+    """
+    global _beside
+    group: Any = distributed.distributed_c10d._get_default_group()
+    if _beside is not None and _beside[0] is group and device.type == "cpu":
+        return _beside[1]
+    if any(has.type == device.type for has in group._device_types):
+        return group
+    if device.type != "cpu" or not distributed.is_gloo_available():
+        raise invalid(
+            "init_process_group(backend=)",
+            f"without one for weights on {device.type}",
+            f"one that has {device.type} as well",
+            "call init_process_group() without backend=, or move the model to the device that the backend is for before the optimizer is built",
+            UsageError,
+        )
+    _beside = group, distributed.new_group(backend="gloo", timeout=timeout())
+    return _beside[1]
+
+
+def timeout() -> Any:
+    """That of the default group, which a new one would not take over."""
+    group: Any = distributed.distributed_c10d._get_default_group()
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
 def can_meet(world_size: int) -> bool:
     """Whether there are other ranks that this one can wait for."""
     has_group = distributed.is_available() and distributed.is_initialized()
@@ -43,24 +80,40 @@ def together(act: Callable[[], T]) -> list[T]:
         What each rank's ``act`` returned, which pickles.
 
     Raises:
-        LongshoreError: this rank's own, or one of the same class that names a rank that failed and why. A file that cannot be
-            written is told as well.
+        Exception: this rank's own, whatever it is.
+        LongshoreError: one of the same class, or of this one, that names a rank that failed and why.
     """
-    failure: LongshoreError | OSError | None = None
-    answer: tuple[T | None, tuple[str, str, str | None] | None]
-    try:
-        answer = act(), None
-    except (LongshoreError, OSError) as error:
-        failure, answer = error, (None, (type(error).__name__, str(error), getattr(error, "field", None)))
-    answers: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(answers, answer)
+    failure: Exception | None = None
+    answer: tuple[T | None, Failure | None]
+    with _waits.telling():
+        try:
+            answer = act(), None
+        except Exception as error:
+            failure, answer = _waits.known(error), (None, _waits.of_error(error))
+        answers = _everyones(answer)
     if failure is not None:
         raise failure
     for rank, (_, why) in enumerate(answers):
         if why is not None:
-            kind, message, field = why
-            raise getattr(errors, kind, LongshoreError)(f"rank {rank} failed, so that no rank can go on: {message}", field=field)
+            raise _waits.elsewhere(rank, why)
     return [returned for returned, _ in answers]
+
+
+def _everyones(answer: object) -> list[Any]:
+    """By rank, what it has to say."""
+    host = torch.device("cpu")
+    what, world_size = "a meeting of all ranks", distributed.get_world_size()
+    group = group_of(host)
+    mine = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
+    sizes = torch.empty(world_size, dtype=torch.int64)
+    _waits.wait(distributed.all_gather_into_tensor(sizes, torch.tensor([len(mine)]), group, async_op=True), host, what)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    whole = torch.empty(world_size * longest, dtype=torch.uint8)
+    _waits.wait(distributed.all_gather_into_tensor(whole, padded, group, async_op=True), host, what)
+    parts = zip(whole.view(world_size, longest), sizes.tolist(), strict=True)
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
 
 def check_same(settings: Any) -> None:
@@ -90,5 +143,5 @@ def _difference(ours: Any, others: Any) -> tuple[str, str]:
 def present(has: list[bool], device: torch.device) -> list[int]:
     """How many ranks have each of these."""
     counts = torch.tensor(has, dtype=torch.int32, device=device)
-    distributed.all_reduce(counts)
+    _waits.wait(distributed.all_reduce(counts, async_op=True), device, "the end of a backward pass")
     return [int(count) for count in counts.tolist()]

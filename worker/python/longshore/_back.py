@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from longshore import _params, _state
+from longshore import _agree, _params, _state
 from longshore._connection import Connection
 from longshore._options import Options
 from longshore._streaming import Stream
@@ -70,6 +70,17 @@ class Back:
         self._guard_clipping()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether gradients have left, in streaming mode, of a step that was not made."""
+        return self._stream is not None and self._stream.has_begun
+
+    @property
+    def is_named_by_place(self) -> bool:
+        """Whether nobody has said names, so that the job calls parameters by their places. The job must be open."""
+        assert self._connection is not None
+        return any(_params.is_place(param.name) for param in self._connection.params)
+
+    @property
     def accumulates(self) -> tuple[bool, int]:
         """Whether gradients leave as backward makes them, and of how many backward passes a step is made then."""
         return self._options.streaming, self._options.accumulate
@@ -79,6 +90,11 @@ class Back:
         """The folder of checkpoints of a server that ends with this process; None where the job's servers are others."""
         server = self._options.server()
         return Path(server.checkpoint_dir) if server is not None and server.is_passing and server.checkpoint_dir else None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether servers have all state in memory, so that this host may have room for it too."""
+        return self._options.tier != "nvme"
 
     def has_checkpoint_folder(self) -> bool:
         """Whether the job's servers have a folder for checkpoints. The job must be open."""
@@ -203,16 +219,12 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
         # The job that it holds may be gone already.
         with contextlib.suppress(LongshoreError):
             old.job.close(False)
-    _meet(connection)
-    if rank == 0:
+    if connection.world_size == 1:
         connection.job.go_back(name)
-    _meet(connection)
-
-
-def _meet(connection: Connection) -> None:
-    """Waits for the other ranks."""
-    if connection.world_size > 1:
-        torch.distributed.barrier()
+        return
+    # Another rank's old job is given up before the servers give theirs up.
+    _agree.together(lambda: None)
+    _agree.together(lambda: connection.job.go_back(name) if rank == 0 else None)
 
 
 def _check_meeting(connection: Connection, version: int) -> None:

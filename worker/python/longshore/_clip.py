@@ -1,7 +1,7 @@
 """Sees to it that gradients are not clipped twice, or clipped after they have left.
 
-``torch.nn.utils.clip_grad_norm_`` takes what is in ``.grad``. Where gradients have left already it would find none,
-return 0 and clip nothing, without a word. So it asks here first.
+``clip_grad_norm_`` and ``clip_grad_value_`` of ``torch.nn.utils`` take what is in ``.grad``. Where gradients have left already they
+would find none and clip nothing, without a word. So they ask here first.
 """
 
 import functools
@@ -53,6 +53,25 @@ def _check(parameters: Any) -> None:
 
 @functools.cache
 def _install() -> None:
+    _install_by_value()
+    _install_by_norm()
+
+
+def _install_by_value() -> None:
+    """Replaces ``clip_grad_value_`` in torch's modules, where frameworks look it up. Who has imported the function by its name
+    before has torch's own, which nothing can reach."""
+    inner = clip_grad.clip_grad_value_
+
+    @functools.wraps(inner)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+        _check(parameters)
+        inner(parameters, *args, **kwargs)
+
+    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = torch.compiler.disable(clip)
+
+
+def _install_by_norm() -> None:
     """Wraps what ``clip_grad_norm_`` and ``clip_grads_with_norm_`` call, by whatever name they were imported."""
     inner: Callable[..., Any] | None = getattr(clip_grad, "_clip_grads_with_norm_", None)
     if inner is None:  # a torch that is built otherwise: docs/pytorch.md says not to clip

@@ -37,8 +37,8 @@ class Config:
         clip: the largest global gradient norm. is_clip_given: whether the configuration said so.
         dtype: what the model is cast to. casts_inputs: whether its inputs are, too. autocast: of forward.
         optimizer_type, optimizer_params, scheduler_type, scheduler_params: as given.
-        job: options of the job. shard: what :func:`longshore.shard` is called with in stage 3, as far as the configuration says;
-            None in other stages.
+        job: options of the job. shard: what :func:`longshore.shard` is called with in stage 3, as far as the configuration says, and
+            ``live``, how many parameters the budget has room for; None in other stages.
         loads_universal: whether the engine's ``load_checkpoint`` takes DeepSpeed's universal checkpoints.
     """
 
@@ -77,7 +77,7 @@ class Config:
         clip = keys.take("gradient_clipping", float)
         dtype = _precision(keys, job)
         _offload(keys, job)
-        shard = _sharding(keys, job, stage, dtype)
+        shard = _sharding(keys, job, stage)
         wire = keys.take("communication_data_type", str, _DTYPES)
         if wire is not None:
             job.setdefault("gradient_dtype", _DTYPES[wire])
@@ -262,12 +262,18 @@ def _offload(keys: "_Keys", job: dict[str, Any]) -> None:
     job["servers"] = _server.passing(folder)
 
 
-def _sharding(keys: "_Keys", job: dict[str, Any], stage: int, dtype: torch.dtype | None) -> dict[str, Any] | None:
+def _sharding(keys: "_Keys", job: dict[str, Any], stage: int) -> dict[str, Any] | None:
     """What stage 3 says of weights, which other stages keep on the device."""
     lead = "zero_optimization."
     device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
     given = {name: job.pop(name) for name in ("budget", "units", "device", "weights") if name in job}
     live = keys.take(lead + "stage3_max_live_parameters", float)
+    if stage == 3 and device == "nvme":
+        what = (
+            "trained weights are the servers', whose own drives have them where offload_optimizer.device is nvme, and gradients and frozen "
+            "weights stay in this host's DRAM: frozen='keep' in the section longshore has servers keep those as well"
+        )
+        _warn(lead + "offload_param.device", what)
     if stage != 3:
         if live is not None:
             _warn(lead + "stage3_max_live_parameters", f"in stage {stage} all weights are on the device")
@@ -277,8 +283,8 @@ def _sharding(keys: "_Keys", job: dict[str, Any], stage: int, dtype: torch.dtype
         for path, value in wrong.items():
             raise invalid(path, repr(value), f"left out in stage {stage}", "write zero_optimization.stage: 3, or take it out")
         return None
-    if live is not None:
-        given.setdefault("budget", int(live * (dtype or torch.float32).itemsize))
+    if live is not None and "budget" not in given:
+        given["live"] = live
     return given
 
 

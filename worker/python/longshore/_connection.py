@@ -1,17 +1,21 @@
 """An optimizer's job on its servers: opened when it is first needed, and closed with the optimizer."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from longshore import _full, _longshore
+from longshore._amending import Amending
 from longshore._filling import Filling
 from longshore._frozen import Kept
-from longshore._job import settings
+from longshore._held import Held
+from longshore._job import Settings, settings
 from longshore._options import Options
-from longshore._params import Param, fingerprint, is_sharded
+from longshore._params import Param, dtype_of, fingerprint, is_sharded
 from longshore._weights import Weights, is_compiling
+from longshore._writes import Writes, places
 from longshore.errors import StateError, invalid
 
 if TYPE_CHECKING:
@@ -30,6 +34,14 @@ def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
     return _ways.ranks(options, params, sharded)
 
 
+def _held(options: Options, settings: Settings) -> Held | None:
+    """What keeps the gradients that a worker amends weights with. Where several passes are added up, the host of this process has
+    the sum and no device has it."""
+    if not settings.delay or not settings.correction.startswith("worker-local") or options.accumulate > 1:
+        return None
+    return Held(settings.image_dtype, settings.gradient_dtype)
+
+
 class Connection:
     """A job that was opened: its parameters, their memory, and the Rust half's job."""
 
@@ -46,16 +58,42 @@ class Connection:
         self.params = params
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
+        #: What servers round weights to before workers read them.
+        self.image_dtype = dtype_of(settings_.image_dtype)
         self.world_size = settings_.world_size
+        self._place = options.place()
         self.fingerprint = fingerprint(rule, params)
         self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
-        self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job)
+        #: The gradients that weights are amended with on a device.
+        self._held = _held(options, settings_)
+        self.weights: Weights | UnitWeights | Unplaced
+        if self._held is None or self.ranks is not None:
+            self.weights = Weights(params, self.job)
+        else:
+            self.weights = Amending(params, self.job, self._held)
+        if self.ranks is not None:
+            self.ranks.amend_with(self._held)
         self._is_layerwise = options.streaming and options.layerwise
         #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
         self.version = 0
         self.is_torn = False
         #: The servers' newest version when the job was opened here, until a step is made.
         self.joined: int | None = None
+        #: Who has written to parameters since they had the job's weights.
+        self._writes = Writes(params)
+        self._looks_for_writes = options.written_weights == "error" and self._held is None
+
+    def keep(self, param: Param, gradient: Tensor, scale: float = 1.0) -> None:
+        """A gradient leaves, times ``scale``. It is kept where weights are amended with it."""
+        if self._held is not None:
+            self._held.keep(param.index, gradient, scale)
+
+    def end_step(self) -> None:
+        """All gradients of the step have left, and the step is decided next."""
+        self.is_torn = True
+        self.joined = None
+        if self._held is not None:
+            self._held.end_step()
 
     def find(self) -> int | None:
         """The job's version on its servers, if they have it."""
@@ -76,19 +114,9 @@ class Connection:
         in_units = not isinstance(self.weights, Weights)
         _longshore.set_copy_threads(torch.get_num_threads())
         if self.ranks is not None:
-            version, applied = self.ranks.start(self.job, filling, found, self._kept, in_units=in_units)
+            version, applied = self.ranks.start(self.job, self.name, filling, found, self._kept, in_units=in_units)
         else:
-            places, held = self.weights.values()
-            # Frozen weights may be large, and only a new job is filled with them.
-            frozen, frozen_held = ([], []) if found else self._kept.values()
-            source, initial = None, None
-            if filling is not None and filling.made is not None:
-                places, held, (seed, made) = filling.made(self.params)
-                initial = seed, [*made, *[("uploaded", ())] * len(frozen)]
-            elif filling is not None:
-                source = filling.source(self.params, frozen)
-            version, applied = self.job.start([*places, *frozen], source, found, initial, in_units=in_units)
-            del held, frozen_held
+            version, applied = self._first(lambda: self._start(filling, found, in_units))
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):
             raise invalid(
@@ -101,41 +129,119 @@ class Connection:
         self.joined = version
         self.read()
         if self.ranks is not None:
-            self.ranks.read_kept(self.job, version, self._kept)
+            self.ranks.read_kept(self.job, version, self._kept, self.weights.read_frozen)
         else:
-            self._kept.read(self.job, version)
+            has = self.weights.read_frozen()
+            self._kept.read(self.job, version, [param for param in self._kept.whole() if param.index not in has])
+        self._note()
         return applied
+
+    def may_be_written(self, param: Param) -> bool:
+        """Whether torch has counted a change of a parameter since the job was opened. Once a step was made nobody knows."""
+        return self.joined is None or self._writes.is_written(param)
+
+    def _note(self) -> None:
+        """The parameters have the job's weights, but for those that are awaited: they note that when they do. Where weights are amended
+        on a device they come at any time."""
+        if isinstance(self.weights, Weights) and self._held is None:
+            self._writes.note()
+            self.weights.when_read = self._writes.note if self._looks_for_writes else None
+        else:
+            self._writes.forget()
+
+    def check_written(self) -> None:
+        """Refuses to begin a step with trained weights that somebody has written, unless that is wanted. Where nobody has, nothing is
+        read.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        if not self._looks_for_writes or not isinstance(self.weights, Weights):
+            return
+        written = self._writes.written()
+        if written:
+            self._writes.refuse(written, self._read_again, self.image_dtype, self.name)
+
+    def _read_again(self, param: Param, memory: Tensor) -> None:
+        """Reads the weights of the version that the parameters have, into memory of a parameter's shape or its shard's."""
+        self.job.pull(self.version, places(param, memory) if self.ranks is None else self.ranks.places_of(param, memory))
+
+    def _start(self, filling: Filling | None, found: bool, in_units: bool) -> tuple[int, int]:
+        places, held = self.weights.values()
+        # Frozen weights may be large, and only a new job is filled with them.
+        frozen, frozen_held = ([], []) if found else self._kept.values()
+        source, initial = None, None
+        if filling is not None and filling.made is not None:
+            places, held, (seed, made) = filling.made(self.params)
+            initial = seed, [*made, *[("uploaded", ())] * len(frozen)]
+        elif filling is not None:
+            source = filling.source(self.params, frozen)
+        started: tuple[int, int] = self.job.start([*places, *frozen], source, found, initial, in_units=in_units)
+        del held, frozen_held
+        return started
+
+    def _first(self, start: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        if self.world_size == 1:
+            return start()
+        from longshore import _opening  # which needs torch.distributed
+
+        return _opening.first(self.name, *self._place, start, is_shared=False)
+
+    def frozen(self) -> list[Param]:
+        """The frozen parameters that servers keep, and that each rank has whole."""
+        return self._kept.whole()
 
     def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
         """How many updates made each parameter of the newest version, and all state of each."""
         states = _full.allocate(rule, self.params)
         return self.export_state(rule, states), states
 
-    def export_state(self, rule: str, states: list[dict[str, Tensor]]) -> list[int]:
+    def export_state(self, rule: str, states: list[dict[str, Tensor]], *, alone: bool = False) -> list[int]:
         """Writes the newest version into contiguous tensors, by parameter and torch's names. What they do not name is left out.
+
+        Args:
+            rule: the optimizer's.
+            states: by parameter, the tensors.
+            alone: of ranks that do things together only this one does so.
 
         Returns:
             How many updates made each parameter.
         """
         self.job.drain()
-        self.read()
+        if not (alone and self.ranks is not None):
+            self.read()
         arrays = list(_full.arrays(rule, self.params, states))
         left_out = dict(self.job.left_out())
-        if self.ranks is not None:
-            applied, left_out = self.ranks.export_state(self.job, arrays), self.ranks.of_params(left_out)
-        else:
+        if self.ranks is None:
             _, applied = self.job.export_state(arrays)
+        elif alone:
+            _, applied = self.job.export_state([self.ranks.of_pieces(array) for array in arrays])
+        else:
+            applied = self.ranks.export_state(self.job, arrays)
+        if self.ranks is not None:
+            left_out = self.ranks.of_params(left_out)
         return [applied - left_out.get(param.index, 0) for param in self.params]
+
+    def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:
+        """Writes the newest version's master weights into contiguous tensors of one type, by parameter. Of several ranks one does so."""
+        self.job.drain()
+        array = _full.targets(self.params, tensors)
+        self.job.export_weights(dtype, array if self.ranks is None else self.ranks.of_pieces(array))
 
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""
         self.is_torn = True
+        if self.ranks is not None:
+            self.ranks.refuse()
         version = self.job.unread_weights()
         if self.ranks is None or not isinstance(self.weights, Weights):
             self.weights.read()
         elif version is not None:
             self.ranks.read(self.job)
-        self.version = self.version if version is None else version
+        if version is not None:
+            self.version = version
+            if self.ranks is not None and self._looks_for_writes:
+                self._note()
         self.is_torn = False
 
     def expect(self) -> None:

@@ -3,7 +3,8 @@
 Nothing else in the package names any of it. Tests put an accelerator of their own in its place.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +44,19 @@ class Accelerator:
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Gives a copy to the stream. Both ends must stay until an event after it is done."""
+        self.run(stream, functools.partial(target.copy_, non_blocking=True), [source])
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of the device, which belongs to this thread's stream."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def run(self, stream: Any, act: Callable[..., None], tensors: Sequence[Tensor | None]) -> None:
+        """Gives operations of torch to the stream: those of ``act``, which is called with these tensors. They must stay until an
+        event after it is done."""
         before = torch.accelerator.current_stream(stream.device)
         torch.accelerator.set_stream(stream)
         try:
-            target.copy_(source, non_blocking=True)
+            act(*tensors)
         finally:
             torch.accelerator.set_stream(before)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from longshore import _agree, checkpoint, optim
+from longshore import _agree, _files, checkpoint, optim
 from longshore.errors import StateError, invalid
 
 _STATE = "engine.pt"
@@ -76,7 +76,7 @@ def _write(
         _copy(place / optimizer.job / kept, folder / tag / _SERVERS)
     torch.save(state, folder / tag / _STATE)
     if is_latest:
-        (folder / "latest").write_text(tag)
+        _files.replace_text(folder / "latest", tag)
 
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -92,7 +92,7 @@ def load(
     """
     if tag is None:
         if not (folder / "latest").exists():
-            return None, {}
+            return _nothing_in(folder)
         tag = (folder / "latest").read_text().strip()
     path = folder / tag / _STATE
     if not path.exists():
@@ -116,6 +116,12 @@ def load(
     return str(path), state["client_state"]
 
 
+def _nothing_in(folder: Path) -> tuple[None, dict[str, Any]]:
+    """A first run finds nothing to load. A folder with another name in it should not go unnoticed."""
+    warnings.warn(f"there is no checkpoint in {folder}, so nothing was loaded: training starts from the model as it is", UserWarning, stacklevel=4)
+    return None, {}
+
+
 def load_universal(engine: Engine, folder: Path, tag: str | None, loads_scheduler: bool) -> tuple[str | None, dict[str, Any]]:
     """Fills the engine's new job from a universal checkpoint of DeepSpeed, and the rest from what lies beside its tensors.
 
@@ -123,7 +129,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
         StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
     """
     if tag is None and not (folder / "latest_universal").is_file() and not (folder / "zero").is_dir():
-        return None, {}
+        return _nothing_in(folder)
     optimizer = engine.optimizer
     checkpoint.load_deepspeed(optimizer, folder, tag=tag)
     # Before the next forward, which must have the job's weights.
@@ -138,6 +144,13 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
         return str(path), {}
     trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
+    # ZeRO-3 has frozen parameters in pieces, and an empty tensor in place of each.
+    empty = sorted(name for name in kept.keys() & frozen(engine.module) if kept[name].numel() == 0)
+    if empty:
+        warnings.warn(
+            f"{path} has no weights of {empty[0]} and what else is frozen: they stay as they are in the model", UserWarning, stacklevel=3
+        )
+    kept = {name: value for name, value in kept.items() if name not in empty}
     _load_rest(engine.module, kept, is_strict=False)
     if loads_scheduler and engine.lr_scheduler is not None and states.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(states["lr_scheduler"])

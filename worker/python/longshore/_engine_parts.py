@@ -50,10 +50,12 @@ def shard(model: nn.Module, optimizer: optim.Optimizer, settings: Config) -> Non
     given = dict(settings.shard)
     if "device" not in given and torch.accelerator.is_available():
         given["device"] = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    live = given.pop("live", None)
     if "budget" not in given:
         largest = max((p for p in model.parameters()), key=lambda p: p.element_size())
         is_on_host = torch.device(given.get("device", largest.device)).type == "cpu"
-        given["budget"] = _LIVE * largest.element_size() if is_on_host else None
+        live = live if live is not None else _LIVE if is_on_host else None
+        given["budget"] = int(live * largest.element_size()) if live is not None else None
     _shard.shard(model, optimizer, **given)
 
 

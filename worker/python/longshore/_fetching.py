@@ -1,4 +1,4 @@
-"""Fetches weights of units: the trained ones from servers, the frozen ones from copies in the host's memory."""
+"""Fetches weights of units: trained ones from servers, frozen ones from what is kept of them in the host's memory."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from longshore import _device
+from longshore._copies import Copies, share_of
+from longshore._gathered import Share
 from longshore._host import Place, is_plain
-from longshore._params import DTYPES, Param
+from longshore._params import DTYPES, Param, are_equal
 from longshore._rounds import Rounds
+from longshore._staging import Staging, host_memory
 from longshore._units import Member
 from longshore.errors import LongshoreError
 
 
 #: Seconds after which a wait lets the handlers of signals run.
 _PERIOD = 0.1
-
-#: Weights of fewer bytes are pulled whole by each rank, since that takes no longer than a collective.
-LEAST_SHARED = 64 * 1024
 
 #: Where some elements of a parameter lie in the job: its parameter there, the first element in that, and how many.
 Span = tuple[int, int, int]
@@ -42,6 +42,7 @@ class Fetcher:
         is_gone: whether servers may not have a parameter's weights of this version any more.
         spans: where elements of a parameter lie in the job.
         rounds: in which ranks that gather weights say what they want; None where each pulls all of them.
+        memory: makes the memory in which a tensor is kept.
 
     Attributes:
         version, rounds: these.
@@ -56,6 +57,7 @@ class Fetcher:
         is_gone: Callable[[Member], bool],
         spans: Spans = in_one_piece,
         rounds: Rounds | None = None,
+        memory: Callable[[Tensor], Tensor] = host_memory,
     ) -> None:
         self._job = job
         self.version = version
@@ -67,38 +69,54 @@ class Fetcher:
         self._trained = {member.param.index for member in members if member.param is not None}
         self._frozen = {id(member) for member in members if not member.is_trained}
         self._is_gone = is_gone
-        self._kept: dict[int, Tensor] = {}
-        self._staging = _Staging()
+        self._copies = Copies(rounds, memory)
+        self._staging = Staging()
         self._streams: dict[torch.device, Any] = {}
         # One thread, since weights come in the order in which they were asked for.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self._is_closed = False
         for member in members:
             if not member.is_trained:
-                before = getattr(member.tensor, "_longshore_member", None)
-                if before is not None:  # built by Init, which has the copy
-                    self._kept[id(member)] = member.tensor._longshore_home.kept(before)  # type: ignore[attr-defined]
-                else:
-                    self.keep(member)
+                self._copies.take(member)
 
     def is_gone(self, member: Member) -> bool:
         """Whether its weights cannot be had before the next step."""
-        return id(member) not in self._kept and self._is_gone(member)
+        return self._copies.whole(member) is None and self._is_gone(member)
 
     def keep(self, member: Member) -> None:
         """Keeps a copy of a member in the host's memory, from which it comes from now on."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            kept = self._kept.get(id(member))
-            if kept is None:
-                kept = self._kept[id(member)] = self._memory(member.tensor)
-            kept.copy_(member.tensor)
+        self._copies.write(member)
+
+    def written(self) -> list[str]:
+        """The frozen members that are not what servers have of them, as far as this rank's part of them shows."""
+        names = []
+        for member, parts in self._copies.in_parts():
+            theirs = [(torch.empty(part.shape, dtype=part.dtype, device="cpu"), start) for part, start in parts]
+            self._ask([place for part, start in theirs for place in self._of(member, part, start)]).read()
+            if not all(are_equal(mine, its) for (mine, _), (its, _) in zip(parts, theirs, strict=True)):
+                names.append(member.name)
+        return names
+
+    def read_first(self, wanted: list[tuple[Member, Tensor]]) -> None:
+        """Reads the first elements of members from the servers, into flat memory of the host."""
+        self._job.fetch(self.version, [place for member, memory in wanted for place in self._of(member, memory, 0)]).read()
+
+    def take_all_of(self, names: Iterable[str]) -> None:
+        """Keeps all of these frozen members as they are, instead of a part. It is called before their memory goes."""
+        self._copies.take_all_of(names)
+
+    def read_frozen(self, members: list[Member]) -> None:
+        """Reads what is kept of these frozen members from the servers, whose job may be another now."""
+        for member in members:
+            self._copies.forget_written(member)
+            parts = self._copies.parts(member) or [(self.kept(member).view(-1), 0)]
+            self._ask([place for part, start in parts for place in self._of(member, part, start)]).read()
 
     def kept(self, member: Member) -> Tensor:
         """The copy of a member that is kept."""
-        return self._kept[id(member)]
-
-    def _memory(self, tensor: Tensor) -> Tensor:
-        return _host_memory(tensor)
+        kept = self._copies.whole(member)
+        assert kept is not None, member.name
+        return kept
 
     def expect(self, version: int) -> None:
         """New weights were asked for, of all trained parameters."""
@@ -109,7 +127,7 @@ class Fetcher:
         """Weights come from this job from now on: trained ones that were kept, and those that were asked for, are the old one's."""
         self._job = job
         self._unread.clear()
-        self._kept = {key: kept for key, kept in self._kept.items() if key in self._frozen}
+        self._copies.forget_all_but(self._frozen)
 
     def has_unread(self, member: Member) -> bool:
         """Whether new weights of it were asked for and nobody has read them."""
@@ -139,15 +157,51 @@ class Fetcher:
             read()
         return fetch
 
+    def gather_all(self, members: list[Member]) -> None:
+        """Keeps all of these, which ranks gather from each other in the host's memory, each with its part. What is kept whole
+        already, what is small, and what cannot be gathered since a rank is gone, is left out."""
+        if self.rounds is None or self.rounds.is_over:
+            return
+        # These are the same on all ranks, also where one has a copy of what it has written.
+        with torch._C.DisableTorchFunctionSubclass():
+            shares = [(member, share_of(self.rounds, member.tensor)) for member in members]
+            shared = [(m, of_rank) for m, of_rank in shares if of_rank and (m.is_trained or self._copies.parts(m) is not None)]
+            kept = [host_memory(member.tensor) for member, _ in shared]
+        try:
+            for whole, (member, of_rank) in zip(kept, shared, strict=True):
+                self._read_own(member, whole.view(-1), of_rank)
+        except LongshoreError:
+            self.rounds.fail()
+            raise
+        with contextlib.suppress(LongshoreError):
+            if self.rounds.end([self.version, *(member.name for member, _ in shared)]):
+                bytes_of = [whole.view(-1)[: of_rank.gathered].view(torch.uint8) for whole, (_, of_rank) in zip(kept, shared, strict=True)]
+                parts = [of_rank.part * whole.element_size() for whole, (_, of_rank) in zip(kept, shared, strict=True)]
+                self.rounds.gather(list(zip(bytes_of, parts, strict=True)), on_host=True)
+                self._copies.add({id(member): whole for whole, (member, _) in zip(kept, shared, strict=True)})
+
+    def _read_own(self, member: Member, whole: Tensor, of_rank: Share) -> None:
+        """Brings this rank's part of a member into memory for all of it."""
+        own = [(whole[start : start + elements], start) for start, elements in of_rank.own]
+        mine = self._copies.parts(member)
+        if mine is None:
+            self._ask([place for part, start in own for place in self._of(member, part, start)]).read()
+        else:
+            for (part, _), (source, _) in zip(own, mine, strict=True):
+                part.copy_(source)
+
     def keep_all(self, members: list[Member]) -> None:
-        """Copies all trained parameters from the servers, since these will not be there."""
+        """Copies from the servers, which will not be there, what is not kept whole of these. Nothing is gathered from now on."""
+        self._copies.end_parts()
+        self.rounds = None
         kept: dict[int, Tensor] = {}
         for member in members:
-            if member.param is not None and id(member) not in self._kept:
-                kept[id(member)] = _host_memory(member.tensor)
+            if self._copies.whole(member) is None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    kept[id(member)] = host_memory(member.tensor)
                 self._ask(self._of(member, kept[id(member)].view(-1), 0)).read()
         self._unread.clear()
-        self._kept |= kept
+        self._copies.add(kept)
 
     def retire(self) -> None:
         """Gives the thread nothing more. It ends with the model."""
@@ -168,11 +222,15 @@ class Fetcher:
         for member in fetch.members:
             # Not the parameter itself: autograd would take what is written there for a change.
             target = member.tensor.data
-            kept = self._kept.get(id(member))
+            kept = self._copies.whole(member)
             if kept is not None:
                 fetch.sources.append((target, kept))
                 continue
-            parts = self._parts(fetch, member, target) if shared else [(target, 0)]
+            parts = self._share_of(fetch, member, target) if shared else [(target, 0)]
+            mine = self._copies.parts(member) if shared else None
+            if mine is not None:
+                fetch.sources += [(part, own) for (part, _), (own, _) in zip(parts, mine, strict=True)]
+                continue
             for part, start in parts:
                 memory = part
                 if not is_plain(part):
@@ -182,22 +240,24 @@ class Fetcher:
                 places += [(place, memory) for place in self._of(member, memory.view(-1), start)]
         return places
 
-    def _parts(self, fetch: "Fetch", member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
-        """What this rank pulls of a member: its part, and the few elements that are too few for all ranks; or all of it."""
-        if self.rounds is None or member.nbytes < LEAST_SHARED or not target.is_contiguous():
+    def _share_of(self, fetch: "Fetch", member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
+        """The memory that this rank fills of a member before ranks gather it, and its first elements."""
+        of_rank = share_of(self.rounds, target)
+        if of_rank is None:
             return [(target, 0)]
-        flat, ranks = target.view(-1), self.rounds.world_size
-        part = len(flat) // ranks
-        start, shared = self.rounds.rank * part, ranks * part
-        fetch.shared.append((member, flat[:shared].view(torch.uint8), part * target.element_size()))
-        parts = [(flat[start : start + part], start), (flat[shared:], shared)]
-        return [(part, start) for part, start in parts if len(part)]
+        flat = target.view(-1)
+        fetch.shared.append((member, flat[: of_rank.gathered].view(torch.uint8), of_rank.part * target.element_size()))
+        return [(flat[start : start + elements], start) for start, elements in of_rank.own]
 
     def _of(self, member: Member, memory: Tensor, start: int) -> list[tuple[Place, int]]:
         """Where elements of a member go, from one on, and where each run of them begins in its parameter of the job."""
-        assert member.param is not None
         address, places = memory.data_ptr(), []
-        for index, first, elements in self._spans(member.param, start, len(memory)):
+        if member.param is not None:
+            spans = self._spans(member.param, start, len(memory))
+        else:
+            assert member.kept is not None
+            spans = in_one_piece(member.kept, start, len(memory))
+        for index, first, elements in spans:
             places.append(((index, address, elements, DTYPES[memory.dtype]), first))
             address += elements * memory.element_size()
         return places
@@ -256,7 +316,8 @@ class Fetch:
             name, place, is_backward: what :meth:`longshore._rounds.Rounds.agree` says.
         """
         rounds = self._fetcher.rounds
-        assert rounds is not None
+        if rounds is None:  # the optimizer is gone
+            return self.finish_alone()
         try:
             self.finish()
         except LongshoreError:
@@ -317,35 +378,3 @@ def _result(read: "Future[None]") -> None:
         except TimeoutError:
             if read.done():
                 return read.result()
-
-
-class _Staging:
-    """Host memory that weights go through: what was used once is used again for others of the same size."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, bool], list[tuple[Tensor, Any]]] = {}
-
-    def take(self, tensor: Tensor) -> Tensor:
-        free = self._free.get(_kind(tensor.shape, tensor.dtype, _device.accelerator.has(tensor)))
-        if not free:
-            return _host_memory(tensor)
-        staged, copied = free.pop(0)
-        if copied is not None:
-            _device.accelerator.wait(copied)
-        return staged
-
-    def give_back(self, staged: Tensor, copied: Any) -> None:
-        """``copied`` is the event after the last copy that reads it."""
-        kind = _kind(staged.shape, staged.dtype, copied is not None)
-        self._free.setdefault(kind, []).append((staged, copied))
-
-
-def _kind(shape: torch.Size, dtype: torch.dtype, is_locked: bool) -> tuple[torch.Size, torch.dtype, bool]:
-    return shape, dtype, is_locked
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    """Memory of the host for such a tensor, page-locked where a device copies from it."""
-    if _device.accelerator.has(tensor):
-        return _device.accelerator.locked(tensor.shape, tensor.dtype)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

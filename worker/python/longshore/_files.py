@@ -67,6 +67,15 @@ def draft(folder: Path) -> Iterator[Path]:
         raise
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file beside its place, and moves it there: whoever reads it finds what it had or all of this."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    _sync(draft)
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
 def _sync(path: Path) -> None:
     opened = os.open(path, os.O_RDONLY)
     try:

@@ -38,26 +38,39 @@ class Kept:
         """All of them as they are now, where this rank fills the job, and what holds their memory."""
         return values(self._params) if self._fills else ([], [])
 
-    def local(self) -> list[Param]:
-        """What this rank has of them."""
+    def whole(self) -> list[Param]:
+        """Those that each rank has whole."""
         return self._params
 
-    @torch.no_grad()
-    def read(self, job: Any, version: int) -> None:
-        """Gives them the job's weights, one at a time: this process may not have made them.
+    def own(self) -> list[Param]:
+        """Those of which each rank has a part of its own."""
+        return []
+
+    def read(self, job: Any, version: int, params: list[Param]) -> None:
+        """Gives some of them the job's weights, one at a time: this process may not have made them.
 
         Raises:
-            UsageError: where a backward runs that needs the weights they had.
+            UsageError: as in :func:`give`.
         """
-        for param in self.local():
+        for param in params:
             memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
             job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
-            if torch.equal(memory, param.tensor.cpu()):
-                continue
-            if torch._C._current_graph_task_id() != -1:
-                # Streaming opens a job with its first gradient, and that backward needs the weights that its forward used.
-                raise UsageError(
-                    f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
-                    "bits: call optimizer.open() before the first forward"
-                )
-            param.tensor.copy_(memory)
+            give(param, memory)
+
+
+@torch.no_grad()
+def give(param: Param, weights: Tensor) -> None:
+    """Gives a frozen parameter the job's weights of it.
+
+    Raises:
+        UsageError: where a backward runs that needs the weights it had.
+    """
+    if torch.equal(weights, param.tensor.to(weights.device)):
+        return
+    if torch._C._current_graph_task_id() != -1:
+        # Streaming opens a job with its first gradient, and that backward needs the weights that its forward used.
+        raise UsageError(
+            f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
+            "bits: call optimizer.open() before the first forward"
+        )
+    param.tensor.copy_(weights)

@@ -1,15 +1,70 @@
 """Weights of which each rank reads its part, and which ranks gather from each other, bucket by bucket in forward order."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from longshore import _partition
-from longshore._device import accelerator
+from longshore import _agree, _device, _partition, _waits
+from longshore._amending import Amending
+from longshore._held import Held
 from longshore._host import Place
-from longshore._params import DTYPES
-from longshore._partition import Bucket, Layout
+from longshore._params import DTYPES, Param
+from longshore._partition import Bucket, Layout, piece_param
+
+#: Weights of fewer bytes are pulled whole by each rank, since that takes no longer than a collective.
+LEAST_SHARED = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank pulls of a tensor that it gathers."""
+
+    #: How many elements each rank's part has, and all parts together.
+    part: int
+    gathered: int
+    #: First element and number of elements of what this rank pulls: its part, and those that are too few for all ranks.
+    own: list[tuple[int, int]]
+
+
+def share(elements: int, width: int, rank: int, world_size: int) -> Share | None:
+    """A rank's share of a tensor of so many elements, each of ``width`` bytes; None where it pulls all of it."""
+    if elements * width < LEAST_SHARED:
+        return None
+    part = elements // world_size
+    own = [(rank * part, part), (world_size * part, elements - world_size * part)]
+    return Share(part, world_size * part, [(start, length) for start, length in own if length])
+
+
+def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_size: int) -> Iterator[tuple[Param, Tensor]]:
+    """Frozen weights of the job, on their parameters' devices, one after the other. Each rank pulls its part of them."""
+    shares = [share(param.elements, param.dtype.itemsize, rank, world_size) for param in params]
+    pulled: list[list[tuple[int, Tensor]]] = []
+
+    def pull() -> None:
+        for param, of_rank in zip(params, shares, strict=True):
+            own = of_rank.own if of_rank is not None else [(0, param.elements)]
+            parts = [(start, torch.empty(length, dtype=param.dtype, device="cpu")) for start, length in own]
+            places = [((param.index, part.data_ptr(), len(part), param.wire), start) for start, part in parts]
+            job.fetch(version, places).read()
+            pulled.append(parts)
+
+    _agree.together(pull)
+    for param, of_rank in zip(params, shares, strict=True):
+        whole = torch.empty(param.elements, dtype=param.dtype, device=param.tensor.device)
+        for start, part in pulled.pop(0):
+            whole[start : start + len(part)].copy_(part)
+        if of_rank is not None:
+            gathered = whole[: of_rank.gathered].view(torch.uint8)
+            part = of_rank.part * whole.itemsize
+            own = gathered[rank * part : (rank + 1) * part]
+            work = distributed.all_gather_into_tensor(gathered, own, _agree.group_of(whole.device), async_op=True)
+            _waits.wait(work, whole.device, f"{param.name}, which is frozen and which ranks gather")
+        yield param, whole.view(param.shape)
+        # One at a time lies on the device.
+        del whole
 
 
 class Gathered:
@@ -23,37 +78,72 @@ class Gathered:
         #: This rank's part of each bucket in the host's memory, and what a device still reads from there.
         self._rows: list[Tensor] = []
         self._reading: list[Any] = []
+        #: Where ranks amend weights: the gradients that they do it with, this rank's part of each bucket on its device, and the
+        #: weights that come there.
+        self.held: Held | None = None
+        self._parts: list[Tensor] = []
+        self._groups: list[list[Param]] = []
+        self._amending: Amending | None = None
 
     def read(self, job: Any) -> None:
         """Waits for this rank's part of the weights that were asked for, and gives the parameters all of them. While ranks
         gather a bucket, the next one's part arrives."""
-        self._wait()
-        if not self._rows:
-            self._rows = [_row(bucket) for bucket in self._layout.buckets]
+        with _waits.telling():
+            self._read(job)
+
+    def _read(self, job: Any) -> None:
         before: tuple[Bucket, Any, Tensor] | None = None
-        for bucket, row in zip(self._layout.buckets, self._rows, strict=True):
-            job.read_weights(self._targets(bucket, row))
-            device = bucket.params[0].tensor.device
-            part = row.to(device, non_blocking=True)
-            whole = torch.empty(self._world_size * bucket.slot, dtype=bucket.dtype, device=device)
-            work = distributed.all_gather_into_tensor(whole, part, async_op=True)
+        is_here = _device.accelerator.has(self._layout.buckets[0].params[0].tensor)
+        parts = self._parts_of_device(job, self.held) if self.held is not None and is_here else self._parts_of_host(job)
+        for bucket, part in parts:
+            whole = torch.empty(self._world_size * bucket.slot, dtype=bucket.dtype, device=part.device)
+            work = distributed.all_gather_into_tensor(whole, part, _agree.group_of(part.device), async_op=True)
             if before is not None:
                 self._spread(*before)
             before = (bucket, work, whole)
         if before is not None:
             self._spread(*before)
-        has = accelerator.has
+        has = _device.accelerator.has
         devices = {bucket.params[0].tensor.device for bucket in self._layout.buckets if has(bucket.params[0].tensor)}
-        self._reading = [accelerator.record(accelerator.current_stream(device)) for device in devices]
+        self._reading = [_device.accelerator.record(_device.accelerator.current_stream(device)) for device in devices]
+
+    def _parts_of_host(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
+        """This rank's part of each bucket, once it has come, by way of the host."""
+        self._wait()
+        if not self._rows:
+            self._rows = [_row(bucket) for bucket in self._layout.buckets]
+        for bucket, row in zip(self._layout.buckets, self._rows, strict=True):
+            job.read_weights(self._targets(bucket, row))
+            yield bucket, row.to(bucket.params[0].tensor.device, non_blocking=True)
+
+    def _parts_of_device(self, job: Any, held: Held) -> Iterator[tuple[Bucket, Tensor]]:
+        """Does the same where a part is amended on its device before others get it."""
+        if self._amending is None:
+            empty, buckets = _device.accelerator.empty, self._layout.buckets
+            self._parts = [empty([bucket.slot], bucket.dtype, bucket.params[0].tensor.device) for bucket in buckets]
+            self._groups = [self._of_part(bucket, part) for bucket, part in zip(self._layout.buckets, self._parts, strict=True)]
+            self._amending = Amending([param for group in self._groups for param in group], job, held)
+        parts = zip(self._layout.buckets, self._parts, strict=True)
+        for _ in self._amending.read_by(self._groups):
+            yield next(parts)
+
+    def _of_part(self, bucket: Bucket, part: Tensor) -> list[Param]:
+        pieces = bucket.pieces[self._rank]
+        return [piece_param(piece, part[piece.offset : piece.offset + piece.elements], bucket.dtype) for piece in pieces]
 
     def release(self) -> None:
-        """Lets go of the host's memory."""
+        """Lets go of the memory that weights came into."""
         self._wait()
         self._rows.clear()
+        if self._amending is not None:
+            self._amending.forget()
+            self._amending = None
+            self._parts.clear()
+            self._groups.clear()
 
     def _wait(self) -> None:
         for event in self._reading:
-            accelerator.wait(event)
+            _device.accelerator.wait(event)
         self._reading.clear()
 
     def _targets(self, bucket: Bucket, row: Tensor) -> list[Place]:
@@ -65,13 +155,13 @@ class Gathered:
     @torch.no_grad()
     def _spread(self, bucket: Bucket, work: Any, whole: Tensor) -> None:
         """Copies a bucket that was gathered into its parameters."""
-        work.wait()
+        _waits.wait(work, whole.device, "weights that ranks gather")
         slots = whole.view(self._world_size, bucket.slot)
         for param in bucket.params:
             _partition.copy_back(self._pieces[param.index], slots, param.tensor.detach())
 
 
 def _row(bucket: Bucket) -> Tensor:
-    if accelerator.has(bucket.params[0].tensor):
-        return accelerator.locked([bucket.slot], bucket.dtype)
+    if _device.accelerator.has(bucket.params[0].tensor):
+        return _device.accelerator.locked([bucket.slot], bucket.dtype)
     return torch.empty(bucket.slot, dtype=bucket.dtype)

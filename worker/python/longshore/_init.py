@@ -1,6 +1,7 @@
 """``longshore.Init``: builds a model whose weights are never all in memory, for :func:`longshore.shard`."""
 
 import contextlib
+import functools
 import os
 import tempfile
 from typing import Any
@@ -90,25 +91,36 @@ class Init:
             if tensor.is_floating_point():
                 self._recording.take(f"{type(module).__name__}.{name}", tensor)
             return
-        nbytes = tensor.numel() * tensor.element_size()
-        member = Member(f"{type(module).__name__}.{name}", tensor, [(module, name)], None, nbytes=nbytes)
-        member.unit = Unit(member.name, [member])
-        _units.own_memory(member)
-        self._home.adopt(member.unit)
+        _adopt(self._home, module, name, tensor)
+
+
+def _adopt(home: Residency, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    nbytes = tensor.numel() * tensor.element_size()
+    member = Member(f"{type(module).__name__}.{name}", tensor, [(module, name)], None, nbytes=nbytes)
+    member.unit = Unit(member.name, [member])
+    _units.own_memory(member)
+    home.adopt(member.unit)
+
+
+def replace(built: Tensor, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    """Has a module's new parameter, which is a part of one that :class:`Init` has built, go where that one is. Within Init it has."""
+    if not isinstance(tensor, UnitParameter):
+        _adopt(built._longshore_home, module, name, tensor)  # type: ignore[attr-defined]
 
 
 class _Store(Fetcher):
     """Weights that no server has yet, in a file."""
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        super().__init__(None, 0, [], lambda _: False)
-        self._folder = folder
+        super().__init__(None, 0, [], lambda _: False, memory=functools.partial(_in_file, folder))
 
-    def _memory(self, tensor: Tensor) -> Tensor:
-        with tempfile.NamedTemporaryFile(prefix="longshore-init-", dir=self._folder) as file:
-            # It goes when the mapping does.
-            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        return mapped.view(tensor.shape)
+
+def _in_file(folder: str | os.PathLike[str] | None, tensor: Tensor) -> Tensor:
+    """Memory for such a tensor that is a file's."""
+    with tempfile.NamedTemporaryFile(prefix="longshore-init-", dir=folder) as file:
+        # It goes when the mapping does.
+        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return mapped.view(tensor.shape)
 
 
 def filling(params: list[Param]) -> Filling | None:
@@ -144,5 +156,9 @@ class Unplaced:
 
     def read(self) -> None:
         """Does nothing: units are fetched when they are used."""
+
+    def read_frozen(self) -> set[int]:
+        """Reads none."""
+        return set()
 
     meet = settle = give_up = abandon = forget = read

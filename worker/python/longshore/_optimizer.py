@@ -5,7 +5,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class Optimizer(Back, Scaling, Stateful):
         self._is_refused = False
         super().__init__(params, defaults)
         if self._options.servers is not None:
+            self._warn_of_no_name()
             self._join_if_there()
         if self._options.streaming:
             self._stream = Stream(self)
@@ -161,6 +162,16 @@ class Optimizer(Back, Scaling, Stateful):
             self._filling = self._filling or filling(params)
         return connection
 
+    def _warn_of_no_name(self) -> None:
+        if self._options.job or self._options.server() is not None:
+            return
+        warnings.warn(
+            f"no job= was given, so this one is {self._job_name}: it stays on the servers when this process ends, and takes their memory "
+            "until `longshore delete` or their --idle-limit ends it. Give it a name, and the next run goes on with it",
+            UserWarning,
+            stacklevel=4,
+        )
+
     def _join_if_there(self) -> None:
         connection = self._new_connection()
         if connection.find() is None:
@@ -207,7 +218,8 @@ class Optimizer(Back, Scaling, Stateful):
 
     def close(self) -> None:
         """Waits until the last step is safe, and gives the rank up. The job stays on its servers; one of the server inside
-        this process is deleted. The optimizer cannot be used after it."""
+        this process is deleted. The optimizer cannot be used after it. Ranks that gather units gather the last weights as well, so that
+        each of them calls it, and waits for the others; where an exception ends one, it pulls all of them."""
         if self._connection is not None and self._finalizer.detach():
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
@@ -216,6 +228,12 @@ class Optimizer(Back, Scaling, Stateful):
                 self._stream.unhook()
             self._connection.weights.settle()
             self._connection.job.close(self._options.servers is None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # Steps
 
@@ -252,6 +270,14 @@ class Optimizer(Back, Scaling, Stateful):
             self._commit()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the step in hand, as torch's does. In streaming mode they may have left already, as where a
+        backward or what followed it was interrupted: servers then forget them too, unless there are other ranks, which wait for
+        that step."""
+        super().zero_grad(set_to_none)
+        if self._stream is not None and self._stream.has_begun and self._can_start_over():
+            self._start_over()
+
     def _push(self) -> bool:
         """Sends what is in ``.grad``. Returns whether there was anything."""
         scale = self._unscale()
@@ -265,6 +291,8 @@ class Optimizer(Back, Scaling, Stateful):
         connection = self._opened()
         self._check_whole(connection)
         _params.check_unchanged(connection.params, self._frozen)
+        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
+            connection.check_written()
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, self._check_missing)
         present, missing = [], []
@@ -274,6 +302,7 @@ class Optimizer(Back, Scaling, Stateful):
                 missing.append(param)
             else:
                 present.append(self._gradients.take(param, gradient))
+                connection.keep(param, gradient, scale)
         if not present and not self._options.may_differ():
             return False
         self._check_missing(missing)
@@ -304,8 +333,7 @@ class Optimizer(Back, Scaling, Stateful):
 
     def _commit(self) -> None:
         connection = self._opened()
-        connection.is_torn = True
-        connection.joined = None
+        connection.end_step()
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
         connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
@@ -336,7 +364,8 @@ class Optimizer(Back, Scaling, Stateful):
     def flush(self) -> int:
         """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a
         save with ``delay=1``, and after a step that was interrupted. The next step computes with these weights. In streaming
-        mode it gives up a step that was refused by a :class:`MissingGradientError`, so that it can be made of another batch.
+        mode it gives up a step whose backward was interrupted, and one that was refused by a :class:`MissingGradientError`, so that it
+        can be made of another batch.
 
         Returns:
             The version of the weights.
@@ -348,9 +377,22 @@ class Optimizer(Back, Scaling, Stateful):
         connection.job.drain()
         connection.read()
         self._report(connection)
-        if self._stream is not None and self._stream.is_refused and self._can_start_over():
+        if self._stream is not None and self._stream.is_broken_off and self._can_start_over():
             self._start_over()
         return self.version
+
+    def _settle(self) -> Connection:
+        """Waits until every step is decided, so that servers have the newest state. Any rank may call it alone: where they read weights
+        together, parameters stay as they are."""
+        if self._connection is None and (self._options.partition is not None or any(map(_params.is_sharded, self._tensors()))):
+            raise UsageError("the job is not open, and its ranks open it together: call open() on all of them first, or make a step")
+        connection = self._opened()
+        if connection.ranks is None:
+            self.flush()
+        else:
+            connection.job.drain()
+            self._report(connection)
+        return connection
 
     def checkpoint(self, name: str) -> str:
         """Has the servers write a checkpoint of their state, while nothing else happens to the job.

@@ -50,6 +50,7 @@ class JobOptions(TypedDict, total=False):
     accumulate_on: Literal["servers", "worker"]
     max_grad_norm: float | None
     missing_gradients: Literal["skip", "zeros", "error"] | None
+    written_weights: Literal["error", "drop"]
     nonfinite: Literal["skip", "raise", "apply"]
     loss_scale: LossScale | None
     gradient_dtype: Dtype
@@ -97,14 +98,17 @@ class Options:
             leaves it out of the step, as torch does: its weight, its moments and its step count stay. ``"zeros"`` takes zeros, as
             DeepSpeed does: moments and weights then decay. ``"error"`` refuses a step in which others have a gradient. By default
             it is ``"skip"``, and ``"error"`` with ``state="block8"`` and ``correction="worker-local"``, which cannot skip.
+        written_weights: what becomes of trained weights that somebody has written since the last step, and that are others than the
+            servers'. ``"error"`` refuses the step, naming the parameter. ``"drop"`` computes it with them and loses them.
         nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
             ``"raise"`` does so and raises, ``"apply"`` uses it as torch does, and takes no norm.
         loss_scale: what losses are multiplied by, for fp16: ``(loss * optimizer.loss_scale).backward()``. None multiplies nothing.
         gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own
             type, or fp32 where they differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
-        warmup_steps: how many steps are exact before the delay starts.
-        correction: what makes up for the delay: ``"look-ahead"``, ``"worker-local"`` (one rank that holds the whole gradient;
+        warmup_steps: how many steps are exact before the delay starts. The first steps move the weights most.
+        correction: what makes up for the delay: ``"look-ahead"``, ``"worker-local"`` (one rank, or ranks that reduce
+            gradients among themselves: each subtracts the step that its weights lack, on the device where they lie there;
             ``"worker-local=GAMMA"`` takes that step times GAMMA), ``"none"`` or ``"compensation=C"``.
         tier: where servers keep the state.
         state, master: the formats in which they keep moments and master weights.
@@ -128,12 +132,13 @@ class Options:
     accumulate_on: str = "servers"
     max_grad_norm: float | None = None
     missing_gradients: str | None = None
+    written_weights: str = "error"
     nonfinite: str = "skip"
     loss_scale: LossScale | None = None
     gradient_dtype: str = "auto"
     image_dtype: str = "auto"
     delay: int = 0
-    warmup_steps: int = 100
+    warmup_steps: int = 300
     correction: str = "look-ahead"
     tier: str = "memory"
     state: str = "fp32"
@@ -163,6 +168,7 @@ class Options:
         choices = {
             "accumulate_on": ("servers", "worker"),
             "missing_gradients": (None, "skip", "zeros", "error"),
+            "written_weights": ("error", "drop"),
             "partition": (None, "reduce-scatter", "all-reduced"),
             "frozen": ("leave", "keep"),
             "reduce_dtype": ("auto", "fp32"),

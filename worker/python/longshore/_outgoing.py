@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longshore._held import Held
 from longshore._host import Gradients, Leaving
 from longshore._params import Param
 
@@ -13,6 +14,8 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._gradients = Gradients()
+        #: What keeps gradients on the device, where weights are amended with them.
+        self.held: Held | None = None
         #: Those that an accelerator copies to the host, oldest first, with what to multiply them by.
         self._copying: list[tuple[Leaving, float]] = []
 
@@ -20,6 +23,8 @@ class Outgoing:
         """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end."""
         self.push_copied(job)
         leaving = self._gradients.start(param, gradient)
+        if self.held is not None:
+            self.held.keep(param.index, gradient, scale)
         if leaving.copied is None:
             job.push([leaving.place], scale)
         else:

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -10,10 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def dtype_of(wire: str) -> torch.dtype:
+    """The type that the Rust half calls so."""
+    return next(dtype for dtype, name in DTYPES.items() if name == wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +38,25 @@ class Param:
     elements: int
 
 
+#: Names by which a framework's adapter knows a model's parameters, where the framework gives its optimizer none.
+_NAMES = WeakTensorKeyDictionary()
+
+
+def learn_names(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Has optimizers that are built later call these parameters so, if they are given no names."""
+    for name, tensor in named_parameters:
+        _NAMES[tensor] = name
+
+
 def name_of(group: dict[str, Any], group_index: int, index: int) -> str:
-    """The model's name of a parameter, or its place where the optimizer was given no names."""
+    """The model's name of a parameter, or its place where nobody has said names."""
     names = group.get("param_names")
-    return names[index] if names else f"group{group_index}.param{index}"
+    return names[index] if names else _NAMES.get(group["params"][index], f"group{group_index}.param{index}")
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is that of a parameter's place."""
+    return re.fullmatch(r"group\d+\.param\d+", name) is not None
 
 
 def named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
@@ -265,3 +287,13 @@ def release(tensors: Iterable[int]) -> None:
     """Forgets the owners of these, by ``id``."""
     for tensor in tensors:
         _owners.pop(tensor, None)
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same bits, those of NaN as well."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def is_image(mine: Tensor, theirs: Tensor, image: torch.dtype) -> bool:
+    """Whether the second are the first, rounded as servers round weights to an image."""
+    return are_equal(mine.to(image).to(mine.dtype), theirs)

@@ -142,6 +142,13 @@ def layout(params: list[Param], world_size: int, by_rows: bool) -> Layout:
     return Layout(buckets, partitions)
 
 
+def piece_param(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> Param:
+    """A piece as what gradients and weights are taken for."""
+    return Param(
+        piece.index, piece.name, piece.param.group, tensor, torch.Size([piece.elements]), dtype, DTYPES[dtype], piece.elements
+    )
+
+
 def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int, int, int]]:
     """Where elements of a parameter lie in its pieces: which piece, the first element in it, and how many."""
     for piece in pieces:

@@ -77,7 +77,8 @@ def server() -> Iterator[str]:
 def ours(params: list[tuple[str, nn.Parameter]], name: str, job: str, address: str, **options: Any) -> AdamW:
     reach = OURS[name]
     place = {"servers": address, "job": f"{job}-{reach['transport']}"} if reach else {}
-    return AdamW(params, lr=LR, max_grad_norm=CLIP, **place, **reach, **options)
+    # All ways share one set of 16-bit weights, and each brings its own into it.
+    return AdamW(params, lr=LR, max_grad_norm=CLIP, written_weights="drop", **place, **reach, **options)
 
 
 # Optimizer steps

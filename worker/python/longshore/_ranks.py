@@ -4,6 +4,7 @@ Two ways are here: gradients that another has reduced (:class:`Reduced`, as Dist
 sharded already (:class:`Sharded`, as FSDP2 does). ``_scattered.py`` has the third.
 """
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from longshore import _agree, _longshore, _params, _sharding
+from longshore import _agree, _longshore, _opening, _params, _sharding, _waits
+from longshore._amending import Amending
 from longshore._filling import Filling
-from longshore._frozen import Kept
-from longshore._gathered import Gathered
+from longshore._frozen import Kept, give
+from longshore._gathered import Gathered, gather_frozen
+from longshore._held import Held
 from longshore._host import Place, is_plain
 from longshore._outgoing import Outgoing
 from longshore._params import Param
-from longshore._partition import Layout, Piece, layout
+from longshore._partition import Layout, Piece, layout, piece_param
 from longshore._weights import Weights
 from longshore.errors import GradientError, UsageError, invalid
 
@@ -38,9 +41,22 @@ class Ranks(ABC):
         self.rank, self.world_size = _agree.place()
         self.params = params
         self.layout: Layout = layout(params, self.world_size, by_rows)
+        self._pieces = self.layout.of_params()
         self._mine = {piece.param.index: piece for piece in self.layout.of_rank(self.rank)}
         self._taken: set[int] = set()
         self._outgoing = Outgoing()
+
+    def refuse(self) -> None:
+        """Refuses to go on where a rank has failed, and parameters may have what is left of its part."""
+        _waits.refuse()
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a rank takes gradients. Where others wait for it in collectives meanwhile, they are told if it fails."""
+        return contextlib.nullcontext()
+
+    def amend_with(self, held: Held | None) -> None:
+        """Has this rank amend the weights that it reads with the gradients that it holds."""
+        self._outgoing.held = held
 
     def connect(self, settings: Any) -> Any:
         """Connects this rank to the servers, if all ranks want the same job."""
@@ -58,16 +74,44 @@ class Ranks(ABC):
         """What these ranks do with frozen parameters that servers keep."""
         return Kept(frozen, self.layout.count(), self.rank == 0)
 
-    def read_kept(self, job: Any, version: int, kept: Kept) -> None:
-        """Gives frozen parameters the job's weights."""
-        _agree.together(lambda: kept.read(job, version))
+    def read_kept(self, job: Any, version: int, kept: Kept, has: Callable[[], set[int]]) -> None:
+        """Gives frozen parameters the job's weights: what a rank has of its own it reads, the others ranks gather. ``has`` reads in
+        another way, and says which of them."""
+        if kept.described():
+            with _waits.telling():
+                self._read_kept(job, version, kept, has)
 
-    def start(self, job: Any, filling: Filling | None, found: bool, kept: Kept, *, in_units: bool = False) -> tuple[int, int]:
+    def _read_kept(self, job: Any, version: int, kept: Kept, has: Callable[[], set[int]]) -> None:
+        others: set[int] = set()
+        _agree.together(lambda: others.update(has()))
+        _agree.together(lambda: kept.read(job, version, kept.own()))
+        params = [param for param in kept.whole() if param.index not in others]
+        failure: UsageError | None = None
+        for param, weights in gather_frozen(job, version, params, self.rank, self.world_size):
+            try:
+                give(param, weights)
+            except UsageError as error:
+                failure = error
+            del weights
+
+        def end() -> None:
+            if failure is not None:
+                raise failure
+
+        _agree.together(end)
+
+    def start(
+        self, job: Any, name: str, filling: Filling | None, found: bool, kept: Kept, *, in_units: bool = False
+    ) -> tuple[int, int]:
         """Opens and joins the job. A new job gets what fills it, or else the weights of the model; none from a model in units.
 
         Returns:
             The job's version, and how many updates its weights have behind them.
         """
+        with _waits.telling():
+            return self._start(job, name, filling, found, kept, in_units)
+
+    def _start(self, job: Any, name: str, filling: Filling | None, found: bool, kept: Kept, in_units: bool) -> tuple[int, int]:
         is_new = self.find(job) is None and not in_units
         places, held = self.first_weights() if is_new else ([], [])
         frozen, frozen_held = kept.values() if is_new else ([], [])
@@ -76,7 +120,12 @@ class Ranks(ABC):
         if filling is not None:
             fewer = filling.fewer_of([piece.param for piece in self.layout.pieces()])
             source = (filling.applied, fewer, self._source(filling, places))
-        started: tuple[int, int] = _agree.together(lambda: job.start(places, source, found, in_units=in_units))[self.rank]
+
+        def begin() -> tuple[int, int]:
+            started: tuple[int, int] = job.start(places, source, found, in_units=in_units)
+            return started
+
+        started = _agree.together(lambda: _opening.first(name, self.rank, self.world_size, begin, is_shared=True))[self.rank]
         del held, frozen_held
         return started
 
@@ -99,19 +148,26 @@ class Ranks(ABC):
 
     def export_state(self, job: Any, arrays: list[list[Place]]) -> int:
         """Writes all state to where each array's values go, parameter by parameter. Returns how many updates made it."""
-        pieces = list(self.layout.pieces())
-        cut = [[piece.place_in(places[piece.param.index]) for piece in pieces] for places in arrays]
+        cut = [self.of_pieces(places) for places in arrays]
         applied = 0
         for turn in range(0, self.world_size, _EXPORTS):
             mine = range(turn, turn + _EXPORTS)
             applied = _agree.together(lambda: job.export_state(cut)[1] if self.rank in mine else 0)[turn]
         return applied
 
+    def of_pieces(self, places: list[Place]) -> list[Place]:
+        """Where the values of all pieces go, in the job's order, of where those of parameters go. None of none."""
+        return [piece.place_in(places[piece.param.index]) for piece in self.layout.pieces()] if places else []
+
+    def places_of(self, param: Param, memory: Tensor) -> list[Place]:
+        """Where the pieces of a parameter go, in memory of its shape."""
+        return [piece.place(memory) for piece in self._pieces[param.index]]
+
     def of_params(self, of_pieces: dict[int, int]) -> dict[int, int]:
         """By parameter what is so of all its pieces."""
         return {
             index: of_pieces[pieces[0].index]
-            for index, pieces in self.layout.of_params().items()
+            for index, pieces in self._pieces.items()
             if pieces[0].index in of_pieces
         }
 
@@ -187,13 +243,6 @@ class Ranks(ABC):
         job.end_micro_step()
 
 
-def piece_param(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> Param:
-    """A piece as what gradients and weights are taken for."""
-    return Param(
-        piece.index, piece.name, piece.param.group, tensor, torch.Size([piece.elements]), dtype, _params.DTYPES[dtype], piece.elements
-    )
-
-
 class Reduced(Ranks):
     """Gradients come reduced, the same on all ranks. Each rank sends its part of them, and gathers the weights."""
 
@@ -210,6 +259,10 @@ class Reduced(Ranks):
             memory = param.tensor.detach()
             whole.append(memory if is_plain(memory) else memory.to("cpu").contiguous())
         return [piece.place(whole[piece.param.index]) for piece in self.layout.pieces()], whole
+
+    def amend_with(self, held: Held | None) -> None:
+        super().amend_with(held)
+        self._gathered.held = held
 
     def read(self, job: Any) -> None:
         self._gathered.read(job)
@@ -278,8 +331,13 @@ class Sharded(Ranks):
         before = [param.tensor.data_ptr() for param in self._locals]
         if self._weights is None or [param.tensor.data_ptr() for param in locals_] != before:
             # FSDP2 makes other shards where the model is moved or loaded.
-            self._locals, self._weights = locals_, Weights(locals_, job)
+            held = self._outgoing.held
+            self._locals, self._weights = locals_, Weights(locals_, job) if held is None else Amending(locals_, job, held)
         self._weights.read()
+
+    def places_of(self, param: Param, memory: Tensor) -> list[Place]:
+        piece = self._mine[param.index]
+        return [(piece.index, memory.data_ptr(), piece.elements, piece.wire)]
 
     def forget_weights(self) -> None:
         self._locals, self._weights = [], None

@@ -1,7 +1,6 @@
 """Which units' weights are on the device: as many as the budget holds, fetched before their use and in the learned order."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -9,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from longshore import _unit_tensors
 from longshore._fetching import Fetch, Fetcher
+from longshore._unit_nodes import Nodes, is_in_backward
 from longshore._unit_order import Order
 from longshore._units import Member, Unit
 from longshore.errors import ShortageError, UsageError, invalid
 
-#: How many uses ahead units are fetched.
-_AHEAD = 4
+#: How many uses ahead units are fetched however large they are. Beyond these it is as many as have this many bytes together, so that small
+#: units hide a round trip too; further than so many uses nobody looks.
+_AHEAD, _AHEAD_BYTES, _FARTHEST = 4, 64 * 1024 * 1024, 128
 
 
 class Residency:
@@ -34,11 +34,15 @@ class Residency:
     def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
         self.units = units
         self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._nbytes = {unit: unit.nbytes for unit in units}
         self.room = room
         self.here = self.peak = self.fetched = 0
         self.epoch = 0
         #: Whether the model is being built, so that no server has its weights.
         self.is_building = False
+        #: Whether the call that runs may be of training: the outermost one of a module was made with gradients. What it calls may
+        #: still be without, as a block of a reentrant checkpoint is.
+        self.may_train = True
         #: Under this, what autograd saves of weights is fetched when it is needed. See :mod:`longshore._unit_hooks`.
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._fetcher = fetcher
@@ -47,10 +51,8 @@ class Residency:
         self._by_storage = {
             member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members
         }
-        #: By number of a backward that runs, where one may run inside another: the node that it is at, by its own number, and
-        #: the units that this was given weights of.
-        self._given: dict[int, tuple[int | None, list[Unit]]] = {}
         self._lock = threading.RLock()
+        self._nodes = Nodes(self._lock)
 
     def begin(self) -> None:
         """Takes over the parameters, and lets go of their weights."""
@@ -64,6 +66,7 @@ class Residency:
     def adopt(self, unit: Unit) -> None:
         """Takes over one more unit, whose parameters have their weights."""
         self.units.append(unit)
+        self._nbytes[unit] = unit.nbytes
         for member in unit.members:
             member.memory, member.changes, member.is_here = member.tensor.untyped_storage(), member.tensor._version, True
             self._by_storage[member.memory._cdata] = member
@@ -94,8 +97,8 @@ class Residency:
         """
         with self._lock:
             if not is_in_backward():
-                self._end_nodes()
-            trains = unit.module is None or unit.module.training
+                self._nodes.end()
+            trains = (unit.module is None or unit.module.training) and (self.may_train or is_in_backward())
             self._order.note(unit, counts=trains)
             # One rank may evaluate while the others do something else.
             together = trains and not alone
@@ -155,35 +158,9 @@ class Residency:
     def give(self, member: Member) -> None:
         """Has a member here for the node of backward that runs, and until that has run."""
         with self._lock:
-            backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-            number = None if node is None else node._sequence_nr()
-            # Those that ran inside this one began later, and have ended.
-            self._end_nodes(inside=backward)
-            if backward not in self._given and backward != -1:
-                Variable._execution_engine.queue_callback(functools.partial(self._end_backward, backward))
-            if self._given.get(backward, (number,))[0] != number:
-                self._end_node(backward)
-            _, given = self._given.setdefault(backward, (number, []))
-            if member.unit not in given:
-                member.unit.pins += 1
-                given.append(member.unit)
+            self._nodes.give(member.unit)
             self.use(member.unit)
             _check_here([member])
-
-    def _end_nodes(self, inside: int = -1) -> None:
-        """Ends what nodes were given in backwards that ran inside this one, and outside of any."""
-        for backward in list(self._given):
-            if backward > inside or backward == -1:
-                self._end_node(backward)
-
-    def _end_backward(self, backward: int) -> None:
-        with self._lock:
-            self._end_node(backward)
-
-    def _end_node(self, backward: int) -> None:
-        _, given = self._given.pop(backward, (None, []))
-        for unit in given:
-            unit.pins -= 1
 
     def mark(self, result: Any) -> None:
         """Has views of members be asked for as the members are."""
@@ -215,7 +192,7 @@ class Residency:
     def renew(self) -> None:
         """New weights come for the trained parameters: those that are here are old."""
         with self._lock:
-            self._end_nodes()
+            self._nodes.end()
             self._order.end()
             self.epoch += 1
             self.give_up_all()  # servers may have let go of the older weights
@@ -224,6 +201,14 @@ class Residency:
                 for member in unit.members:
                     if member.is_trained and member.is_here:
                         self._free(member)
+
+    def let_go_of(self, members: list[Member]) -> None:
+        """The weights of these are old."""
+        with self._lock:
+            self.give_up_all()
+            for member in members:
+                if member.is_here:
+                    self._free(member)
 
     def give_up_all(self) -> None:
         """Gives up what is under way. It is fetched when it is used."""
@@ -236,7 +221,7 @@ class Residency:
         """Lets go of all weights that nothing uses now."""
         with self._lock:
             if not is_in_backward():
-                self._end_nodes()  # of a backward that raised, which ends nothing itself
+                self._nodes.end()  # of a backward that raised, which ends nothing itself
             for unit in self.units:
                 if unit.pins == 0:
                     self._let_go(unit)
@@ -332,15 +317,17 @@ class Residency:
         """Begins to fetch what is used next, as far as there is room beside what is used before it."""
         for fetch in self._under_way.values():
             fetch.advance()
-        for place, unit in enumerate(self._order.upcoming(_AHEAD), 1):
-            if unit in self._under_way:
-                continue
-            missing = self._missing(unit)
-            nbytes = sum(member.nbytes for member in missing)
-            if missing and not self._room_before(unit, nbytes, place):
+        seen = 0
+        for place, unit in enumerate(self._order.upcoming(_FARTHEST), 1):
+            seen += self._nbytes[unit]
+            if place > _AHEAD and seen > _AHEAD_BYTES:
                 return
-            if missing:
-                self._under_way[unit] = self._begin_fetch(missing, ahead=True, shared=shared)
+            missing = [] if unit in self._under_way else self._missing(unit)
+            if not missing:
+                continue
+            if not self._room_before(unit, sum(member.nbytes for member in missing), place):
+                return
+            self._under_way[unit] = self._begin_fetch(missing, ahead=True, shared=shared)
 
     def _room_before(self, wanted: Unit, nbytes: int, place: int) -> bool:
         """Lets go of units whose next use comes after a place, until there is room. Returns whether there is."""
@@ -376,11 +363,6 @@ class Residency:
                     "move and cast the model before the optimizer is built",
                     UsageError,
                 )
-
-
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _check_here(members: list[Member]) -> None:

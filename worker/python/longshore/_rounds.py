@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from longshore import _agree
+from longshore import _agree, _waits
 from longshore.errors import LongshoreError, UsageError, WaitError
 
 #: What a rank says in a round: how many meetings it has had, how often it has gone from forward to backward or back since then,
@@ -24,17 +24,25 @@ _Wish = tuple[int, int, int, int]
 _MEETS = 1 << 40
 #: What a rank that cannot go on says in place of its meetings.
 _FAILED = -1
+#: What one says there that ends, and uses nothing any more: it is behind nobody.
+_ENDS = 1 << 40
 
 
 class Rounds:
-    """One rank's part in them. Its process group is its own, since collectives of a group come in one order on all ranks."""
+    """One rank's part in them. Its process group is its own, since collectives of a group come in one order on all ranks.
+
+    Attributes:
+        is_over: whether a rank has failed or gone, so that no other one is to be waited for any more.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.world_size = _agree.place()
-        timeout = _timeout()
+        _waits.begin()
+        timeout = _agree.timeout()
         self._speech: Any = distributed.new_group(backend="gloo", timeout=timeout)
         #: What weights of this device are gathered in.
         self._group: Any = distributed.new_group(backend="gloo" if device.type == "cpu" else None, timeout=timeout)
+        self.is_over = False
         self._meetings = 0
         self._turn = 0
         self._was_backward = False
@@ -44,7 +52,8 @@ class Rounds:
         if mine is None:
             return None
         least = torch.tensor([mine])
-        distributed.all_reduce(least, distributed.ReduceOp.MIN, self._speech)
+        work = distributed.all_reduce(least, distributed.ReduceOp.MIN, self._speech, async_op=True)
+        _waits.wait(work, least.device, "the least budget of all ranks")
         return int(least.item())
 
     def agree(self, name: str, place: int, what: Iterable[int | str], *, is_backward: bool) -> bool:
@@ -63,8 +72,7 @@ class Rounds:
         """
         self._turn += is_backward is not self._was_backward
         self._was_backward = is_backward
-        content = zlib.crc32(repr(tuple(what)).encode())
-        return self._ends_together((self._meetings, self._turn, place, content), f"a use of unit {name}")
+        return self._ends_together((self._meetings, self._turn, place, _digest(what)), f"a use of unit {name}")
 
     def meet(self) -> None:
         """Waits until all ranks have come here, as they do where a step ends. Those that have not may use units meanwhile.
@@ -73,25 +81,43 @@ class Rounds:
             LongshoreError: as in :meth:`agree`.
         """
         if not self._ends_together((self._meetings, _MEETS, 0, 0), "the end of a step"):
-            raise UsageError("ranks end different steps: call step() as often on each of them, with the same accumulate=")
+            remedy = "call step() as often on each of them, with the same accumulate=, and close() after the same step"
+            raise UsageError(f"ranks end different steps: {remedy}")
         self._meetings += 1
         self._turn, self._was_backward = 0, False
 
+    def end(self, what: Iterable[int | str]) -> bool:
+        """Waits until all ranks end. Those that do not may use units meanwhile.
+
+        Args:
+            what: the version and the weights that this rank ends with.
+
+        Returns:
+            Whether all ranks are here, and want the same.
+
+        Raises:
+            LongshoreError: as in :meth:`agree`.
+        """
+        return self._ends_together((_ENDS, _MEETS, self._meetings, _digest(what)), "close()")
+
     def fail(self) -> None:
         """Tells the others that this rank cannot go on, if they can be told."""
-        with contextlib.suppress(WaitError):
+        self.is_over = True
+        with contextlib.suppress(LongshoreError):
             self._say((_FAILED, 0, 0, 0), "an error of its own")
 
-    def gather(self, weights: list[tuple[Tensor, int]]) -> None:
-        """Gives all ranks the weights of which each has its part, in its place: their bytes end to end, and how many a part has."""
+    def gather(self, weights: list[tuple[Tensor, int]], *, on_host: bool = False) -> None:
+        """Gives all ranks the weights of which each has its part, in its place: their bytes end to end, and how many a part has.
+        They lie on the device, or all of them in the host's memory."""
+        group = self._speech if on_host else self._group
         works: list[Any] = []
         failure: RuntimeError | None = None
         for whole, part in weights:
             own = whole[self.rank * part : (self.rank + 1) * part]
-            works.append(distributed.all_gather_into_tensor(whole, own, self._group, async_op=True))
-        for work in works:
+            works.append(distributed.all_gather_into_tensor(whole, own, group, async_op=True))
+        for work, (whole, _) in zip(works, weights, strict=True):
             try:
-                work.wait()
+                _waits.wait(work, whole.device, "units that ranks gather")
             except RuntimeError as error:
                 failure = error  # the others may still write
         if failure is not None:
@@ -102,9 +128,14 @@ class Rounds:
             wishes = self._say(wish, where)
             failed = [rank for rank, other in enumerate(wishes) if other[0] == _FAILED]
             if failed:
+                self.is_over = True
                 raise LongshoreError(f"rank {failed[0]} could not get its part of a unit, so that no rank can go on: its own error says why")
             if all(other == wish for other in wishes):
                 return True
+            if any(other[0] == _ENDS for other in wishes) and all(other[1] == _MEETS for other in wishes):
+                # Some end and others have made a step, so that they will never want the same.
+                self.is_over = True
+                return False
             if wish == min(wishes):
                 return False
 
@@ -112,12 +143,16 @@ class Rounds:
         """By rank, what it says in this round."""
         said = torch.empty(self.world_size, len(wish), dtype=torch.int64)
         try:
-            distributed.all_gather_into_tensor(said.view(-1), torch.tensor(wish), self._speech)
+            work = distributed.all_gather_into_tensor(said.view(-1), torch.tensor(wish), self._speech, async_op=True)
+            _waits.wait(work, said.device, where)
         except RuntimeError as error:
             self._give_up(where, error)
         return [tuple(other) for other in said.tolist()]
 
     def _give_up(self, where: str, error: Exception) -> NoReturn:
+        self.is_over = True
+        if isinstance(error, LongshoreError) and not isinstance(error, WaitError):
+            raise error  # another rank has said why
         raise WaitError(
             f"rank {self.rank} waited at {where} for the other ranks, and one has ended, or came to no use of a unit and to no step() "
             "within the timeout of init_process_group: look at the other ranks' errors, and have all ranks run the same passes and make the "
@@ -125,7 +160,5 @@ class Rounds:
         ) from error
 
 
-def _timeout() -> Any:
-    """That of the default group, which a new one would not take over."""
-    group: Any = distributed.distributed_c10d._get_default_group()
-    return group._get_backend(group._device_types[0]).options._timeout
+def _digest(what: Iterable[int | str]) -> int:
+    return zlib.crc32(repr(tuple(what)).encode())

@@ -61,6 +61,10 @@ class Files:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise broken(f"not readable ({error})") from error
 
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._found)
+
     def check(self, name: str, shape: torch.Size) -> None:
         """Refuses a tensor that cannot be a parameter's weights, without reading it."""
         if name not in self._found:
@@ -90,7 +94,7 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     index = path / _INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _names_in(index)
         for name in names:
             if not (path / name).is_file():
                 raise invalid(str(path / name), "absent", f"there, as {_INDEX} says", "fetch it", StateError)
@@ -99,6 +103,17 @@ def _files_of(path: Path) -> list[Path]:
         return [path / "model.safetensors"]
     limit = "a safetensors file, or a folder with model.safetensors or an index"
     raise invalid("path", str(path), limit, "name the model's files", StateError)
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file's name is no text")
+        return names
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"not readable ({type(error).__name__}: {error})"
+        raise invalid(str(index), what, "an index with a weight_map of files", "fetch it again", StateError) from error
 
 
 def create(folder: Path, named: dict[str, Tensor | Param], dtype: str, most: int) -> dict[str, Tensor]:

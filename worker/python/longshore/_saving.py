@@ -15,23 +15,43 @@ class Saving:
 
     def __init__(self, checkpoint: bool | None) -> None:
         self._checkpoint = checkpoint
+        self._has_warned = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Training begins, and a framework may take the optimizer's state before it says that it saves."""
+        if self._is_lost(optimizer):
+            optimizer.saves_all = optimizer.is_in_memory
 
     def writes(self, optimizer: Optimizer) -> bool:
         """Whether the servers write a checkpoint for each save, as far as is known before the first one."""
         return self._is_wanted(optimizer) and optimizer.has_checkpoint_folder()
 
+    def _is_lost(self, optimizer: Optimizer) -> bool:
+        """Whether a checkpoint would end with this process, and nobody has asked for one."""
+        return optimizer.passing_checkpoints is not None and self._checkpoint is None
+
     def _is_wanted(self, optimizer: Optimizer) -> bool:
-        is_lost = optimizer.passing_checkpoints is not None and self._checkpoint is None
-        return self._checkpoint is not False and not is_lost
+        return self._checkpoint is not False and not self._is_lost(optimizer)
+
+    def _save_here(self, optimizer: Optimizer) -> None:
+        """Has the framework's own file take what ends with this process."""
+        optimizer.saves_all = optimizer.is_in_memory
+        if not optimizer.saves_all and not self._has_warned:
+            self._has_warned = True
+            message = f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job="
+            warnings.warn(message, UserWarning, stacklevel=4)
 
     def save(self, optimizer: Optimizer, step: int) -> None:
         """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
-        A server that ends with this process writes none, unless it was asked for: nobody could go back to it.
+        A server that ends with this process writes none, unless it was asked for, since nobody could go back to it: ``state_dict``
+        has all state then, where the server has it in memory.
 
         Raises:
             RefusedError: if checkpoints were asked for and a server cannot write one.
         """
         optimizer.flush()
+        if self._is_lost(optimizer):
+            self._save_here(optimizer)
         if not self._is_wanted(optimizer) or not optimizer.is_first_rank:
             return
         try:

@@ -13,6 +13,9 @@ class Scaling:
     """The part of an optimizer that knows of loss scales."""
 
     _options: "Options"
+    _connection: "Connection | None"
+    #: Whether a framework's adapter knows that no ``GradScaler`` is there, where torch is asked as if there were one.
+    has_no_scaler: bool = False
 
     def _opened(self) -> "Connection":
         raise NotImplementedError
@@ -24,10 +27,16 @@ class Scaling:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``GradScaler`` asks before it leaves unscaling to this class."""
+        """What ``GradScaler`` asks before it leaves unscaling to this class, and Lightning before it clips. In safe mode ``GradScaler``
+        unscales ``.grad`` as for any optimizer, so that it can be clipped. It leaves it here where that would go wrong without a word, and
+        :meth:`_unscale` says so."""
+        if self.has_no_scaler:
+            return False
         if self._options.streaming:
             raise UsageError("gradients leave before GradScaler can look at them: use bf16, or streaming=False")
-        return True
+        wire = self._options.gradient_dtype if self._connection is None else self._connection.gradient_dtype
+        drifts = self._options.place()[1] > 1 and self._options.partition != "all-reduced"
+        return self._options.loss_scale is not None or drifts or wire == "fp16"
 
     def _unscale(self) -> float | None:
         """What gradients must be multiplied by, for a ``GradScaler``; None if it found inf or NaN."""

@@ -1,14 +1,16 @@
 """Ranks that reduce gradients bucket by bucket, so that each has its part of the mean, as ZeRO-2 does."""
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from longshore import _agree, _params, _partition
+from longshore import _agree, _params, _partition, _waits
 from longshore._params import Param
-from longshore._partition import Bucket
-from longshore._ranks import CheckMissing, Reduced, piece_param
+from longshore._partition import Bucket, piece_param
+from longshore._ranks import CheckMissing, Reduced
+from longshore.errors import LongshoreError
 
 
 class Scattered(Reduced):
@@ -20,7 +22,6 @@ class Scattered(Reduced):
         self._is_compared = True
         self._dtype = reduce_dtype
         self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
-        self._pieces = self.layout.of_params()
         #: Buckets that are being filled, and how many gradients each lacks.
         self._filling: dict[int, Tensor] = {}
         self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
@@ -37,15 +38,19 @@ class Scattered(Reduced):
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         self._scale = scale
-        return super().push(job, scale, check_missing)
+        with self.telling():
+            return super().push(job, scale, _on_all(check_missing))
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        return _waits.telling()
 
     def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
         # Ranks that have no more gradients reduce with the others all the same, so that none waits for another.
         self._reduce_rest()
-        if super().end_micro_step(job, check_missing):
+        if super().end_micro_step(job, _on_all(check_missing)):
             return True
-        for _, work, _ in self._reducing:
-            work.wait()
+        for _, work, part in self._reducing:
+            _waits.wait(work, part.device, "gradients that ranks reduce")
         self._begin()
         return False
 
@@ -92,15 +97,20 @@ class Scattered(Reduced):
         slots = self._slots(bucket)
         del self._filling[bucket.index]
         self._next -= 1
-        part = torch.empty(bucket.slot, dtype=slots.dtype, device=slots.device)
-        work = distributed.reduce_scatter_tensor(part, slots.view(-1), async_op=True)
+        if slots.device.type == "cpu":
+            # As gloo's reduce_scatter_tensor does with a copy of its own, of which nobody can say when it is done.
+            part = slots[self.rank]
+            work = distributed.all_reduce(slots, async_op=True)
+        else:
+            part = torch.empty(bucket.slot, dtype=slots.dtype, device=slots.device)
+            work = distributed.reduce_scatter_tensor(part, slots.view(-1), async_op=True)
         self._reducing.append((bucket, work, part))
 
     def _push_reduced(self, job: Any, wait: bool) -> None:
         """Sends this rank's part of buckets that are reduced, or of all that are being reduced."""
         while self._reducing and (wait or self._reducing[0][1].is_completed()):
             bucket, work, part = self._reducing.pop(0)
-            work.wait()
+            _waits.wait(work, part.device, "gradients that ranks reduce")
             scale = self._scale / self.world_size
             absent = [piece.index for piece in bucket.pieces[self.rank] if piece.param.index in self._absent]
             if absent:
@@ -118,3 +128,15 @@ class Scattered(Reduced):
         if not any(counts):
             return self.params
         return [param for param, count in zip(self.params, counts, strict=True) if count < self.world_size]
+
+
+def _on_all(check_missing: CheckMissing) -> CheckMissing:
+    """The same, which raises on all ranks where it does: they know of each other which parameters have a gradient."""
+
+    def check(missing: list[Param]) -> None:
+        try:
+            check_missing(missing)
+        except LongshoreError as error:
+            raise _waits.known(error) from None
+
+    return check

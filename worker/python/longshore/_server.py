@@ -19,7 +19,8 @@ class Server:
         memory: bytes that jobs may be admitted to; by default 80 % of what this process may use.
         threads: update threads; by default one a core.
         checkpoint_dir: where checkpoints go. Without it none can be written.
-        state_dirs: folders for the state of jobs with ``tier="nvme"``. It outlives the process.
+        checkpoint_keep: how many checkpoints of a job stay there, the last ones; 0 keeps all.
+        state_dirs: one folder or more for the state of jobs with ``tier="nvme"``. It outlives the process.
         resident: bytes of that state that stay in memory.
         shm_dir: a folder of a tmpfs for the state of jobs with ``tier="shm"``. It outlives the process.
 
@@ -33,7 +34,8 @@ class Server:
         memory: int | None = None,
         threads: int | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
-        state_dirs: Sequence[str | os.PathLike[str]] = (),
+        checkpoint_keep: int = 0,
+        state_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         resident: int = 0,
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -44,8 +46,8 @@ class Server:
         self._inner = _longshore.Server(
             memory=memory,
             threads=threads,
-            checkpoint_dir=checkpoint_dir,
-            state_dirs=list(state_dirs),
+            checkpoints=None if checkpoint_dir is None else (checkpoint_dir, checkpoint_keep),
+            state_dirs=[state_dirs] if isinstance(state_dirs, (str, os.PathLike)) else list(state_dirs),
             resident=resident,
             shm_dir=shm_dir,
         )
@@ -84,7 +86,8 @@ def passing(drive: str | os.PathLike[str]) -> Server:
     places = [os.path.join(folder, name) for name in ("state", "checkpoints")]
     for place in places:
         os.mkdir(place)
-    server = Server(state_dirs=places[:1], checkpoint_dir=places[1])
+    # Engines alone have such a server, and what they save is copied from there.
+    server = Server(state_dirs=places[:1], checkpoint_dir=places[1], checkpoint_keep=1)
     server.is_passing = True
     return server
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longshore import _agree, _ddp, _device, _init, _params, _partition, _unit_tensors, _units
+from longshore import _agree, _ddp, _device, _init, _params, _partition, _unit_tensors, _units, _written
 from longshore._connection import Connection
 from longshore._fetching import Fetcher, Span, Spans, in_one_piece
 from longshore._optimizer import Optimizer
@@ -80,7 +80,8 @@ def shard(
     """Cuts a model into units, whose weights are on the device when they are used, as far as the budget goes.
 
     The model is used as before. A unit's weights are fetched before its forward and before its backward, in the version that
-    the step computes with, and others go when the budget is full. Frozen weights come from copies in the host's memory.
+    the step computes with, and others go when the budget is full. Frozen weights come from copies in the host's memory; of those
+    that servers keep (``frozen="keep"``) each of several ranks that gather has its part there.
 
     Args:
         model: the model, whole, with its weights.
@@ -99,15 +100,17 @@ def shard(
     Raises:
         InvalidError: where a unit does not fit into the budget, where units are named that cannot be, or where ranks that gather
             differ in their units.
-        UsageError: for a model that is in units already, or an optimizer that cannot be used.
+        UsageError: for a model that is in units already, an optimizer that cannot be used, or a weight that was written since the job
+            was opened.
     """
     _check(model, optimizer)
     is_gathered = _is_gathered(weights, optimizer)
+    was_open = optimizer._connection is not None
     optimizer.open()
     connection = optimizer._connection
     assert connection is not None
     connection.weights.settle()
-    members = _units.members(model, connection.params)
+    members = _units.members(model, connection.params, connection.frozen())
     whole = _budget(budget, members, device)
     rounds = None
     if is_gathered:
@@ -129,6 +132,8 @@ def shard(
     room = None if room is None else room - copies * reserve
     _ddp.refuse_models_in_units()
     fetcher = _fetcher(optimizer, connection, members, rounds)
+    _written.refuse(connection, fetcher, members if was_open else [])
+    _take_written(fetcher, was_open)
     _place(model, members, device)
     if connection.ranks is not None:
         connection.ranks.forget_weights()
@@ -140,6 +145,7 @@ def shard(
         owner.register_state_dict_post_hook(_copies)
     connection.weights = optimizer._units = UnitWeights(home, fetcher, connection.job)
     connection.job.pull_in_units()
+    connection.job.take_unread_weights()  # the fetcher has them, also where nobody has read any
     return Sharded(home, fetcher, whole, resting)
 
 
@@ -222,6 +228,15 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
 def _fetcher(optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
     return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds)
+
+
+def _take_written(fetcher: Fetcher, was_open: bool) -> None:
+    """Frozen weights that somebody wrote since the job was opened are not the servers'. Ranks keep all of such a weight, as of one
+    that is written to later, so that whatever uses it gets what was written."""
+    if fetcher.rounds is not None:
+        # A rank sees its own part alone, and none is to pull what another one has written over.
+        names = _agree.together(lambda: fetcher.written() if was_open else [])
+        fetcher.take_all_of(itertools.chain(*names))
 
 
 def _spans(connection: Connection) -> Spans:

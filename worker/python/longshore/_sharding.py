@@ -104,10 +104,10 @@ class KeptShards(Kept):
         whole, held_whole = super().values()
         return [*places, *whole], [*held, *held_whole]
 
-    def local(self) -> list[Param]:
+    def own(self) -> list[Param]:
         mine = (piece for piece in self._pieces if piece.rank == self._rank)
         shards = [(piece, local(piece.param.tensor)) for piece in mine]
         return [
             dataclasses.replace(piece.param, index=piece.index, tensor=shard, shape=shard.shape, elements=piece.elements)
             for piece, shard in shards
-        ] + super().local()
+        ]

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from longshore import _filling, _params, _state
+from longshore import _filling, _params, _recorded, _state
 from longshore._connection import Connection
 from longshore._filling import Filling
 from longshore._full import NAMES
@@ -23,6 +23,8 @@ class Stateful(torch.optim.Optimizer):
     _applied: Tensor
     #: A version and the checkpoint that the servers have of it.
     _checkpointed: tuple[int, str] | None
+    #: Whether ``state_dict`` takes all state where it is not told. A framework's adapter sets it where the servers end with this process.
+    saves_all: bool = False
 
     @property
     def version(self) -> int:
@@ -37,7 +39,7 @@ class Stateful(torch.optim.Optimizer):
     def _check_hyper(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, full: bool | None = None) -> dict[str, Any]:
         """A handle of the state on the servers: small, of tensors and plain containers alone.
 
         It has what torch's has, with ``step`` as each parameter's only state, and under ``"longshore"`` the job and version.
@@ -45,14 +47,15 @@ class Stateful(torch.optim.Optimizer):
         Args:
             full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
                 same name loads it, and so does an optimizer of this package whose job is new. It takes 12 bytes a parameter of
-                this process; :mod:`longshore.checkpoint` writes files without that.
+                this process; :mod:`longshore.checkpoint` writes files without that. None takes it where a framework saves, and the
+                server ends with this process.
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
         if self._checkpointed is not None and self._checkpointed[0] == self.version:
             state[_state.KEY]["checkpoint"] = self._checkpointed[1]
-        if full:
+        if self.saves_all if full is None else full:
             # What torch has packed is this object's own: a full state is another one.
             state["state"] = self._full_state()
         return state
@@ -126,6 +129,8 @@ class Stateful(torch.optim.Optimizer):
         self._applied.fill_(filling.applied or 0)
         with torch.no_grad():
             for param in params:
+                if _recorded.is_recorded(param.tensor):
+                    continue  # the job gets them, and the model gets them from there
                 weights = filling.read(_filling.MASTER, param)
                 if weights is param.tensor:
                     continue

@@ -1,5 +1,6 @@
 """Streaming mode: each gradient leaves as backward makes it, while the rest of backward runs."""
 
+import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,6 +77,16 @@ class Stream:
             handle.remove()
         self._hooks.clear()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of a step have left that was not made."""
+        return bool(self._taken or self._micro_steps)
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a backward pass has not come to its end, or its step was refused."""
+        return bool(self._taken) or self.is_refused
+
     def has_left(self, param: Param) -> bool:
         """Whether all of the step's gradient of a parameter has left."""
         optimizer = self._optimizer()
@@ -107,6 +118,10 @@ class Stream:
     def _take(self, tensor: Tensor) -> None:
         """Sends the gradient that backward has just made, and frees it."""
         optimizer, connection = self._open()
+        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
+            self._leave(optimizer, connection, tensor)
+
+    def _leave(self, optimizer: Streamed, connection: "Connection", tensor: Tensor) -> None:
         optimizer._check_whole(connection)
         param = self._by_tensor.get(id(tensor))
         gradient = tensor.grad
@@ -115,6 +130,8 @@ class Stream:
         if param is None:
             _params.check_unchanged([], optimizer._frozen)
             return
+        if not self.has_begun:
+            connection.check_written()
         if param.index in self._taken:
             # Another backward has begun, and the one before left parameters out.
             self._end_micro_step(optimizer, connection)
@@ -123,7 +140,8 @@ class Stream:
                 f"{param.name}.grad",
                 f"of backward pass {self._micro_steps + 1} of this step",
                 f"of one of {optimizer._options.accumulate}",
-                "pass accumulate= with the number of backward passes between two calls of step",
+                "pass accumulate= with the number of backward passes between two calls of step, or call zero_grad() where a step was "
+                "interrupted",
                 GradientError,
             )
         _params.check_unchanged([param], [])
@@ -140,6 +158,7 @@ class Stream:
             if self.room is not None:
                 self._pusher.wait_for_room(gradient.nbytes, self.room)
             self._pusher.push(optimizer._gradients.start(param, gradient))
+            connection.keep(param, gradient)
         self._taken.add(param.index)
         tensor.grad = None
         if len(self._taken) == len(connection.params):
@@ -168,8 +187,9 @@ class Stream:
         optimizer, connection = self._open()
         optimizer._check_whole(connection)
         if connection.ranks is not None:
-            made = self._finish_together(optimizer, connection, connection.ranks)
-            connection.weights.meet()
+            with connection.ranks.telling():
+                made = self._finish_together(optimizer, connection, connection.ranks)
+                connection.weights.meet()
             return made
         if self._taken:
             self._end_micro_step(optimizer, connection)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longshore import _init, _recorded
 from longshore._unit_tensors import UnitParameter
 from longshore.errors import UsageError, invalid
 
@@ -27,6 +28,8 @@ class TiledLinear(nn.Module):
                 if parameter is not None:
                     slice_ = parameter.detach()[start : start + count].clone()
                     setattr(tile, name, nn.Parameter(slice_, parameter.requires_grad))
+                    if _init.is_built(parameter):
+                        _init.replace(parameter, tile, name, getattr(tile, name))
             self.tiles.append(tile)
         self.train(whole.training)
         self.register_state_dict_post_hook(_join)
@@ -89,7 +92,12 @@ def tiled(model: nn.Module, most: int) -> nn.Module:
         names = shared[id(module.weight)]
         if len(names) > 1:
             raise invalid(names[0], f"tied to {names[1]}", "of one module", "untie it, or raise the budget", UsageError)
-        if isinstance(module.weight, UnitParameter):
+        if _recorded.is_recorded(module.weight):
+            raise UsageError(
+                f"{names[0]} has no weights to be cut, since servers make them: build the model within longshore.Init() without "
+                "on_servers=True, or make the layer of several smaller ones"
+            )
+        if isinstance(module.weight, UnitParameter) and not _init.is_built(module.weight):
             raise UsageError(f"{names[0]} is in a unit already: call tiled() before shard()")
         rows = most // (module.in_features * module.weight.element_size())
         if rows < 1:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ _FORMAT = 1
 _STATE = "trainer_state.json"
 #: So many log entries ride on a commit. The others are in what the Trainer saved.
 _LOGS_KEPT = 200
+#: How the Trainer names the folder of a save.
+_FOLDER = re.compile(r"checkpoint-(\d+)")
 #: An attribute of a scheduler that was loaded as it was before its own step.
 BEHIND = "_longshore_behind"
 
@@ -93,3 +96,16 @@ class TrainerData:
         generators = dict(self.generators)
         generators["numpy"] = _rng.of_numpy(generators["numpy"])
         torch.save(generators, folder / ("rng_state.pth" if world_size <= 1 else "rng_state_0.pth"))
+
+
+def last_whole(output: Path) -> Path | None:
+    """The newest of the Trainer's folders that it has written to its end; None where there is none. It writes them in place, and the file
+    with its state last."""
+    saved = [(int(found[1]), path) for path in output.glob("checkpoint-*") if (found := _FOLDER.fullmatch(path.name))]
+    for _, path in sorted(saved, reverse=True):
+        try:
+            json.loads((path / _STATE).read_text())
+        except (OSError, ValueError):
+            continue
+        return path
+    return None

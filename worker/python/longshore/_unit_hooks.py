@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore._residency import Residency, is_in_backward
+from longshore._residency import Residency
+from longshore._unit_nodes import is_in_backward
 from longshore._units import Member, Unit
 from longshore.errors import UsageError
 
@@ -122,18 +123,25 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, home: Residency, saving: Saving) -> None:
         self._home, self._saving = home, saving
         self._running: list[tuple[nn.Module, list[Unit]]] = []
+        #: The modules that run, with those around units: the outermost one says what for.
+        self._calls: list[nn.Module] = []
         self._handles: list[Any] = []
-        for module, units in _needed(model, home.units):
-            before, after = self._hooks(units)
-            self._handles += [
-                module.register_forward_pre_hook(before, prepend=True),
-                module.register_forward_hook(after, always_call=True),
-            ]
+        needed = list(_needed(model, home.units))
+        for module, units in needed:
+            self._register(module, *self._hooks(units))
             self._follow_compile(module, units)
+        for module in _around(model, [module for module, _ in needed]):
+            self._register(module, lambda module, _: self._begin(module), lambda module, _, output: self._end(module))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _register(self, module: nn.Module, before: Any, after: Any) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
 
     def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
@@ -172,13 +180,30 @@ class ModuleHooks:
         guard()
         module.compile = compile_  # type: ignore[method-assign]
 
+    def _begin(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module in self._calls:
+            del self._calls[self._calls.index(module) :]  # Ctrl-C ended that call, and no hook was told
+        if not self._calls:
+            self._home.may_train = torch.is_grad_enabled()
+        self._calls.append(module)
+
+    def _end(self, module: nn.Module) -> None:
+        if module in self._calls:
+            del self._calls[self._calls.index(module) :]
+        if not self._calls:
+            self._home.may_train = True
+
     def _enter(self, module: nn.Module, units: list[Unit]) -> None:
+        self._begin(module)
         pinned: list[Unit] = []
         try:
             for unit in units:
                 self._home.pin(unit)
                 pinned.append(unit)
         except BaseException:
+            self._end(module)
             self._home.unpin(*pinned)
             raise
         self._saving.on()
@@ -189,8 +214,15 @@ class ModuleHooks:
             return  # it failed before it began
         _, units = self._running.pop()
         self._saving.off()
+        self._end(module)
         self._home.mark(output)
         self._home.unpin(*units)
+
+
+def _around(model: nn.Module, inner: list[nn.Module]) -> list[nn.Module]:
+    """The modules that have some of these inside and are none of them."""
+    ids = {id(module) for module in inner}
+    return [module for module in model.modules() if id(module) not in ids and any(id(part) in ids for part in module.modules())]
 
 
 def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:

@@ -1,6 +1,7 @@
 """The weights of a job whose model is in units: what arrives is fetched unit by unit."""
 
 import contextlib
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ class UnitWeights:
         self._members = {
             member.param.index: member for unit in home.units for member in unit.members if member.param is not None
         }
+        self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
 
     def belong_to(self, job: Any) -> "UnitWeights":
         """Weights come from this job from now on, once it was started: the one before was given up for a checkpoint."""
@@ -42,10 +44,18 @@ class UnitWeights:
         if version is not None:
             self._home.renew()
             self._fetcher.expect(version)
+            # Last, so that it is all done again where it was interrupted.
+            self._job.take_unread_weights()
 
     def read(self) -> None:
         """Does the same: units are fetched when they are used."""
         self.expect()
+
+    def read_frozen(self) -> set[int]:
+        """Reads the frozen weights of units that servers keep, as far as they are kept here. Returns their places in the job."""
+        self._home.let_go_of(self._frozen)
+        self._fetcher.read_frozen(self._frozen)
+        return {member.kept.index for member in self._frozen if member.kept is not None}
 
     def meet(self) -> None:
         """Where ranks gather units: waits until all of them have used those that they still want, before they wait for each
@@ -55,9 +65,13 @@ class UnitWeights:
 
     def settle(self) -> None:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""
+        members = [*self._members.values(), *self._frozen]
         try:
             self._home.give_up_all()
-            self._keep()
+            # Where an exception ends this rank, the others may be anywhere.
+            if sys.exception() is None:
+                self._fetcher.gather_all(members)
+            self._fetcher.keep_all(members)
         finally:
             self._fetcher.close()
 
@@ -66,14 +80,12 @@ class UnitWeights:
         self._home.renew()
 
     def abandon(self) -> None:
-        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
-        # Garbage collection may call this anywhere, also where a lock is held: it waits for no thread of ours.
+        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had. What is frozen stays with
+        the servers, which change it for nobody."""
+        # Garbage collection may call this anywhere, also where a lock is held: it waits for no thread of ours and for no rank.
         with contextlib.suppress(LongshoreError):
-            self._keep()
+            self._fetcher.keep_all([*self._members.values()])
         self._fetcher.retire()
-
-    def _keep(self) -> None:
-        self._fetcher.keep_all(list(self._members.values()))
 
     def forget(self) -> None:
         """Lets the parameters be as they are."""

@@ -25,6 +25,8 @@ class Member:
     owners: list[tuple[nn.Module, str]]
     #: Its place in the job; None where it is frozen.
     param: Param | None
+    #: Its place there if it is frozen and servers keep it.
+    kept: Param | None = None
     unit: "Unit" = None  # type: ignore[assignment]
     is_here: bool = False
     #: torch's count of changes to it when its weights came.
@@ -60,9 +62,14 @@ class Unit:
         return sum(member.nbytes for member in self.members if member.is_trained)
 
 
-def members(model: nn.Module, params: Iterable[Param]) -> list[Member]:
-    """The model's parameters that are of the job or frozen. Those that something else trains stay where they are."""
+def members(model: nn.Module, params: Iterable[Param], frozen: Iterable[Param] = ()) -> list[Member]:
+    """The model's parameters that are of the job or frozen. Those that something else trains stay where they are.
+
+    Args:
+        frozen: those that servers keep though nothing trains them.
+    """
     trained = {id(param.tensor): param for param in params}
+    kept = {id(param.tensor): param for param in frozen}
     found: dict[int, Member] = {}
     for module_name, module in model.named_modules():
         for name, tensor in module._parameters.items():
@@ -76,7 +83,7 @@ def members(model: nn.Module, params: Iterable[Param]) -> list[Member]:
                 continue
             whole = f"{module_name}.{name}" if module_name else name
             nbytes = tensor.numel() * tensor.element_size()
-            found[id(tensor)] = Member(whole, tensor, [(module, name)], param, nbytes=nbytes)
+            found[id(tensor)] = Member(whole, tensor, [(module, name)], param, kept.get(id(tensor)), nbytes=nbytes)
     outside = [param.name for param in trained.values() if id(param.tensor) not in found]
     if outside:
         raise invalid(
@@ -227,13 +234,13 @@ def _shown(item: Any) -> str:
     return repr(item) if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
 
 
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def budget(given: int | str) -> int:
     """A number of bytes, or a text as ``"6GiB"``."""
     if isinstance(given, str):
-        match = re.fullmatch(r"([\d.]+) *([KMG]I?)?B?", given.strip().upper())
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([KMGT]I?)?B?", given.strip().upper())
         if match is None:
             raise invalid("budget", repr(given), "a number of bytes", 'write it as "6GiB", "500MB" or a number')
         return int(float(match[1]) * _FACTORS[match[2] or ""])

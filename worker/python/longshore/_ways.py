@@ -2,7 +2,7 @@
 
 import torch
 
-from longshore import _agree, _ddp
+from longshore import _agree, _ddp, _waits
 from longshore._options import Options
 from longshore._params import Param
 from longshore._ranks import Ranks, Reduced, Sharded
@@ -17,7 +17,14 @@ def ranks(options: Options, params: list[Param], is_sharded: bool) -> Ranks:
         UsageError: without a process group.
         InvalidError: where it is not the options' world, or for parameters that cannot be trained so.
     """
-    rank, world_size = _agree.place()
+    place = _agree.place()
+    _waits.begin()
+    with _waits.telling():
+        return _ranks(options, params, is_sharded, place)
+
+
+def _ranks(options: Options, params: list[Param], is_sharded: bool, place: tuple[int, int]) -> Ranks:
+    rank, world_size = place
     if options.place() != (rank, world_size):
         given = "rank {} of {}".format(*options.place())
         limit = f"rank {rank} of {world_size}, as torch.distributed has it"

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,9 @@ class Weights:
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         #: Parameters that have not been read, and by parameter what reads those of its group.
         self._awaited: set[int] = set()
-        self._readers = {param.index: _Reader(self, group) for group in _groups(params) for param in group}
+        #: Called with parameters that have got their weights.
+        self.when_read: Callable[[list[Param]], None] | None = None
+        self._readers = {param.index: _Reader(self, group) for group in groups_of(params) for param in group}
         #: Two threads may use parameters at a time.
         self._lock = threading.RLock()
 
@@ -70,6 +73,10 @@ class Weights:
                 self._note_what_came_before()
                 self._read(self._params)
             self.forget()
+
+    def read_frozen(self) -> set[int]:
+        """Reads none: frozen weights are the connection's to read."""
+        return set()
 
     def meet(self) -> None:
         """Does nothing: ranks that read weights together do that between steps."""
@@ -127,6 +134,8 @@ class Weights:
                 self._copy(staged)
                 # Autograd learns that they have changed.
                 torch.autograd.graph.increment_version(plain)
+                if self.when_read is not None:
+                    self.when_read(params)
             for param in params if self._awaited else []:
                 self._arrived(param)
 
@@ -204,7 +213,7 @@ class _Reader:
         self._weights.read_group(self._group)
 
 
-def _groups(params: list[Param]) -> list[list[Param]]:
+def groups_of(params: list[Param]) -> list[list[Param]]:
     """Parameters that follow each other and fit into a chunk."""
     groups: list[list[Param]] = []
     room = 0

@@ -17,7 +17,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from longshore import optim
+from longshore import _params, optim
 from longshore._options import Options
 from longshore.errors import invalid
 from longshore.huggingface import Callback
@@ -38,12 +38,14 @@ class Plugin(BasePlugin):
         return "longshore.axolotl.LongshoreArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Names the optimizer for the trainer, which makes its param groups itself.
+        """Names the optimizer for the trainer, which makes its param groups itself, and learns the parameters' names, which the trainer
+        does not say: the callback comes after the trainer's own ``on_init_end``.
 
         Raises:
             InvalidError: naming the key under ``longshore``.
         """
         trainer.optimizer_cls_and_kwargs = _optimizer(cfg, trainer.args)
+        _params.learn_names(trainer.model.named_parameters())
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         return [Callback()]

@@ -126,12 +126,31 @@ class _Clocked:
         return call
 
 
-def overhead(tensors: int = 400, rounds: int = 50) -> float:
+def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]) -> Callable[[], None]:
+    """A step whose gradients leave one after the other, as backward's hooks send them."""
+    stream = optimizer._stream
+    assert stream is not None
+    gradients = [parameter.grad for _, parameter in params]
+
+    def step() -> None:
+        for _, parameter in params:
+            parameter.view(-1)  # as forward does, which reads what is awaited
+        for (_, parameter), gradient in zip(reversed(params), reversed(gradients), strict=True):
+            parameter.grad = gradient
+            stream._take(parameter)
+        optimizer.step()
+
+    return step
+
+
+def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False) -> float:
     """Prints what a step of small tensors takes, and returns Python's own share in seconds: the median of the CPU time of
-    this thread outside of the Rust half."""
+    this thread outside of the Rust half. In streaming mode that is what the hooks of backward, the first uses of parameters and
+    ``step`` do together, without autograd."""
     params = _parameters(tensors * 1024, tensors, torch.float32)
-    optimizer = longshore.AdamW(params, lr=1e-4)
-    optimizer.step()
+    optimizer = longshore.AdamW(params, lr=1e-4, streaming=streaming)
+    step = _streamed(optimizer, params) if streaming else optimizer.step
+    step()
     connection = optimizer._connection
     assert connection is not None
     clocked = _Clocked(connection.job)
@@ -140,10 +159,11 @@ def overhead(tensors: int = 400, rounds: int = 50) -> float:
     for _ in range(rounds):
         clocked.seconds = 0.0
         start = time.thread_time()
-        whole.append(_timed(optimizer.step))
+        whole.append(_timed(step))
         own.append(time.thread_time() - start - clocked.seconds)
     share = statistics.median(own)
-    print(f"{tensors} tensors: a step takes {statistics.median(whole) * 1e3:.2f} ms, of which Python's own {share * 1e3:.2f} ms")
+    mode = "streaming" if streaming else "safe"
+    print(f"{tensors} tensors, {mode} mode: a step takes {statistics.median(whole) * 1e3:.2f} ms, of which Python's own {share * 1e3:.2f} ms")
     return share
 
 
@@ -165,13 +185,14 @@ def main() -> None:
     )
     part = commands.add_parser("overhead", help="Python's share of a step")
     part.add_argument("--tensors", type=int, default=400)
+    part.add_argument("--streaming", action="store_true", help="gradients leave one by one, and weights are read as they are used")
     given = parser.parse_args()
     if given.command == "peers":
         torch.set_num_threads(given.threads)
         sizes = int(given.elements), int(given.training), given.layers
         peers(*sizes, given.batch, given.length, given.rounds, given.ways)
     else:
-        overhead(given.tensors)
+        overhead(given.tensors, streaming=given.streaming)
 
 
 if __name__ == "__main__":

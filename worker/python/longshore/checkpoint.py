@@ -4,8 +4,9 @@
 >>> checkpoint.save_safetensors(optimizer, "out/model")  # doctest: +SKIP
 
 What loads is called right after the optimizer is built, before its first step: then the parameters get the weights, and the servers
-all the state when the job is opened, tensor by tensor from the files. What saves may be called at any time between steps; with
-several ranks one of them calls it.
+all the state when the job is opened, tensor by tensor from the files. What saves may be called at any time between steps. Of several ranks
+rank 0 writes: it calls it alone, or all of them do, and the others write nothing and do not wait. With ``delay=1`` a ``flush()`` of all
+ranks comes before.
 """
 
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore import _files, _filling, _full, _safetensors
+from longshore import _files, _filling, _full, _params, _safetensors
 from longshore._filling import Filling
 from longshore._optimizer import Optimizer
 from longshore._params import Param
@@ -29,27 +30,38 @@ __all__ = ["load_deepspeed", "load_safetensors", "save_deepspeed", "save_safeten
 _FP32 = "fp32"
 _STEP = "step"
 _OPTIMIZER = "optimizer_state.pt"
-_MODEL_STATES = "mp_rank_00_model_states.pt"
+#: The file's name in ZeRO's stages 1 and 2, and in stage 3.
+_MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 #: What DeepSpeed's engine keeps in that file. All other keys are the caller's.
 DEEPSPEED_KEYS = frozenset(
     "module buffer_names optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
     "mp_world_size ds_config ds_version data_sampler random_ltd param_shapes frozen_param_shapes frozen_param_fragments "
-    "shared_params zero_optimizer_state universal_checkpoint_info".split()
+    "shared_params zero_optimizer_state universal_checkpoint_info checkpoint_parallel_dimensions".split()
 )
 #: The DeepSpeed release that the layout was introduced with, which its loaders ask for.
 _DEEPSPEED = "0.14.0"
 
 
-def load_safetensors(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
+def load_safetensors(optimizer: Optimizer, path: str | os.PathLike[str], *, strict: bool = False) -> None:
     """Fills a new job with weights from Hugging Face's safetensors: a file, or a folder with one or with an index of several.
 
     The fp32 master weights get the files' values, so that fp32 files lose nothing where the model is in bf16. The parameters get
     them too. Tensors of the files that are no trained parameter are left alone: load these into the model.
 
+    Args:
+        optimizer: whose parameters are looked for by name.
+        path: the file or folder.
+        strict: refuse files with a tensor that is no parameter of the optimizer, trained or frozen, as files of another model have.
+
     Raises:
-        StateError: naming the tensor that is missing, or of another shape or type; or where the job has begun.
+        StateError: naming the tensor that is missing, or of another shape or type, or not known; or where the job has begun.
     """
     files = _safetensors.Files(Path(path))
+    known = {name for name, _ in _params.named(optimizer.param_groups)}
+    others = [name for name in files.names() if name not in known]
+    if strict and others:
+        remedy = "take the files of this model, or pass strict=False and load what is left, as buffers, into the model"
+        raise invalid(others[0], f"in {path}, with {len(others) - 1} more like it", "a parameter of this optimizer", remedy, StateError)
 
     def read(array: int, param: Param) -> Tensor:
         return files.tensor(param.name)
@@ -72,7 +84,7 @@ def load_deepspeed(
         optimizer: an AdamW or Adam whose parameters have the names of the model that DeepSpeed trained.
         folder: the checkpoint, which has a folder ``zero``; or the folder above it.
         tag: which checkpoint of the folder above; by default the one that ``latest_universal`` names.
-        step: the step count, where no file says it plainly, as those of ZeRO-3 may not.
+        step: the step count, where no file says it plainly.
 
     Raises:
         StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
@@ -91,7 +103,9 @@ def load_deepspeed(
     def check(params: list[Param]) -> None:
         known = {param.name for param in params}
         for name in sorted(entry.name for entry in zero.iterdir() if entry.is_dir()):
-            if name not in known:
+            # Since DeepSpeed 0.19 frozen parameters and buffers have weights there, which are the model's to load.
+            is_trained = any((zero / name / f"{key}.pt").exists() for key in keys[1:])
+            if name not in known and is_trained:
                 remedy = "give the optimizer this parameter too, or take its folder out"
                 raise invalid(name, f"in {zero}", "a parameter of this optimizer", remedy, StateError)
         for param in params:
@@ -106,7 +120,7 @@ def load_deepspeed(
     if steps:
         applied, fewer = _filling.steps_of(steps, str(zero))
     else:
-        applied = step or _step_of_all(zero / _OPTIMIZER)
+        applied = step or _step_of_all(zero)
     if applied is None:
         raise invalid("step", "in no file", "known", "pass step=, the optimizer's step count", StateError)
     if applied < 1:
@@ -118,11 +132,7 @@ def deepspeed_rest(folder: str | os.PathLike[str], tag: str | None = None) -> tu
     """What a universal checkpoint has beside the tensors of parameters: the file, and its content. None stands for a file that is not
     there, or that could run code when it is read.
     """
-    path = _zero_folder(Path(folder), tag).parent / _MODEL_STATES
-    try:
-        return path, torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, pickle.UnpicklingError):
-        return path, None
+    return _states(_zero_folder(Path(folder), tag))
 
 
 def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
@@ -132,10 +142,11 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
     Raises:
         InvalidError: if the file is there already, or there is no room.
     """
-    path = Path(path)
+    connection, rule, path = optimizer._settle(), optimizer.rule, Path(path)
+    if not optimizer.is_first_rank:
+        return
     if path.exists():
         raise invalid(str(path), "there", "a new file", "name another one, or remove it")
-    connection, rule = optimizer._opened(), optimizer.rule
     places = {id(tensor): place for place, tensor in enumerate(optimizer._tensors())}
     numbers = [places[id(param.tensor)] for param in connection.params]
     names = _full.NAMES[rule]
@@ -152,7 +163,7 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
     with _files.draft(path.with_name(f".{path.name}.draft")) as folder:
         written = _files.mapped(folder / path.name, content)
         states = [written["state"][number] for number in numbers]
-        steps = connection.export_state(rule, states)
+        steps = connection.export_state(rule, states, alone=True)
         for state, applied in zip(states, steps, strict=True):
             if with_step:
                 state[_STEP].fill_(applied)
@@ -183,10 +194,11 @@ def save_deepspeed(
     """
     if optimizer.rule not in ("adamw", "adam"):
         raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments")
-    optimizer.flush()
-    connection, rule = optimizer._opened(), optimizer.rule
+    connection, rule = optimizer._settle(), optimizer.rule
     names = {"master": _FP32, **{name: name for name in _full.NAMES[rule]}}
     tag = tag or f"global_step{int(optimizer._applied)}_universal"
+    if not optimizer.is_first_rank:
+        return tag
     with _files.draft(Path(folder) / tag) as made:
         states = []
         for param in connection.params:
@@ -194,7 +206,7 @@ def save_deepspeed(
             of_param.mkdir(parents=True)
             files = {array: _files.mapped(of_param / f"{name}.pt", partial(_universal, param)) for array, name in names.items()}
             states.append({array: file["param"] for array, file in files.items()})
-        steps = connection.export_state(rule, states)
+        steps = connection.export_state(rule, states, alone=True)
         del states, files
         applied = steps[0]
         for param, count in zip(connection.params, steps, strict=True):
@@ -209,9 +221,9 @@ def save_deepspeed(
             for group in _groups(optimizer)
         ]
         torch.save(_optimizer_state(applied, groups), made / "zero" / _OPTIMIZER)
-        for name in (_MODEL_STATES, "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        for name in _MODEL_STATES:
             torch.save(_model_states(applied, lr_scheduler), made / name)
-    (Path(folder) / "latest_universal").write_text(tag)
+    _files.replace_text(Path(folder) / "latest_universal", tag)
     return tag
 
 
@@ -235,18 +247,21 @@ def save_safetensors(
     Raises:
         InvalidError: if the folder has something in it, or there is no room.
     """
-    optimizer.flush()
-    connection = optimizer._opened()
+    connection = optimizer._settle()
+    if not optimizer.is_first_rank:
+        return
     named: dict[str, Tensor | Param] = {param.name: param for param in connection.params}
     trained = {id(param.tensor) for param in connection.params}
     for name, tensor in (model.state_dict(keep_vars=True) if model is not None else {}).items():
         if name not in named and id(tensor) not in trained and isinstance(tensor, Tensor):
+            if _params.is_sharded(tensor):
+                remedy = "leave model= out, and take what is frozen from where it was loaded from"
+                raise invalid(name, "sharded among ranks", "whole, since one rank writes", remedy)
             named[name] = tensor.detach()
     with _files.draft(Path(folder)) as made:
         written = _safetensors.create(made, named, dtype, max_file_bytes)
         tensors = [written[param.name] for param in connection.params]
-        connection.job.drain()
-        connection.job.export_weights(dtype, _full.targets(connection.params, tensors))
+        connection.export_weights(dtype, tensors)
         del written, tensors
 
 
@@ -298,13 +313,28 @@ def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, An
     return {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
 
 
-def _step_of_all(path: Path) -> int | None:
-    """The step count that ZeRO-3's files have in one place, if nothing but plain things is there."""
+def _step_of_all(zero: Path) -> int | None:
+    """The step count that ZeRO-3's files have in one place: that of the optimizer, if nothing but plain things is there. DeepSpeed's
+    own file has objects beside it, and then it is what the engine has counted."""
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu")["optimizer_state_dict"]["state"]
+        state = torch.load(zero / _OPTIMIZER, weights_only=True, map_location="cpu")["optimizer_state_dict"]["state"]
         return int(state[0][_STEP])
     except (OSError, KeyError, TypeError, ValueError, pickle.UnpicklingError):
+        counted = _states(zero)[1] or {}
+    try:
+        return int(counted["global_steps"]) - int(counted["skipped_steps"])
+    except (KeyError, TypeError, ValueError):
         return None
+
+
+def _states(zero: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Does what :func:`deepspeed_rest` does, for the folder of tensors beside that file."""
+    paths = [zero.parent / name for name in _MODEL_STATES]
+    path = next((path for path in paths if path.is_file()), paths[0])
+    try:
+        return path, torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, pickle.UnpicklingError):
+        return path, None
 
 
 def _model_states(applied: int, lr_scheduler: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Gradients leave as backward makes them, servers add up the micro-steps and clip,
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Engine(nn.Module):
         self._config = config
         #: Backward passes of the step in hand, and calls of step() for it.
         self._passes = self._calls = 0
+        #: Whether a backward pass was interrupted, so that nobody knows which gradients of the step there are.
+        self._is_broken_off = False
         self._forced_boundary: bool | None = None
         self._was_applied = False
 
@@ -72,30 +75,55 @@ class Engine(nn.Module):
 
         Returns:
             The loss.
+
+        Raises:
+            UsageError: if the step's backward passes are done, or one of them was interrupted.
         """
-        self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
+        scaled = self.scale(loss, scale_wrt_gas)
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self.micro_steps -= 1
+            self._passes -= 1
+            self._is_broken_off = True
+            raise
         return loss
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """The loss for a ``backward()`` of its own: times the loss scale, and divided by the accumulation steps.
 
         Raises:
-            UsageError: if the step's backward passes are done.
+            UsageError: if the step's backward passes are done, or one of them was interrupted.
         """
+        self._check_whole()
         if self._passes == self._config.micro_steps:
-            raise UsageError("the step's backward passes are done: call step() after each backward()")
+            raise UsageError(
+                "the step's backward passes are done: call step() after each backward(), or zero_grad() where one was interrupted"
+            )
         self.micro_steps += 1
         self._passes += 1
         scale = self.optimizer.loss_scale
         scaled = loss if scale == 1.0 else loss.float() * scale
         return scaled / self._config.micro_steps if scale_wrt_gas else scaled
 
+    def _check_whole(self) -> None:
+        if self._is_broken_off:
+            raise UsageError(
+                "a backward pass of this step was interrupted, and some of its gradients may be in the step: "
+                + (
+                    "call engine.zero_grad(), which gives the step up, and compute its passes again"
+                    if self.world_size == 1
+                    else "other ranks wait for this step, so end all ranks and start them again, and they go on from the last one"
+                )
+            )
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Makes the optimizer's step after the last backward pass of a step, and nothing after the others.
 
         Raises:
-            UsageError: if no backward pass came before.
+            UsageError: if no backward pass came before, or one was interrupted.
         """
+        self._check_whole()
         if self._passes == self._calls:
             raise UsageError(
                 "no backward pass came before step(): call engine.backward(loss), or engine.scale(loss).backward()"
@@ -135,8 +163,30 @@ class Engine(nn.Module):
         raise UsageError("gradients leave in each backward pass, and servers add them up: leave no_sync() out")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to clear after a step; what has left for the servers cannot be taken back."""
+        """Gives up the step in hand, with the gradients of its backward passes that have left for the servers; after a step there is
+        nothing to clear. With several ranks gradients that have left stay in the step, since the others wait for it."""
+        passes = self._passes
+        is_between = self._calls == passes > 0 and not self._is_broken_off
         self.module.zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
+        if not self._begin_anew():
+            return
+        self.micro_steps -= passes
+        if is_between:
+            warnings.warn(
+                f"zero_grad() gives up {passes} of the {self._config.micro_steps} backward passes of a step: call it after the step() that "
+                "ends one, or leave it out",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _begin_anew(self) -> bool:
+        """The next backward pass is the first one of a step, unless gradients that have left are still in the step in hand."""
+        if self.optimizer.has_begun:
+            return False
+        self._passes = self._calls = 0
+        self._is_broken_off = False
+        return True
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refused: the job's accumulation steps are fixed."""
@@ -282,10 +332,13 @@ class Engine(nn.Module):
                 "load what save_16bit_model wrote into the model, and start a new job from it",
                 InvalidError,
             )
+        # What is loaded goes on between steps.
+        self.optimizer.zero_grad()
         if self.load_universal_checkpoint():
             loaded = _engine_files.load_universal(self, Path(load_dir), tag, load_lr_scheduler_states)
         else:
             loaded = _engine_files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
+        self._begin_anew()
         _engine_parts.shard(self.module, self.optimizer, self._config)
         return loaded
 

@@ -43,6 +43,11 @@ class StateError(LongshoreError):
     """State that is another job's, of another version, or lost."""
 
 
+class OutdatedError(StateError):
+    """A step that this process built on was taken back, since a server lost it together with a rank's process. Nothing is lost on
+    the servers: end all ranks and start them again."""
+
+
 class UnreachableError(LongshoreError, ConnectionError):
     """A server cannot be reached."""
 

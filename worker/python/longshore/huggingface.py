@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 
-from longshore import _auto, _engine_parts, _loaded, _rng
+from longshore import _auto, _engine_parts, _loaded, _params, _rng
 from longshore._config import Config
 from longshore._optimizer import Optimizer
 from longshore._saving import Saving
-from longshore._trainer_data import BEHIND, TrainerData
+from longshore._trainer_data import BEHIND, TrainerData, last_whole
 from longshore.errors import UsageError, invalid
 
 
@@ -35,6 +35,8 @@ class Callback(TrainerCallback):
 
     def __init__(self, *, checkpoint: bool | None = None) -> None:
         self._saving = Saving(checkpoint)
+        #: Whether this was there when the Trainer was built, so that the job has the model's names.
+        self._was_there = False
         self._generators: dict[str, Any] | None = None
         self._resumed: bytes | None = None
         self._saved_logs = 0
@@ -43,6 +45,10 @@ class Callback(TrainerCallback):
         self._best: _loaded.Loaded | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._was_there = True
+        if model is not None:
+            # The Trainer builds its optimizer later, and says no names.
+            _params.learn_names(model.named_parameters())
         if _loaded.is_in_units(model):
             self._loaded = _loaded.Loaded(model)
             _leave_unwrapped(model, args)
@@ -52,6 +58,8 @@ class Callback(TrainerCallback):
         if optimizer is None:
             return
         optimizer.open()
+        self._warn_of_places(optimizer)
+        self._saving.begin(optimizer)
         self._check_resumed(optimizer, state)
         if self._loaded is not None:
             self._loaded.check()
@@ -65,6 +73,17 @@ class Callback(TrainerCallback):
             scheduler.step()
         self._saved_logs = len(state.log_history)
         optimizer.resume_data = lambda: TrainerData.of(state, scheduler, self._saved_logs).encode()
+
+    def _warn_of_places(self, optimizer: Optimizer) -> None:
+        """Names that are learnt now would be others than those by which the next process looks for the job when it resumes."""
+        if not self._was_there and optimizer.is_named_by_place:
+            self._was_there = True
+            warnings.warn(
+                f"the callback was added after the Trainer was built, so the parameters of job {optimizer.job} are named by their places "
+                "(group0.param0), on the status page and in exports too: pass callbacks=[longshore.huggingface.Callback()] to the Trainer",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _check_best(self, args: Any, optimizer: Optimizer) -> None:
         """Refuses to train for hours towards a best model that no server could go back to."""
@@ -145,28 +164,33 @@ class Callback(TrainerCallback):
 def newest(trainer: Trainer) -> str | None:
     """The folder to resume from, at the last step that the servers decided: ``trainer.train(resume_from_checkpoint=newest(trainer))``.
 
-    Where the servers are further than what the Trainer saved last, as after a crash between two saves, a folder of the
-    Trainer's form is written under its ``output_dir``, from what :class:`Callback` kept with that step. All ranks call it.
+    Where the servers are further than what the Trainer saved last, as after a crash between two saves or within one, a folder of the
+    Trainer's form is written under its ``output_dir``, from what :class:`Callback` kept with that step. A folder that the Trainer had
+    not written to its end is left out, and gives way to a whole one of the same step. All ranks call it.
 
     Returns:
         The folder, which may be the Trainer's last one; None where there is nothing to resume from.
     """
     output = Path(trainer.args.output_dir)
-    last = get_last_checkpoint(str(output)) if output.is_dir() else None
+    last = last_whole(output)
+    # The first rank writes there next, and all are to have found the same.
+    trainer.accelerator.wait_for_everyone()
     optimizer = _unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
     kept = optimizer.resumed if optimizer is not None else None
     if optimizer is None or not kept:
-        return last
+        return str(last) if last is not None else None
     data = TrainerData.decode(kept)
-    if last is not None and int(last.rsplit("-", 1)[1]) >= data.global_step:
-        return last
+    if last is not None and int(last.name.rsplit("-", 1)[1]) >= data.global_step:
+        return str(last)
     folder = output / f"checkpoint-{data.global_step}"
     partial = output / f"partial-{data.global_step}"
     if trainer.args.should_save:
         shutil.rmtree(partial, ignore_errors=True)
         trainer.save_model(str(partial), _internal_call=True)
         torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        data.write(partial, Path(last) if last is not None else None, trainer.args.world_size)
+        data.write(partial, last, trainer.args.world_size)
+        # What the Trainer was writing there when it was killed.
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     trainer.accelerator.wait_for_everyone()
     return str(folder)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-NUMPY = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.int64: np.dtype(np.int64)}
+NUMPY = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16), torch.int64: np.dtype(np.int64)}
 
 
 class Operation:
@@ -74,7 +74,7 @@ class Simulated:
 
     # Memory
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Memory of the device, which nothing was written to."""
         count = max(1, int(np.prod(shape)))
         memory = np.empty(count, NUMPY[dtype])
@@ -163,6 +163,10 @@ class Simulated:
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         to, of = self.alias(target), self.alias(source)
         self.give(stream, lambda: to.copy_(of))
+
+    def run(self, stream: Stream, act: Callable[..., None], tensors: Sequence[Tensor | None]) -> None:
+        there = [None if tensor is None else self.alias(tensor) for tensor in tensors]
+        self.give(stream, lambda: act(*there))
 
     def to_host(self, tensor: Tensor) -> Tensor:
         self.synchronize()
@@ -257,7 +261,7 @@ def dependents(pending: list[Operation], wanted: list[Operation]) -> list[Operat
 
 
 def fill_with_nan(memory: np.ndarray) -> None:
-    if memory.dtype == np.float32:
+    if memory.dtype in (np.float32, np.float16):
         memory.fill(np.nan)
     else:
         memory.fill(0x7FC0 if memory.dtype == np.int16 else -1)
@@ -329,17 +333,17 @@ class Loss(torch.autograd.Function):
 class Layers(nn.Module):
     """Linear layers on the simulated device, and one that is used in evaluations alone."""
 
-    def __init__(self, device: Simulated, width: int = 24, depth: int = 3) -> None:
+    def __init__(self, device: Simulated, width: int = 24, depth: int = 3, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.dtype = device, dtype
         generator = torch.Generator().manual_seed(0)
 
         def made(*shape: int) -> nn.Parameter:
-            return nn.Parameter(device.to_device(torch.randn(*shape, generator=generator) * 0.3))
+            return nn.Parameter(device.to_device((torch.randn(*shape, generator=generator) * 0.3).to(dtype)))
 
         self.weights = nn.ParameterList(made(width, width) for _ in range(depth))
         self.biases = nn.ParameterList(made(width) for _ in range(depth))
-        self.head = nn.Parameter(device.to_device(torch.randn(width, width, generator=generator)))
+        self.head = nn.Parameter(device.to_device(torch.randn(width, width, generator=generator).to(dtype)))
         self.head_bias = made(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -349,7 +353,7 @@ class Layers(nn.Module):
 
     def batch(self, step: int, outputs: bool = False) -> Tensor:
         generator = torch.Generator().manual_seed(2 * step + outputs)
-        return self.device.to_device(torch.randn(6, self.weights[0].shape[0], generator=generator).tanh())
+        return self.device.to_device(torch.randn(6, self.weights[0].shape[0], generator=generator).tanh().to(self.dtype))
 
     def loss(self, step: int) -> Tensor:
         return Loss.apply(self.device, self(self.batch(step)), self.batch(step, outputs=True))

@@ -9,15 +9,9 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 from conftest import ended_after
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-
-
-def needs(package: str, install: str) -> None:
-    """Skips the test where a package is missing that is too large to be installed for all."""
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install --no-deps {install}, and run it again")
 
 
 def load(name: str) -> dict[str, Any]:

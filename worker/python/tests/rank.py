@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import longshore
+from longshore import checkpoint
 
 WIDTH = 512
 STEPS = 6
@@ -87,6 +88,7 @@ def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
 def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     rank = distributed.get_rank()
     model, own = prepare(way)
+    saves = options.pop("saves", None)
     steps, keep, resume = options.pop("steps", STEPS), options.pop("keep", False), options.pop("resume", None)
     if way == "engine":
         config = {
@@ -121,11 +123,38 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
         if "deadly" in options["job"]:
             print(optimizer.version, found["losses"][-1].hex(), flush=True)
     optimizer.flush()
+    if saves is not None:
+        save(optimizer, Path(saves["folder"]), everyone=saves["everyone"])
     found["weights"] = [whole(parameter.detach()).clone() for parameter in model.parameters()]
     found["handle"] = optimizer.state_dict()["longshore"]
     if keep:
         KEPT[options["job"]] = found["state"] = optimizer.state_dict(full=True)
     optimizer.close()
+    return found
+
+
+def save(optimizer: longshore.AdamW, folder: Path, *, everyone: bool) -> None:
+    """Writes files of others, on rank 0 alone or by a call of all."""
+    if everyone or distributed.get_rank() == 0:
+        checkpoint.save_torch(optimizer, folder / "adamw.pt")
+        assert checkpoint.save_deepspeed(optimizer, folder / "universal") == f"global_step{STEPS}_universal"
+        checkpoint.save_safetensors(optimizer, folder / "model", dtype="fp32")
+    distributed.barrier()
+
+
+def opens(options: dict[str, Any]) -> dict[str, Any]:
+    """Opens a job on servers that have no drives for it, and then one that they can have."""
+    found: dict[str, Any] = {"told": []}
+    for tier in ("nvme", "nvme", "memory"):
+        model = net()
+        try:
+            optimizer = longshore.AdamW(model.named_parameters(), tier=tier, **options)
+            optimizer.open()
+            loss(model, 0, distributed.get_rank()).backward()
+            optimizer.step()
+            found["version"] = optimizer.version
+        except longshore.errors.LongshoreError as error:
+            found["told"].append(f"{type(error).__name__}: {error}")
     return found
 
 
@@ -155,6 +184,8 @@ def refused(case: str, options: dict[str, Any]) -> str:
         fully_shard(model.odd)
     if case == "fsdp placement":
         fully_shard(model, shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (WIDTH, 64) else None)
+    if case == "fsdp written":
+        fully_shard(model)
     if case == "short":
         model = nn.Linear(2, 1, bias=False)
     try:
@@ -162,6 +193,12 @@ def refused(case: str, options: dict[str, Any]) -> str:
         inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
         model(inputs[:, :2] if case == "short" else inputs).sum().backward()
         optimizer.step()
+        # What is there already may be written, and nothing else.
+        for factor in (1.0, 1.5) if "written" in case else ():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            optimizer.step()
     except longshore.errors.LongshoreError as error:
         distributed.barrier()
         return f"{type(error).__name__}: {error}"
@@ -173,7 +210,10 @@ def main() -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    found = [refused(way[1:], options) if way.startswith("!") else train(way, options) for way, options in runs]
+    if runs[0][0] == "opens":
+        found: list[Any] = [opens(options) for _, options in runs]
+    else:
+        found = [refused(way[1:], options) if way.startswith("!") else train(way, options) for way, options in runs]
     torch.save(found, out / f"{os.environ['RANK']}.pt")
     distributed.destroy_process_group()
 

@@ -28,12 +28,40 @@ PY
     ) || fail "PyTorch could not be installed: see above, or leave the Python package out with LONGSHORE_SKIP_PACKAGE=1"
 }
 
+# Installs what requirements-NAME.txt pins beside that, into a folder of its own, which only the tests that need it put on their path.
+# Exports TEST_NAME as that folder, or TEST_NAME_ABSENT as why it is not there: those tests are skipped then. Neither begins with
+# LONGSHORE_, which the commands refuse where they do not know it. The folder lies within the environment's prefix: elsewhere dill,
+# by which datasets are hashed, would take all packages for a user's own. More arguments are pip's.
+install_beside() {
+    local name=$1 requirements=$root/worker/python/tests/requirements-$1.txt parent=${package_python%/bin/python} folder variable
+    shift
+    folder=$parent/$name-$(sha256sum "$requirements" | cut -c1-16)
+    variable=TEST_$(tr 'a-z-' 'A-Z_' <<<"$name")
+    (
+        if command -v flock >/dev/null; then
+            exec 9>"$folder.lock"
+            flock 9
+        fi
+        [[ -f $folder/stamp ]] && exit
+        rm -rf "$folder"
+        "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --target "$folder" \
+            -r "$requirements" "$@" >"$folder.log" 2>&1 || exit 1
+        touch "$folder/stamp"
+    ) || true
+    if [[ -f $folder/stamp ]]; then
+        export "$variable=$folder"
+    else
+        export "${variable}_ABSENT=$name could not be installed: $folder.log says why"
+    fi
+}
+
 # Builds the package as `pip install ./worker/python` does, and installs it into the clone's cache.
 install_package() {
     local package=$cache/python-package
     rm -rf "$package"
-    # maturin is in the environment already. Without isolation it finds what cargo has built here.
-    PATH=${package_python%/*}:$PATH "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+    # maturin is in the environment already. Without isolation it finds what cargo has built here, and with --otlp, which builds of
+    # the whole workspace have, it builds little of it again.
+    PATH=${package_python%/*}:$PATH MATURIN_PEP517_ARGS="--features otlp" "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
         --target "$package" "$root/worker/python" || fail "the Python package could not be built"
     export PYTHONPATH=$package
 }
@@ -48,8 +76,13 @@ test_package() {
         ((skipped += 1))
         return
     fi
+    took "tests of the workspace"
     install_torch
+    # Without isolation DeepSpeed's setup.py finds the torch that is there, instead of installing another one.
+    DS_BUILD_OPS=0 install_beside deepspeed --no-build-isolation --no-binary=deepspeed
+    install_beside fine-tuning
     install_package
+    took "installed the Python package"
     # From another folder, so that the installed package is tested and not its sources. The exit status also tells of errors
     # outside of tests.
     (cd "$cache" && "$package_python" -m pytest -o cache_dir="$cache/pytest" --junitxml="$results" "$root/worker/python/tests" "$@") ||

@@ -73,6 +73,12 @@ def test_a_universal_checkpoint_comes_and_goes_to_the_bit(tmp_path: Path, flat: 
     check_same_state(second.state_dict(full=True), full)
     (tmp_path / "out" / tag / "zero" / "optimizer_state.pt").unlink()
     if flat:
+        # What the engine has counted is the last place.
+        fourth = longshore.AdamW(pair("mlp", width=500)[0].named_parameters(), **arguments)
+        checkpoint.load_deepspeed(fourth, tmp_path / "out" / tag)
+        check_same_state(fourth.state_dict(full=True), full)
+        for file in (tmp_path / "out" / tag).glob("*_model_states.pt"):
+            file.unlink()
         third = longshore.AdamW(pair("mlp", width=500)[0].named_parameters(), **arguments)
         with pytest.raises(errors.StateError, match=r"step is in no file.*pass step="):
             checkpoint.load_deepspeed(third, tmp_path / "out")
@@ -94,7 +100,7 @@ def replace(path: str, value: Any) -> Callable[[Path], None]:
 
 SPOILED = {
     "missing": (remove("layers.0.bias/exp_avg_sq.pt"), r"layers\.0\.bias\.exp_avg_sq is absent, but must be in"),
-    "extra": (replace("layers.9.bias/fp32.pt", {"param": torch.zeros(3)}), r"layers\.9\.bias is in .*give the optimizer"),
+    "extra": (replace("layers.9.bias/exp_avg.pt", {"param": torch.zeros(3)}), r"layers\.9\.bias is in .*give the optimizer"),
     "shape": (replace("layers.0.bias/fp32.pt", {"param": torch.zeros(3)}), r"layers\.0\.bias\.fp32 is of \[3\]"),
     "type": (replace("layers.0.bias/exp_avg.pt", {"param": torch.zeros(300).long()}), r"layers\.0\.bias\.exp_avg is torch\.int64"),
     "no tensor": (replace("layers.0.bias/exp_avg.pt", {"weights": 1}), r"layers\.0\.bias\.exp_avg is absent"),
@@ -247,3 +253,32 @@ def test_written_safetensors_are_read_by_their_own_library(tmp_path: Path, dtype
     assert sum(tensor.numel() * tensor.itemsize for tensor in many.values()) == index["metadata"]["total_size"]
     with pytest.raises(errors.InvalidError, match="not empty"):
         checkpoint.save_safetensors(optimizer, tmp_path / "one")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 1}}'])
+def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    optimizer = longshore.AdamW(pair("mlp")[0].named_parameters())
+    with pytest.raises(errors.StateError, match=r"model\.safetensors\.index\.json is not readable.*fetch it again"):
+        checkpoint.load_safetensors(optimizer, tmp_path)
+
+
+def test_tensors_that_nobody_asked_for_are_refused_where_that_is_wanted(tmp_path: Path) -> None:
+    model, _ = pair("mlp")
+    save_file({**model.state_dict(), "layers.9.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    optimizer = longshore.AdamW(model.named_parameters())
+    with pytest.raises(errors.StateError, match=r"layers\.9\.weight is in .*must be a parameter of this optimizer.*strict=False"):
+        checkpoint.load_safetensors(optimizer, tmp_path, strict=True)
+    checkpoint.load_safetensors(optimizer, tmp_path)
+
+
+def test_the_name_of_the_latest_is_replaced_and_not_written_over(tmp_path: Path) -> None:
+    """Who was killed while it was written would leave half a name. What was there before stays as it is under another name."""
+    ours, _, _ = trained(torch.optim.AdamW)
+    optimizer = longshore.AdamW(ours.named_parameters())
+    step(ours, optimizer, 0)
+    for tag in ("a-long-name", "b"):
+        checkpoint.save_deepspeed(optimizer, tmp_path, tag=tag)
+        if tag == "a-long-name":
+            (tmp_path / "before").hardlink_to(tmp_path / "latest_universal")
+    assert ((tmp_path / "before").read_text(), (tmp_path / "latest_universal").read_text()) == ("a-long-name", "b")

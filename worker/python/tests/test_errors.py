@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -48,6 +48,49 @@ def test_a_model_that_was_changed_is_refused() -> None:
     model.layers(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum().backward()
     with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is bf16.*must be fp32.*another job"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True}])
+def test_a_gradient_that_is_not_the_parameters(options: dict[str, object]) -> None:
+    """Hooks of others may put one there."""
+    model, _ = pair("mlp")
+    weight = model.layers[3].weight
+    spoil: list[Callable[[torch.Tensor], None]] = []
+
+    def spoiled(tensor: torch.Tensor) -> None:
+        if spoil:
+            spoil[0](tensor)
+
+    weight.register_post_accumulate_grad_hook(spoiled)
+    optimizer = made(model, **options)
+    optimizer.zero_grad()
+    spoils: list[tuple[Callable[[torch.Tensor], None], str]] = [(shrink, r"grad is \[3\], but must be \[32, 32\]")]
+    if hasattr(torch.Tensor, "grad_dtype"):
+        spoils.append((narrow, r"grad is torch\.bfloat16, but must be torch\.float32.*convert it"))
+    for act, message in spoils:
+        spoil[:] = [act]
+        with pytest.raises(errors.GradientError, match=r"layers\.3\.weight\." + message):
+            model.loss(0).backward()
+            optimizer.step()
+        weight.grad = None
+        optimizer.zero_grad()
+    spoil.clear()
+    version = optimizer.version
+    model.loss(0).backward()
+    optimizer.step()
+    assert optimizer.version == version + 1
+
+
+def shrink(tensor: torch.Tensor) -> None:
+    assert tensor.grad is not None
+    tensor.grad.data = torch.zeros(3)
+
+
+def narrow(tensor: torch.Tensor) -> None:
+    assert tensor.grad is not None
+    gradient, tensor.grad = tensor.grad, None
+    tensor.grad_dtype = None  # type: ignore[attr-defined]
+    tensor.grad = gradient.bfloat16()
 
 
 def test_two_optimizers_over_one_parameter() -> None:
@@ -97,11 +140,15 @@ def test_clipping_outside_where_it_would_do_nothing_or_count_twice(options: dict
     optimizer = made(model, **options)
     with pytest.raises(errors.UsageError, match=r"clipping of layers\.0\.weight.*max_grad_norm=") as raised:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(errors.UsageError, match=r"clipping of layers\.0\.weight.*max_grad_norm="):
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
     optimizer.step()
     # What is not an optimizer's any more may be clipped.
     del optimizer, raised
     gc.collect()
+    model.loss(0).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
 
 
 def test_non_finite_gradients_are_skipped_refused_or_applied() -> None:

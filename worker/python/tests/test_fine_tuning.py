@@ -1,62 +1,44 @@
-"""Frameworks above the Trainer: TRL, and Axolotl's plugin under its own manager."""
+"""Frameworks above the Trainer: TRL, and Axolotl's plugin under its own manager.
 
+tests/run installs them beside the other packages, into a folder that TEST_FINE_TUNING names. What trains with them is a process of its
+own: with that folder on its path the Trainer finds packages that other tests do not have.
+"""
+
+import ast
+import importlib.util
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
-from programs import load, needs
+from programs import EXAMPLES
 
-import longshore
-from longshore import errors
-
-# 250 MB, so that tests/run does not install it.
-TRL = "trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 python-dateutil pytz dill==0.4.1 multiprocess==0.70.19 xxhash requests"
+FOLDER = os.environ.get("TEST_FINE_TUNING")
+ABSENT = os.environ.get("TEST_FINE_TUNING_ABSENT") or "it is not installed: tests/run installs it"
+TESTS = pathlib.Path(__file__).parent
 
 
-def test_trl_trains_a_tiny_llama(tmp_path: pathlib.Path, servers: str, capfd: pytest.CaptureFixture[str]) -> None:
-    needs("trl", TRL)
-    losses = load("sft")["main"](str(tmp_path), servers, "sft")
+def run(package: str, code: str, *arguments: str) -> list[str]:
+    """The lines that a process prints that needs this package."""
+    if not FOLDER and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package}: {ABSENT}")
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(EXAMPLES), str(TESTS), FOLDER)))
+    begin = "import torch; torch.set_num_threads(1); import sys; "
+    command = [sys.executable, "-c", begin + code, *arguments]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_trl_trains_a_tiny_llama(tmp_path: pathlib.Path, servers: str) -> None:
+    lines = run("trl", "import sft; print(sft.main(*sys.argv[1:]))", str(tmp_path), servers, "sft")
+    losses = ast.literal_eval(lines[-1])
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 4 and losses[-1] < 0.9 * losses[0]
-    assert capfd.readouterr().out.count("exposed_ms") == 4
+    assert "\n".join(lines).count("exposed_ms") == 4
 
 
-@pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> object:
-    needs("axolotl", "axolotl==0.19.0 addict==2.4.0 peft==0.21.2")
-    from axolotl.integrations.base import PluginManager
-
-    found = PluginManager.get_instance()
-    found.register("longshore.axolotl.Plugin")
-    assert "longshore.axolotl.Plugin" in found.plugins
-    yield found
-    found.plugins.clear()
-
-
-def test_axolotls_plugin_puts_the_optimizer_on_servers(manager: object, tmp_path: pathlib.Path, servers: str) -> None:
-    import transformers
-    from axolotl.utils.dict import DictDefault
-
-    assert manager.get_input_args() == ["longshore.axolotl.LongshoreArgs"]
-    example = load("trainer")
-    args = transformers.TrainingArguments(
-        str(tmp_path),
-        learning_rate=3e-3,
-        max_steps=4,
-        per_device_train_batch_size=8,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(example["tiny_llama"](), args, train_dataset=example["Counting"]())
-    cfg = DictDefault({"longshore": {"servers": servers, "job": "axolotl"}})
-    manager.post_trainer_create(cfg, trainer)
-    for callback in manager.add_callbacks_post_trainer(cfg, trainer):
-        trainer.add_callback(callback)
-    trainer.train()
-    optimizer = trainer.optimizer.optimizer
-    assert isinstance(optimizer, longshore.AdamW)
-    assert (optimizer.job, optimizer.version, len(optimizer.param_groups)) == ("axolotl", 4, 2)
-    with pytest.raises(errors.InvalidError, match=r"longshore\.rule is 'lamb', but must be one of adamw"):
-        manager.post_trainer_create(DictDefault({"longshore": {"rule": "lamb"}}), trainer)
-    with pytest.raises(errors.InvalidError, match="longshore is sever.*unexpected keyword argument 'sever'"):
-        manager.post_trainer_create(DictDefault({"longshore": {"sever": "a:1"}}), trainer)
+def test_axolotls_plugin_puts_the_optimizer_on_servers(tmp_path: pathlib.Path, servers: str) -> None:
+    lines = run("axolotl", "import axolotl_trainer; axolotl_trainer.main(*sys.argv[1:])", str(tmp_path), servers, "axolotl")
+    assert lines[-1] == "all of it was as it should be"

@@ -1,6 +1,7 @@
 """A model that is built within Init(on_servers=True): servers make its weights, which are those that docs/protocol.md says."""
 
 import copy
+import pathlib
 from collections.abc import Callable
 
 import made
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import several
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from units import optimizer_of, same, train, weight_bytes
 
 import longshore
-from longshore import errors
+from longshore import checkpoint, errors
 
 SEED = 2**40 + 7
 WIDTH = 96
@@ -183,3 +185,19 @@ def test_other_uses_are_refused() -> None:
         longshore.shard(models[0], optimizer_of(models[0]), "1MB")
     with pytest.raises(errors.UsageError, match=r"longshore\.shard"):
         models[1](torch.zeros(1, 8))
+
+
+def test_files_fill_a_model_whose_weights_are_nowhere(tmp_path: pathlib.Path) -> None:
+    source = Net()
+    for number, parameter in enumerate(source.parameters()):
+        nn.init.normal_(parameter, std=0.02 * (1 + number % 3))
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    with longshore.Init(on_servers=True, seed=SEED):
+        model = Net()
+    optimizer = optimizer_of(model)
+    checkpoint.load_safetensors(optimizer, tmp_path, strict=True)
+    longshore.shard(model, optimizer, weight_bytes(source) // 3)
+    same(source, model)
+    train(source, optimizer_of(source))
+    train(model, optimizer)
+    same(source, model)

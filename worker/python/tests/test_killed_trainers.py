@@ -3,17 +3,23 @@
 import contextlib
 import pathlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from conftest import serve
 from programs import kill_at, load, random_step, ranks, start
+from safetensors.torch import load_file
 
+import longshore
 from longshore import errors
 
-pytest.importorskip(
+transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install -r worker/python/tests/requirements.txt"
 )
+import longshore.huggingface  # noqa: E402
 
 STEPS = 12
 ARGUMENTS = {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 3, "save_steps": 4}
@@ -51,6 +57,69 @@ def test_the_trainer_goes_on_where_the_servers_are_or_where_it_saved(tmp_path: p
     # From the last save, with all steps behind it: the servers go back to their checkpoint of it.
     with pytest.warns(UserWarning, match=rf"job killed goes back from version {STEPS} to \d+"):
         assert main(str(saved), servers, "killed", "save", **ARGUMENTS) == undisturbed
+
+
+def test_the_trainer_goes_on_from_a_save_of_a_server_inside_its_process(tmp_path: pathlib.Path) -> None:
+    main = load("trainer")["main"]
+    undisturbed = main(str(tmp_path / "plain"), **ARGUMENTS)
+    step = random_step(5, STEPS - 1)
+    printed = kill_at(step, start("trainer", f"{str(tmp_path / 'killed')!r}, **{ARGUMENTS!r}"))
+    assert {at: undisturbed[at] for at in printed} == printed
+    assert main(str(tmp_path / "killed"), None, None, "save", **ARGUMENTS) == undisturbed
+
+
+def test_a_save_that_a_kill_cut_short_is_left_out(tmp_path: pathlib.Path, servers: str) -> None:
+    main = load("trainer")["main"]
+    arguments = {**ARGUMENTS, "lr_scheduler_type": "constant"}
+    undisturbed = main(str(tmp_path / "plain"), servers, "plain", **arguments)
+    output = tmp_path / "cut"
+    main(str(output), servers, "cut", **{**arguments, "max_steps": 6})
+    # The Trainer writes these in place, in this order.
+    cut = output / "checkpoint-6"
+    (cut / "trainer_state.json").unlink()
+    (cut / "rng_state.pth").unlink()
+    (cut / "optimizer.pt").write_bytes((cut / "optimizer.pt").read_bytes()[:100])
+    resumed = main(str(output), servers, "cut", "newest", **arguments)
+    assert resumed == {at: undisturbed[at] for at in resumed}
+    assert set(resumed) >= {*range(1, 6), *range(7, STEPS + 1)}
+
+
+def test_a_save_within_that_of_the_state_counts_as_cut_short(tmp_path: pathlib.Path) -> None:
+    from longshore._trainer_data import last_whole
+
+    assert last_whole(tmp_path / "absent") is None
+    for step, state in ((4, "{}"), (12, '{"global_step": 1'), (8, "{}")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-16").mkdir()
+    assert last_whole(tmp_path) == tmp_path / "checkpoint-8"
+
+
+def test_the_best_save_has_all_state_where_the_server_ends_with_the_process(tmp_path: pathlib.Path) -> None:
+    """The Trainer says after such a save that it was one."""
+    best = {"save_strategy": "best", "metric_for_best_model": "eval_loss", "eval_steps": 1, "max_steps": 1}
+    load("trainer")["main"](str(tmp_path), **{**ARGUMENTS, **best})
+    saved = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt", weights_only=True)
+    assert "exp_avg" in saved["state"][0]
+
+
+def test_a_callback_that_comes_late_says_that_names_are_lacking(tmp_path: pathlib.Path) -> None:
+    names = load("trainer")
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    rule = {"optimizer_cls_and_kwargs": (longshore.AdamW, {"lr": 1e-3})}
+    trainer = transformers.Trainer(names["tiny_llama"](), args, train_dataset=names["Counting"](), **rule)
+    trainer.add_callback(longshore.huggingface.Callback())
+    with pytest.warns(UserWarning, match=r"named by their places.*callbacks=\[longshore\.huggingface\.Callback\(\)\]"):
+        trainer.train()
+
+
+def test_jobs_of_the_trainer_have_the_models_names(tmp_path: pathlib.Path, servers: str) -> None:
+    main = load("trainer")["main"]
+    main(str(tmp_path / "named"), servers, "named", max_steps=1)
+    command = [sys.executable, "-m", "longshore", "export", "--servers", servers, "--job", "named", "--out", str(tmp_path / "exported")]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    [file] = (tmp_path / "exported").glob("*.safetensors")
+    assert "model.layers.0.self_attn.q_proj.weight" in load_file(file)
 
 
 def test_two_ranks_of_the_trainer_go_on_as_one(tmp_path: pathlib.Path, servers: str) -> None:

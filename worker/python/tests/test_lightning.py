@@ -1,17 +1,24 @@
-"""Several ranks of Lightning, whose gradients the servers sum."""
+"""Lightning: its strategy, mixed precision, and several ranks whose gradients the servers sum."""
 
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from conftest import ended_after
 from programs import EXAMPLES, load, ranks
 
+import longshore
+
 pytest.importorskip("lightning", reason="lightning is not installed: pip install -r worker/python/tests/requirements.txt")
+import lightning.pytorch as pl  # noqa: E402
+
+import longshore.lightning  # noqa: E402
 
 STEPS = 12
 RANK = """
@@ -76,3 +83,137 @@ def test_two_ranks_of_lightning_train_on_the_mean_of_their_gradients(tmp_path: p
         schedule.step()
     for rank in (0, 1):
         assert found[rank] == pytest.approx(expected[rank], rel=1e-5)
+
+
+def short(folder: pathlib.Path, **given: Any) -> pl.Trainer:
+    """A trainer of four steps that shows and keeps nothing, unless it is told to."""
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(shown, False)
+    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": str(folder), **quiet, **given})
+
+
+def fitted(tmp_path: pathlib.Path, **given: Any) -> tuple[pl.Trainer, Any]:
+    """A trainer whose job is delayed, so that the newest weights are not in the model until somebody asks for them."""
+    names = load("lit")
+
+    class Delayed(names["Sorting"]):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return longshore.AdamW(self.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
+
+    module = Delayed(None, None)
+    trainer = short(tmp_path, strategy="longshore", **given)
+    trainer.fit(module, names["data"]())
+    return trainer, module
+
+
+class AtTheEnd(pl.Callback):
+    """Keeps the first layer's weights at the end of training, which lack the last step, and the optimizer."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.lagging = pl_module.layers[0].weight.detach().clone()
+        [self.optimizer] = trainer.optimizers
+
+    def newest(self) -> torch.Tensor:
+        """The newest master weights. The model gets them too."""
+        master: torch.Tensor = self.optimizer.state_dict(full=True)["state"][0]["master"]
+        return master
+
+
+def test_the_strategy_leaves_the_newest_weights_at_the_end(tmp_path: pathlib.Path) -> None:
+    kept = AtTheEnd()
+    _, module = fitted(tmp_path, callbacks=[kept])
+    left = module.layers[0].weight.detach().clone()
+    assert torch.equal(left, kept.newest()) and not torch.equal(left, kept.lagging)
+
+
+def test_the_strategy_saves_the_newest_weights_alone(tmp_path: pathlib.Path) -> None:
+    kept = AtTheEnd()
+    saves = pl.callbacks.ModelCheckpoint(str(tmp_path), every_n_train_steps=4, save_weights_only=True, filename="only")
+    fitted(tmp_path, callbacks=[kept, saves], enable_checkpointing=True)
+    saved = torch.load(tmp_path / "only.ckpt", weights_only=False)
+    assert "optimizer_states" not in saved
+    assert torch.equal(saved["state_dict"]["layers.0.weight"], kept.newest())
+
+
+@pytest.mark.parametrize("way", ["test", "predict"])
+def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: str) -> None:
+    """Within training, as a callback does that tests now and then."""
+    strategy = longshore.lightning.Strategy()
+    model = load("lit")["Sorting"](None, None)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, labels = own_data(step)
+        torch.nn.functional.cross_entropy(model.layers(inputs), labels).backward()
+        optimizer.step()
+    lagging = model.layers[0].weight.detach().clone()
+    seen = []
+    setattr(model, f"{way}_step", lambda: seen.append(model.layers[0].weight.detach().clone()))
+    strategy.optimizers = [optimizer]
+    strategy._lightning_module = strategy.model = model
+    getattr(strategy, f"{way}_step")()
+    assert not torch.equal(seen[0], lagging)
+    assert torch.equal(seen[0], optimizer.state_dict(full=True)["state"][0]["master"])
+
+
+def test_the_strategy_logs_what_the_callback_logs(tmp_path: pathlib.Path) -> None:
+    trainer, _ = fitted(tmp_path)
+    assert {"server_grad_norm", "exposed_ms", "loss_scale"} <= set(trainer.callback_metrics)
+
+
+def test_the_strategys_device_is_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = longshore.lightning.Strategy()
+    assert strategy.root_device == (torch.accelerator.current_accelerator(True) or torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    strategy = longshore.lightning.Strategy()
+    assert strategy.root_device == torch.device("cuda", 1)
+    assert longshore.lightning.Strategy("cpu").root_device == torch.device("cpu")
+    # Unless the Trainer was told otherwise.
+    strategy.accelerator = pl.accelerators.CPUAccelerator()
+    strategy.setup_environment()
+    assert strategy.root_device == torch.device("cpu")
+
+
+def optimizer_of(kind: Any, module: pl.LightningModule) -> Callable[[], Any]:
+    return lambda: kind(list(module.named_parameters()), lr=1e-2)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "longshore"])
+def test_mixed_precision_with_clipping(tmp_path: pathlib.Path, strategy: str) -> None:
+    """Lightning refuses to clip where an optimizer unscales gradients by itself. The losses are those of torch's optimizer."""
+    found = []
+    for kind in (longshore.AdamW, torch.optim.AdamW):
+        names = load("lit")
+        module = names["Sorting"](None, None)
+        module.configure_optimizers = optimizer_of(kind, module)
+        trainer = short(
+            tmp_path,
+            precision="bf16-mixed",
+            strategy=strategy if kind is longshore.AdamW else "auto",
+            gradient_clip_val=0.5,
+            callbacks=[longshore.lightning.Callback()] if strategy == "auto" else [],
+        )
+        trainer.fit(module, names["data"]())
+        found.append([module.losses[index] for index in sorted(module.losses)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0][-1] < found[0][0]
+
+
+def test_a_grad_scaler_of_lightning_clips_what_is_unscaled(tmp_path: pathlib.Path) -> None:
+    """16-mixed, with a scaler for the CPU."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    found = []
+    for kind in (longshore.AdamW, torch.optim.AdamW):
+        names = load("lit")
+        module = names["Sorting"](None, None)
+        module.configure_optimizers = optimizer_of(kind, module)
+        trainer = short(
+            tmp_path,
+            plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))],
+            gradient_clip_val=0.5,
+        )
+        trainer.fit(module, names["data"]())
+        found.append([module.losses[index] for index in sorted(module.losses)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)

@@ -214,7 +214,9 @@ def test_two_ranks_leave_out_what_neither_has(two_servers: str, tmp_path: pathli
                 # Gradients that are there add up, and their mean counts a rank without one as zeros.
                 (reference.loss(2 * step + rank) / 2).backward()
         optimizer.step()
-    assert distance(trained, reference) < CLOSE
+    # Rounding is fed back 200 times: less than 1e-6 with torch's kernels for AMD, 1.1e-6 with those for Intel. Where a
+    # rank without a gradient does not count it is 0.09.
+    assert distance(trained, reference) < 2 * CLOSE
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ class Loop:
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
 #: By case of rank.py: options, and what every rank is told.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "settings": (SCATTER, r"InvalidError: warmup_steps is 7 on rank 2, but must be 100, as on rank 0"),
+    "settings": (SCATTER, r"InvalidError: warmup_steps is 7 on rank 2, but must be 300, as on rank 0"),
     "world": (SCATTER, r"InvalidError: rank and world_size is rank . of 2, but must be rank . of 4, as torch.distributed has it"),
     "ddp": (SCATTER, r"InvalidError: partition is 'reduce-scatter' with Distr.*pass partition='all-reduced'"),
     "ddp streaming": ({"streaming": True}, r"UsageError: DistributedDataParallel reduces gradients after they have left"),
@@ -91,6 +91,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing streaming": ({"missing_gradients": "error", "streaming": True, **SCATTER}, r"MissingGradientError: sometimes.weight"),
     "fsdp layer": ({}, r"InvalidError: first.weight is a plain tensor.*call fully_shard on the whole model"),
     "fsdp placement": ({}, r"InvalidError: first.weight is placed as .*Shard\(dim=1\).*leave shard_placement_fn out"),
+    "written": (SCATTER, r"UsageError: first\.weight is another in the model than on the servers, which have had job written since"),
+    "fsdp written": ({}, r"UsageError: first\.weight is another in the model than on the servers"),
     "short": (SCATTER, r"InvalidError: partition is nothing for rank 2"),
 }
 
@@ -213,6 +215,20 @@ def test_a_rank_moves_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, A
 def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], case: str) -> None:
     for told in trained[f"!{case}"]:
         assert re.match(REFUSED[case][1], told), told
+
+
+@pytest.mark.parametrize("way", [{}, SCATTER], ids=["sum", "scatter"])
+def test_all_ranks_are_told_that_rank_0_could_not_open_the_job(way: dict[str, Any], tmp_path: Path) -> None:
+    """They would wait for it for half an hour. Then all of them open another one of the same name."""
+    from conftest import several
+
+    with several(2, "2GiB") as servers:
+        [ranks] = run(tmp_path, [("opens", {"servers": servers, "job": "opens", **way})])
+    why = r"RefusedError: {}OpenJob of job opens on server .* failed .*state_dir is not set"
+    for rank, found in enumerate(ranks):
+        assert len(found["told"]) == 2 and found["version"] == 1, found["told"][2:]
+        for told in found["told"]:
+            assert re.match(why.format("rank 0 failed, so that no rank can go on: " if rank else ""), told), told
 
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp"])

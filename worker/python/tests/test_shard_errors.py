@@ -10,7 +10,7 @@ from torch import nn
 from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
-from longshore import errors
+from longshore import _units, errors
 from longshore._fetching import Fetch, Fetcher
 from longshore._unit_tensors import UnitParameter
 
@@ -55,6 +55,17 @@ def test_units_that_cannot_be(units: object, said: str) -> None:
     model, optimizer, size = deep()
     with pytest.raises(errors.InvalidError, match=said):
         longshore.shard(model, optimizer, size, units=units)
+
+
+@pytest.mark.parametrize(("text", "found"), [("2TiB", 2 << 40), ("1.5 TB", 1_500_000_000_000), (".5KiB", 512), ("1.MB", 10**6)])
+def test_budgets_that_can_be_written(text: str, found: int) -> None:
+    assert _units.budget(text) == found
+
+
+@pytest.mark.parametrize("text", ["1.2.3GiB", ".", "GiB", "1XB", "-1GiB"])
+def test_budgets_that_are_no_numbers(text: str) -> None:
+    with pytest.raises(errors.InvalidError, match="budget is .* write it as"):
+        _units.budget(text)
 
 
 def test_budgets_that_cannot_be() -> None:

@@ -1,5 +1,7 @@
 """Layers larger than the budget, in tiles; and parameters that are gathered."""
 
+import pathlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +90,30 @@ def test_parameters_that_are_gathered() -> None:
     sharded.release()
     assert sharded.resident == []
     assert bool((cut.layers[6].weight == 2).all()) and torch.equal(cut.layers[3].weight, whole.layers[3].weight)
+
+
+def test_a_layer_of_a_model_that_init_has_built(tmp_path: pathlib.Path) -> None:
+    plain, other = pair(Wide)
+    size = weight_bytes(other.wide)
+    whole = longshore.tiled(other, size // 9)
+    torch.manual_seed(0)
+    with longshore.Init(budget=size * 2, folder=tmp_path, dtype=torch.bfloat16):
+        cut = Wide()
+    for name, parameter in cut.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(dict(plain.named_parameters())[name])
+    cut = longshore.tiled(cut, size // 9)
+    assert not any(type(parameter) is nn.Parameter for parameter in cut.parameters()), "slices go where the whole was"
+    same(whole, cut)
+    train(whole, optimizer_of(whole))
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, size // 3)
+    train(cut, optimizer)
+    same(whole, cut)
+
+
+def test_a_layer_whose_weights_are_nowhere_cannot_be_tiled() -> None:
+    with longshore.Init(on_servers=True):
+        model = nn.Sequential(nn.Linear(16, 1000), nn.Linear(1000, 2))
+    with pytest.raises(errors.UsageError, match=r"0\.weight has no weights to be cut.*Init\(\) without on_servers=True"):
+        longshore.tiled(model, 4096)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from conftest import serve, several
-from units import Deep, optimizer_of, pair, same, train, weight_bytes
+from units import Accountant, Deep, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore import errors
+from longshore._residency import Residency
 
 LAYERS = 32
 
@@ -158,3 +159,26 @@ def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
     reader.join(60)
     assert not reader.is_alive(), "a wait that is cancelled ends while the server is stopped"
     server.go_on()
+
+
+def test_small_units_come_from_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round trip hides behind more than four of them. The results and the budget stay."""
+    whole, cut = pair(Deep)
+    train(whole, optimizer_of(whole))
+    most = [0]
+    ahead = Residency._fetch_ahead
+
+    def noted(residency: Residency, *, shared: bool) -> None:
+        ahead(residency, shared=shared)
+        most.append(len(residency._under_way))
+
+    monkeypatch.setattr(Residency, "_fetch_ahead", noted)
+    budget = weight_bytes(cut) // 2
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, budget)
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(budget)
+    same(whole, cut)
+    assert max(most) > 8

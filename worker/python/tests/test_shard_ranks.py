@@ -15,6 +15,7 @@ from torch import nn
 from unit_rank import RANKS, STEPS
 
 import longshore
+from longshore._gathered import LEAST_SHARED
 
 CLIP = 0.05
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
@@ -60,7 +61,7 @@ def budget(model: nn.Module) -> int:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank found, by what was done and how weights came."""
-    room = {"sum": budget(unit_rank.deep()), "scatter": budget(unit_rank.deep()) + 2 * buckets()}
+    room = {"sum": budget(unit_rank.deep()), "scatter": budget(unit_rank.deep()) + 2 * buckets(unit_rank.deep())}
     runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for mode, options in MODES.items():
         for way in (None, "whole", "gathered"):
@@ -78,9 +79,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return dict(zip(runs, found, strict=True))
 
 
-def buckets() -> int:
+def buckets(model: nn.Module) -> int:
     """The bytes of the one bucket that gradients of a deep model are reduced in, a little more."""
-    return 4 * sum(parameter.numel() + 3 * RANKS for parameter in unit_rank.deep().parameters())
+    return 4 * sum(parameter.numel() + 3 * RANKS for parameter in model.parameters() if parameter.requires_grad)
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -109,19 +110,39 @@ def test_what_a_model_does_works_with_weights_that_are_gathered(trained: dict[st
         assert ours["fetched"] > 0
 
 
+def part_of(elements: int) -> int:
+    """How many elements of a weight a rank pulls. All of them pull those that are too few for all, and small weights whole."""
+    return elements // RANKS + elements % RANKS if 4 * elements >= LEAST_SHARED else elements
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_pulls_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
-    model = unit_rank.deep()
-    small = sum(p.numel() for p in model.parameters() if p.dim() == 1) / sum(p.numel() for p in model.parameters())
-    share = (1 - small) / RANKS + small  # each rank pulls biases whole
-    least = STEPS * sum(4 * parameter.numel() for parameter in model.parameters())
+    layer = [parameter.numel() for parameter in unit_rank.deep().layers[0].parameters()]
+    least = STEPS * 4 * sum(parameter.numel() for parameter in unit_rank.deep().parameters())
     for whole, gathered in zip(trained[f"{mode} whole"], trained[f"{mode} gathered"], strict=True):
         # Both have the same units come to the device. One that was given up before it came is not counted there.
         assert whole["asked"] >= whole["fetched"] >= least
-        assert gathered["asked"] == pytest.approx(share * whole["asked"], rel=0.03)
+        layers, rest = divmod(whole["asked"], 4 * sum(layer))
+        assert rest == 0 and gathered["asked"] == 4 * layers * sum(map(part_of, layer))
         if "delay" not in MODES[mode]:
             # What arrives after a step was decided is in the next one's report.
             assert gathered["pulled"] < 0.4 * whole["pulled"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_close_gather_the_last_weights(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
+    elements = [parameter.numel() for parameter in unit_rank.deep().parameters()]
+    for way, each in (("whole", elements), ("gathered", list(map(part_of, elements)))):
+        for ours in trained[f"{mode} {way}"]:
+            assert ours["closed"] == [] and ours["closing"] == 4 * sum(each)
+
+
+@pytest.mark.parametrize("way", ["whole", "gathered"])
+@pytest.mark.parametrize("mode", ["sum", "scatter"])
+def test_what_is_here_stays_where_a_step_reads_the_version_of_the_one_before(trained: dict[str, list[dict[str, Any]]], mode: str, way: str) -> None:
+    """As the first delayed one does."""
+    for exact, delayed in zip(trained[f"{mode} {way}"], trained[f"{mode} delayed {way}"], strict=True):
+        assert delayed["asked"] < exact["asked"]
 
 
 @pytest.mark.parametrize("delayed", [{}, DELAYED], ids=["exact", "delayed"])

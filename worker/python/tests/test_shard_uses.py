@@ -2,6 +2,7 @@
 
 import copy
 import io
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,6 +242,21 @@ def test_blocks_that_are_compiled(compiler: Any, how: str) -> None:
     train(cut, optimizer)
     assert not compiler["graph_break"]
     assert compiler["stats"]["unique_graphs"]
+    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.detach().clone(), theirs)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
+def test_blocks_that_inductor_compiles(compiler: Any) -> None:
+    """Which is what torch.compile takes where nobody says a backend. Its kernels are the same in both models."""
+    whole, cut = pair(Deep, depth=4)
+    for layer in [*whole.layers, *cut.layers]:
+        layer.compile()
+    train(whole, optimizer_of(whole, layerwise=False))
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, weight_bytes(cut) * 3 // 4)
+    train(cut, optimizer)
+    assert compiler["stats"]["unique_graphs"] and not compiler["graph_break"]
     for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours.detach().clone(), theirs)
 

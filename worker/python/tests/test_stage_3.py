@@ -104,14 +104,25 @@ def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
 @pytest.mark.filterwarnings("ignore:.* changes nothing here")
 def test_keys_of_stage_3() -> None:
     model, _ = pair("mlp")
-    with pytest.warns(UserWarning, match="stage3_prefetch_bucket_size changes nothing here: units are fetched up to four"):
+    with pytest.warns(UserWarning, match="stage3_prefetch_bucket_size changes nothing here: units are fetched four uses ahead"):
         engine = longshore.initialize(model=model, config=config())[0]
     assert engine.optimizer.is_in_units, "on a CPU the budget is DeepSpeed's 1e9 weights"
     with pytest.raises(errors.InvalidError, match="budget is .* raise the budget by"):
         longshore.initialize(model=pair("mlp")[0], config=config(longshore={"budget": 100}))
     with pytest.warns(UserWarning, match=r"nvme_path changes nothing here: .*tier"):
         nvme = {"device": "nvme", "nvme_path": "/nowhere"}
-        longshore.initialize(model=pair("mlp")[0], config=config(zero={"offload_param": nvme}))
+        with pytest.warns(UserWarning, match=r"offload_param\.device changes nothing here: .*stay in this host's DRAM"):
+            longshore.initialize(model=pair("mlp")[0], config=config(zero={"offload_param": nvme}))
+
+
+@pytest.mark.filterwarnings("ignore:.* changes nothing here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_live_parameters_take_what_their_type_takes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration says no type: the model has been built in one."""
+    budgets = []
+    monkeypatch.setattr(longshore._shard, "shard", lambda model, optimizer, **given: budgets.append(given["budget"]))
+    longshore.initialize(model=pair("mlp")[0].to(dtype), config=config(zero={"stage3_max_live_parameters": 3e4}))
+    assert budgets == [30_000 * dtype.itemsize]
 
 
 def llama() -> nn.Module:
@@ -120,12 +131,15 @@ def llama() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.* changes nothing here")
-def test_a_llama_of_hugging_face_in_an_engine() -> None:
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_llama_of_hugging_face_in_an_engine(device: str, tmp_path: pathlib.Path) -> None:
+    offloaded = {"device": "nvme", "nvme_path": str(tmp_path)} if device == "nvme" else {"device": "cpu"}
+    zero = {"offload_optimizer": offloaded, "offload_param": offloaded}
     pytest.importorskip("transformers", reason="transformers is not installed")
     whole, cut = llama(), llama()
     data = load("trainer")["Counting"]()
     written, engines = [], []
-    for model, given in ((whole, stage_2()), (cut, config(longshore={"budget": weight_bytes(cut) * 2 // 3, "weights": "whole"}))):
+    for model, given in ((whole, stage_2()), (cut, config(zero=zero, longshore={"budget": weight_bytes(cut) * 2 // 3, "weights": "whole"}))):
         engine = longshore.initialize(model=model, config=given)[0]
         for step in range(8):
             rows = [data[4 * step + row] for row in range(4)]

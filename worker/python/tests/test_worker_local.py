@@ -151,6 +151,26 @@ def test_it_goes_on_in_another_process(servers: str) -> None:
     assert same_bits(ours, undisturbed)
 
 
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_step_that_is_skipped_after_a_flush_leaves_the_image(servers: str) -> None:
+    """The next step computes with the image of the version that was flushed to, as a process that joins does."""
+    ours, undisturbed = pair("mlp")
+    options: dict[str, Any] = {"delay": 1, "warmup_steps": 2, "servers": servers, "correction": "worker-local"}
+    for model, ends in ((undisturbed, [12]), (ours, [7, 12])):
+        made = 0
+        for end in ends:
+            optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, job=f"flushed-{len(ends)}", **options)
+            for step in range(made, end):
+                (model.loss(step) * (float("inf") if step == 6 else 1.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 5:
+                    assert optimizer.flush() == 6
+            made = end
+            optimizer.close()
+    assert same_bits(ours, undisturbed)
+
+
 def test_what_it_does_not_go_with_is_refused_before_a_job_is_opened() -> None:
     for options, field in (
         ({"delay": 1, "accumulate": 2, "streaming": True}, "micro_steps"),

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from units import Deep, Transformer
 
 import longshore
-from longshore import _device
+from longshore import _device, _longshore
 
 ACCELERATOR = _device.accelerator
+JOB = _longshore.Job
 RANKS = 4
 STEPS = 5
 #: No four ranks can share its weights evenly.
@@ -47,6 +48,38 @@ class LeavesOut(Deep):
         return super().loss(step)
 
 
+class Checkpointed(Deep):
+    """Backward computes each layer again."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + functional.gelu(checkpoint(layer, hidden, use_reentrant=False))
+        return hidden
+
+
+class Counted:
+    """A rank's job, and how many bytes of frozen weights it has asked the servers for."""
+
+    def __init__(self, settings: Any) -> None:
+        self._job, self._first_frozen, self.frozen_bytes = JOB(settings), settings.frozen_from, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def fetch(self, version: int, parts: Any) -> Any:
+        self._count([place for place, _ in parts])
+        return self._job.fetch(version, parts)
+
+    def pull(self, version: int, places: Any) -> None:
+        self._count(places)
+        self._job.pull(version, places)
+
+    def _count(self, places: list[tuple[int, int, int, str]]) -> None:
+        for param, _, elements, wire in places:
+            if self._first_frozen is not None and param >= self._first_frozen:
+                self.frozen_bytes += elements * (4 if wire == "fp32" else 2)
+
+
 class Lora(nn.Module):
     """A frozen layer, and trained ones of lower rank beside it."""
 
@@ -64,8 +97,8 @@ class Lora(nn.Module):
         return self.base(hidden) + self.up(self.down(hidden))
 
 
-def adapted() -> Deep:
-    model = deep()
+def adapted(kind: type[Deep] = Deep) -> Deep:
+    model = deep(kind)
     model.layers = nn.ModuleList(Lora(layer) for layer in model.layers)
     return model
 
@@ -92,6 +125,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checkpoint": lambda: checkpointed(use_reentrant=False),
     "reentrant": lambda: checkpointed(use_reentrant=True),
     "adapters": adapted,
+    "adapters checkpoint": lambda: adapted(Checkpointed),
+    "adapters leaves out": lambda: adapted(LeavesOut),
 }
 
 
@@ -117,6 +152,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     if options.pop("late", False):
         _device.accelerator = Late()  # type: ignore[assignment]
     alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
+    writes = options.pop("writes", False)
     model = model_of(name, rounds="partition" in options)
     kept: dict[int, Tensor] = {}
     for parameter in model.parameters() if keep else ():
@@ -131,6 +167,9 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         if alone and rank == step % RANKS:
             found["losses"].append(use_alone(model))
+        if writes and (rank, step) == (1, 2):
+            with torch.no_grad():
+                model.layers[0].base.weight.mul_(0.5)
         for micro_step in range(micro_steps):
             loss = model.loss(batch(step, micro_step, micro_steps, rank)) / micro_steps
             loss.backward()
@@ -142,15 +181,20 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         if "delay" not in options:  # else a step is reported some time after it
             found["norms"].append(report.grad_norm)
         found["pulled"] += report.pulled_bytes
+    assert optimizer._connection is not None
+    found["frozen"] = optimizer._connection.job.frozen_bytes
     if sharded is not None:
         found |= {"asked": sharded.pulled_bytes, "fetched": sharded.fetched_bytes}
     optimizer.flush()
     found["norms"].append(optimizer.grad_norm)
-    assert optimizer._connection is not None
     found["hash"] = optimizer._connection.job.state_hash()
     found["state"] = {name: value.clone() for name, value in model.state_dict().items()}
     distributed.barrier()
+    frozen, asked = optimizer._connection.job.frozen_bytes, sharded and sharded.pulled_bytes
     optimizer.close()
+    found["closing frozen"] = optimizer._connection.job.frozen_bytes - frozen
+    found["closing"] = sharded and sharded.pulled_bytes - asked
+    found["closed"] = [name for name, value in model.state_dict().items() if not torch.equal(value, found["state"][name])]
     _device.accelerator = ACCELERATOR
     return found
 
@@ -164,8 +208,11 @@ def mean(gradient: Tensor) -> Tensor:
 def use_alone(model: Any) -> float:
     """What one rank does while the others train: an evaluation, and a copy of all weights."""
     model.eval()
+    with torch.inference_mode():  # as generate uses it, token by token
+        values = [model.loss(0).item() for _ in range(3)]
     with torch.no_grad():
         value = model.loss(0).item()
+    assert values == [value] * 3
     model.train()
     assert len(model.state_dict()) == len(list(model.named_parameters()))
     return float(value)
@@ -194,7 +241,7 @@ def refused(case: str, options: dict[str, Any]) -> str:
 
 def back(options: dict[str, Any]) -> dict[str, Any]:
     """Trains, goes back to a checkpoint, and takes the same batches again."""
-    model = model_of("deep")
+    model = model_of(options.pop("model", "deep"))
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
     sharded = longshore.shard(model, optimizer, 3_000_000, weights="gathered")
 
@@ -215,6 +262,9 @@ def back(options: dict[str, Any]) -> dict[str, Any]:
     distributed.barrier()
     state = optimizer.state_dict()
     first = losses(range(2, 5))
+    if "frozen" in options:
+        with torch.no_grad():
+            model.layers[distributed.get_rank()].base.weight.zero_()  # the checkpoint has another base
     optimizer.load_state_dict(state)
     return {"version": optimizer.version, "first": first, "again": losses(range(2, 5)), "way": sharded.weights}
 
@@ -239,11 +289,16 @@ def left_alone(options: dict[str, Any]) -> str:
     return told
 
 
+#: By name: what a rank may do but train, and be refused.
+OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {"left alone": left_alone, "back": back}
+
+
 def main() -> None:
     """Arguments: a folder for what was found, and a JSON list of [what to do, options]."""
     torch.set_num_threads(1)
     # What a rank of a run that hangs waits for.
     faulthandler.dump_traceback_later(float(os.environ.get("LONGSHORE_TEST_SECONDS", "220")), exit=True)
+    _longshore.Job = Counted  # type: ignore[assignment,misc]
     runs = json.loads(sys.argv[2])
     seconds = 5 if runs[0][0] == "left alone" else 120
     distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
@@ -251,17 +306,22 @@ def main() -> None:
     for what, options in runs:
         # What a rank of a run that hangs said last.
         print(f"{time.monotonic():.1f} {options['job']}", file=sys.stderr, flush=True)
-        if what in ("left alone", "back"):
-            found.append(back(options) if what == "back" else left_alone(options))
+        if what in OTHERS:
+            found.append(OTHERS[what](options))
         else:
             found.append(refused(what[1:], options) if what.startswith("!") else train(options))
     torch.save(found, Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Does it, and ends the process."""
     try:
         main()
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
     os._exit(0)  # a group in which a rank waited too long cannot be ended
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,192 @@
+"""Waits of ranks for each other in collectives, which end where a rank has failed between two of them.
+
+A collective of torch.distributed waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that
+raises before it comes says so in the process group's store, where the others look while they wait. Its collectives are out of step with
+theirs from then on, so that all later ones of the same job are refused as well: no rank takes another collective's bytes for its own.
+
+That is so for collectives of the hosts' memory. Those of devices are waited for by streams, and nobody can look meanwhile.
+"""
+
+import contextlib
+import datetime
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from longshore import errors
+from longshore.errors import LongshoreError, UsageError, WaitError
+
+E = TypeVar("E", bound=BaseException)
+
+#: What ranks are told of another one's failure: the error's class, its message and its field.
+Failure = tuple[str, str, str | None]
+
+#: How long a rank waits before it looks for the first time, and from one look to the next.
+_PERIOD = datetime.timedelta(seconds=0.5)
+#: Seconds after which it says for whom it waits.
+_LONG = 60.0
+
+#: How many jobs of ranks this process has begun, as all ranks have; and who has failed in the last one.
+_jobs = 0
+_failed: tuple[int, Failure] | None = None
+
+
+def begin() -> None:
+    """A job of ranks begins, on all of them. What became of those before is no business of it."""
+    global _jobs, _failed
+    _jobs += 1
+    _failed = None
+
+
+def of_error(error: BaseException) -> Failure:
+    """What other ranks are told of it."""
+    return type(error).__name__, str(error) or type(error).__name__, getattr(error, "field", None)
+
+
+def elsewhere(rank: int, failure: Failure) -> LongshoreError:
+    """Another rank's failure, as this one raises it."""
+    kind, message, field = failure
+    found = getattr(errors, kind, LongshoreError)
+    raised: LongshoreError = found(f"rank {rank} failed, so that no rank can go on: {message}", field=field)
+    return known(raised)
+
+
+def known(error: E) -> E:
+    """Marks an error that all ranks raise."""
+    error._longshore_is_known = True  # type: ignore[attr-defined]
+    return error
+
+
+def refuse() -> None:
+    """Refuses to come to a collective once a rank has failed.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if _failed is not None:
+        rank, (_, message, _) = _failed
+        raise known(
+            UsageError(
+                f"rank {rank} has failed in the midst of what ranks do together, so that no rank can go on: end all of them and start them "
+                f"again, and they go on from the last step. It failed with: {message}"
+            )
+        )
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Within it ranks do something together. Who fails there tells the others, who would wait for it."""
+    refuse()
+    try:
+        yield
+    except BaseException as error:
+        _tell(error)
+        raise
+
+
+def wait(work: Any, device: torch.device, what: str) -> None:
+    """Waits for a collective.
+
+    Args:
+        work: what torch.distributed has returned for it.
+        device: where its tensors lie. For one of a device its stream waits, and this returns.
+        what: what the ranks do, for messages.
+
+    Raises:
+        LongshoreError: another rank's failure.
+        WaitError: where another rank has ended, or has not come within the process group's timeout.
+    """
+    if device.type != "cpu":
+        work.wait()
+    elif not _is_done(work, what, None):
+        with _Waiting(what) as waiting:
+            while not _is_done(work, what, waiting):
+                waiting.look()
+
+
+class _Waiting:
+    """A wait that others can see."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = time.monotonic()
+        self._is_said = False
+
+    def __enter__(self) -> "_Waiting":
+        with contextlib.suppress(RuntimeError):
+            _store().set(_waits(distributed.get_rank()), self._what)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            _store().delete_key(_waits(distributed.get_rank()))
+
+    def look(self) -> None:
+        """Raises another rank's failure. Says once for whom this one waits."""
+        _raise_failure()
+        if time.monotonic() - self._start >= _LONG and not self._is_said:
+            self._is_said = True
+            rank = distributed.get_rank()
+            message = f"rank {rank} still waits for {self._what}, and {self.missing()}: see what they do"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def missing(self) -> str:
+        """Which ranks have not come, as far as the store says."""
+        others = (rank for rank in range(distributed.get_world_size()) if rank != distributed.get_rank())
+        missing: list[str] = []
+        with contextlib.suppress(RuntimeError):
+            missing = [str(rank) for rank in others if not _store().check([_waits(rank)])]
+        return f"these have not come to it: rank {', '.join(missing)}" if missing else "others do as well"
+
+
+def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
+    try:
+        work.wait(_PERIOD)
+    except RuntimeError as error:
+        if not work.is_completed():
+            return False
+        _raise_failure()
+        who = waiting.missing() if waiting is not None else "another rank has ended"
+        raise WaitError(
+            f"rank {distributed.get_rank()} waited for {what}, and {who}. Either a rank has ended, or the timeout of init_process_group has "
+            f"passed: look at the other ranks' errors. torch.distributed says: {error}"
+        ) from error
+    return True
+
+
+def _tell(error: BaseException) -> None:
+    global _failed
+    if _failed is None and not hasattr(error, "_longshore_is_known"):
+        _failed = distributed.get_rank(), of_error(error)
+        with contextlib.suppress(RuntimeError):  # the store is gone, and what failed is to be seen
+            if not _store().check([_key()]):  # the first failure is the cause of others
+                _store().set(_key(), json.dumps(_failed))
+
+
+def _raise_failure() -> None:
+    global _failed
+    said: Any = None
+    with contextlib.suppress(RuntimeError):  # with the store rank 0 has gone, and the collective says so
+        if _store().check([_key()]):
+            said = json.loads(_store().get(_key()))
+    if said is not None:
+        rank, (kind, message, field) = said
+        _failed = rank, (kind, message, field)
+        raise elsewhere(*_failed)
+
+
+def _store() -> Any:
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _key() -> str:
+    return f"longshore/failed/{_jobs}"
+
+
+def _waits(rank: int) -> str:
+    return f"longshore/waits/{rank}"

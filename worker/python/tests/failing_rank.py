@@ -1,0 +1,144 @@
+"""What one rank of test_failing_ranks.py does: rank 1 fails where the others come to a collective. It is started as torchrun starts a
+process."""
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank import loss, net
+from torch import distributed, nn
+
+import longshore
+from longshore import _gathered, _ranks
+from longshore.errors import WaitError
+
+#: Seconds that torch.distributed waits. Who is told sooner was not told by that.
+TIMEOUT = 30
+FAILS = 1
+
+
+#: The optimizer, once it is there.
+MADE: list["Optimizer"] = []
+
+
+class Optimizer:
+    """A model that ranks train, and its optimizer."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.model = net()
+        self.optimizer = longshore.AdamW(self.model.named_parameters(), lr=1e-3, partition="reduce-scatter", **options)
+        self.optimizer.open()
+        MADE.append(self)
+
+    def backward(self, step: int, **options: Any) -> None:
+        self.optimizer.zero_grad()
+        loss(self.model, step, distributed.get_rank()).backward(**options)
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+
+
+def patched(place: Any, name: str, error: BaseException) -> None:
+    """From now on this fails on one rank."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if distributed.get_rank() == FAILS:
+        setattr(place, name, fail)
+
+
+def reads(options: dict[str, Any], error: BaseException) -> Callable[[], None]:
+    """A rank cannot get its part of the weights, once it has gathered some of them."""
+    made = Optimizer(options)
+    made.step(0)
+    made.backward(1)
+    patched(_gathered.Gathered, "_targets", error)
+    return made.optimizer.step
+
+
+def waits(options: dict[str, Any]) -> Callable[[], None]:
+    return reads(options, WaitError("the server of shard 3 did not answer"))
+
+
+def interrupted(options: dict[str, Any]) -> Callable[[], None]:
+    return reads(options, KeyboardInterrupt())
+
+
+def streams(options: dict[str, Any]) -> Callable[[], None]:
+    """The gradients of one rank cannot leave."""
+    made = Optimizer({**options, "streaming": True})
+    made.step(0)
+
+    def act() -> None:
+        made.backward(1, create_graph=distributed.get_rank() == FAILS)
+        made.optimizer.step()
+
+    return act
+
+
+def pushes(options: dict[str, Any]) -> Callable[[], None]:
+    """In safe mode one gradient is refused, when those of later layers were reduced."""
+    made = Optimizer(options)
+    made.step(0)
+    made.backward(1)
+    if distributed.get_rank() == FAILS:
+        first: nn.Parameter = next(made.model.parameters())
+        assert first.grad is not None
+        first.grad = first.grad.to_sparse()
+    return made.optimizer.step
+
+
+def opens(options: dict[str, Any]) -> Callable[[], None]:
+    """What fails is no error of this package."""
+    patched(_ranks._longshore, "Job", MemoryError("no memory for a job"))  # type: ignore[attr-defined]
+
+    def act() -> None:
+        Optimizer(options)
+
+    return act
+
+
+def said(act: Callable[[], None]) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        act()
+    except BaseException as error:
+        return {"kind": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
+    return {"kind": None, "message": "", "seconds": time.monotonic() - start}
+
+
+def main() -> None:
+    """Arguments: a folder for what was found, and a JSON list of one [what fails, options]."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
+    out, [(what, options)] = Path(sys.argv[1]), json.loads(sys.argv[2])
+    act = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens}[what](options)
+    found = {"first": said(act)}
+    if MADE:
+        # What an interrupted step asks for; and a step that begins anew.
+        found["then"] = said(MADE[0].optimizer.flush if what in ("waits", "interrupted") else act)
+    torch.save([found], out / f"{os.environ['RANK']}.pt")
+    # Who ends breaks the others' connections, and they would be told by that.
+    store = distributed.distributed_c10d._get_default_store()
+    store.set(f"told/{distributed.get_rank()}", "")
+    with contextlib.suppress(RuntimeError):  # the store's own process has ended, after all were told
+        store.wait([f"told/{rank}" for rank in range(distributed.get_world_size())], datetime.timedelta(seconds=3 * TIMEOUT))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # collectives are under way to which nobody comes any more

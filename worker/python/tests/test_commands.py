@@ -1,0 +1,46 @@
+"""The commands `longshore` and `longshored` as pip installs them beside the package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import longshore
+from conftest import address_of
+
+
+def command(name: str) -> str:
+    """Where pip put it: into bin/ beside the package with --target, else where this Python's scripts are."""
+    beside = Path(longshore.__file__).parent.parent / "bin"
+    found = [folder / name for folder in (beside, Path(sysconfig.get_path("scripts"))) if (folder / name).is_file()]
+    assert found, f"{name} is neither in {beside} nor among this Python's scripts"
+    return str(found[0])
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([command(words[0]), *words[1:]], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_both_say_the_packages_version_and_their_own_name() -> None:
+    for name in ("longshore", "longshored"):
+        said = run(name, "--version")
+        assert (said.returncode, said.stdout.strip()) == (0, f"{name} {importlib.metadata.version('longshore')}"), said
+
+
+def test_a_server_serves_and_drains_and_the_other_command_finds_it() -> None:
+    words = [command("longshored"), "--listen", "127.0.0.1:0", "--memory", "256MiB", "--threads", "1"]
+    server = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = address_of(server)
+        found = run("longshore", "status", "--servers", address)
+        assert (found.returncode, found.stderr) == (0, "") and "no jobs" in found.stdout, found
+        # A mistake has the exit status that the command's own binary has.
+        assert run("longshore", "status", "--servers", address, "--nothing").returncode == 2
+        assert run("longshored", "--listen", "nowhere").returncode == 2
+        server.terminate()
+        assert server.wait(timeout=60) == 0
+    finally:
+        server.kill()
+        server.communicate()

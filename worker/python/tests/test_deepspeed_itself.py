@@ -1,0 +1,229 @@
+"""Checkpoints that go to DeepSpeed and come from it, with DeepSpeed itself at the other end. deepspeed_rank.py is what it does.
+
+tests/run installs it beside the other packages, into a folder that TEST_DEEPSPEED names. What DeepSpeed compiles stays there, so that
+it is compiled once.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_rank import LATER, RATES, STEPS, Net, config, net
+from test_import_command import run as import_job
+from test_ranks import run
+
+import longshore
+from longshore import checkpoint
+
+FOLDER = os.environ.get("TEST_DEEPSPEED")
+IS_HERE = bool(FOLDER) or importlib.util.find_spec("deepspeed") is not None
+pytestmark = pytest.mark.skipif(
+    not IS_HERE, reason=os.environ.get("TEST_DEEPSPEED_ABSENT") or "DeepSpeed is not installed: tests/run installs it"
+)
+#: Where programs are found that DeepSpeed compiles with.
+PATH = os.pathsep.join(filter(None, (FOLDER and f"{FOLDER}/bin", os.environ.get("PATH"))))
+#: By name: how DeepSpeed trains.
+WAYS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1, "dtype": "fp32"},
+    "stage 2": {"stage": 2, "dtype": "bf16"},
+    "stage 3": {"stage": 3, "dtype": "fp32"},
+}
+Found = dict[str, list[dict[str, Any]]]
+
+
+def with_deepspeed() -> str:
+    """The path on which a process finds DeepSpeed."""
+    return os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))
+
+
+def deepspeed(out: Path, runs: dict[str, tuple[str, dict[str, Any]]], ranks: int) -> Found:
+    """What each of so many ranks found with DeepSpeed."""
+    out.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", with_deepspeed())
+        return dict(zip(runs, run(out, list(runs.values()), ranks, "deepspeed_rank.py"), strict=True))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, Found]:
+    """A folder of checkpoints that so many ranks have written, and what they found."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    runs = {way: ("train", {"folder": str(folder), "name": way, **options}) for way, options in WAYS.items()}
+    return folder, request.param, deepspeed(folder / "found", runs, request.param)
+
+
+@pytest.fixture(scope="module")
+def back(theirs: tuple[Path, int, Found]) -> tuple[dict[str, Any], Found]:
+    """What each way is here when it has come from DeepSpeed and trained on; and what DeepSpeed makes of that."""
+    folder, ranks, _ = theirs
+    ours: dict[str, Any] = {}
+    runs = {}
+    for way, options in WAYS.items():
+        model = model_of(way)
+        optimizer = longshore.AdamW(model.named_parameters(), **RATES)
+        checkpoint.load_deepspeed(optimizer, folder / f"{way}-universal")
+        optimizer.open()
+        come = states(optimizer, model)
+        losses = steps(model, optimizer, ranks, range(STEPS, STEPS + LATER))
+        checkpoint.save_deepspeed(optimizer, folder / f"{way}-ours")
+        gone = states(optimizer, model)
+        after = steps(model, optimizer, ranks, range(STEPS + LATER, STEPS + 2 * LATER))
+        ours[way] = {"come": come, "losses": losses, "gone": gone, "after": after}
+        runs[way] = ("load", {"folder": str(folder / f"{way}-ours"), **options})
+    return ours, deepspeed(folder / "found again", runs, ranks)
+
+
+def model_of(way: str) -> Net:
+    return net().to({"fp32": torch.float32, "bf16": torch.bfloat16}[WAYS[way]["dtype"]])
+
+
+def steps(model: Net, optimizer: longshore.AdamW, ranks: int, numbers: range) -> list[list[float]]:
+    """The losses of each rank's batches, which are one batch here."""
+    losses = []
+    for step in numbers:
+        of_ranks = [model(step * ranks + rank) for rank in range(ranks)]
+        optimizer.zero_grad()
+        (sum(of_ranks) / ranks).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        losses.append([loss.item() for loss in of_ranks])
+    return losses
+
+
+def states(optimizer: longshore.AdamW, model: Net) -> dict[str, dict[str, Any]]:
+    """All state, by name. The weights of an fp32 model are the master weights."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = optimizer.state_dict(full=True)["state"]
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    weights = dict(model.named_parameters())
+    return {name: {"master": weights[name].detach().clone(), **found[places[name]]} for name in names}
+
+
+def check_same_bits(ours: dict[str, dict[str, Any]], of_rank: dict[str, dict[str, Any]], step: int) -> None:
+    assert ours.keys() == of_rank.keys()
+    for name, state in of_rank.items():
+        assert ours[name]["step"] == step
+        for key, value in state.items():
+            assert torch.equal(ours[name][key].view(-1), value.view(-1)), (name, key)
+
+
+def check_close(ours: list[list[float]], ranks: list[dict[str, Any]], way: str) -> None:
+    """Losses of steps agree as far as the sums of a step do."""
+    for rank, found in enumerate(ranks):
+        assert [losses[rank] for losses in ours] == pytest.approx(found["losses"], rel=0.03 if "2" in way else 1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_deepspeed_has_written_comes_to_the_bit(theirs: tuple[Path, int, Found], back: tuple[dict[str, Any], Found], way: str) -> None:
+    ours, ranks = back[0][way], theirs[2][way]
+    for found in ranks:
+        check_same_bits(ours["come"], found["state"], STEPS)
+    check_close(ours["losses"], ranks, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_deepspeed_loads_to_the_bit_what_is_written_for_it(back: tuple[dict[str, Any], Found], way: str) -> None:
+    ours, ranks = back[0][way], back[1][way]
+    for found in ranks:
+        assert found["steps"] == STEPS + LATER
+        check_same_bits(ours["gone"], found["state"], STEPS + LATER)
+    check_close(ours["after"], ranks, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, Found], way: str) -> None:
+    folder, ranks, found = theirs
+    options = config(**{**WAYS[way], "stage": 2}, checkpoint={"load_universal": True}, gradient_accumulation_steps=ranks)
+    options["optimizer"]["params"].pop("torch_adam")
+    model = model_of(way)
+    if "3" not in way:  # which has frozen weights in pieces
+        torch.nn.init.zeros_(model.base.weight)
+    model.scale.zero_()
+    engine, _, _, _ = longshore.initialize(model=model, config=options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        path, client = engine.load_checkpoint(folder / f"{way}-universal")
+    assert path is not None and client == {}
+    assert engine.global_steps == STEPS
+    assert ["what else is frozen" in str(warning.message) for warning in told] == [True] * ("3" in way)
+    assert torch.equal(model.base.weight, model_of(way).base.weight) and torch.equal(model.scale, model_of(way).scale)
+    losses: list[list[float]] = []
+    for step in range(STEPS, STEPS + LATER):
+        losses.append([])
+        for rank in range(ranks):
+            loss = engine(step * ranks + rank)
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+    check_close(losses, found[way], way)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_command_imports_what_deepspeed_has_written(theirs: tuple[Path, int, Found], servers: str, way: str) -> None:
+    """In stages 1 and 2 the frozen layer as well."""
+    folder, _, found = theirs
+    options: dict[str, Any] = {**RATES, "servers": servers, "frozen": "leave" if "3" in way else "keep"}
+    known = longshore.AdamW(model_of(way).named_parameters(), job="known", **options)
+    known.open()
+    known.close()
+    done = import_job(servers, "--ignore-extra", "--from", str(folder / f"{way}-universal"))
+    assert done.returncode == 0, done.stderr
+    model = model_of(way)
+    if "3" not in way:
+        torch.nn.init.zeros_(model.base.weight)
+    optimizer = longshore.AdamW(model.named_parameters(), job="new", **options)
+    check_same_bits(states(optimizer, model), found[way][0]["state"], STEPS)
+    assert torch.equal(model.base.weight, model_of(way).base.weight)
+
+
+#: Compiles DeepSpeedCPUAdam, or finds it compiled. One process at a time does so. A file "lock" is then of one that was ended, and
+#: torch would wait for ever until it goes.
+COMPILE = """
+import fcntl, os, pathlib
+folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])
+with open(folder / "one-at-a-time", "w") as held:
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for left in folder.rglob("lock"):
+        left.unlink()
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    CPUAdamBuilder().load()
+"""
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Has DeepSpeed find its optimizer of CPUs compiled. The first time takes some minutes."""
+    folder = Path(FOLDER or tmp_path, "extensions")
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setenv("PATH", PATH)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    environment = {**os.environ, "PYTHONPATH": with_deepspeed(), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("LONGSHORE_SOAK") or list(Path(FOLDER or ".", "extensions").rglob("cpu_adam.so"))),
+    reason="slow: DeepSpeedCPUAdam is compiled once, in three minutes of a core (tests/run --soak)",
+)
+@pytest.mark.skipif(not shutil.which("c++"), reason="DeepSpeedCPUAdam is compiled by c++")
+@pytest.mark.skipif(not shutil.which("ninja", path=PATH), reason="DeepSpeedCPUAdam is compiled by ninja: tests/run installs it")
+@pytest.mark.usefixtures("compiled")
+def test_deepspeeds_own_optimizer_of_cpus_takes_what_is_written_for_it(tmp_path: Path) -> None:
+    model = net()
+    optimizer = longshore.AdamW(model.named_parameters(), **RATES)
+    steps(model, optimizer, 1, range(STEPS + LATER))
+    checkpoint.save_deepspeed(optimizer, tmp_path / "ours")
+    gone = states(optimizer, model)
+    after = steps(model, optimizer, 1, range(STEPS + LATER, STEPS + 2 * LATER))
+    options = {"folder": str(tmp_path / "ours"), "stage": 2, "dtype": "fp32", "offload": True}
+    [found] = deepspeed(tmp_path / "found", {"offloaded": ("load", options)}, 1)["offloaded"]
+    check_same_bits(gone, found["state"], STEPS + LATER)
+    check_close(after, [found], "offloaded")

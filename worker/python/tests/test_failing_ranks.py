@@ -1,0 +1,39 @@
+"""A rank that fails between two collectives: the others are told why, long before the process group's timeout. failing_rank.py is what a
+rank does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_rank import FAILS, TIMEOUT
+from test_ranks import run
+
+RANKS = 3
+#: By what fails: the class of the error on that rank, that on the others, and the message.
+FAILURES = {
+    "waits": ("WaitError", "WaitError", "the server of shard 3 did not answer"),
+    "interrupted": ("KeyboardInterrupt", "LongshoreError", "KeyboardInterrupt"),
+    "streams": ("GradientError", "GradientError", "create_graph=True"),
+    "pushes": ("GradientError", "GradientError", "but must be dense"),
+    "opens": ("MemoryError", "LongshoreError", "no memory for a job"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_the_others_are_told_what_has_failed(what: str, tmp_path: Path, servers: str) -> None:
+    own, others, message = FAILURES[what]
+    [ranks] = run(tmp_path, [(what, {"servers": servers, "job": what})], RANKS, "failing_rank.py")
+    for rank, found in enumerate(ranks):
+        first: dict[str, Any] = found["first"]
+        assert first["kind"] == (own if rank == FAILS else others), first
+        assert first["seconds"] < TIMEOUT / 2, first
+        if rank == FAILS:
+            assert message in first["message"] or own == "KeyboardInterrupt"
+        else:
+            assert first["message"].startswith(f"rank {FAILS} failed, so that no rank can go on: ") and message in first["message"]
+        if "then" in found:
+            # Who went on would take what belongs to another collective.
+            assert found["then"]["kind"] == "UsageError", found
+            assert f"rank {FAILS} has failed in the midst of what ranks do together" in found["then"]["message"], found
+            assert found["then"]["seconds"] < TIMEOUT / 2, found
+    assert all(("then" in found) is (what != "opens") for found in ranks)

@@ -1,0 +1,87 @@
+"""Weights that ranks gather from each other, in one process: what of them needs no others."""
+
+import ctypes
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from longshore import _agree, errors
+from longshore._gathered import Gathered, gather_frozen
+from longshore._params import DTYPES, Param
+from longshore._partition import layout
+
+#: Enough for a collective.
+ELEMENTS = 64 * 1024
+
+
+@pytest.fixture
+def without_the_cpu() -> Iterator[None]:
+    """A process group that has no backend for the CPU's tensors, as one of nccl alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    distributed.init_process_group("cuda:gloo", init_method=address, rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            distributed.all_reduce(torch.zeros(1))
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+class Stub:
+    """A job whose weights count from 0 on."""
+
+    def fetch(self, version: int, places: list[tuple[tuple[int, int, int, str], int]]) -> "Stub":
+        self.read_weights([(index, address, elements, wire) for (index, address, elements, wire), _ in places])
+        return self
+
+    def read(self) -> None:
+        pass
+
+    def read_weights(self, places: list[tuple[int, int, int, str]]) -> None:
+        for _, address, elements, _ in places:
+            weights = torch.arange(elements, dtype=torch.float32)
+            ctypes.memmove(address, weights.data_ptr(), weights.nbytes)
+
+
+def param() -> Param:
+    tensor = nn.Parameter(torch.zeros(ELEMENTS))
+    return Param(0, "base", 0, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], ELEMENTS)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks find out together goes by way of the device, of which there is none."""
+    monkeypatch.setattr(_agree, "together", lambda act: [act()])
+
+
+def expected() -> Tensor:
+    return torch.arange(ELEMENTS, dtype=torch.float32)
+
+
+def test_weights_of_the_host_are_gathered_where_the_group_is_of_devices(without_the_cpu: None, alone: None) -> None:
+    [(_, frozen)] = gather_frozen(Stub(), 0, [param()], 0, 1)
+    assert torch.equal(frozen, expected())
+    trained = param()
+    Gathered(layout([trained], 1, False), 0, 1).read(Stub())
+    assert torch.equal(trained.tensor.detach(), expected())
+
+
+def test_one_group_is_made_for_all_of_them(without_the_cpu: None) -> None:
+    cpu = torch.device("cpu")
+    assert _agree.group_of(cpu) is _agree.group_of(cpu)
+    assert _agree.group_of(torch.device("cuda")) is distributed.distributed_c10d._get_default_group()
+
+
+def test_a_device_that_no_backend_is_for_is_named(without_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"init_process_group\(backend=\) is without one for weights on {}, .*init_process_group\(\) without backend="
+    with pytest.raises(errors.UsageError, match=message.format("xpu")):
+        _agree.group_of(torch.device("xpu"))
+    monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(errors.UsageError, match=message.format("cpu")):
+        _agree.group_of(torch.device("cpu"))

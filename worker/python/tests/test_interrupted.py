@@ -1,0 +1,172 @@
+"""A step that an exception interrupts, in streaming mode: some of its gradients have left for the servers by then."""
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import longshore
+from longshore import errors
+
+
+class Interrupted(torch.autograd.Function):
+    """Interrupts a backward pass, as Ctrl-C does."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, _: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def inputs(batch: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
+
+
+def in_backward(model: nn.Sequential, optimizer: longshore.AdamW) -> None:
+    """The last layer's gradients have left, and the first one's are never made."""
+    with pytest.raises(KeyboardInterrupt):
+        model[1](Interrupted.apply(model[0](inputs(99)))).sum().backward()
+
+
+def after_backward(model: nn.Sequential, optimizer: longshore.AdamW) -> None:
+    model(inputs(99)).sum().backward()
+
+
+def zero_grad(optimizer: longshore.AdamW) -> None:
+    optimizer.zero_grad()
+
+
+def flush(optimizer: longshore.AdamW) -> None:
+    assert optimizer.flush() == 3
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("interrupt", "give_up"), [(in_backward, zero_grad), (in_backward, flush), (after_backward, zero_grad)])
+def test_an_interrupted_step_is_given_up(
+    interrupt: Callable[[nn.Sequential, longshore.AdamW], None], give_up: Callable[[longshore.AdamW], None], delay: int
+) -> None:
+    found = []
+    for is_interrupted in (False, True):
+        model = net()
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, delay=delay, warmup_steps=1)
+        for batch in range(6):
+            if batch == 3:
+                optimizer.flush()
+                if is_interrupted:
+                    interrupt(model, optimizer)
+                    give_up(optimizer)
+            optimizer.zero_grad()
+            model(inputs(batch)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.flush() == 6
+        found.append([weight.clone() for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_flush_leaves_a_whole_backward_pass_to_its_step() -> None:
+    model = net()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+    model(inputs(0)).square().mean().backward()
+    optimizer.flush()
+    optimizer.step()
+    assert optimizer.flush() == 1
+
+
+def test_a_backward_pass_too_many_says_what_to_do() -> None:
+    model = net()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+    model(inputs(0)).sum().backward()
+    with pytest.raises(errors.GradientError, match=r"backward pass 2 of this step.*zero_grad\(\) where a step was interrupted"):
+        model(inputs(1)).sum().backward()
+
+
+def engine_of(model: nn.Sequential, accumulate: int) -> longshore.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    return longshore.initialize(model=model, config=config)[0]
+
+
+def train(engine: longshore.Engine, passes: range) -> None:
+    for batch in passes:
+        engine.backward(engine(inputs(batch)).square().mean())
+        engine.step()
+
+
+def counts(engine: longshore.Engine) -> tuple[int, int]:
+    return engine.global_steps, engine.micro_steps
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize(("accumulate", "before"), [(1, 2), (2, 4), (2, 5)])
+def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, scales: bool) -> None:
+    """The loop goes on with the passes of that step, as if nothing had been."""
+    found = []
+    for is_interrupted in (False, True):
+        engine = engine_of(net(), accumulate)
+        train(engine, range(before))
+        if is_interrupted:
+            loss = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
+            with pytest.raises(KeyboardInterrupt):
+                engine.scale(loss).backward() if scales else engine.backward(loss)
+            if not scales:
+                # Nobody else notices a backward of its own, until there are too many.
+                for act in (lambda: engine.backward(engine(inputs(0)).sum()), engine.step):
+                    with pytest.raises(errors.UsageError, match=r"interrupted.*engine\.zero_grad\(\)"):
+                        act()
+            engine.zero_grad()
+            before -= before % accumulate
+        train(engine, range(before, 8))
+        assert counts(engine) == (8 // accumulate, 8)
+        engine.optimizer.flush()
+        found.append([weight.clone() for weight in engine.module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_engine_says_what_to_do_after_a_pass_too_many() -> None:
+    engine = engine_of(net(), 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.scale(engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()).backward()
+    with pytest.raises(errors.UsageError, match=r"zero_grad\(\) where one was interrupted"):
+        engine.backward(engine(inputs(0)).sum())
+
+
+def test_an_engine_warns_where_whole_passes_are_given_up() -> None:
+    engine = engine_of(net(), 2)
+    train(engine, range(1))
+    with pytest.warns(UserWarning, match="gives up 1 of the 2 backward passes"):
+        engine.zero_grad()
+    train(engine, range(2))
+    assert counts(engine) == (1, 2)
+
+
+def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
+    engine = engine_of(net(), 2)
+    train(engine, range(4))
+    engine.save_checkpoint(tmp_path)
+    train(engine, range(5, 6))
+    with pytest.raises(KeyboardInterrupt):
+        in_hand = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
+        engine.backward(in_hand)
+    engine.load_checkpoint(tmp_path)
+    assert counts(engine) == (2, 4)
+    train(engine, range(4, 8))
+    other = engine_of(net(), 2)
+    train(other, range(8))
+    assert counts(engine) == counts(other) == (4, 8)
+    for one in (engine, other):
+        one.optimizer.flush()
+    assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), other.module.parameters(), strict=True))
