@@ -32,18 +32,19 @@ SETTINGS = {
     for lr in ("3e-3", "1e-3")
 }
 
-DELAY = ["--delay", "1"]
+DELAY = ["--delay", "1", "--warmup-steps"]
 MODES = {
     "exact": [],
-    "look-ahead": DELAY,
-    "look-ahead, this step's rate": [*DELAY, "--correction", "look-ahead-by-this-rate"],
-    "worker-local": [*DELAY, "--correction", "worker-local"],
-    "compensation 1": [*DELAY, "--correction", "compensation=1"],
-    "no correction": [*DELAY, "--correction", "none"],
-    "look-ahead from step 40": [*DELAY, "--warmup-steps", "40"],
+    "look-ahead from step 300": [*DELAY, "300"],
+    "look-ahead": [*DELAY, "100"],
+    "look-ahead, this step's rate": [*DELAY, "100", "--correction", "look-ahead-by-this-rate"],
+    "worker-local": [*DELAY, "100", "--correction", "worker-local"],
+    "compensation 1": [*DELAY, "100", "--correction", "compensation=1"],
+    "no correction": [*DELAY, "100", "--correction", "none"],
+    "look-ahead from step 40": [*DELAY, "40"],
 }
 DRAWN = "default, 500 steps, learning rate 3e-3"
-COLOURS = ("#1b1b1b", "#0072b2", "#56b4e9", "#cc79a7", "#e69f00", "#d55e00", "#009e73")
+COLOURS = ("#1b1b1b", "#332288", "#0072b2", "#56b4e9", "#cc79a7", "#e69f00", "#d55e00", "#009e73")
 
 
 def path_of(out, setting, mode, seed):

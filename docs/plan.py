@@ -2,7 +2,8 @@
 """Holds `longshore plan` against real runs, and prints the tables of docs/plan.md.
 
 Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
-needs root, `ip` and `tc`. Usage: docs/plan.py links | configurations [--programs target/release] [--only NAME]
+needs root, `ip` and `tc`. `scaling` runs nothing but `longshore plan`.
+Usage: docs/plan.py links | configurations | scaling [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S]
 """
 
 import argparse
@@ -136,17 +137,23 @@ LINK = 100_000_000
 # By name: servers, flags of the bench beside its size, flags of `longshore plan` where they differ, parameters.
 CONFIGURATIONS = {
     "exact": (1, [], [], 134_217_728),
-    "exact, compute": (1, ["--compute-ms", 4000], [], 134_217_728),
-    "delayed": (1, ["--delay", 1, "--compute-ms", 2000], ["--delay", 1], 134_217_728),
+    "exact, 4 s of compute": (1, ["--compute-ms", 4000], [], 134_217_728),
+    "delayed, 2 s of compute": (1, ["--delay", 1, "--compute-ms", 2000], ["--delay", 1], 134_217_728),
     "2 ranks": (1, ["--ranks", 2], ["--world-size", 2], 134_217_728),
     "2 micro-steps": (1, ["--micro-steps", 2], ["--micro-steps", 2], 134_217_728),
-    "bf16 state": (1, ["--state", "bf16", "--master", "bf16"], ["--state", "bf16", "--master", "bf16"], 201_326_592),
-    "block8 state": (1, ["--state", "block8"], ["--state", "block8"], 201_326_592),
+    "bf16 moments and master weights": (1, ["--state", "bf16", "--master", "bf16"], ["--state", "bf16", "--master", "bf16"], 201_326_592),
+    "block8 moments": (1, ["--state", "block8"], ["--state", "block8"], 201_326_592),
     "2 servers": (2, [], [], 268_435_456),
-    "stage 3": (1, ["--stage", 3, "--compute-ms", 9000, "--device-budget", "16MiB"], [], 134_217_728),
+    "stage 3, 9 s of compute": (1, ["--stage", 3, "--compute-ms", 9000, "--device-budget", "16MiB"], [], 134_217_728),
     "nvme": (1, ["--tier", "nvme"], ["--tier", "nvme"], 201_326_592),
     "nvme, spill all": (1, ["--tier", "nvme", "--spill", "all"], ["--tier", "nvme", "--spill", "all"], 201_326_592),
-    "nvme, spill all, bf16": (
+    "nvme, spill all, stage 3": (
+        1,
+        ["--tier", "nvme", "--spill", "all", "--stage", 3, "--device-budget", "16MiB"],
+        ["--tier", "nvme", "--spill", "all"],
+        201_326_592,
+    ),
+    "nvme, spill all, bf16 moments and master weights": (
         1,
         ["--tier", "nvme", "--spill", "all", "--state", "bf16", "--master", "bf16"],
         ["--tier", "nvme", "--spill", "all", "--state", "bf16", "--master", "bf16"],
@@ -157,6 +164,15 @@ CONFIGURATIONS = {
 
 def configurations(args):
     """Memory and steps of configurations against the plan."""
+    unknown = set(args.only or []) - set(CONFIGURATIONS)
+    if unknown:
+        sys.exit(f"--only names {', '.join(sorted(unknown))}, but must name some of: {'; '.join(CONFIGURATIONS)}")
+    on_drives = [name for name in args.only or CONFIGURATIONS if name.startswith("nvme")]
+    if on_drives and not (args.state_dir and args.drives):
+        sys.exit(
+            f"{', '.join(on_drives)}: give --state-dir, a folder of the drive, and --drives, its GB/s as `longshore plan --probe "
+            "--probe-dir` of that folder says, or leave them out with --only"
+        )
     print("| configuration | parameters | plan says MB | most resident MB | of the plan | device, plan MB | measured MB | step s | "
           "plan says s | measured over plan |")  # fmt: skip
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -190,17 +206,38 @@ def configurations(args):
         print("| " + " | ".join(row) + " |", flush=True)
 
 
+#: A host of 16 GPUs with a server on it. The batch of a GPU stays the same.
+NODE = ["--gpu-tflops", 45, "--gpu-memory", "32GB", "--link", 6, "--server-link", 50, "--server-memory", 100, "--fabric", 25]
+
+
+def scaling(args):
+    """Steps of one model on more and more hosts, by the plan alone."""
+    print("| hosts | GPUs | step s | of it exposed s | what binds | tokens/s of a GPU | against one host |")
+    print("|---:|---:|---:|---:|---|---:|---:|")
+    tokens, first = 1024, None
+    for hosts in (1, 2, 4, 8, 16, 32):
+        command = [args.programs / "longshore", "plan", "--json", "--params", "40B", "--servers", hosts, "--world-size",
+                   16 * hosts, "--sequences", 1, "--context", 1024, *NODE]  # fmt: skip
+        stage = json.loads(run(*(str(part) for part in command)))["gpus"]["stages"][1]
+        pace = tokens / stage["step_s"]
+        first = first or pace
+        print(
+            f"| {hosts} | {16 * hosts} | {stage['step_s']:.2f} | {stage['exposed_s']:.2f} | {stage['binding']} | "
+            f"{pace:.0f} | {pace / first:.2f} |"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["links", "configurations"])
+    parser.add_argument("what", choices=["links", "configurations", "scaling"])
     parser.add_argument("--programs", type=pathlib.Path, default=pathlib.Path("target/release"))
     parser.add_argument("--only", nargs="+", help="only cases of these names")
     parser.add_argument("--state-dir", help="a folder of the drive that the nvme tier is measured on")
-    parser.add_argument("--drives", type=float, default=0, help="GB/s of that drive, as `longshore plan --probe` says")
+    parser.add_argument("--drives", type=float, help="GB/s of that drive, as `longshore plan --probe` says")
     args = parser.parse_args()
     # Servers and namespaces are removed then as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    links(args) if args.what == "links" else configurations(args)
+    {"links": links, "configurations": configurations, "scaling": scaling}[args.what](args)
 
 
 if __name__ == "__main__":
