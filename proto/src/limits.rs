@@ -85,8 +85,11 @@ pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + 
 /// What a handshake under way costs. 250 of them at once, each without its end, took a server 16 KiB each where nothing was
 /// sent, 19 after a hello, 91 with a hello of 60 KB, and 98 with 57 KB of certificates. At most 64 KiB are taken.
 pub const HANDSHAKE_BYTES: usize = 112 * 1024;
+/// The most that one end's certificates may have. The other end keeps them with the keys for as long as the connection lasts. A chain
+/// of three certificates with RSA keys of 4096 bits has 6 KiB.
+pub const MOST_CHAIN_BYTES: usize = 12 * 1024;
 /// What TLS costs a connection beside [`IDLE_CONNECTION_BYTES`]: 64 KiB of records that have come, 129 of records on their way
-/// out, and the keys. Both buffers begin small, and grow only with what is read or sent at once.
+/// out, [`MOST_CHAIN_BYTES`], and the keys. Both buffers begin small, and grow only with what is read or sent at once.
 pub const TLS_CONNECTION_BYTES: usize = 208 * 1024;
 /// How much more strangers can make a server hold that speaks TLS.
 pub const STRANGERS_TLS_BYTES: usize =

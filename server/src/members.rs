@@ -37,13 +37,13 @@ impl Members {
     }
 
     /// Whether a process of this user and group may connect. A process keeps groups that were taken from its user, so
-    /// what is listed of the user counts.
+    /// what the files say of the user counts. The process's own group counts for users whom the files do not have.
     pub(crate) fn admit(&self, user: u32, group: u32) -> bool {
-        let listed = |wanted| {
+        let is_member = |wanted| {
             let [groups, users] = [GROUPS, USERS].map(|path| fs::read_to_string(path).unwrap_or_default());
-            lists(&groups, &users, wanted, user)
+            is_member(&groups, &users, wanted, user).unwrap_or(wanted == group)
         };
-        user == 0 || user == self.own || self.group.is_some_and(|wanted| wanted == group || listed(wanted))
+        user == 0 || user == self.own || self.group.is_some_and(is_member)
     }
 }
 
@@ -52,16 +52,26 @@ fn number_of(groups: &str, name: &str) -> Option<u32> {
     group.split(':').nth(2)?.parse().ok()
 }
 
-/// Whether the user is listed as one of the group, with a name of the user's.
-fn lists(groups: &str, users: &str, group: u32, user: u32) -> bool {
-    let has = |line: &&str, number: u32| line.split(':').nth(2) == Some(&number.to_string());
-    let names = users.lines().filter(|line| has(line, user)).filter_map(|line| line.split(':').next());
+/// Whether the user is one of the group: by the user's own line, or by a name that the group lists. None where the files have
+/// no such user.
+fn is_member(groups: &str, users: &str, group: u32, user: u32) -> Option<bool> {
+    let [group, user] = [group, user].map(|number| number.to_string());
+    let number = |line: &str| line.split(':').nth(2).map(str::to_string);
     let members: Vec<&str> = groups
         .lines()
-        .filter(|line| has(line, group))
+        .filter(|line| number(line).as_ref() == Some(&group))
         .flat_map(|line| line.split(':').nth(3).unwrap_or_default().split(','))
         .collect();
-    names.into_iter().any(|name| !name.is_empty() && members.contains(&name))
+    let of_line = |line: &str| {
+        let mut fields = line.split(':');
+        let name = fields.next().unwrap_or_default();
+        fields.nth(2) == Some(&group) || (!name.is_empty() && members.contains(&name))
+    };
+    users
+        .lines()
+        .filter(|line| number(line).as_ref() == Some(&user))
+        .map(of_line)
+        .reduce(|one, other| one || other)
 }
 
 #[cfg(test)]
@@ -76,10 +86,13 @@ mod tests {
     fn a_user_is_a_member_as_the_files_have_it() {
         assert_eq!((number_of(GROUPS, "ship"), number_of(GROUPS, "broken")), (Some(500), None));
         assert_eq!(number_of(GROUPS, "sh"), None);
-        assert!(lists(GROUPS, USERS, 500, 1001), "ann");
-        for (group, user) in [(501, 1001), (500, 1003), (501, 1004), (500, 1002), (502, 1001)] {
-            assert!(!lists(GROUPS, USERS, group, user), "{user} in {group}");
+        let is_member = |group, user| is_member(GROUPS, USERS, group, user);
+        assert_eq!(is_member(500, 1001), Some(true), "ann is listed");
+        assert_eq!(is_member(1003, 1003), Some(true), "it is carl's own");
+        for (group, user) in [(501, 1001), (500, 1003), (501, 1004), (502, 1001)] {
+            assert_eq!(is_member(group, user), Some(false), "{user} in {group}");
         }
+        assert_eq!(is_member(500, 1002), None, "nobody knows bob's number");
     }
 
     #[test]

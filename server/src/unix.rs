@@ -69,7 +69,10 @@ pub(crate) fn listen_on(path: &Path, members: Members) -> io::Result<(Local, Soc
         // A service whose group it is may be forbidden to change any file's owner.
         && fs::symlink_metadata(path)?.gid() != group
     {
-        chown(path, None, Some(group))?;
+        let why = |error| {
+            format!("it cannot be given to group {group} ({error}): run the server as one of that group")
+        };
+        chown(path, None, Some(group)).map_err(|error| io::Error::new(error.kind(), why(error)))?;
     }
     let mode = if members.group().is_some() { 0o660 } else { 0o600 };
     fs::set_permissions(path, fs::Permissions::from_mode(mode))?;

@@ -19,7 +19,7 @@ pub enum ConfigError {
     )]
     Exposed { listen: SocketAddr },
     #[error(
-        "http is {http}, which is not a loopback address, and whoever can reach it could read names and figures of jobs: \
+        "http is {http}, which is not a loopback address, and whoever can reach it could read what the status page shows, as jobs, identities and paths of folders: \
          keep it on a trusted network and say --http-open, or serve it on 127.0.0.1"
     )]
     HttpExposed { http: SocketAddr },

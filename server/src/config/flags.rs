@@ -28,7 +28,7 @@ pub struct Flags {
     /// Address of the status page, /metrics, /healthz and /readyz; it changes nothing [default: none]
     #[arg(long, env = "LONGSHORED_HTTP", value_name = "ADDRESS:PORT")]
     pub http: Option<SocketAddr>,
-    /// Allow a --http address that is not loopback: anyone who can reach it can read names and figures of jobs
+    /// Allow a --http address that is not loopback: anyone who can reach it can read what the status page shows: jobs, identities and their quotas, paths of folders
     #[arg(long, env = "LONGSHORED_HTTP_OPEN")]
     pub http_open: bool,
     /// Memory for jobs, as in 512GiB [default: 80% of what is available]

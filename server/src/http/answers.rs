@@ -1,5 +1,7 @@
 //! What each path of the HTTP address answers.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use http::{
     HeaderValue, Method, Response, StatusCode, Uri,
@@ -8,7 +10,7 @@ use http::{
     },
 };
 use http_body_util::Full;
-use tokio::task::spawn_blocking;
+use tokio::{sync::Semaphore, task::spawn_blocking};
 
 use super::{
     metrics::{self, Format},
@@ -17,6 +19,8 @@ use super::{
 };
 use crate::service::Services;
 
+/// How many answers are made at once: threads that block are there for jobs, too.
+const MAKING: usize = 2;
 const TEXT: &str = "text/plain; charset=utf-8";
 const PAGE: &str = include_str!("page/index.html");
 const SCRIPT: &str = include_str!("page/page.js");
@@ -28,11 +32,14 @@ pub(super) struct Answers {
     services: Services,
     /// Where workers reach this server.
     listen: Listen,
+    /// Each answer that is being made has one, until it is made. A connection that ends leaves its answer under way, and
+    /// the next one could ask for another.
+    making: Arc<Semaphore>,
 }
 
 impl Answers {
     pub(super) fn new(services: Services, listen: Listen) -> Answers {
-        Answers { services, listen }
+        Answers { services, listen, making: Arc::new(Semaphore::new(MAKING)) }
     }
 
     pub(super) async fn to(&self, method: &Method, uri: &Uri, accept: &str) -> Response<Full<Bytes>> {
@@ -85,7 +92,13 @@ impl Answers {
         make: impl FnOnce(Services) -> String + Send + 'static,
     ) -> Response<Full<Bytes>> {
         let services = self.services.clone();
-        match spawn_blocking(move || make(services)).await {
+        // Nobody closes it.
+        let permit = Arc::clone(&self.making).acquire_owned().await;
+        let made = spawn_blocking(move || {
+            let _permit = permit;
+            make(services)
+        });
+        match made.await {
             Ok(text) => answer(StatusCode::OK, content_type, text),
             Err(error) => {
                 tracing::error!(%error, "an HTTP answer was not made");

@@ -6,7 +6,8 @@ use tonic::{Code, Status};
 
 use super::caller::Caller;
 
-/// A call on its way to its answer. Where it is dropped before, its caller has given it up, which ends no work that it has begun.
+/// A call on its way to its answer. Where it is dropped before, its caller has given it up or the server has ended its connection, which
+/// ends no work that it has begun.
 pub(super) struct Record {
     caller: Caller,
     noted: bool,
@@ -17,7 +18,7 @@ enum Outcome<'a> {
     Answered,
     /// With the reason.
     Refused(&'a str),
-    /// Its caller gave it up before anything was done.
+    /// It ended before anything was done.
     GivenUp,
     /// It ended before its answer, for this reason. What it had begun may be done, or still go on.
     Unknown(&'a str),
@@ -55,7 +56,7 @@ impl Drop for Record {
         line(
             &self.caller,
             match self.caller.was_permitted() {
-                true => Outcome::Unknown("its caller gave it up before the answer"),
+                true => Outcome::Unknown("the call or its connection ended before the answer"),
                 false => Outcome::GivenUp,
             },
         );

@@ -72,7 +72,7 @@ fn a_call_that_its_caller_gives_up_is_on_record() {
     assert_eq!((&line["who"], &line["outcome"]), (&"operator".into(), &"unknown".into()), "{line}");
     assert_eq!(
         (&line["job"], &line["why"]),
-        (&"\"default\"".into(), &"its caller gave it up before the answer".into())
+        (&"\"default\"".into(), &"the call or its connection ended before the answer".into())
     );
 }
 

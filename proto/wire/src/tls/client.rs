@@ -124,7 +124,7 @@ impl Client {
         let mut expires = None;
         let mut config = match certificate {
             Some(certificate) => {
-                let chain = files::chain(dir, CLIENT_CERTIFICATE, &certificate)?;
+                let chain = files::shown(dir, CLIENT_CERTIFICATE, &certificate)?;
                 expires = chain.first().and_then(expiry::of);
                 let key = files::key(dir, CLIENT_KEY, &files::read(dir, CLIENT_KEY)?)?;
                 let wrong =

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::{Fault, FaultKind, limits::MOST_CHAIN_BYTES};
 use rustls::{
     RootCertStore,
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
@@ -67,6 +67,23 @@ pub(super) fn chain(dir: &Path, name: &str, bytes: &[u8]) -> Result<Vec<Certific
         return Err(wrong(dir, name, "without a certificate"));
     }
     Ok(chain)
+}
+
+/// Reads the chain that an end shows, its own certificate first.
+pub(super) fn shown(dir: &Path, name: &str, bytes: &[u8]) -> Result<Vec<CertificateDer<'static>>, Fault> {
+    let chain = chain(dir, name, bytes)?;
+    let bytes = length(&chain);
+    if bytes > MOST_CHAIN_BYTES {
+        let why =
+            format!("a chain of {bytes} bytes, of which the other end takes {MOST_CHAIN_BYTES} at most");
+        return Err(wrong(dir, name, why));
+    }
+    Ok(chain)
+}
+
+/// The bytes of a chain's certificates.
+pub(super) fn length(chain: &[CertificateDer<'_>]) -> usize {
+    chain.iter().map(|certificate| certificate.len()).sum()
 }
 
 pub(super) fn key(dir: &Path, name: &str, bytes: &[u8]) -> Result<PrivateKeyDer<'static>, Fault> {

@@ -7,6 +7,7 @@ use std::{
     task::Poll,
 };
 
+use longshore_proto::limits::MOST_CHAIN_BYTES;
 use rustls::{
     Error, ExtractedSecrets, InvalidMessage, PeerMisbehaved,
     client::{ClientConnectionData, UnbufferedClientConnection},
@@ -16,6 +17,7 @@ use rustls::{
 };
 
 use super::{
+    files::length,
     incoming::Incoming,
     keys::{Keys, Schedule},
     stream::Stream,
@@ -137,6 +139,9 @@ pub(super) async fn shake<S: Socket>(mut end: impl End, mut socket: S) -> io::Re
     }
     let protocol = end.common().alpn_protocol().map(<[u8]>::to_vec);
     let chain = end.common().peer_certificates().map(<[_]>::to_vec).unwrap_or_default();
+    if length(&chain) > MOST_CHAIN_BYTES {
+        return Err(refused(InvalidMessage::CertificatePayloadTooLarge.into()));
+    }
     let keys = end.into_secrets().and_then(|(secrets, schedule)| Keys::new(secrets, schedule));
     let stream = Stream::new(socket, keys.map_err(refused)?, incoming);
     Ok(Shaken { stream, protocol, chain })

@@ -3,7 +3,7 @@
 use std::{error, fmt, io};
 
 use longshore_proto::{Fault, FaultKind};
-use rustls::{AlertDescription, CertificateError, Error};
+use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 
 /// Why dialling failed.
 #[derive(Debug)]
@@ -69,6 +69,12 @@ fn fault(error: &Error, host: &str) -> Option<Fault> {
             (format!("the server's certificate is not accepted: {}", why(certificate)), remedy(certificate))
         }
         Error::AlertReceived(alert) => (format!("the server refused: {}", alerted(*alert)?), ALERT_REMEDY),
+        Error::InvalidMessage(
+            InvalidMessage::CertificatePayloadTooLarge | InvalidMessage::HandshakePayloadTooLarge,
+        ) => (
+            "the other end's handshake is too long: it shows many certificates".to_string(),
+            "give it a shorter chain: its own certificate and those between it and the authority of ca.pem",
+        ),
         Error::InvalidMessage(_) => (
             format!("what answers does not speak TLS: {error}"),
             "start the server with --tls-dir, or dial without it",

@@ -28,7 +28,8 @@ pub(super) struct Shown {
     pub(super) expires: Option<SystemTime>,
 }
 
-/// TCP with TLS. Its [`Socket`] copies what was opened straight to the payload's place.
+/// TCP with TLS. Its [`Socket`] copies what was opened straight to the payload's place. One task has to poll both directions: a read
+/// also sends what waits, and takes over its waker.
 #[derive(Debug)]
 pub struct Secured {
     stream: Stream<TcpStream>,

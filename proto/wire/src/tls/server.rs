@@ -46,7 +46,7 @@ impl Server {
             Certificates::Optional => verifier.allow_unauthenticated(),
         };
         let verifier = verifier.build().map_err(|error| files::wrong(dir, CA, error))?;
-        let chain = files::chain(dir, SERVER_CERTIFICATE, &files::read(dir, SERVER_CERTIFICATE)?)?;
+        let chain = files::shown(dir, SERVER_CERTIFICATE, &files::read(dir, SERVER_CERTIFICATE)?)?;
         let key = files::key(dir, SERVER_KEY, &files::read(dir, SERVER_KEY)?)?;
         let wrong = |error| files::wrong(dir, SERVER_CERTIFICATE, format!("not of {SERVER_KEY}: {error}"));
         let mut config = ServerConfig::builder_with_provider(provider)

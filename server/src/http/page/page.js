@@ -4,7 +4,7 @@
 const PERIOD_MS = 1000;
 const KEPT = 512; // steps, as the server keeps
 const MEAN_OF = 8; // steps, over which a speed is drawn
-const QUERY = 16384; // characters that the server takes in a query
+const QUERY = 16384; // characters of a query, so that all headers stay below the 32 KiB that the server takes
 const SVG = "http://www.w3.org/2000/svg";
 
 const at = (id) => document.getElementById(id);

@@ -102,6 +102,11 @@ struct Configs {
 
 impl Configs {
     fn new() -> Configs {
+        Configs::with_more(0)
+    }
+
+    /// The client shows so many bytes behind its own certificate.
+    fn with_more(bytes: usize) -> Configs {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let (authority, certificate) = {
             let key = KeyPair::generate().unwrap();
@@ -132,7 +137,8 @@ impl Configs {
             .with_client_cert_verifier(verifier.build().unwrap())
             .with_single_cert(chain, key)
             .unwrap();
-        let (chain, key) = signed();
+        let (mut chain, key) = signed();
+        chain.extend((bytes > 0).then(|| vec![0; bytes].into()));
         let mut client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .unwrap()

@@ -1,5 +1,6 @@
 //! What must not come: each ends the connection, for this reason, of which the other end is told.
 
+use longshore_proto::limits::MOST_CHAIN_BYTES;
 use rustls::{
     AlertDescription, ContentType, Error, InvalidMessage, PeerMisbehaved, crypto::cipher::OutboundChunks,
 };
@@ -214,5 +215,20 @@ async fn who_asks_for_a_new_key_gets_one() {
         server.socket().pipe.write_all(&sealed).await.unwrap();
         client.read_exact(&mut byte).await.unwrap();
         assert_eq!(&byte, b"!");
+    }
+}
+
+#[tokio::test]
+async fn long_chains_are_refused() {
+    for (bytes, is_refused) in [(1000, false), (MOST_CHAIN_BYTES, true)] {
+        let configs = Configs::with_more(bytes);
+        let (near, far) = duplex(256 * 1024);
+        let client = shake(configs.client_end(), Cut::new(near, &[usize::MAX]));
+        let server = shake(configs.server_end(), Cut::new(far, &[usize::MAX]));
+        let (_client, server) = timeout(PATIENCE, async { tokio::join!(client, server) }).await.unwrap();
+        let refused =
+            server.err().map(|error| error.get_ref().unwrap().downcast_ref::<Error>().unwrap().clone());
+        let wanted = is_refused.then(|| InvalidMessage::CertificatePayloadTooLarge.into());
+        assert_eq!(refused, wanted, "{bytes} bytes");
     }
 }
