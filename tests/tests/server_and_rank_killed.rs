@@ -2,7 +2,7 @@
 //! decided without the dead one is taken back while the living rank trains: it must send that again, and compute
 //! again what it had built on it.
 
-use std::time::Duration;
+use std::{thread, time::Duration};
 
 use longshore_tests::{
     seed::{Random, spin},
@@ -60,13 +60,25 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
                 done = ranks[0].until_started_at() - 1;
             }
         }
-        let [rank0, mut rank1] = ranks;
+        let [rank0, rank1] = ranks;
+        let mut rank1 = Other(rank1);
         let end = rank0.finish().end;
-        assert_eq!(rank1.process.code(), 0, "rank 1 failed: {}", rank1.process.stderr());
+        assert_eq!(rank1.0.process.code(), 0, "rank 1 failed");
         assert_eq!(end.state_hash, known.end.state_hash, "after {kills} kills");
         taken_back += servers.iter().map(times_stepped_back).sum::<usize>();
     }
     eprintln!("a step was taken back {taken_back} times");
+}
+
+/// A rank that says what it had to say where the test fails: the first that fails may do so for the other's sake.
+struct Other(Running);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("rank 1 said: {}", self.0.process.stderr());
+        }
+    }
 }
 
 fn times_stepped_back(server: &Longshored) -> usize {

@@ -137,8 +137,12 @@ impl Services {
         let initialisation = Initialisation::from_wire(request.initialisation)?;
         let handle = self.jobs.get(&request.job)?;
         self.check_fillable(&handle).await?;
-        let (job, seed) = (Arc::clone(&handle.job), initialisation.seed);
-        blocking(move || job.make_weights(incarnation, initialisation)).await?;
+        let (filled, seed) = (Arc::clone(&handle), initialisation.seed);
+        blocking(move || {
+            let _kept = filled.hold()?;
+            filled.job.make_weights(incarnation, initialisation)
+        })
+        .await?;
         let progress = handle.job.progress();
         tracing::info!(job = request.job, seed, missing = progress.missing.len(), "weights made here");
         Ok(v1::MakeWeightsResponse { progress: Some(convert::progress(progress)) })
@@ -161,12 +165,14 @@ impl Services {
         // It is busy only while a last chunk of the process before is copied, which takes microseconds.
         let join = || {
             let _kept = handle.hold()?;
-            Ok(handle.job.join(rank, incarnation)?.then_some(()))
+            // A step may be decided before this is answered, above all while a drive is waited for. A rank that took the newer version for
+            // the one that it joined at would be waited for in vain, where another server has lost that step: it has no gradient of it.
+            let progress = handle.job.progress();
+            Ok(handle.job.join(rank, incarnation)?.then_some(progress))
         };
-        handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
+        let progress = handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
         let job = Arc::clone(&handle.job);
         blocking(move || job.keep_joined()).await?;
-        let progress = handle.job.progress();
         handle.came_by(rank, self.transport);
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
