@@ -131,7 +131,9 @@ fn evict(services: &Services, wanted: Wanted) -> Outcome {
     let Wanted { handle, name, limit, before } = wanted;
     let of = Arc::downgrade(&handle);
     let mut written = before;
+    let own_copy = handle.idle.own_copy();
     let refuge = find_refuge(services, &handle, &name, &mut written);
+    drop(own_copy);
     let refuge = refuge.and_then(|refuge| services.jobs.note(&handle, &refuge).map(|()| refuge));
     let stays = match refuge {
         Ok(refuge) => {

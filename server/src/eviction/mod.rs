@@ -143,7 +143,10 @@ impl Eviction {
                 let before = self.tries.remove(&name).and_then(|before| before.written);
                 self.folder.begin(Wanted { handle, name, limit, before });
             }
-            Err(fault) => self.note_failure(&handle, name, (limit, None), &fault),
+            Err(fault) => {
+                let written = self.tries.remove(&name).and_then(|before| before.written);
+                self.note_failure(&handle, name, (limit, written), &fault);
+            }
         }
     }
 
@@ -182,8 +185,10 @@ impl Eviction {
         (limit, written): (Duration, Option<Written>),
         fault: &Fault,
     ) {
-        // What passes by itself is no warning.
-        if fault.kind != FaultKind::Unavailable && handle.idle.stays(&fault.to_string()) {
+        if fault.kind == FaultKind::Unavailable {
+            // What passes by itself is no warning, until it does not pass.
+            handle.idle.stays(&format!("not yet: {fault}"));
+        } else if handle.idle.stays(&fault.to_string()) {
             tracing::warn!(job = %name, %fault, "an idle job is not evicted");
         }
         let next = Instant::now() + (limit / 8).clamp(AGAIN.0, AGAIN.1);

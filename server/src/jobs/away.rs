@@ -37,7 +37,8 @@ pub(super) enum Evicted {
     No,
     /// By this process.
     Here,
-    /// By an earlier process, perhaps another server's that shares the folder of checkpoints: as long as its note is there.
+    /// By an earlier process, perhaps another server's that shares the folder of checkpoints. What comes of it there later is learned
+    /// by this server's next process; weights are judged by the note as it is when they come.
     Noted,
 }
 

@@ -41,7 +41,9 @@ impl Jobs {
     pub(crate) fn note(&self, handle: &JobHandle, refuge: &Refuge) -> Result<(), Fault> {
         match (refuge, &self.notes) {
             (Refuge::Checkpoint { name, version }, Some(notes)) => {
-                notes.write(&handle.job.spec().name, name, *version)
+                let job = &handle.job.spec().name;
+                // It may still be written, later, or be there although it could not be flushed.
+                notes.write(job, name, *version).inspect_err(|_| notes.remove_later(job))
             }
             _ => Ok(()),
         }
@@ -69,7 +71,7 @@ impl Jobs {
     fn evict_noted(&self, handle: Arc<JobHandle>, idle: Duration, refuge: &Refuge) -> Result<bool, Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         // From here on no step can begin or be decided, and nobody joins; then comes the last look.
-        let mut stopped = handle.stop();
+        let Some(mut stopped) = handle.stop() else { return Ok(false) };
         if handle.look() < idle || handle.is_closed() || !refuge.has_state_of(&handle.job) {
             return Ok(false);
         }
@@ -166,6 +168,16 @@ impl Jobs {
         let name = &handle.job.spec().name;
         let noted = self.notes.as_ref().map(|notes| notes.of(name)).transpose()?.flatten();
         handle.note_fillable(noted.map(|note| in_note(name, &note)))
+    }
+
+    /// Removes the note of a job that was found with its state after all: the process before ended between note and eviction. Where
+    /// several servers have the job, another one may have given its part back.
+    pub(super) fn forget_stale(&self, handle: &JobHandle) {
+        let is_whole =
+            handle.job.placement().servers.len() == 1 && handle.job.progress().phase != Phase::Loading;
+        if let Some(notes) = self.notes.as_ref().filter(|_| is_whole) {
+            notes.remove_later(&handle.job.spec().name);
+        }
     }
 
     /// No checkpoint is the only place of this job's state any more: the job is there again, or deleted.

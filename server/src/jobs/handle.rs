@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -237,9 +237,13 @@ impl JobHandle {
         Version(last)
     }
 
-    /// Waits for changes under way. Until the answer is dropped no other begins, and if it is true by then, none ever.
-    pub(super) fn stop(&self) -> RwLockWriteGuard<'_, bool> {
-        self.stopped.write().unwrap_or_else(PoisonError::into_inner)
+    /// Until the answer is dropped no change of the job begins, and if it is true by then, none ever. None while one is under way.
+    pub(super) fn stop(&self) -> Option<RwLockWriteGuard<'_, bool>> {
+        match self.stopped.try_write() {
+            Ok(stopped) => Some(stopped),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Keeps the job from being evicted while the caller changes it. While it is being evicted the caller is refused, asks again,

@@ -1,7 +1,10 @@
 //! For how long nobody has used a job.
 
 use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -35,7 +38,14 @@ impl Sign {
     }
 }
 
-pub(crate) struct Idle(Mutex<State>);
+pub(crate) struct Idle {
+    state: Mutex<State>,
+    /// A copy is made for the job's eviction. It is no use of the job.
+    own_copy: AtomicBool,
+}
+
+/// While it lives, one copy of the job is made for its eviction.
+pub(crate) struct OwnCopy<'a>(&'a Idle);
 
 struct State {
     sign: Sign,
@@ -46,17 +56,25 @@ struct State {
 
 impl Idle {
     pub(super) fn new(job: &Job) -> Idle {
-        Idle(Mutex::new(State { sign: Sign::of(job, 0), since: Instant::now(), stays: None }))
+        let state = State { sign: Sign::of(job, 0), since: Instant::now(), stays: None };
+        Idle { state: Mutex::new(state), own_copy: AtomicBool::new(false) }
     }
 
     /// Looks, and says for how long the job has been unused. It is told how many restores have begun, and whether one is under way.
     pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
         let sign = Sign::of(job, restores);
         let mut state = self.lock();
-        if state.sign != sign || restoring || job.is_being_copied() {
+        let of_others = job.copies() > usize::from(self.own_copy.load(Relaxed));
+        if state.sign != sign || restoring || of_others {
             *state = State { sign, since: Instant::now(), stays: None };
         }
         state.since.elapsed()
+    }
+
+    /// Says that the copy which is made from now on is for the job's eviction.
+    pub(crate) fn own_copy(&self) -> OwnCopy<'_> {
+        self.own_copy.store(true, Relaxed);
+        OwnCopy(self)
     }
 
     /// Notes why the job stays. Returns false where that was known.
@@ -73,6 +91,99 @@ impl Idle {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for OwnCopy<'_> {
+    fn drop(&mut self) {
+        self.0.own_copy.store(false, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use longshore_engine::{
+        admission::Budget,
+        job::{Compute, Exported, UploadChunk},
+        kernels::Isa,
+        tier::Storage,
+    };
+    use longshore_proto::{
+        ChunkId, Dtype, Incarnation, JobName, JobSpec, Param, Placement, Rank, Rule, ServerId, ShardId,
+        StateArray, TierKind, checksum::crc32, limits::BLOCK_ELEMENTS,
+    };
+
+    use super::*;
+
+    /// A job of one block that has its weights.
+    fn job() -> Arc<Job> {
+        let spec = JobSpec {
+            name: JobName::parse("name", "run").unwrap(),
+            params: vec![Param { name: "a".into(), shape: vec![64], group: 0 }],
+            groups: vec!["all".into()],
+            rule: Rule::AdamW,
+            gradient_dtype: Dtype::Bf16,
+            image_dtype: Dtype::Bf16,
+            world_size: 1,
+            micro_steps: 1,
+            max_delay: 0,
+            shard_elements: BLOCK_ELEMENTS,
+            tier: TierKind::Memory,
+            formats: Default::default(),
+            unchecked: false,
+            partitions: Vec::new(),
+            worker_local: false,
+            leave_out: false,
+        };
+        let (placement, budget) = (Placement::striped(vec!["here".into()], 1), Budget::new(1 << 26));
+        let compute = Arc::new(Compute::new(1, Isa::detect()).unwrap());
+        let storage = Storage::default();
+        let job =
+            Job::open(spec, placement, ServerId(0), &budget, &storage, compute, Box::new(|| {})).unwrap();
+        let incarnation = Incarnation(1);
+        job.join(Rank(0), incarnation).unwrap();
+        let payload = vec![0; BLOCK_ELEMENTS as usize * 4];
+        let chunk = UploadChunk {
+            shard: ShardId(0),
+            array: StateArray::Master,
+            chunk: ChunkId(0),
+            applied: None,
+            left_out: Vec::new(),
+            crc32: crc32(&payload),
+        };
+        job.upload_chunk(incarnation, chunk, &payload).unwrap();
+        Arc::new(job)
+    }
+
+    #[test]
+    fn a_copy_for_an_eviction_is_no_use_and_another_is() {
+        let job = job();
+        let idle = Idle::new(&job);
+        let unused = Instant::now();
+        let is_unused = || {
+            let least = unused.elapsed();
+            idle.look(&job, (0, false)) >= least
+        };
+        let copy = || job.begin_export(None, Exported::State).unwrap();
+        {
+            let _own = idle.own_copy();
+            let _copy = copy();
+            assert!(is_unused(), "an eviction's own copy");
+        }
+        assert!(is_unused(), "the eviction's copy has ended");
+        {
+            let _own = idle.own_copy();
+            let (_own_copy, _copy) = (copy(), copy());
+            let used = Instant::now();
+            let looked = idle.look(&job, (0, false));
+            assert!(looked <= used.elapsed(), "somebody's copy beside it");
+        }
+        let _copy = copy();
+        let used = Instant::now();
+        let looked = idle.look(&job, (0, false));
+        assert!(looked <= used.elapsed(), "somebody's copy");
     }
 }

@@ -5,7 +5,7 @@ use std::{
     io,
     sync::{
         Arc,
-        mpsc::{self, SyncSender},
+        mpsc::{self, RecvTimeoutError, SyncSender, TrySendError},
     },
     thread,
     time::Duration,
@@ -36,12 +36,27 @@ impl Notes {
     /// Where the job's state is, if there is a note of it and the checkpoint is still there.
     pub(super) fn of(&self, job: &JobName) -> Result<Option<Evicted>, Fault> {
         let job = job.clone();
-        self.ask(move |store| store.evicted_job(&job))
+        self.ask(move |store| store.evicted_job(&job))?
     }
 
     pub(super) fn write(&self, job: &JobName, checkpoint: &str, version: Version) -> Result<(), Fault> {
         let (job, checkpoint) = (job.clone(), checkpoint.to_string());
         self.ask(move |store| store.note_evicted(&job, &checkpoint, version))?
+    }
+
+    /// Removes a note that nobody waits for.
+    pub(super) fn remove_later(&self, job: &JobName) {
+        let job = job.clone();
+        let task = move |store: &Store| {
+            if let Err(fault) = store.forget_evicted(&job) {
+                tracing::warn!(%job, %fault, "the note of an eviction is left");
+            }
+        };
+        if self.0.try_send(Box::new(task)).is_err() {
+            tracing::warn!(
+                "the note of an eviction may be left: too many calls wait for the checkpoint folder"
+            );
+        }
     }
 
     /// A note that could not be removed in time is removed once the folder answers.
@@ -57,13 +72,31 @@ impl Notes {
             // Whoever asked may be gone.
             let _ = answer.send(task(store));
         };
-        self.0.try_send(Box::new(task)).map_err(|_| silent())?;
-        answered.recv_timeout(PATIENCE).map_err(|_| silent())
+        self.0.try_send(Box::new(task)).map_err(|refused| match refused {
+            TrySendError::Full(_) => unanswered(format!("{WAITING} calls wait for it")),
+            TrySendError::Disconnected(_) => ended(),
+        })?;
+        answered.recv_timeout(PATIENCE).map_err(|error| match error {
+            RecvTimeoutError::Timeout => {
+                unanswered(format!("without an answer for {} s", PATIENCE.as_secs()))
+            }
+            RecvTimeoutError::Disconnected => ended(),
+        })
     }
 }
 
-fn silent() -> Fault {
-    let value = format!("without an answer for {} s", PATIENCE.as_secs());
+fn unanswered(value: String) -> Fault {
     let remedy = "see whether the folder of --checkpoint-dir is mounted and its file server answers; the call is repeated";
     Fault::new(FaultKind::Unavailable, "checkpoint_dir", value, "a folder that answers", remedy)
+}
+
+fn ended() -> Fault {
+    let remedy = "restart the server; its log has the reason, which is a defect of Longshore";
+    Fault::new(
+        FaultKind::Internal,
+        "checkpoint_dir",
+        "the thread that reads it has ended",
+        "a running one",
+        remedy,
+    )
 }

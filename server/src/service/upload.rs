@@ -46,5 +46,9 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
     let handle = services.jobs.get(&request.job)?;
     services.check_fillable(&handle).await?;
     // The last chunk also makes the first image of every shard.
-    blocking(move || handle.job.upload_chunk(incarnation, part, &request.payload)).await
+    blocking(move || {
+        let _kept = handle.hold()?;
+        handle.job.upload_chunk(incarnation, part, &request.payload)
+    })
+    .await
 }

@@ -1,12 +1,14 @@
 //! Files that appear whole or not at all.
 
 use std::{
+    collections::hash_map::RandomState,
     fs::{self, File, OpenOptions},
+    hash::{BuildHasher, Hasher},
     io::{ErrorKind, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, LazyLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
@@ -35,7 +37,9 @@ pub(super) struct Draft {
 impl Draft {
     pub(super) fn create(target: PathBuf) -> Result<Draft, Fault> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
-        let unique = format!("{TEMPORARY}{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
+        // Servers of several containers may share the folder, each as process 1.
+        static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
+        let unique = format!("{TEMPORARY}{:x}-{}", *PROCESS, COUNTER.fetch_add(1, Ordering::Relaxed));
         let mut temporary = target.clone().into_os_string();
         temporary.push(unique);
         let temporary = PathBuf::from(temporary);

@@ -235,7 +235,7 @@ impl Job {
         works.extend(next.map_err(|fault| self.fail(fault))?);
         // Those who wait are woken once the next work has begun, if it begins soon. A work that may first wait for
         // drives or for a snapshot does not begin soon.
-        let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.is_empty();
+        let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.len() == 0;
         if self.protocol.owe(soon) || !soon {
             self.notify();
         }
@@ -282,9 +282,9 @@ impl Job {
         self.protocol.machine().record().standing.is_some()
     }
 
-    /// Whether an export, a checkpoint or a state hash is being made.
-    pub fn is_being_copied(&self) -> bool {
-        !self.snapshots.is_empty()
+    /// How many exports, checkpoints and state hashes are being made.
+    pub fn copies(&self) -> usize {
+        self.snapshots.len()
     }
 
     fn notify(&self) {

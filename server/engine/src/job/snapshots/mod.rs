@@ -32,8 +32,8 @@ pub(super) struct Snapshots {
 }
 
 impl Snapshots {
-    pub(super) fn is_empty(&self) -> bool {
-        lock(&self.running).is_empty()
+    pub(super) fn len(&self) -> usize {
+        lock(&self.running).len()
     }
 
     fn add(&self, copying: &Arc<Copying>) -> Result<(), Fault> {
