@@ -18,7 +18,10 @@ mod watchers;
 use std::{
     collections::BTreeMap,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, TryLockError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -29,7 +32,11 @@ use longshore_engine::{
     tier::{Storage, StoredJob, delete_stored, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version, fault::EVICTED};
-use tokio::{runtime::Handle, sync::watch, time::timeout};
+use tokio::{
+    runtime::Handle,
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 use self::away::{Away, Evicted, Kept};
 pub(crate) use self::{
@@ -48,6 +55,9 @@ use crate::{config::IdleLimit, terms::Owners};
 /// update runs to its end.
 const LET_GO: Duration = Duration::from_secs(60);
 
+/// How often the end of a server looks whether a job is still being opened.
+const OPENING: Duration = Duration::from_millis(10);
+
 /// All jobs of a server.
 pub(crate) struct Jobs {
     jobs: Mutex<BTreeMap<JobName, JobEntry>>,
@@ -62,6 +72,8 @@ pub(crate) struct Jobs {
     idle_limit: IdleLimit,
     /// Which jobs have their state beside them; None where there is no folder for checkpoints.
     notes: Option<Notes>,
+    /// No job is opened any more.
+    is_ending: AtomicBool,
 }
 
 enum JobEntry {
@@ -110,7 +122,8 @@ impl Jobs {
             jobs.insert(name, Away::entry(fault, None, Evicted::No));
         }
         let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
-        let jobs = Jobs { jobs, opening, budget, storage, compute, owners, idle_limit, notes };
+        let is_ending = AtomicBool::new(false);
+        let jobs = Jobs { jobs, opening, budget, storage, compute, owners, idle_limit, notes, is_ending };
         jobs.take_up_evicted(stored.evicted, evicted);
         (jobs, stored.jobs)
     }
@@ -128,6 +141,7 @@ impl Jobs {
                 Ok(handle) => {
                     let version = handle.job.progress().version;
                     tracing::info!(job = %name, %version, bytes = handle.job.memory_bytes(), "job recovered");
+                    self.forget_stale(&handle);
                 }
                 Err(fault) => tracing::error!(job = %name, %fault, "not recovered"),
             }
@@ -137,6 +151,15 @@ impl Jobs {
     /// Opens a job, and notes under its name the job or the reason why it cannot be opened.
     fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
         let name = job.spec.name.clone();
+        if self.is_ending.load(Ordering::Relaxed) {
+            return Err(Fault::new(
+                FaultKind::Unavailable,
+                "job",
+                name,
+                "open",
+                "the server stops: start it again",
+            ));
+        }
         let storage = Storage { owner: job.owner.clone(), ..storage.clone() };
         let awaits = self.evicted_here(&name);
         let compute = Arc::new(self.compute.for_job(self.share(job.owner.as_deref())));
@@ -184,6 +207,24 @@ impl Jobs {
         self.lock().values().filter_map(open).collect()
     }
 
+    /// Opens no job from now on.
+    pub(crate) fn open_no_more(&self) {
+        self.is_ending.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends once nobody uses any job any more. Opens none by then, and has no calls.
+    pub(crate) async fn ended(jobs: Arc<Jobs>) {
+        // One that is just being opened is not listed before it is open.
+        while jobs.opening.try_lock().is_err_and(|error| matches!(error, TryLockError::WouldBlock)) {
+            sleep(OPENING).await;
+        }
+        let changes: Vec<_> = jobs.all().iter().map(|handle| handle.changes()).collect();
+        drop(jobs);
+        for changes in changes {
+            gone(changes).await;
+        }
+    }
+
     /// The jobs that are kept here and ought to be served, with the reason why they are not.
     pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
         let away = |(name, entry): (&JobName, &JobEntry)| match entry {
@@ -226,10 +267,12 @@ impl Jobs {
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
             }
             let evicted = kept.clone().filter(|_| evicted);
-            evicted.as_ref().map_or(Ok(()), |job| job.unmark_evicted(&directories(&self.storage)))?;
             // What is kept here stays its owner's.
-            let wanted = StoredJob { owner: kept.map_or(wanted.owner, |kept| kept.owner), ..wanted };
+            let owner = kept.as_ref().map_or(wanted.owner, |kept| kept.owner.clone());
+            let wanted = StoredJob { owner, ..wanted };
             self.admit(&wanted)?;
+            // Where its folder could not be read at the start, nobody knew that it was evicted.
+            kept.map_or(Ok(()), |job| job.unmark_evicted(&directories(&self.storage)))?;
             // A job whose recovery has failed is tried again: the disk may be back.
             let started = self.start(wanted, &self.storage).map(|handle| (true, handle));
             if let (Err(_), Some(evicted)) = (&started, evicted) {
@@ -250,13 +293,14 @@ impl Jobs {
         };
         let stored = handle.stored();
         self.lock().remove(&stored.spec.name);
-        self.forget_evicted(&stored.spec.name);
+        // The folder of the note may hang. By then nobody trains the job any more.
         handle.close(not_found(name));
+        self.forget_evicted(&stored.spec.name);
         handle.job.discard().inspect_err(|fault| {
-            // What is left can be deleted by another call.
+            // What is left can be deleted by another call. Another job may have the name by now.
             let kept = Kept::new(stored.clone(), &self.storage);
             let away = Away::entry(fault.clone(), Some(kept), Evicted::No);
-            self.lock().insert(stored.spec.name, away);
+            self.lock().entry(stored.spec.name).or_insert(away);
         })
     }
 
@@ -351,7 +395,7 @@ impl Jobs {
         let found = stored_jobs(&directories(&self.storage));
         match found.unreadable.into_iter().find(|(of, _)| of == name) {
             Some((_, fault)) => Err(unreadable(name, &fault)),
-            None => Ok(found.jobs.into_iter().find(|job| job.spec.name == *name)),
+            None => Ok(found.jobs.into_iter().chain(found.evicted).find(|job| job.spec.name == *name)),
         }
     }
 

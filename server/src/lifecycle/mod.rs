@@ -8,7 +8,7 @@ mod routes;
 mod serving;
 mod signals;
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, sync::Arc};
 
 use longshore_engine::kernels::Isa;
 use longshore_wire as wire;
@@ -16,7 +16,9 @@ use tokio::{sync::watch, task::JoinHandle};
 
 pub use self::{error::ServerError, signals::StopSignals};
 use self::{listening::Listening, prepared::Prepared};
-use crate::{config::Config, descriptors, directories::Directories, service::Services, unix::SocketFile};
+use crate::{
+    config::Config, descriptors, directories::Directories, jobs::Jobs, service::Services, unix::SocketFile,
+};
 
 /// A running server.
 pub struct Server {
@@ -27,7 +29,7 @@ pub struct Server {
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     health: tonic_health::server::HealthReporter,
     _socket_file: Option<SocketFile>,
-    _directories: Directories,
+    directories: Directories,
 }
 
 impl Server {
@@ -56,12 +58,17 @@ impl Server {
             .name("recover".into())
             .spawn(move || jobs.recover(stored))
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
-        let (_directories, _socket_file) = (directories, socket_file);
-        Ok(Server { address, config, services, stop, serving, health, _socket_file, _directories })
+        let _socket_file = socket_file;
+        Ok(Server { address, config, services, stop, serving, health, _socket_file, directories })
     }
 
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// What is left once nothing serves any more: jobs, and the claim on the folders that they lie in.
+    pub(crate) fn into_parts(self) -> (Arc<Jobs>, Directories) {
+        (self.services.jobs, self.directories)
     }
 
     /// Serves until a signal or Admin.Drain, then drains.

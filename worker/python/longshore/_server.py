@@ -6,14 +6,16 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
+from typing import Self
 
 from longshore import _longshore
 
 
 class Server:
-    """An optimizer server inside this process, on a free loopback port. It ends with this object.
+    """An optimizer server inside this process, on a free loopback port. It ends with ``close()``, at the end of ``with``, or
+    with this object.
 
-    Several optimizers may share one: pass it as ``servers=``.
+    Several optimizers may share one: pass it as ``servers=``. Close them first.
 
     Args:
         memory: bytes that jobs may be admitted to; by default 80 % of what this process may use.
@@ -55,9 +57,17 @@ class Server:
     @property
     def address(self) -> str:
         """What other processes of this host name in ``servers=``."""
-        address = self._inner.address
-        assert address is not None
-        return address
+        return self._inner.address
+
+    def close(self) -> None:
+        """Ends the server, and waits until nothing uses its folders any more, so that another server may have them."""
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __reduce__(self) -> object:
         raise TypeError("a server cannot be copied or pickled: pass its address")

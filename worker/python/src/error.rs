@@ -15,6 +15,8 @@ use longshore_worker::{
 };
 use pyo3::{prelude::*, types::PyDict};
 
+use crate::log;
+
 /// What the native trainer does by itself, and a loop in Python cannot.
 const START_AGAIN: &str = ". Nothing is lost on the servers: end all ranks and start them again. With Hugging Face's Trainer \
     pass resume_from_checkpoint=longshore.huggingface.newest(trainer); a loop of your own goes on behind optimizer.version";
@@ -38,7 +40,8 @@ pub(crate) fn is_ended() -> bool {
     {
         return true;
     }
-    let Err(error) = Python::attach(|py| py.check_signals()) else { return false };
+    let asked = Python::attach(|py| log::pass_on(py).and_then(|()| py.check_signals()));
+    let Err(error) = asked else { return false };
     RAISED.with_borrow_mut(|raised| *raised = Some(error));
     true
 }
@@ -63,9 +66,14 @@ pub(crate) fn raised(error: PyErr) -> Error {
     Interrupted.into()
 }
 
-/// Runs `act` without the GIL.
+/// Runs `act` without the GIL. What was logged since the last call is passed on first; what is logged in a call that fails, with its
+/// error.
 pub(crate) fn without_gil<T: Send>(py: Python<'_>, act: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    py.detach(act).map_err(|error| raise(py, &error))
+    log::pass_on(py)?;
+    py.detach(act).map_err(|error| {
+        let raised = raise(py, &error);
+        log::pass_on(py).err().unwrap_or(raised)
+    })
 }
 
 /// The exception for a failure.

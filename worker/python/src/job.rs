@@ -16,6 +16,7 @@ use crate::{
     filling::{self, Read, Weights},
     images::{self, Images},
     initial::{self, Made},
+    log,
     memory::HostTensor,
     report,
     settings::{GivenHyper, Settings, StepByStep},
@@ -89,6 +90,7 @@ impl Job {
     /// Connects to the servers.
     #[new]
     fn new(py: Python<'_>, settings: Settings) -> PyResult<Job> {
+        log::listen();
         let options = settings.options(signals()).map_err(|fault| raise(py, &fault.into()))?;
         let steps = StepByStep::default();
         // What contradicts itself is said before anything is opened.

@@ -11,6 +11,7 @@ mod helpers;
 mod images;
 mod initial;
 mod job;
+mod log;
 #[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
 mod memory;
 mod report;

@@ -1,16 +1,22 @@
 //! An optimizer server inside the Python process.
 
-use std::{path::PathBuf, process};
+use std::{
+    path::PathBuf,
+    process,
+    sync::{Mutex, PoisonError},
+};
 
 use longshore_server::{Config, Embedded, config::StorageConfig};
 use pyo3::prelude::*;
 
-use crate::error::exception;
+use crate::{error::exception, log};
 
-/// A server on a free loopback port of this process. It ends with this object.
+/// A server on a free loopback port of this process. It ends with `close`, or with this object.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Server {
-    embedded: Option<Embedded>,
+    address: String,
+    /// None once it has ended.
+    embedded: Mutex<Option<Embedded>>,
     /// The process that it runs in: a fork has none of its threads.
     process: u32,
 }
@@ -37,24 +43,45 @@ impl Server {
             checkpoint_keep: checkpoint_keep.unwrap_or(defaults.checkpoint_keep),
             ..defaults
         };
+        log::listen();
         match py.detach(|| Embedded::start(change)) {
-            Ok(embedded) => Ok(Server { embedded: Some(embedded), process: process::id() }),
+            Ok(embedded) => {
+                let address = embedded.address().to_string();
+                Ok(Server { address, embedded: Mutex::new(Some(embedded)), process: process::id() })
+            }
             Err(error) => Err(exception(py, "LongshoreError", &error.to_string(), None)?),
         }
     }
 
     /// The address that `servers=` takes.
     #[getter]
-    fn address(&self) -> Option<String> {
-        self.embedded.as_ref().map(|embedded| embedded.address().to_string())
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Ends the server, and waits until nothing uses its folders any more. Calling it again does nothing.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.end());
+    }
+}
+
+impl Server {
+    fn end(&self) {
+        let embedded = self.embedded.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if self.process == process::id() {
+            drop(embedded);
+        } else {
+            // This is a fork, which has neither the threads nor the right to end them.
+            std::mem::forget(embedded);
+        }
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.process != process::id() {
-            // This is a fork, which has neither the threads nor the right to end them.
-            std::mem::forget(self.embedded.take());
+        // Others may need Python while the server ends. While Python itself ends there is nobody to let in.
+        if Python::try_attach(|py| py.detach(|| self.end())).is_none() {
+            self.end();
         }
     }
 }

@@ -22,14 +22,35 @@ def test_an_optimizer_is_closed_at_the_end_of_with() -> None:
 
 def test_one_folder_for_state_is_one_folder(tmp_path: pathlib.Path) -> None:
     for folder in (str(tmp_path), tmp_path):
-        server = longshore.Server(state_dirs=folder)
-        model = nn.Linear(4, 4)
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, servers=server, job="driven", tier="nvme")
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.close()
+        with longshore.Server(state_dirs=folder) as server:
+            step_on_drives(server).close()
         assert any(tmp_path.rglob("*"))
-        del optimizer, server
+
+
+@pytest.mark.parametrize("closes", (True, False), ids=("closed", "collected"))
+def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: pathlib.Path, closes: bool) -> None:
+    optimizers = []
+    for turn in range(8):
+        server = longshore.Server(state_dirs=tmp_path)
+        # Its optimizer is still connected while the server ends.
+        optimizers.append(step_on_drives(server))
+        assert optimizers[-1].version == turn + 1
+        if closes:
+            server.close()
+            server.close()
+        optimizers[-1].close()
+        del server
+        optimizers[-1] = None
+
+
+def step_on_drives(server: longshore.Server) -> longshore.AdamW:
+    """An optimizer that has taken a step more of a job that lies in the server's folder."""
+    model = nn.Linear(4, 4)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, servers=server, job="driven", tier="nvme")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.flush()
+    return optimizer
 
 
 def test_a_job_without_a_name_on_servers_is_named_in_a_warning(servers: str) -> None:
