@@ -4,13 +4,15 @@
 use std::sync::Arc;
 
 use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Layout, Param, Rank, Rule, Step, TierKind, Version,
+    Dtype, Hyper, JobName, JobSpec, Layout, Param, Partition, Rank, Rule, Step, TierKind, Version,
     limits::BLOCK_ELEMENTS,
 };
 use longshore_server::{Config, Server};
 use longshore_worker::{
     Accumulate, Device, Error, HostDevice, LossScaler, Options, Pipeline, PipelineOptions, Result, Schedule,
-    Session, StateHash, Transport, Unit, Units, UnitsReport, convert, error::UnitError, pipeline::Weights,
+    Session, StateHash, Transport, Unit, Units, UnitsReport, convert,
+    error::{GradientError, UnitError},
+    pipeline::Weights,
 };
 
 /// The layers of the model. Each has a part that every step uses, and experts of which a step uses one.
@@ -103,10 +105,12 @@ struct Run {
 
 impl Run {
     fn start(address: &str, name: &str, delay: u32, budget: u64, on_demand: bool) -> Result<Run> {
-        let options = Options {
-            transport: Transport::Tcp,
-            ..Options::new(vec![address.to_string()], spec(name, 2), Rank(0))
-        };
+        Run::of(address, spec(name, 2), delay, budget, on_demand)
+    }
+
+    fn of(address: &str, spec: JobSpec, delay: u32, budget: u64, on_demand: bool) -> Result<Run> {
+        let options =
+            Options { transport: Transport::Tcp, ..Options::new(vec![address.to_string()], spec, Rank(0)) };
         let mut session = Session::connect(options)?;
         let joined = session.start(&initial)?;
         let device = Arc::new(HostDevice::new(budget));
@@ -249,6 +253,10 @@ fn wrong_use_is_refused_with_the_unit_and_the_remedy() {
     assert!(matches!(&error, UnitError::NoRoom { unit, .. } if unit == "block 4"), "{error}");
     units.release(3).unwrap();
     assert!(matches!(refused(units.release(3)), UnitError::NotAcquired { .. }));
+    // Its weights may still lie on the device, but nothing keeps them there.
+    let unread = refused(units.read(3, |_| unreachable!("nothing is shown")));
+    assert_eq!(unread, UnitError::NotAcquired { unit: "block 3".into() });
+    assert_eq!(unread.to_string(), "unit block 3 is not acquired: acquire it first, and release it once");
     units.acquire(4).unwrap();
 
     let zeros = |param: usize| vec![(param, vec![0.0; elements(param) as usize])];
@@ -285,6 +293,31 @@ fn wrong_use_is_refused_with_the_unit_and_the_remedy() {
     assert!(matches!(held, Error::Unit(_)), "{held}");
     units.release(4).unwrap();
     units.begin(&mut run.pipeline, 0).unwrap();
+}
+
+/// The last unit has a trained parameter and a frozen one.
+#[test]
+fn a_gradient_of_a_frozen_parameter_is_refused_with_its_unit_and_the_remedy() {
+    let (_runtime, address) = serve();
+    let frozen = 2 * UNITS - 1;
+    let partitions = vec![Partition::whole(1), Partition::frozen(frozen as u32)];
+    let spec = JobSpec { partitions, ..spec("frozen", 2) };
+    let mut run = Run::of(&address, spec, 0, u64::MAX, true).unwrap();
+    run.pipeline.begin().unwrap();
+    run.units.begin(&mut run.pipeline, 0).unwrap();
+    let zeros = vec![(frozen, vec![0.0; elements(frozen) as usize])];
+    let last = UNITS - 1;
+    let error = refused(run.units.emit(last, zeros));
+    let source = GradientError::Frozen { name: format!("p{frozen}"), rank: 0 };
+    assert_eq!(error, UnitError::Gradient { unit: format!("block {last}"), source });
+    let said = error.to_string();
+    let remedy = "put no gradient of it, or open a job in which it is trained";
+    assert!(said.contains(&format!("block {last}")) && said.contains(remedy), "{said}");
+    // The micro-step goes on with the gradients of the others, the unit's own among them.
+    for param in 0..frozen {
+        run.units.emit(param / 2, vec![(param, vec![0.0; elements(param) as usize])]).unwrap();
+    }
+    run.units.end(&mut run.pipeline).unwrap();
 }
 
 #[test]
