@@ -15,6 +15,7 @@ const MODEL: [&str; 10] =
     ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
 
 /// A command that can be run again and again.
+#[derive(Clone)]
 pub struct Train {
     corpus: Arc<TempDir>,
     servers: Vec<String>,

@@ -3,8 +3,10 @@
 use longshore_tests::{
     server::{self, ServerOptions},
     status::job_status,
-    train::Train,
+    train::{Running, Train},
 };
+use longshore_worker::DelayCorrection;
+use tempfile::TempDir;
 
 const STEPS: u64 = 50;
 
@@ -104,6 +106,67 @@ fn a_job_whose_worker_amends_its_weights_has_the_same_bits_on_any_servers() {
     for more in [half, ["--micro-steps", "3", "--accumulate", "worker"]] {
         compare(&setups[..2], &[LOCAL, &more].concat());
     }
+}
+
+/// A delayed step reads images that lie in the server's memory, or come through a socket.
+#[test]
+fn every_correction_has_the_same_bits_over_every_transport() {
+    const SHORT: u64 = 16;
+    let folder = TempDir::new().expect("a folder for a socket");
+    let socket = folder.path().join("longshored.sock").display().to_string();
+    let server = ServerOptions::new().args(["--listen-unix", &socket]).start();
+    let (tcp, unix) = (server.address().to_string(), format!("unix:{socket}"));
+    let corrections = [
+        DelayCorrection::None,
+        DelayCorrection::Compensation(0.5),
+        DelayCorrection::LookAhead,
+        DelayCorrection::LookAheadByThisRate,
+        DelayCorrection::WorkerLocal(1.0),
+    ];
+    for (index, correction) in corrections.iter().enumerate() {
+        let correction = correction.to_string();
+        let train =
+            Train::new(SHORT).args(["--delay", "1", "--warmup-steps", "4", "--correction", &correction]);
+        let expected = train.clone().run().end.state_hash;
+        for (address, transport) in [(&tcp, "tcp"), (&unix, "unix"), (&unix, "memfd")] {
+            let job = format!("{transport}-{index}");
+            let train = train.clone().args(["--transport", transport, "--job", &job]);
+            let found = train.servers(std::slice::from_ref(address)).run().end.state_hash;
+            assert_eq!(found, expected, "{correction} over {transport}");
+        }
+    }
+}
+
+/// What decides which weights a step reads may be changed while a job lives, as the length of a run may. Then the bits are not those
+/// of an undisturbed run, and it is said which settings differ.
+#[test]
+fn a_run_that_goes_on_with_other_settings_says_which() {
+    const NEWER: &[&str] =
+        &["--delay", "1", "--warmup-steps", "3", "--micro-steps", "3", "--newer-from", "1"];
+    let server = ServerOptions::new().start();
+    // No life reaches the end.
+    let train = Train::new(1_000_000).args(NEWER).servers(&[server.address().to_string()]);
+    let lives = |train: &Train| {
+        let mut running: Running = train.start();
+        running.until_steps(4);
+        running.process.kill();
+        running.process.stderr()
+    };
+    lives(&train);
+    let same = lives(&train);
+    assert!(!same.contains("was trained so far"), "{same}");
+    let other = lives(&train.clone().args(["--newer-from", "2"]));
+    let expected = "this job was trained so far with --newer-from 1, and goes on with --newer-from 2";
+    assert!(other.contains(expected), "{other}");
+    let none =
+        lives(&train.clone().args(["--newer-from", "2", "--correction", "none", "--steps", "2000000"]));
+    for expected in [
+        "--correction look-ahead, and goes on with --correction none",
+        "--steps 1000000, and goes on with --steps 2000000",
+    ] {
+        assert!(none.contains(expected), "{none}");
+    }
+    assert!(!none.contains("--newer-from"), "only what differs is said: {none}");
 }
 
 /// The random numbers of stochastic rounding belong to the element and the step too.

@@ -113,6 +113,10 @@ const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 /// Gradients are on the drives too, but for those that are lent.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
+const PLAIN: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "none"];
+const COMPENSATED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=0.5"];
+const BY_THIS_RATE: &[&str] =
+    &["--delay", "1", "--warmup-steps", "5", "--correction", "look-ahead-by-this-rate"];
 const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
 
 #[test]
@@ -259,6 +263,22 @@ fn a_shm_job_survives_kills_of_everything() {
 #[test]
 fn a_delayed_shm_job_survives_kills_of_both_servers() {
     survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED, server: &[] });
+}
+
+#[test]
+fn an_nvme_job_without_a_correction_survives_kills_of_everything() {
+    survives(&Case { tier: "nvme", victims: Victims::All, job: PLAIN, server: &[] });
+}
+
+/// The last displacement is not in the state, so that what a step reads must be on the drives too.
+#[test]
+fn an_nvme_job_with_compensation_survives_kills_of_everything() {
+    survives(&Case { tier: "nvme", victims: Victims::All, job: COMPENSATED, server: &[] });
+}
+
+#[test]
+fn a_shm_job_that_looks_ahead_by_this_rate_survives_kills_of_both_servers() {
+    survives(&Case { tier: "shm", victims: Victims::BothServers, job: BY_THIS_RATE, server: &[] });
 }
 
 #[test]

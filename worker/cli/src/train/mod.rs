@@ -7,6 +7,7 @@ mod launch;
 mod memory;
 mod plot;
 mod rank;
+mod recorded;
 mod report;
 mod settings;
 mod staging;

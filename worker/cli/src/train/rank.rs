@@ -18,6 +18,7 @@ use super::{
     gpt::{self, Gpt},
     keep::Keeper,
     memory::{Workload, activations, plan_stage, weights_budget, with_kept_activations},
+    recorded,
     report::{Around, Opening, Report},
     stage_units,
     stop::{Part, Stop, Stopped},
@@ -299,7 +300,7 @@ impl<'a> Run<'a> {
         }
         report.loss(plan.step, loss);
         pipeline.report_loss(loss.into())?;
-        pipeline.finish(self.trainer_state())?;
+        pipeline.finish(recorded::state(self.settings))?;
         report.decided(pipeline.outcomes());
         Ok(())
     }
@@ -341,23 +342,6 @@ impl<'a> Run<'a> {
         UnitsOf::new(&self.model, &self.layout, &*self.device, units, self.settings.image_dtype)
     }
 
-    /// Settings that must stay the same for a resumed run to be the same run.
-    fn trainer_state(&self) -> Vec<u8> {
-        let Settings { seed, batch, micro_steps, accumulate_on_worker, steps, .. } = *self.settings;
-        let mut state = serde_json::json!({
-            "seed": seed, "batch": batch, "micro_steps": micro_steps, "accumulate_on_worker": accumulate_on_worker,
-            "steps": steps,
-        });
-        if self.settings.delay > 0 {
-            let Settings { delay, delay_warmup_steps, newer_from, correction, .. } = *self.settings;
-            state["delay"] = serde_json::json!({
-                "steps": delay, "warmup_steps": delay_warmup_steps, "newer_from": newer_from,
-                "correction": correction.to_string(),
-            });
-        }
-        state.to_string().into_bytes()
-    }
-
     fn say_when_the_delay_begins(&self, report: &Report) {
         let Settings { delay, delay_warmup_steps: exact, steps, .. } = *self.settings;
         match delay {
@@ -370,9 +354,10 @@ impl<'a> Run<'a> {
     }
 
     fn check_resumed(&self, pipeline: &Pipeline, report: &Report) {
-        if pipeline.resumed().is_some_and(|state| state != self.trainer_state()) {
-            report.note("this job was trained so far with another seed, batch, number of steps or delay");
-        }
+        let before = pipeline.resumed().into_iter();
+        before
+            .flat_map(|state| recorded::differences(state, self.settings))
+            .for_each(|text| report.note(&text));
     }
 }
 
