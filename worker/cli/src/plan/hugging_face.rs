@@ -21,7 +21,8 @@ const MAX_SIZE: u64 = 1 << 30;
 const MAX_COUNT: u64 = 4096;
 
 /// Reads a model from a `config.json`, a safetensors file, its index, or a folder with one of these. Tensors of files are exact, so
-/// they win over a configuration beside them.
+/// they win over a configuration beside them. An index may have been fetched without the files that it names: then the
+/// configuration counts.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Model> {
     if path.is_dir() {
         return read_folder(path);
@@ -29,7 +30,11 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Model> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let model = match () {
         () if name.ends_with(".safetensors") => of_files(&[path.to_path_buf()], None),
-        () if name.ends_with(".safetensors.index.json") => of_index(path, None),
+        () if name.ends_with(".safetensors.index.json") => {
+            let config = path.with_file_name("config.json");
+            let described = config.exists().then(|| json(&config)).transpose()?;
+            of_index(path, described.as_ref())
+        }
         () => of_config(&json(path)?),
     };
     model.with_context(|| format!("--model {}", path.display()))
@@ -40,12 +45,10 @@ fn read_folder(folder: &Path) -> anyhow::Result<Model> {
     let described = config.exists().then(|| json(&config)).transpose()?;
     let index = folder.join("model.safetensors.index.json");
     let single = folder.join("model.safetensors");
-    // A family that is not known matters only where there are no tensors.
-    let transformer = || described.as_ref().and_then(|config| of_config(config).ok()?.transformer);
     let model = if index.exists() {
-        of_index(&index, transformer())
+        of_index(&index, described.as_ref())
     } else if single.exists() {
-        of_files(&[single], transformer())
+        of_files(&[single], described.as_ref().and_then(transformer))
     } else if let Some(config) = &described {
         of_config(config)
     } else {
@@ -63,7 +66,12 @@ fn json<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<T> {
     serde_json::from_str(&text).with_context(|| format!("{} is not what was expected", path.display()))
 }
 
-fn of_index(index: &Path, transformer: Option<Transformer>) -> anyhow::Result<Model> {
+/// The sizes that a configuration says. A family that is not known matters only where there are no tensors.
+fn transformer(config: &Value) -> Option<Transformer> {
+    of_config(config).ok()?.transformer
+}
+
+fn of_index(index: &Path, described: Option<&Value>) -> anyhow::Result<Model> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
@@ -72,7 +80,18 @@ fn of_index(index: &Path, transformer: Option<Transformer>) -> anyhow::Result<Mo
     let names: BTreeSet<&String> = weight_map.values().collect();
     let folder = index.parent().unwrap_or(Path::new("."));
     let files: Vec<PathBuf> = names.into_iter().map(|name| folder.join(name)).collect();
-    of_files(&files, transformer)
+    let Some(missing) = files.iter().find(|file| !file.exists()) else {
+        return of_files(&files, described.and_then(transformer));
+    };
+    let config = described.with_context(|| {
+        format!(
+            "{} is not there, which the index names: fetch it, or put the model's config.json beside the index",
+            missing.display()
+        )
+    })?;
+    of_config(config).with_context(|| {
+        format!("{} is not there, so that config.json counts instead of the tensors", missing.display())
+    })
 }
 
 /// The tensors that files list. Their order in files is the alphabet's; here blocks are in the order of their numbers.
@@ -332,6 +351,37 @@ mod tests {
         ];
         assert_eq!(names, expected);
         assert_eq!((model.elements(), model.transformer), (30, None));
+    }
+
+    /// As when large files are fetched later: a few KB say what a model is.
+    #[test]
+    fn an_index_without_its_files_counts_by_the_configuration_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let index = folder.path().join("model.safetensors.index.json");
+        let map = json!({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}});
+        std::fs::write(&index, map.to_string()).unwrap();
+        let said = |path: &Path| format!("{:#}", read(path).unwrap_err());
+        for path in [folder.path(), &index] {
+            let said = said(path);
+            assert!(said.contains("model-00001-of-00002.safetensors is not there"), "{said}");
+            assert!(said.contains("put the model's config.json beside the index"), "{said}");
+        }
+        let config = folder.path().join("config.json");
+        std::fs::write(&config, json!({"model_type": "of_tomorrow"}).to_string()).unwrap();
+        let unknown = said(folder.path());
+        assert!(unknown.contains("is not there") && unknown.contains("of_tomorrow"), "{unknown}");
+        let (described, elements, _) = &published()[0];
+        std::fs::write(&config, described.to_string()).unwrap();
+        for path in [folder.path(), &index] {
+            let model = read(path).unwrap();
+            assert_eq!((model.elements(), model.transformer.unwrap().layers), (*elements, 32));
+        }
+        // One of the files is not enough.
+        let data = [0u8; 4];
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F16, vec![2], &data).unwrap();
+        let first = folder.path().join("model-00001-of-00002.safetensors");
+        safetensors::serialize_to_file([("a", view)], None, &first).unwrap();
+        assert_eq!(read(folder.path()).unwrap().elements(), *elements);
     }
 
     #[test]
