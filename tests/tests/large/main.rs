@@ -178,6 +178,11 @@ impl Control {
     }
 }
 
+/// The least part of the drive's own speed that an update pass must reach in the best of its rounds, with the update threads' cores busy
+/// with other programs. Medians were 0.97 and 1.01 beside compilers that used both cores, with rounds from 0.97 to 1.08. Half is what is
+/// left where those programs take half of the time that the update asks for, while the bare loop, which computes nothing, loses none.
+const LEAST_OF_DRIVE: f64 = 0.5;
+
 /// These tests are too large to run beside each other.
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -190,8 +195,9 @@ fn alone() -> Option<MutexGuard<'static, ()>> {
     Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Makes steps by turns with the drive's bare loop, which reads and writes so many bytes of `shards` shards.
-fn update(case: &Case, shards: usize, moved: [usize; 2]) {
+/// Makes steps by turns with the drive's bare loop, which reads and writes so many bytes of `shards` shards. Returns the parts of
+/// the drive's speed that the update passes reached, the least one first.
+fn update(case: &Case, shards: usize, moved: [usize; 2]) -> Vec<f64> {
     let root = TempDir::new().expect("a folder for state");
     let server = case.start(&root);
     let (mut pipeline, control) = (enter(&server, case), Control::of(&server));
@@ -226,6 +232,7 @@ fn update(case: &Case, shards: usize, moved: [usize; 2]) {
     );
     let planned = admitted + PROCESS_BYTES;
     assert!(most as f64 <= 1.03 * planned as f64, "{most} of {planned} planned");
+    ratios
 }
 
 fn update_small(flags: &'static [&'static str], moved: [usize; 2]) {
@@ -257,7 +264,9 @@ fn two_billion_parameters_on_the_drive_take_the_memory_planned() {
     let Some(_alone) = alone() else { return };
     let case = Case::large();
     // The drive's loop goes over a quarter of the shards: all of them would take 32 GB of disk more.
-    update(&case, case.params / 4, [case.state_bytes() + IMAGE_BYTES; 2]);
+    let ratios = update(&case, case.params / 4, [case.state_bytes() + IMAGE_BYTES; 2]);
+    let best = ratios[ROUNDS - 1];
+    assert!(best >= LEAST_OF_DRIVE, "the best pass reached {best:.3} of the drive: {ratios:?}");
 }
 
 #[test]
