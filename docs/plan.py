@@ -2,8 +2,10 @@
 """Holds `longshore plan` against real runs, and prints the tables of docs/plan.md.
 
 Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
-needs root, `ip` and `tc`. `scaling` runs nothing but `longshore plan`.
-Usage: docs/plan.py links | configurations | scaling [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S]
+needs root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing,
+and prints what `configurations` runs.
+Usage: docs/plan.py links | configurations | commands | scaling | papers | largest
+                    [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S]
 """
 
 import argparse
@@ -133,6 +135,7 @@ def links(args):
 
 
 LINK = 100_000_000
+STAGE_3 = ["--stage", 3, "--delay", 1, "--compute-ms", 100]
 
 # By name: servers, flags of the bench beside its size, flags of `longshore plan` where they differ, parameters.
 CONFIGURATIONS = {
@@ -145,6 +148,10 @@ CONFIGURATIONS = {
     "block8 moments": (1, ["--state", "block8"], ["--state", "block8"], 201_326_592),
     "2 servers": (2, [], [], 268_435_456),
     "stage 3, 9 s of compute": (1, ["--stage", 3, "--compute-ms", 9000, "--device-budget", "16MiB"], [], 134_217_728),
+    # The links bind, so that what stays on the device makes a step shorter.
+    "stage 3, delayed, 2 units on the device": (1, [*STAGE_3, "--device-budget", "16MiB"], ["--delay", 1], 134_217_728),
+    "stage 3, delayed, 8 units on the device": (1, [*STAGE_3, "--device-budget", "64MiB"], ["--delay", 1], 134_217_728),
+    "stage 3, delayed, 24 units on the device": (1, [*STAGE_3, "--device-budget", "192MiB"], ["--delay", 1], 134_217_728),
     "nvme": (1, ["--tier", "nvme"], ["--tier", "nvme"], 201_326_592),
     "nvme, spill all": (1, ["--tier", "nvme", "--spill", "all"], ["--tier", "nvme", "--spill", "all"], 201_326_592),
     "nvme, spill all, stage 3": (
@@ -162,8 +169,61 @@ CONFIGURATIONS = {
 }
 
 
+def words(parts):
+    return " ".join(str(part) for part in parts)
+
+
+class Configuration:
+    """The commands of a row."""
+
+    def __init__(self, args, name):
+        self.count, self.of_step, self.of_plan, self.params = CONFIGURATIONS[name]
+        self.on_drives = "nvme" in self.of_step
+        self.link = LINK * 10 if self.on_drives else LINK
+        # Where steps overlap, those in the middle of a run count.
+        overlap = "--delay" in self.of_step or self.on_drives
+        self.steps = 3 if overlap else 2 if "--compute-ms" in self.of_step else 1
+        self.server = ["--memory", "8GiB", *(["--spill", "all"] if "--spill" in self.of_step else [])]
+        self.drives = ["--drives", int((args.drives or 3.9) * 1e9)] if self.on_drives else []
+
+    def plan(self):
+        return ["--params", self.params, "--servers", self.count, *self.of_plan]
+
+    def step(self):
+        return ["--params", self.params, "--server-link", self.link, "--init-on-servers", "--rounds", 1, "--steps",
+                self.steps, *self.of_step, *self.drives]  # fmt: skip
+
+    def lines(self):
+        folder = ["--state-dir", "FOLDER"] if self.on_drives else []
+        addresses = [f"10.213.{index}.2:{PORT}" for index in range(self.count)]
+        for address in addresses:
+            yield words(["longshored --listen", address, "--insecure", *self.server, *folder])
+        yield words(["longshore bench step --servers", ",".join(addresses), *self.step()])
+        yield words(["longshore plan", *self.plan()])
+
+
+def commands(args):
+    """What makes each row: servers, each behind a link, a bench, and the plan."""
+    print("```sh")
+    for name in args.only or CONFIGURATIONS:
+        configuration = Configuration(args, name)
+        print(f"# {name}: links of {configuration.link // 1_000_000} MB/s")
+        print(*configuration.lines(), sep="\n")
+    print("```")
+
+
+def ask(args, *flags):
+    """What `longshore plan` says."""
+    command = [args.programs / "longshore", "plan", "--json", *flags]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    # What does not fit is an error, and is said all the same.
+    if not done.stdout:
+        sys.exit(f"{words(command)}: {done.stderr}")
+    return json.loads(done.stdout)
+
+
 def configurations(args):
-    """Memory and steps of configurations against the plan."""
+    """Memory and steps of configurations against the plan, and the commands that made them."""
     unknown = set(args.only or []) - set(CONFIGURATIONS)
     if unknown:
         sys.exit(f"--only names {', '.join(sorted(unknown))}, but must name some of: {'; '.join(CONFIGURATIONS)}")
@@ -173,37 +233,32 @@ def configurations(args):
             f"{', '.join(on_drives)}: give --state-dir, a folder of the drive, and --drives, its GB/s as `longshore plan --probe "
             "--probe-dir` of that folder says, or leave them out with --only"
         )
-    print("| configuration | parameters | plan says MB | most resident MB | of the plan | device, plan MB | measured MB | step s | "
-          "plan says s | measured over plan |")  # fmt: skip
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for name, (count, of_step, of_plan, params) in CONFIGURATIONS.items():
+    print("| configuration | parameters | plan says MB | most resident MB | of the plan | device, plan MB | measured MB | "
+          "pulled, plan MB | measured MB | step s | plan says s | measured over plan |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for name in CONFIGURATIONS:
         if name not in (args.only or CONFIGURATIONS):
             continue
-        # Where steps overlap, those in the middle of a run count.
-        steps = 3 if "--delay" in of_step or "nvme" in of_step else 2 if "--compute-ms" in of_step else 1
-        command = [args.programs / "longshore", "plan", "--json", "--params", params, "--servers", count, *of_plan]
-        planned = json.loads(run(*(str(part) for part in command)))
+        case = Configuration(args, name)
+        planned = ask(args, *case.plan())
         with contextlib.ExitStack() as stack:
-            on_drives = "nvme" in of_step
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.state_dir)) if on_drives else None
-            spill = ["--spill", "all"] if "--spill" in of_step else []
-            drives = ["--drives", int(args.drives * 1e9)] if on_drives else []
-            link = LINK * 10 if on_drives else LINK
-            servers = stack.enter_context(Servers(args.programs, count, link, ["--memory", "8GiB", *spill], folder))
-            found = step(
-                args.programs, servers, "--params", params, "--server-link", link, "--init-on-servers",
-                "--rounds", 1, "--steps", steps, *of_step, *drives,
-            )  # fmt: skip
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.state_dir)) if case.on_drives else None
+            servers = stack.enter_context(Servers(args.programs, case.count, case.link, case.server, folder))
+            found = step(args.programs, servers, *case.step())
             resident = servers.most_resident()
         memory = planned["memory_bytes"] + planned["process_bytes"]
         device = found.get("device_peak_bytes")
         row = [
-            name, f"{params / 1e6:.0f} M", f"{memory / 1e6:.0f}", f"{resident / 1e6:.0f}",
+            name, f"{case.params / 1e6:.0f} M", f"{memory / 1e6:.0f}", f"{resident / 1e6:.0f}",
             f"{resident / memory:.3f}", f"{found['planned_device_bytes'] / 1e6:.1f}" if device else "",
-            f"{device / 1e6:.1f}" if device else "", f"{found['step_ms'] / 1e3:.2f}",
+            f"{device / 1e6:.1f}" if device else "",
+            f"{found['predicted_pulled_bytes'] / 1e6:.0f}" if device else "",
+            f"{found['pulled_bytes'] / 1e6:.0f}" if device else "", f"{found['step_ms'] / 1e3:.2f}",
             f"{found['predicted_ms'] / 1e3:.2f}", f"{found['step_over_predicted']:.3f}",
         ]  # fmt: skip
         print("| " + " | ".join(row) + " |", flush=True)
+    print()
+    commands(args)
 
 
 #: A host of 16 GPUs with a server on it. The batch of a GPU stays the same.
@@ -216,9 +271,9 @@ def scaling(args):
     print("|---:|---:|---:|---:|---|---:|---:|")
     tokens, first = 1024, None
     for hosts in (1, 2, 4, 8, 16, 32):
-        command = [args.programs / "longshore", "plan", "--json", "--params", "40B", "--servers", hosts, "--world-size",
-                   16 * hosts, "--sequences", 1, "--context", 1024, *NODE]  # fmt: skip
-        stage = json.loads(run(*(str(part) for part in command)))["gpus"]["stages"][1]
+        plan = ask(args, "--params", "40B", "--servers", hosts, "--world-size", 16 * hosts, "--sequences", 1, "--context",
+                   1024, *NODE)  # fmt: skip
+        stage = plan["gpus"]["stages"][1]
         pace = tokens / stage["step_s"]
         first = first or pace
         print(
@@ -227,9 +282,76 @@ def scaling(args):
         )
 
 
+#: A host has 16 GPUs and a server.
+HOST = ["--context", 1024, "--gpu-memory", "32GB", "--memory", "1500GB"]
+MANY = ["--fabric", 100, "--units", "tensors"]
+#: What papers report as their largest models: the size, the paper, the stage, and flags for the same.
+PAPERS = [
+    ("13 B on 1 GPU", "ZeRO-Offload", 2, ["--params", "13B"]),
+    ("40 B on 1 GPU", "ZeRO-3 Offload", 3, ["--params", "40B"]),
+    ("70 B on 16 GPUs", "ZeRO-Offload, with model parallelism", 3, ["--params", "70B", "--world-size", 16, "--fabric", 100]),
+    ("1 T on 256 GPUs", "ZeRO-3 Offload", 3, ["--params", "1T", "--world-size", 256, "--servers", 16, "--fabric", 100]),
+    ("1 T on 256 GPUs", "ZeRO-3 Offload", 3, ["--params", "1T", "--world-size", 256, "--servers", 16, *MANY]),
+    ("2 T on 512 GPUs", "ZeRO-3 Offload", 3, ["--params", "2T", "--world-size", 512, "--servers", 32, *MANY]),
+    ("2 T on 512 GPUs", "ZeRO-3 Offload", 3,
+     ["--params", "2T", "--world-size", 512, "--servers", 32, *MANY, "--offload-activations"]),
+]  # fmt: skip
+
+
+def papers(args):
+    """The largest models that papers report, by the plan alone."""
+    print("| model | theirs | stage, units | GPU's peak GB: weights + gradients + activations | fits 32 GB | a server's DRAM GB | "
+          "its host's GPUs beside it GB | fit 1.5 TB |")  # fmt: skip
+    print("|---|---|---|---:|---|---:|---:|---|")
+    lines = []
+    for model, theirs, stage, flags in PAPERS:
+        lines.append(words(["longshore plan", *flags, *HOST]))
+        plan = ask(args, *flags, *HOST)
+        gpu = plan["gpus"]["stages"][stage - 2]
+        gb = {key: gpu[f"{key}_bytes"] / 1e9 for key in ("peak", "weight", "gradient", "activation", "host_activation")}
+        server, ranks = plan["memory_bytes"] / 1e9, min(16, plan["gpus"]["gpus"])
+        beside = ranks * (gb["host_activation"] + plan["gpus"]["retained_gradient_bytes"] / 1e9)
+        how = "2" if stage == 2 else "3, tensors" if "tensors" in flags else "3, blocks"
+        how += ", activations on the host" if "--offload-activations" in flags else ""
+        print(
+            f"| {model} | {theirs} | {how} | {gb['peak']:.1f}: {gb['weight']:.1f} + {gb['gradient']:.1f} + "
+            f"{gb['activation']:.1f} | {'yes' if gpu['fits'] else 'no'} | {server:,.0f} | {beside:,.0f} | "
+            f"{'yes' if server + beside <= 1500 else 'no'} |"
+        )
+    print("", "```sh", *lines, "```", sep="\n")
+
+
+def largest(args):
+    """The largest model by the memory of a GPU, beside what DeepSpeed's estimators say, in billions of parameters."""
+    print("| GPU | stage 2, DeepSpeed's formula | stage 2, ours | stage 3, DeepSpeed's formula | stage 3, ours, tensors | "
+          "stage 3, ours, blocks |")  # fmt: skip
+    print("|---:|---:|---:|---:|---:|---:|")
+    for gb in (8, 16, 24, 32, 40, 80):
+        ours = {}
+        for units in ("blocks", "tensors"):
+            plan = ask(args, "--params", "1B", "--context", 1024, "--gpu-memory", f"{gb}GB", "--units", units)
+            ours[units] = [stage["largest_parameters"] / 1e9 for stage in plan["gpus"]["stages"]]
+        # estimate_zero2_model_states_mem_needs with cpu_offload: 2 bytes a parameter on the GPU.
+        two = gb / 2
+        # estimate_zero3_model_states_mem_needs with cpu_offload_params: 4 bytes for each parameter of the largest layer, which is
+        # the module that has most of its own. Here that is a product of the MLP, 4 * width^2 of the 12 * width^2 that each
+        # of width / 128 blocks has.
+        width = (gb * 1e9 / 4 / 4) ** 0.5
+        three = 12 * width**2 * width / 128 / 1e9
+        print(
+            f"| {gb} GB | {two:.1f} | {ours['blocks'][0]:.1f} | {three:,.0f} | {ours['tensors'][1]:,.0f} | "
+            f"{ours['blocks'][1]:,.0f} |"
+        )
+
+
+WHAT = {
+    "links": links, "configurations": configurations, "commands": commands, "scaling": scaling, "papers": papers, "largest": largest,
+}  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["links", "configurations", "scaling"])
+    parser.add_argument("what", choices=list(WHAT))
     parser.add_argument("--programs", type=pathlib.Path, default=pathlib.Path("target/release"))
     parser.add_argument("--only", nargs="+", help="only cases of these names")
     parser.add_argument("--state-dir", help="a folder of the drive that the nvme tier is measured on")
@@ -237,7 +359,7 @@ def main():
     args = parser.parse_args()
     # Servers and namespaces are removed then as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    {"links": links, "configurations": configurations, "scaling": scaling}[args.what](args)
+    WHAT[args.what](args)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ fn a_probe_prints_what_a_plan_takes() {
     let path = folder.path().join("node.toml");
     std::fs::write(&path, &probe.stdout).unwrap();
     let plan =
-        ["plan", "--params", "1B", "--json", "--gpu-tflops", "100", "--hardware", path.to_str().unwrap()];
+        ["plan", "--params", "100M", "--json", "--gpu-tflops", "100", "--hardware", path.to_str().unwrap()];
     let plan = longshore(plan);
     assert_eq!((plan.code, plan.stderr.as_str()), (0, ""), "{plan:?} {probe:?}");
     let plan: Value = serde_json::from_str(&plan.stdout).unwrap();

@@ -1,11 +1,20 @@
 //! What this host can do, as a plan asks for it. Each speed is what a bench measures, by the bench's own code.
 
-use std::{path::PathBuf, time::Instant};
+use std::{
+    collections::BTreeMap,
+    io,
+    net::{Ipv4Addr, SocketAddr},
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+    time::Instant,
+};
 
+use anyhow::Context;
 use longshore_engine::threads::available_threads;
 use longshore_proto::Formats;
-use longshore_server::Embedded;
+use longshore_server::{Config, Embedded};
 use longshore_wire::v1;
+use rustix::fs::statvfs;
 
 pub(crate) use super::wire::JOB;
 use super::{median, storage, update::Bare, wire};
@@ -18,7 +27,7 @@ const CALLS: usize = 200;
 const UPDATE_PARAMS: u64 = 50_000_000;
 const STORAGE_PARAMS: u64 = 100_000_000;
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(crate) struct ProbeArgs {
     /// Measure this host instead, and print what was found as a file for --hardware
     #[arg(long, conflicts_with_all = ["params", "preset", "model", "hardware"])]
@@ -39,9 +48,13 @@ impl ProbeArgs {
     }
 }
 
-/// In GB/s, and microseconds.
+/// In GB/s, microseconds and bytes.
 pub(crate) struct Probed {
     pub(crate) threads: usize,
+    /// What `longshored` gives to jobs here where nothing else is said.
+    pub(crate) memory: u64,
+    /// The free space of all drives. None where no folder was named.
+    pub(crate) nvme: Option<u64>,
     pub(crate) server_memory: f64,
     /// None where no folder was named.
     pub(crate) drives: Option<f64>,
@@ -55,7 +68,7 @@ impl Probed {
     /// The speeds, under the names of the flags that take them.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
-            "threads": self.threads, "server_memory": self.server_memory, "drives": self.drives, "link": self.link,
+            "threads": self.threads, "memory": self.memory, "nvme": self.nvme, "server_memory": self.server_memory, "drives": self.drives, "link": self.link,
             "is_loopback": self.is_loopback, "round_trip": self.round_trip_us,
         })
     }
@@ -70,13 +83,21 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
         Some(server) => (vec![server.address().to_string()], Access::default()),
         None => (args.probe_servers.clone(), args.access.clone()),
     };
+    // What the probes themselves take is not missing yet.
+    let memory = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).memory;
+    let nvme = match args.probe_dir.as_slice() {
+        [] => None,
+        dirs => Some(free_of(dirs)?),
+    };
     let drives = match args.probe_dir.as_slice() {
         [] => None,
         dirs => Some(storage::gb_per_s(dirs, STORAGE_PARAMS, ROUNDS as u64)?),
     };
     Ok(Probed {
         threads: available_threads(),
-        server_memory: memory(formats)?,
+        memory,
+        nvme,
+        server_memory: updates(formats)?,
         drives,
         link: link(&servers, &access)?,
         is_loopback: own.is_some(),
@@ -84,7 +105,21 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
     })
 }
 
-fn memory(formats: Formats) -> anyhow::Result<f64> {
+/// The bytes that are free in these folders. Folders of one file system share them.
+fn free_of(dirs: &[PathBuf]) -> anyhow::Result<u64> {
+    let mut by_device = BTreeMap::new();
+    for dir in dirs {
+        let free = || -> io::Result<(u64, u64)> {
+            let found = statvfs(dir)?;
+            Ok((dir.metadata()?.dev(), found.f_bavail * found.f_frsize))
+        };
+        let (device, free) = free().with_context(|| format!("--probe-dir {}", dir.display()))?;
+        by_device.insert(device, free);
+    }
+    Ok(by_device.values().sum())
+}
+
+fn updates(formats: Formats) -> anyhow::Result<f64> {
     let mut bare = Bare::new(UPDATE_PARAMS, available_threads(), formats)?;
     bare.adopt_caller();
     Ok(bare.bytes_per_s(ROUNDS) / 1e9)
@@ -122,4 +157,21 @@ fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
         times.push(begun.elapsed().as_secs_f64() * 1e6);
     }
     Ok(median(&times))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_of_one_drive_share_its_space() {
+        let folder = tempfile::tempdir().unwrap();
+        let dirs = ["a", "b"].map(|name| folder.path().join(name));
+        dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+        let (one, both) = (free_of(&dirs[..1]).unwrap(), free_of(&dirs).unwrap());
+        // Others write to it meanwhile.
+        assert!(one > 0 && both < one + one / 2, "{one} and {both}");
+        let missing = free_of(&[folder.path().join("c")]).unwrap_err();
+        assert!(missing.to_string().contains("--probe-dir"), "{missing:#}");
+    }
 }

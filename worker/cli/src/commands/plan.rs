@@ -21,12 +21,12 @@ use crate::{
     access::Access,
     bench::probe::{self, ProbeArgs},
     output::Output,
-    plan::DriveTraffic,
+    plan::{DriveTraffic, HardwareArgs},
     sizes::{human, parse_count},
     wrong_use::wrong_use,
 };
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(super) struct Args {
     /// Parameters, as in 7B: a transformer whose width is 128 times its layers
     #[arg(long, value_name = "N", value_parser = parse_count, required_unless_present_any = ["preset", "model", "probe"])]
@@ -85,18 +85,9 @@ pub(super) struct Args {
     /// As `longshored --durability`
     #[arg(long, value_enum, default_value_t)]
     durability: Durability,
-    /// DRAM that each server may use, as `longshored --memory`: says whether the job fits
-    #[arg(long, value_name = "SIZE")]
-    memory: Option<ByteSize>,
-    /// Space that each server has in its state directories: says whether the job fits
-    #[arg(long, value_name = "SIZE")]
-    nvme: Option<ByteSize>,
     /// Seconds a step will take: how much a day writes
     #[arg(long, value_name = "SECONDS")]
     step_s: Option<f64>,
-    /// What each server's drives may be written with, as in 600TB: how many days that is
-    #[arg(long, value_name = "SIZE", requires = "step_s")]
-    drive_endurance: Option<ByteSize>,
     #[command(flatten)]
     gpus: gpus::Args,
     #[command(flatten)]
@@ -125,6 +116,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         out.result(|| probed.json(), || hardware::file(args.formats(), &probed));
         return Ok(());
     }
+    let args = &args.with_file()?;
     let plan = Requirements::of(args)?;
     if out.is_json() {
         say!("{}", plan.json(args));
@@ -138,6 +130,17 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 impl Args {
     pub(super) fn elsewhere(&mut self) -> (&mut Vec<String>, &mut Access) {
         self.probe.elsewhere()
+    }
+
+    /// The flags, and what the file of --hardware says beside them.
+    fn with_file(&self) -> anyhow::Result<Args> {
+        let mut all = self.clone();
+        all.gpus.hardware = self.gpus.hardware.with_file()?;
+        Ok(all)
+    }
+
+    fn hardware(&self) -> &HardwareArgs {
+        &self.gpus.hardware
     }
 
     fn check(&self) -> anyhow::Result<()> {
@@ -183,9 +186,10 @@ impl Requirements {
             .map(of_server)
             .fold(first, |most, other| if other.0.total() > most.0.total() { other } else { most });
         let daily = args.step_s.map(|seconds| need.written as f64 * 86_400.0 / seconds);
-        let rated = daily.zip(args.drive_endurance).filter(|(daily, _)| *daily > 0.0);
+        let HardwareArgs { memory, nvme, drive_endurance, .. } = *args.hardware();
+        let rated = daily.zip(drive_endurance).filter(|(daily, _)| *daily > 0.0);
         let mut short = Vec::new();
-        for (what, takes, has) in [("memory", need.total(), args.memory), ("nvme", need.disk, args.nvme)] {
+        for (what, takes, has) in [("memory", need.total(), memory), ("nvme", need.disk, nvme)] {
             if let Some(has) = has.filter(|has| has.0 < takes) {
                 short.push(format!(
                     "--{what} is {}, but a server needs {}: it is short of {}",
@@ -203,7 +207,7 @@ impl Requirements {
         Ok(Requirements {
             gpus,
             parameters,
-            wire: (elements * args.dtype.bytes()).div_ceil(if args.is_sliced()? {
+            wire: (elements * args.dtype.bytes()).div_ceil(if args.is_sliced() {
                 spec.world_size.into()
             } else {
                 1
@@ -262,7 +266,7 @@ impl Requirements {
         if let Some(daily) = self.daily {
             say!("          {:>10}   written a day", human(daily as u64));
         }
-        if let (Some(days), Some(rated)) = (self.endurance_days, args.drive_endurance) {
+        if let (Some(days), Some(rated)) = (self.endurance_days, args.hardware().drive_endurance) {
             say!("          the rated {} in {days:.0} days", human(rated.0));
         }
     }
@@ -293,7 +297,22 @@ mod tests {
             args: Args,
         }
         let command: Command = clap::Parser::parse_from([&["plan"], flags].concat());
-        Requirements::of(&command.args).unwrap()
+        Requirements::of(&command.args.with_file().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn what_a_server_has_is_read_from_the_file_and_flags_win() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("node.toml");
+        std::fs::write(&path, "memory = \"8GiB\"\nnvme = \"1TB\"\ndrive-endurance = \"600TB\"\n").unwrap();
+        let file =
+            ["--params", "1B", "--tier", "nvme", "--step-s", "10", "--hardware", path.to_str().unwrap()];
+        let plan = planned(&file);
+        assert!(plan.short.is_empty() && plan.most.is_some(), "{:?}", plan.short);
+        let days = 600e12 / (plan.need.written as f64 * 8640.0);
+        assert!((plan.endurance_days.unwrap() / days - 1.0).abs() < 1e-9, "{:?}", plan.endurance_days);
+        let less = planned(&[&file[..], &["--memory", "1GiB"]].concat());
+        assert!(less.short[0].contains("--memory is 1.00 GiB"), "{:?}", less.short);
     }
 
     #[test]
@@ -317,6 +336,52 @@ mod tests {
             assert!(!with(most + 3 * DEFAULT_SHARD_ELEMENTS).is_empty(), "{flags:?}: {most}");
         }
         assert_eq!(planned(&["--params", "1B"]).most, None);
+    }
+
+    /// A budget of weights that holds more units has fewer pulls, as the worker has.
+    #[test]
+    fn a_gpu_with_more_memory_keeps_more_units() {
+        let of = |memory: &str| {
+            let plan = planned(&["--params", "7B", "--gpu-memory", memory]).gpus.json();
+            let stage = plan["stages"][1].clone();
+            let (staying, units) =
+                (stage["staying_units"].as_u64().unwrap(), stage["units"].as_u64().unwrap());
+            (
+                staying,
+                units,
+                stage["pulled_bytes_per_step"].as_f64().unwrap(),
+                stage["weight_bytes"].as_u64().unwrap(),
+            )
+        };
+        let (least, units, most_pulled, weights) = of("1GB");
+        let (more, _, pulled, peak) = of("8GB");
+        let (all, _, once, _) = of("32GB");
+        assert!(
+            least >= 2 && least < more && more < all && all == units,
+            "{least}, {more}, {all} of {units}"
+        );
+        assert!(most_pulled > pulled && pulled > once, "{most_pulled}, {pulled}, {once}");
+        assert!((once / 14e9 - 1.0).abs() < 0.01 && most_pulled < 2.0 * once, "{once}");
+        // What it needs at the least is the same.
+        assert_eq!(weights, peak);
+    }
+
+    #[test]
+    fn hosts_keep_gradients_until_nobody_can_need_them() {
+        let retained = |flags: &[&str]| {
+            planned(&[&["--params", "1B"], flags].concat()).gpus.json()["retained_gradient_bytes"]
+                .as_u64()
+                .unwrap()
+        };
+        let step = 2_000_000_000;
+        assert_eq!(retained(&[]), step);
+        assert_eq!(retained(&["--dtype", "f32"]), 2 * step);
+        assert_eq!(retained(&["--micro-steps", "4"]), 4 * step);
+        assert_eq!(retained(&["--frozen", "900M"]), step / 10);
+        assert_eq!(retained(&["--world-size", "8", "--fabric", "100"]), step / 8);
+        assert_eq!(retained(&["--tier", "nvme"]), 2 * step);
+        assert_eq!(retained(&["--delay", "1"]), 2 * step);
+        assert_eq!(retained(&["--delay", "1", "--tier", "nvme"]), 3 * step);
     }
 
     #[test]

@@ -11,6 +11,8 @@ pub(crate) struct Workload {
     pub(crate) context: u64,
     /// Backward computes a block's inside again from its input, instead of keeping it.
     pub(crate) checkpointing: bool,
+    /// The inputs of blocks wait for backward in the host's memory.
+    pub(crate) offloading: bool,
     /// How many versions of the trained weights a device holds at stage 2: two in a delayed job.
     pub(crate) versions: u64,
     /// Which part of the parameters is trained, from 0 to 1. It is spread evenly over the model, as adapters are.
@@ -35,10 +37,12 @@ pub(crate) struct Peak {
     pub(crate) gradients: u64,
     /// None where the model's sizes are not known.
     pub(crate) activations: Option<u64>,
+    /// What waits in the host's memory.
+    pub(crate) on_host: u64,
 }
 
 /// Bytes of 16-bit weights and gradients.
-const WIDTH: u64 = 2;
+pub(crate) const WIDTH: u64 = 2;
 /// Bytes of a block's activations for each token and element of its width, in 16 bits and with fused attention: Korthikanti et
 /// al. (2022), equation 1, without the attention matrix, which fused kernels do not keep.
 const INSIDE: u64 = 34;
@@ -57,7 +61,8 @@ impl Peak {
         };
         // Frozen parameters have no gradient.
         let gradients = trained(neighbours) * WIDTH;
-        Peak { weights, gradients, activations: activations(model, work) }
+        let (activations, on_host) = activations(model, work).unzip();
+        Peak { weights, gradients, activations, on_host: on_host.unwrap_or(0) }
     }
 
     /// That of a model of the same kind with so many times the parameters.
@@ -78,17 +83,19 @@ pub(crate) fn in_use_and_next(units: &[u64]) -> u64 {
 }
 
 /// The inputs of all blocks and the inside of one, or the insides of all; and beside them, at the end of forward, the
-/// logits.
-fn activations(model: &Model, work: &Workload) -> Option<u64> {
+/// logits. Where inputs wait in the host's memory the device has that of the block in use and one on its way, and the second number
+/// is what the host has.
+fn activations(model: &Model, work: &Workload) -> Option<(u64, u64)> {
     let sizes = model.transformer?;
     let tokens = work.sequences * work.context;
     let input = tokens * sizes.width * WIDTH;
     // A token goes through several experts, each with an inside of its own.
     let inside = tokens * sizes.width * INSIDE * sizes.experts.0;
     let logits = tokens * sizes.vocabulary * LOGITS;
-    Some(match work.checkpointing {
-        true => input * sizes.layers + inside.max(logits),
-        false => inside * sizes.layers + logits,
+    Some(match (work.checkpointing, work.offloading) {
+        (true, true) => (input * sizes.layers.min(2) + inside.max(logits), input * sizes.layers),
+        (true, false) => (input * sizes.layers + inside.max(logits), 0),
+        (false, _) => (inside * sizes.layers + logits, 0),
     })
 }
 
@@ -117,6 +124,7 @@ mod tests {
         sequences: 2,
         context: 1024,
         checkpointing: true,
+        offloading: false,
         versions: 1,
         trained: 1.0,
         division: Division::Blocks,
@@ -162,6 +170,33 @@ mod tests {
         assert_eq!(kept, Some(8 * tokens * width * 2 + tokens * width * 34));
         let all = Peak::of(&model, &Workload { checkpointing: false, ..WORK }, Stage::Two).activations;
         assert_eq!(all, Some(8 * tokens * width * 34 + tokens * 1000 * 8));
+    }
+
+    #[test]
+    fn inputs_that_wait_on_the_host_leave_two_on_the_device() {
+        let model = Model::transformer_of(8, 1000);
+        let work = Workload { offloading: true, ..WORK };
+        let (tokens, width) = (2048, 1024);
+        let peak = Peak::of(&model, &work, Stage::Three);
+        assert_eq!(peak.activations, Some(2 * tokens * width * 2 + tokens * width * 34));
+        assert_eq!(peak.on_host, 8 * tokens * width * 2);
+        assert_eq!(Peak::of(&model, &WORK, Stage::Three).on_host, 0);
+        // One block has no other that its input could wait for.
+        let one = Peak::of(&Model::transformer_of(1, 1000), &work, Stage::Three);
+        assert_eq!(one.activations, Some(tokens * 128 * 2 + tokens * 1000 * 8));
+    }
+
+    /// What the papers say: ZeRO-3 Offload trains 2 T parameters on 512 GPUs of 32 GB, with activations on the host.
+    #[test]
+    fn two_trillion_parameters_fit_where_activations_wait_on_the_host() {
+        let model = Model::of_about(2_000_000_000_000, 50_257);
+        let work = Workload { sequences: 1, division: Division::Tensors, ..WORK };
+        let device = 32_000_000_000;
+        assert!(Peak::of(&model, &work, Stage::Three).total() > device);
+        let peak = Peak::of(&model, &Workload { offloading: true, ..work }, Stage::Three);
+        assert!(peak.total() < device, "{peak:?}");
+        // Those of 16 GPUs are beside the server in their host's 1.5 TB.
+        assert!(16 * peak.on_host < 250_000_000_000, "{peak:?}");
     }
 
     #[test]

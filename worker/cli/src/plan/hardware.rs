@@ -18,6 +18,15 @@ pub(crate) struct HardwareArgs {
     #[arg(long, value_name = "FILE")]
     #[serde(skip)]
     hardware: Option<PathBuf>,
+    /// DRAM that each server may use, as `longshored --memory`: says whether the job fits
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory: Option<ByteSize>,
+    /// Space that each server has in its state directories: says whether the job fits
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) nvme: Option<ByteSize>,
+    /// What each server's drives may be written with, as in 600TB: how many days that is
+    #[arg(long, value_name = "SIZE", requires = "step_s")]
+    pub(crate) drive_endurance: Option<ByteSize>,
     /// Memory of each GPU: says which stage fits, and the largest model that does
     #[arg(long, value_name = "SIZE")]
     pub(crate) gpu_memory: Option<ByteSize>,
@@ -51,6 +60,9 @@ impl HardwareArgs {
         let file = HardwareArgs::of_file(path).with_context(|| format!("--hardware {}", path.display()))?;
         Ok(HardwareArgs {
             hardware: None,
+            memory: self.memory.or(file.memory),
+            nvme: self.nvme.or(file.nvme),
+            drive_endurance: self.drive_endurance.or(file.drive_endurance),
             gpu_memory: self.gpu_memory.or(file.gpu_memory),
             gpu_tflops: self.gpu_tflops.or(file.gpu_tflops),
             link: self.link.or(file.link),
@@ -125,14 +137,18 @@ mod tests {
         let path = folder.path().join("hardware.toml");
         std::fs::write(
             &path,
-            "gpu-tflops = 50.0\nlink = 10.0\nserver-memory = 200.0\ngpu-memory = \"32GiB\"\n",
+            "gpu-tflops = 50.0\nlink = 10.0\nserver-memory = 200.0\ngpu-memory = \"32GiB\"\n\
+             memory = \"512GiB\"\nnvme = \"2TB\"\ndrive-endurance = \"600TB\"\n",
         )
         .unwrap();
-        let args = HardwareArgs { hardware: Some(path.clone()), link: Some(20.0), ..Default::default() };
+        let flags = HardwareArgs { link: Some(20.0), nvme: Some(ByteSize(1 << 40)), ..Default::default() };
+        let args = HardwareArgs { hardware: Some(path.clone()), ..flags };
         let args = args.with_file().unwrap();
         let speeds = args.speeds(false).unwrap().unwrap();
         assert_eq!((speeds.link, speeds.server_link, speeds.gpu_flops), (20e9, 20e9, 50e12));
         assert_eq!(args.gpu_memory.unwrap().0, 32 << 30);
+        let sizes = [args.memory, args.nvme, args.drive_endurance].map(|size| size.unwrap().0);
+        assert_eq!(sizes, [512 << 30, 1 << 40, 600_000_000_000_000]);
         let said = format!("{:#}", args.speeds(true).unwrap_err());
         assert!(said.contains("--drives is missing"), "{said}");
         std::fs::write(&path, "gpu-flops = 50.0\n").unwrap();

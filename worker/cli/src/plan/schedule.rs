@@ -8,6 +8,7 @@
 mod bytes;
 mod deal;
 mod line;
+mod room;
 
 pub(crate) use self::bytes::Traffic;
 use self::{
@@ -51,8 +52,10 @@ pub(crate) struct Run {
     /// Elements of a shard.
     pub(crate) shard: f64,
     pub(crate) stage: Stage,
-    /// How many units are on the device at stage 3, the one in use among them.
-    pub(crate) resident: usize,
+    /// Elements that the device has room for at stage 3.
+    pub(crate) room: f64,
+    /// Bytes of activations that each GPU moves to its host in forward, and back in backward, in a micro-step.
+    pub(crate) activations: f64,
     pub(crate) delayed: bool,
     /// Each rank pushes and pulls its slice of each unit, and ranks exchange slices.
     pub(crate) sliced: bool,
@@ -138,7 +141,8 @@ struct Simulation<'a> {
     /// device at stage 2.
     newest: Vec<f64>,
     older: Vec<f64>,
-    /// When each use of a unit ended, and the last of them.
+    /// Which unit each use was of, when it ended, and when the last of them did.
+    used: Vec<usize>,
     uses: Vec<f64>,
     computed_at: f64,
 }
@@ -179,6 +183,7 @@ impl<'a> Simulation<'a> {
             parts: deal(run.units.iter().map(|unit| unit.elements), run.shard, groups),
             newest: start.clone(),
             older: start,
+            used: Vec::new(),
             uses: Vec::new(),
             computed_at: 0.0,
         }
@@ -266,32 +271,49 @@ impl<'a> Simulation<'a> {
         let units = self.run.units.len();
         let mut received_at = 0.0f64;
         for micro_step in 0..self.run.micro_steps {
+            // When each unit's activations have left. The device has room for those of two units.
+            let mut left = Vec::with_capacity(units);
             for unit in 0..units {
                 let is_pulled = self.run.pulls_for_forward(micro_step, unit);
-                self.compute(unit, self.run.units[unit].forward_s, is_pulled);
+                let room = unit.checked_sub(2).map_or(0.0, |before| left[before]);
+                let done = self.compute((unit, self.run.units[unit].forward_s), is_pulled, room);
+                left.push(self.rank.push.take(done, self.activations_s(unit)));
             }
             for unit in (0..units).rev() {
                 let is_pulled = self.run.pulls_for_backward(unit);
-                let done = self.compute(unit, self.run.units[unit].backward_s, is_pulled);
+                let before = self.uses.len().checked_sub(2).map_or(0.0, |before| self.uses[before]);
+                let back = self.rank.pull.take(before.max(left[unit]), self.activations_s(unit));
+                let done = self.compute((unit, self.run.units[unit].backward_s), is_pulled, back);
                 received_at = received_at.max(self.push(unit, done, micro_step));
             }
         }
         self.update(received_at);
     }
 
-    /// Uses a unit's weights, and returns when that is done.
-    fn compute(&mut self, unit: usize, seconds: f64, is_pulled: bool) -> f64 {
+    /// How long a unit's activations are on the way between the GPU and its host, which is the first part of the way to the servers.
+    fn activations_s(&self, unit: usize) -> f64 {
+        if self.run.activations <= 0.0 {
+            return 0.0;
+        }
+        let all: f64 = self.run.units.iter().map(|unit| unit.elements).sum();
+        self.run.activations * self.run.units[unit].elements / all / self.hardware.link
+    }
+
+    /// Uses a unit's weights for so long, not before its activations have room or are back, and returns when that is done.
+    fn compute(&mut self, (unit, seconds): (usize, f64), is_pulled: bool, activations_at: f64) -> f64 {
         let readable = if self.run.delayed { self.older[unit] } else { self.newest[unit] };
         let ready = match self.run.stage {
             Stage::Three if is_pulled => {
-                let before = self.uses.len().checked_sub(self.run.resident);
+                let before = self.run.makes_room(&self.used, unit);
                 let ready = readable.max(before.map_or(0.0, |before| self.uses[before]));
                 self.pull(unit, 1.0, |_| ready)
             }
             Stage::Two | Stage::Three => readable,
         };
         // A GPU computes in the model's order, so that nothing fills its gaps.
-        self.computed_at = self.rank.gpu.take(ready.max(self.computed_at), seconds);
+        let ready = ready.max(self.computed_at).max(activations_at);
+        self.computed_at = self.rank.gpu.take(ready, seconds);
+        self.used.push(unit);
         self.uses.push(self.computed_at);
         self.computed_at
     }

@@ -19,8 +19,8 @@ pub(super) struct Alone {
 pub(super) struct Uses {
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
-    /// How many units are on the device. None at stage 2.
-    pub(super) resident: Option<usize>,
+    /// Elements of weights that the device has room for. None at stage 2.
+    pub(super) room: Option<f64>,
 }
 
 /// None where the job is on drives whose speed is not known.
@@ -30,44 +30,48 @@ pub(super) fn predict(
     uses: &Uses,
     alone: &Alone,
 ) -> anyhow::Result<Option<Step>> {
-    let traffic = on_drives(args, spec)?;
+    let run = simulated(args, spec, uses)?;
     let drives = match args.drives {
         Some(speed) => speed as f64,
-        None if traffic.update > 0.0 => return Ok(None),
+        None if run.drives.update > 0.0 => return Ok(None),
         None => f64::INFINITY,
-    };
-    let servers = args.server_count() as f64;
-    let unit = |elements: u64| Unit {
-        elements: elements as f64,
-        trained: 1.0,
-        forward_s: uses.forward_s,
-        backward_s: uses.backward_s,
-    };
-    let run = Run {
-        units: spec.params.iter().map(|param| unit(param.shape.iter().product())).collect(),
-        gpus: f64::from(args.ranks),
-        servers,
-        shard: args.shard_elements as f64,
-        stage: if uses.resident.is_some() { Stage::Three } else { Stage::Two },
-        resident: uses.resident.unwrap_or(0),
-        delayed: args.delay > 0,
-        sliced: false,
-        micro_steps: args.micro_steps,
-        width: spec.gradient_dtype.bytes() as f64,
-        update_bytes: update_bytes(spec, false),
-        drives: traffic,
     };
     let hardware = Hardware {
         // Units say how long they compute.
         gpu_flops: f64::INFINITY,
         link: args.link.map_or(alone.wire, |speed| speed as f64),
         server_link: args.server_link.map_or(f64::INFINITY, |speed| speed as f64),
-        server_memory: args.server_memory.map_or(alone.memory / servers, |speed| speed as f64),
+        server_memory: args.server_memory.map_or(alone.memory / run.servers, |speed| speed as f64),
         drives,
         fabric: f64::INFINITY,
         round_trip_s: 0.0,
     };
     Ok(Some(run.step(&hardware)))
+}
+
+/// The bench's job, as the simulator has it.
+pub(super) fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
+    let unit = |elements: u64| Unit {
+        elements: elements as f64,
+        trained: 1.0,
+        forward_s: uses.forward_s,
+        backward_s: uses.backward_s,
+    };
+    Ok(Run {
+        units: spec.params.iter().map(|param| unit(param.shape.iter().product())).collect(),
+        gpus: f64::from(args.ranks),
+        servers: args.server_count() as f64,
+        shard: args.shard_elements as f64,
+        stage: if uses.room.is_some() { Stage::Three } else { Stage::Two },
+        room: uses.room.unwrap_or(f64::INFINITY),
+        activations: 0.0,
+        delayed: args.delay > 0,
+        sliced: false,
+        micro_steps: args.micro_steps,
+        width: spec.gradient_dtype.bytes() as f64,
+        update_bytes: update_bytes(spec, false),
+        drives: on_drives(args, spec)?,
+    })
 }
 
 fn on_drives(args: &Args, spec: &JobSpec) -> anyhow::Result<DriveTraffic> {

@@ -14,7 +14,7 @@ use super::{
     Args,
     hosts::Hosts,
     limits::update_bytes_per_s,
-    prediction::{self, Alone, Uses, predict},
+    prediction::{self, Alone, Uses, predict, simulated},
     rank::{Compute, prepare, produce},
 };
 use crate::{bench::median, output::Output, plan::in_use_and_next};
@@ -27,8 +27,6 @@ pub(super) struct Measured {
     budget: u64,
     /// The most bytes of the device that were in use at once.
     device_peak: u64,
-    /// How many units the budget holds.
-    resident: usize,
     /// The compute of one use of a unit, on average.
     compute_s: f64,
     /// The bytes that a server promised to the job.
@@ -65,23 +63,13 @@ pub(super) fn run(args: &Args, spec: JobSpec, hosts: &Hosts) -> anyhow::Result<M
     let blocks = (0..elements.len())
         .map(|param| Unit { name: spec.params[param].name.clone(), params: vec![param] })
         .collect();
-    let resident = budget.checked_div(largest).unwrap_or(0) as usize;
     let device = Arc::new(HostDevice::new(budget));
     let units = Units::new(session, device.clone(), blocks, Some(budget))?;
     let pushed = elements.iter().sum::<u64>() * spec.gradient_dtype.bytes() * u64::from(args.micro_steps);
     let compute_s = compute.iter().map(Duration::as_secs_f64).sum::<f64>() / compute.len() as f64;
     let (units_count, steps) = (units.len(), Vec::new());
-    let mut measured = Measured {
-        units: units_count,
-        budget,
-        device_peak: 0,
-        resident,
-        compute_s,
-        link,
-        pushed,
-        reserved: 0,
-        steps,
-    };
+    let mut measured =
+        Measured { units: units_count, budget, device_peak: 0, compute_s, link, pushed, reserved: 0, steps };
     for round in 0..=args.rounds {
         for _ in 0..args.steps {
             let made = step(args, &mut pipeline, &units, &compute)?;
@@ -168,14 +156,17 @@ pub(super) fn report(
     let pull = |step: &Step| step.pulled_bytes as f64 / measured.link * 1e3;
     let in_time = |step: &Step| 1.0 - step.late as f64 / step.pulled.max(1) as f64;
     let step = of(&|step| ms(step.wall));
-    let Measured { compute_s, resident, link, .. } = *measured;
-    let uses = Uses { forward_s: compute_s, backward_s: compute_s, resident: Some(resident) };
+    let Measured { compute_s, budget, link, .. } = *measured;
+    let room = budget as f64 / spec.image_dtype.bytes() as f64;
+    let uses = Uses { forward_s: compute_s, backward_s: compute_s, room: Some(room) };
     let alone = Alone { wire: link, memory: update_bytes_per_s(args)? };
     let predicted = predict(args, spec, &uses, &alone)?;
+    let run = simulated(args, spec, &uses)?;
     let predicted_ms = predicted.map(|step| step.wall_s * 1e3);
-    // A larger budget than that of the unit in use and the next is filled.
     let sizes: Vec<u64> = spec.params.iter().map(|param| param.shape.iter().product()).collect();
-    let planned = in_use_and_next(&sizes) * spec.image_dtype.bytes();
+    // A larger budget than that of the unit in use and the next is filled.
+    let filled = sizes.iter().rev().take(run.staying()).sum::<u64>();
+    let planned = filled.max(in_use_and_next(&sizes)) * spec.image_dtype.bytes();
     let line = json!({
         "bench": "step",
         "case": format!("{}/{}/delay{}/stage3", args.transport(), args.tier, args.delay),
@@ -195,6 +186,8 @@ pub(super) fn report(
         "transfer_ms": of(&transfer),
         "acquired": of(&|step| step.acquired as f64),
         "pulled": of(&|step| step.pulled as f64),
+        "pulled_bytes": of(&|step| step.pulled_bytes as f64),
+        "predicted_pulled_bytes": run.traffic().pull,
         "late": of(&|step| step.late as f64),
         "waited_ms": of(&|step| ms(step.waited)),
         "pulls_in_time": of(&in_time),

@@ -1,12 +1,12 @@
 //! The GPUs' side of a plan: what a step takes of a GPU's memory, how long it lasts, and what binds it.
 
 use anyhow::ensure;
-use longshore_proto::JobSpec;
+use longshore_proto::{JobSpec, TierKind};
 use serde_json::{Value, json};
 
 use crate::{
     plan::{
-        Division, DriveTraffic, HardwareArgs, Model, Peak, Run, Stage, Step, Traffic, Unit, Workload,
+        Division, DriveTraffic, HardwareArgs, Model, Peak, Run, Stage, Step, Traffic, Unit, WIDTH, Workload,
         enough_servers, largest, update_bytes,
     },
     sizes::human,
@@ -14,12 +14,10 @@ use crate::{
 
 /// GPT-2's, for models of which only the number of parameters is known.
 pub(super) const VOCABULARY: u64 = 50_257;
-/// How many units are on a device at stage 3, as in its peak: the one in use and the next.
-const RESIDENT: usize = 2;
 /// The most servers that a plan looks at.
 const MOST_SERVERS: u32 = 4096;
 
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(super) struct Args {
     /// Sequences of a micro-step of each GPU
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
@@ -30,18 +28,14 @@ pub(super) struct Args {
     /// Keep all activations, instead of computing a block's inside again in backward
     #[arg(long)]
     keep_activations: bool,
+    /// Have the inputs of blocks, which backward computes from, wait in the memory of each GPU's host
+    #[arg(long, conflicts_with = "keep_activations")]
+    offload_activations: bool,
     /// What a GPU pulls and drops together at stage 3
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     units: Division,
     #[command(flatten)]
-    hardware: HardwareArgs,
-}
-
-impl Args {
-    /// Whether ranks exchange slices of weights and gradients among themselves.
-    pub(super) fn has_fabric(&self) -> anyhow::Result<bool> {
-        Ok(self.hardware.with_file()?.has_fabric())
-    }
+    pub(super) hardware: HardwareArgs,
 }
 
 /// A stage on a GPU.
@@ -50,6 +44,8 @@ struct Of {
     peak: Peak,
     /// The largest transformer that fits.
     largest: Option<u64>,
+    /// How many units stay on it from forward to backward at stage 3, and how many there are.
+    staying: (usize, usize),
     traffic: Traffic,
     /// One step, and the fewest servers that do not slow it down.
     step: Option<(Step, u32)>,
@@ -59,6 +55,10 @@ pub(super) struct Plan {
     gpus: u32,
     memory: Option<u64>,
     stages: [Of; 2],
+    /// The gradients that each GPU's host keeps, so that they can be sent again.
+    retained: u64,
+    /// Until when it does.
+    until: &'static str,
 }
 
 impl Plan {
@@ -70,11 +70,12 @@ impl Plan {
         (servers, shards): (u32, u32),
         (frozen, drives): (f64, DriveTraffic),
     ) -> anyhow::Result<Plan> {
-        let hardware = args.hardware.with_file()?;
+        let hardware = &args.hardware;
         let work = Workload {
             sequences: args.sequences.into(),
             context: args.context.into(),
             checkpointing: !args.keep_activations,
+            offloading: args.offload_activations,
             versions: 1 + u64::from(spec.max_delay),
             trained: 1.0 - frozen,
             division: args.units,
@@ -89,18 +90,24 @@ impl Plan {
         let stages = [Stage::Two, Stage::Three].map(|stage| {
             let flops = speeds.map_or(f64::INFINITY, |speeds| speeds.gpu_flops);
             let units = units(model, spec, &work, flops);
-            let run = run(units, spec, servers, stage, hardware.has_fabric(), drives);
+            let peak = Peak::of(model, &work, stage).scaled(scale(model, spec));
+            let has_room = room(&peak, memory);
+            let run =
+                run(units, spec, (servers, hardware.has_fabric()), (stage, has_room, peak.on_host), drives);
             let most = MOST_SERVERS.min(shards);
             let step = speeds.map(|speeds| (run.step(&speeds), enough_servers(&run, &speeds, most).0));
             Of {
                 stage,
-                peak: Peak::of(model, &work, stage).scaled(scale(model, spec)),
+                peak,
+                staying: (run.staying(), run.units.len()),
                 traffic: run.traffic(),
                 largest: memory.map(|memory| largest(memory, vocabulary, &work, stage)),
                 step,
             }
         });
-        Ok(Plan { gpus: spec.world_size, memory, stages })
+        let sliced = hardware.has_fabric() && spec.world_size > 1;
+        let (retained, until) = retained(spec, frozen, sliced);
+        Ok(Plan { gpus: spec.world_size, memory, stages, retained, until })
     }
 
     /// What is missing where no stage fits a GPU's memory.
@@ -120,6 +127,12 @@ impl Plan {
         for of in &self.stages {
             self.print_stage(of);
         }
+        let on_host = self.stages[0].peak.on_host;
+        say!("its host, beside servers that run there:");
+        say!("  DRAM    {:>10}   gradients, kept until their step is {}", human(self.retained), self.until);
+        if on_host > 0 {
+            say!("          {:>10}   activations that wait for backward", human(on_host));
+        }
     }
 
     fn print_stage(&self, of: &Of) {
@@ -135,7 +148,13 @@ impl Plan {
             Some(bytes) => say!("          {:>10}   activations, about", human(bytes)),
             None => say!("          {:>10}   activations: the model's sizes are not known", "?"),
         }
-        let Traffic { push, pull, server_in, server_out, fabric } = of.traffic;
+        if let (Stage::Three, Some(_)) = (of.stage, self.memory) {
+            let (staying, all) = of.staying;
+            say!(
+                "          {staying:>10}   of {all} units stay from forward to backward in what it has left"
+            );
+        }
+        let Traffic { push, pull, server_in, server_out, fabric, activations } = of.traffic;
         let bytes = |bytes: f64| human(bytes as u64);
         say!("          {:>10}   pushed a step, {} pulled", bytes(push), bytes(pull));
         say!(
@@ -145,6 +164,12 @@ impl Plan {
         );
         if fabric > 0.0 {
             say!("          {:>10}   exchanged with other GPUs a step, each way", bytes(fabric));
+        }
+        if activations > 0.0 {
+            say!(
+                "          {:>10}   of activations go to its host a step, and come back",
+                bytes(activations)
+            );
         }
         if let Some(elements) = of.largest {
             say!("          {:>9.1}B   parameters are the most that fit", elements as f64 / 1e9);
@@ -168,16 +193,19 @@ impl Plan {
             json!({
                 "stage": number(of.stage), "peak_bytes": of.peak.total(), "weight_bytes": of.peak.weights,
                 "gradient_bytes": of.peak.gradients, "activation_bytes": of.peak.activations,
+                "host_activation_bytes": of.peak.on_host, "units": of.staying.1,
+                "staying_units": (of.stage == Stage::Three).then_some(of.staying.0),
                 "fits": self.memory.map(|memory| of.peak.total() <= memory), "largest_parameters": of.largest,
                 "pushed_bytes_per_step": of.traffic.push, "pulled_bytes_per_step": of.traffic.pull,
                 "server_received_bytes_per_step": of.traffic.server_in,
                 "server_sent_bytes_per_step": of.traffic.server_out, "fabric_bytes_per_step": of.traffic.fabric,
+                "activation_bytes_per_step": of.traffic.activations,
                 "step_s": step.map(|(step, _)| step.wall_s), "exposed_s": step.map(|(step, _)| step.exposed_s()),
                 "binding": step.map(|(step, _)| step.binding), "binding_s": step.map(|(step, _)| step.binding_s),
                 "enough_servers": step.map(|(_, enough)| enough),
             })
         };
-        json!({"gpus": self.gpus, "stages": self.stages.iter().map(stage).collect::<Vec<_>>()})
+        json!({"gpus": self.gpus, "retained_gradient_bytes": self.retained, "stages": self.stages.iter().map(stage).collect::<Vec<_>>()})
     }
 }
 
@@ -210,12 +238,31 @@ fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit
     model.unit_elements(work.division).into_iter().map(unit).collect()
 }
 
+/// The elements of weights that a device has room for at stage 3: what a worker gives them, which is all that gradients and
+/// activations leave, and no less than it must have.
+fn room(peak: &Peak, memory: Option<u64>) -> f64 {
+    let beside = peak.total() - peak.weights;
+    let left = memory.map_or(0, |memory| memory.saturating_sub(beside));
+    left.max(peak.weights) as f64 / WIDTH as f64
+}
+
+/// The most bytes of gradients that a rank's host keeps at once, and until when. A step's are kept until all servers have its commit, or
+/// on drives until it is durable. A step begins once the version that it reads is decided, and a version is decided once the one before
+/// it is durable: so a delay and drives each add a step.
+fn retained(spec: &JobSpec, frozen: f64, sliced: bool) -> (u64, &'static str) {
+    let elements: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
+    let trained = elements as f64 * (1.0 - frozen) / if sliced { f64::from(spec.world_size) } else { 1.0 };
+    let step = (trained * spec.gradient_dtype.bytes() as f64).ceil() as u64 * u64::from(spec.micro_steps);
+    let on_drives = spec.tier == TierKind::Nvme;
+    let steps = 1 + u64::from(spec.max_delay) + u64::from(on_drives);
+    (steps * step, if on_drives { "durable, at most" } else { "decided, at most" })
+}
+
 fn run(
     units: Vec<Unit>,
     spec: &JobSpec,
-    servers: u32,
-    stage: Stage,
-    has_fabric: bool,
+    (servers, has_fabric): (u32, bool),
+    (stage, room, activations): (Stage, f64, u64),
     drives: DriveTraffic,
 ) -> Run {
     let sliced = has_fabric && spec.world_size > 1;
@@ -225,7 +272,8 @@ fn run(
         servers: servers.into(),
         shard: spec.shard_elements as f64,
         stage,
-        resident: RESIDENT,
+        room,
+        activations: activations as f64,
         delayed: spec.max_delay > 0,
         sliced,
         micro_steps: spec.micro_steps,

@@ -10,6 +10,13 @@ pub(super) fn file(formats: Formats, probed: &Probed) -> String {
             "# Measured by `longshore plan --probe` with {} threads: updates of {} moments and {} master weights.",
             probed.threads, formats.state, formats.master
         ),
+        format!("memory = \"{}MiB\"", probed.memory >> 20),
+        match probed.nvme {
+            Some(free) => format!("nvme = \"{}MiB\"", free >> 20),
+            None => "# nvme = \"2TB\"  # --probe-dir finds what is free".to_string(),
+        },
+        "# drive-endurance = \"600TB\"  # what its data sheet says may be written to each server's drives"
+            .to_string(),
         "# gpu-memory = \"80GiB\"".to_string(),
         "# gpu-tflops = 300.0".to_string(),
         format!("server-memory = {:.2}", probed.server_memory),
@@ -38,6 +45,8 @@ mod tests {
         for drives in [None, Some(2.5)] {
             let probed = Probed {
                 threads: 2,
+                memory: (37 << 20) + 5,
+                nvme: drives.map(|_| 700 << 30),
                 server_memory: 12.345,
                 drives,
                 link: 1.5,
@@ -46,6 +55,8 @@ mod tests {
             };
             std::fs::write(&path, file(Formats::default(), &probed)).unwrap();
             let args = HardwareArgs::of_flags(Some(path.clone()), Some(100.0)).with_file().unwrap();
+            assert_eq!(args.memory.map(|size| size.0), Some(37 << 20));
+            assert_eq!(args.nvme.map(|size| size.0), drives.map(|_| 700 << 30));
             let speeds = args.speeds(drives.is_some()).unwrap().unwrap();
             assert_eq!((speeds.server_memory, speeds.link), (12.35e9, 1.5e9));
             assert_eq!(speeds.drives, drives.unwrap_or(f64::INFINITY) * 1e9);

@@ -13,7 +13,7 @@ use longshore_worker::DelayCorrection;
 use super::{Args, gpus};
 use crate::{
     commands::train::preset,
-    plan::{Model, Tensor, Transformer},
+    plan::{HardwareArgs, Model, Tensor, Transformer},
     train::gpt::{Gpt, VOCABULARY},
 };
 
@@ -96,7 +96,8 @@ impl Args {
     /// The most parameters, in whole shards, that fit what --memory and --nvme say a server has. None where neither is given, and
     /// where a part is frozen, since it is not said how that grows.
     pub(super) fn most_parameters(&self) -> anyhow::Result<Option<u64>> {
-        if (self.memory.is_none() && self.nvme.is_none()) || self.frozen() > 0 {
+        let HardwareArgs { memory, nvme, .. } = *self.hardware();
+        if (memory.is_none() && nvme.is_none()) || self.frozen() > 0 {
             return Ok(None);
         }
         // Shards of each server. All have the same number, so that one stands for all.
@@ -106,12 +107,11 @@ impl Args {
             let servers = (0..self.servers).map(|server| server.to_string()).collect();
             let owned = Placement::striped(servers, layout.shards()).owned(ServerId(0));
             let need = Need::of(&spec, &layout, &owned, &self.storage());
-            Ok(self.memory.is_none_or(|has| need.total() <= has.0)
-                && self.nvme.is_none_or(|has| need.disk <= has.0))
+            Ok(memory.is_none_or(|has| need.total() <= has.0) && nvme.is_none_or(|has| need.disk <= has.0))
         };
         let limit = MAX_SHARDS / u64::from(self.servers);
         // Ranks that exchange slices have a shard each at least.
-        let least = if self.is_sliced()? { self.world_size.div_ceil(self.servers).into() } else { 1 };
+        let least = if self.is_sliced() { self.world_size.div_ceil(self.servers).into() } else { 1 };
         if limit < least || !fits(least)? {
             return Ok(Some(0));
         }
@@ -127,8 +127,8 @@ impl Args {
     }
 
     /// Whether ranks exchange slices of weights and gradients among themselves, so that each element has one contributor.
-    pub(super) fn is_sliced(&self) -> anyhow::Result<bool> {
-        Ok(self.world_size > 1 && self.gpus.has_fabric()?)
+    pub(super) fn is_sliced(&self) -> bool {
+        self.world_size > 1 && self.hardware().has_fabric()
     }
 
     /// Who contributes to so many trained tensors, and to the frozen ones behind them. Ranks that exchange slices have a
@@ -136,7 +136,7 @@ impl Args {
     fn partitions(&self, trained: u64) -> anyhow::Result<Vec<Partition>> {
         let ranks = u64::from(self.world_size);
         let mut partitions = Vec::new();
-        if self.is_sliced()? {
+        if self.is_sliced() {
             ensure!(
                 trained >= ranks,
                 "{ranks} ranks exchange slices of {trained} shards, but each has one at least: give smaller --shard-elements"

@@ -14,18 +14,11 @@ pub(crate) struct Traffic {
     pub(crate) server_out: f64,
     /// From a GPU to the other GPUs, and as much back.
     pub(crate) fabric: f64,
+    /// From a GPU to its host, and back.
+    pub(crate) activations: f64,
 }
 
 impl Run {
-    /// Whether a unit is pulled at stage 3 before its forward pass. What a pass ends with is there when the next one begins.
-    pub(super) fn pulls_for_forward(&self, micro_step: u32, unit: usize) -> bool {
-        micro_step == 0 || unit + 1 >= self.resident
-    }
-
-    pub(super) fn pulls_for_backward(&self, unit: usize) -> bool {
-        unit + self.resident.saturating_sub(1) < self.units.len()
-    }
-
     /// What a step moves, whatever it takes.
     pub(crate) fn traffic(&self) -> Traffic {
         let (mut pushed, mut pulled) = (0.0, 0.0);
@@ -51,6 +44,7 @@ impl Run {
             server_in: push * of_server,
             server_out: pull * of_server,
             fabric: (pushed + pulled) * self.width * others,
+            activations: self.activations * f64::from(self.micro_steps),
         }
     }
 }
