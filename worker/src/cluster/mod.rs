@@ -31,7 +31,13 @@ pub use self::{
     options::{Options, Transport},
     peer::{untrusted, whole, with_sources},
 };
-pub(crate) use self::{by_server::ByServer, peer::Peer, retry::Backoff, runtime::Task, waits::Impatience};
+pub(crate) use self::{
+    by_server::ByServer,
+    peer::Peer,
+    retry::{Backoff, renewed},
+    runtime::Task,
+    waits::Impatience,
+};
 use self::{pace::Pace, runtime::Runtime, troubles::Troubles, waits::Waits};
 use crate::error::{Misuse, Result};
 
@@ -122,5 +128,7 @@ fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
     Err(Fault::invalid("options.servers", servers, limit, "use smaller shards, or fewer servers"))
 }
 
+#[cfg(test)]
+pub(crate) mod fake;
 #[cfg(test)]
 mod recovery_tests;

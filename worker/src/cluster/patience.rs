@@ -52,7 +52,7 @@ impl Cluster {
     pub(crate) async fn is_worth_waiting(&self, start: Instant, needed: &impl Fn(Rank) -> bool) -> bool {
         let end = Instant::now() + self.options.deadline.min(BACK);
         let mut backoff = Backoff::new();
-        while start.elapsed() < self.options.slow_deadline {
+        while !self.waits.out_of_patience(start, self.options.slow_deadline) {
             if self.is_coming(needed).await {
                 return true;
             }

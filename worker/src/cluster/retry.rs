@@ -10,6 +10,12 @@ const FIRST: Duration = Duration::from_millis(20);
 /// packet a second.
 const LONGEST: Duration = Duration::from_secs(1);
 
+/// When a row of attempts ends that was to end at `end`, after one that began at `asked`. One that took longer than `deadline`
+/// waited for a server that recovered the job, which has only now come back: the time begins anew.
+pub(crate) fn renewed(end: Instant, asked: Instant, deadline: Duration) -> Instant {
+    if asked.elapsed() > deadline { Instant::now() + deadline } else { end }
+}
+
 pub(crate) struct Backoff {
     next: Duration,
     random: RandomState,

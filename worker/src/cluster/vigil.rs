@@ -7,20 +7,30 @@ use std::{
 
 use longshore_wire::v1::DescribeResponse;
 
-use super::{Cluster, Options, call::recovers, waits::LONG};
+use super::{Cluster, call::recovers, waits::LONG};
 use crate::error::{Error, Result};
 
 /// How long after one report the next one comes.
 const AGAIN: Duration = Duration::from_secs(30);
 
 impl Cluster {
-    /// Awaits `future`, and says meanwhile whom the job waits for. `what` names what the future brings.
+    /// Awaits `future`, which has the session's deadline, and on from there `slow_deadline` while nobody is gone. Meanwhile this
+    /// says whom the job waits for. `what` names what the future brings.
     pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
+        self.watched_for(self.options.deadline, what, future).await
+    }
+
+    /// Does the same where the future has all of `slow_deadline`, as work on all of the state does.
+    pub(crate) async fn watched_at_work<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
+        self.watched_for(self.options.slow_deadline, what, future).await
+    }
+
+    async fn watched_for<T>(&self, bound: Duration, what: &str, future: impl Future<Output = T>) -> T {
         let start = Instant::now();
         let vigil = async {
             tokio::time::sleep(LONG).await;
             loop {
-                self.say_who_is_waited_for(what, start).await;
+                self.say_who_is_waited_for(what, start, bound).await;
                 tokio::time::sleep(AGAIN).await;
             }
         };
@@ -31,7 +41,7 @@ impl Cluster {
         }
     }
 
-    async fn say_who_is_waited_for(&self, what: &str, start: Instant) {
+    async fn say_who_is_waited_for(&self, what: &str, start: Instant, bound: Duration) {
         // A pause was reported when it began.
         if self.waits.is_paused() || !self.waits.is_turn_to_tell() {
             return;
@@ -41,9 +51,8 @@ impl Cluster {
         let said: Vec<String> =
             reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
         let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
-        let Options { deadline, slow_deadline, .. } = &self.options;
         // Past the deadline it waits on because nobody is gone.
-        let most = if start.elapsed() <= *deadline { deadline } else { slow_deadline };
+        let most = if start.elapsed() <= bound { bound } else { self.options.slow_deadline };
         tracing::warn!(
             job = %self.job(),
             rank = self.options.rank.0,

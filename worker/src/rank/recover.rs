@@ -127,8 +127,8 @@ pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnComm
 }
 
 async fn await_running(cluster: &Cluster, server: ServerId, error: &CallFailed) -> Result<()> {
-    let running = version_when_running(cluster, server);
-    match cluster.waits.patiently(cluster.options.deadline, running).await {
+    // A server that recovers the job says neither that it is paused nor that it is not.
+    match cluster.patiently(version_when_running(cluster, server)).await {
         Ok(version) => version.map(|_| ()),
         Err(Impatience::Failed(failure)) => Err(failure),
         Err(Impatience::Elapsed(_)) => Err(error.clone().into()),
@@ -154,4 +154,23 @@ async fn check_reproducible(cluster: &Cluster, server: ServerId, step: Step) -> 
     let limit = "of the processes that the step was decided with";
     let fault = Fault::new(FaultKind::Conflict, ORIGIN, value, limit, remedy);
     Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::fake::{Answer, DEADLINE, cluster, says};
+
+    #[test]
+    fn a_decision_waits_while_a_server_recovers_the_job() {
+        let since = Instant::now();
+        let (cluster, _runtime) = cluster(vec![says(move |_| match since.elapsed() < DEADLINE * 6 {
+            true => Answer::recovering(),
+            false => Answer::described(1),
+        })]);
+        let fault = Fault::new(FaultKind::Precondition, "phase", "paused", "training", "resume it");
+        let refused = cluster.explain(ServerId(0), "Commit", None, fault);
+        let Error::Call(refused) = refused else { panic!("{refused}") };
+        cluster.runtime.block_on(await_running(&cluster, ServerId(0), &refused)).unwrap();
+    }
 }

@@ -26,7 +26,9 @@ pub(super) async fn export(
     contents: Contents,
     sink: &Sink<'_>,
 ) -> Result<ExportedVersion> {
-    let (mut tried, mut backoff, mut give_up) = (0, Backoff::new(), None);
+    let (mut tried, mut backoff) = (0, Backoff::new());
+    // When no further try is made: of a row of failures, and of all of them.
+    let (mut give_up, mut last) = (None, None);
     loop {
         let begun = Instant::now();
         let answers = cluster.describe_all(false, cluster.options.deadline).await?;
@@ -35,12 +37,15 @@ pub(super) async fn export(
         match receive(cluster, contents, version, sink).await {
             Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
             Err(Error::Call(failed)) if passes(&failed.fault) => {
-                // What was exported for long before it broke begins a new row of failures.
+                let now = Instant::now();
+                // What was exported for long before it broke begins a new row of failures. But a link that cuts every stream
+                // before its end does so for ever, and each try begins with the first byte.
                 if begun.elapsed() > cluster.options.deadline {
                     give_up = None;
                 }
-                let end = *give_up.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
-                if !backoff.pause(end).await {
+                let row = *give_up.get_or_insert(now + cluster.options.deadline);
+                let all = *last.get_or_insert(now + cluster.options.slow_deadline);
+                if !backoff.pause(row.min(all)).await {
                     return Err(Error::Call(failed));
                 }
                 tracing::debug!(error = %failed, "exporting again");

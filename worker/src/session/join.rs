@@ -10,7 +10,7 @@ use longshore_wire::{
 
 use super::{open::judge_all, resume::spread_resume, takeover::take_over};
 use crate::{
-    cluster::{Backoff, ByServer, Cluster},
+    cluster::{Backoff, ByServer, Cluster, renewed},
     error::{Error, Misuse, Result, VersionsDiffer},
     rank::RankState,
 };
@@ -35,9 +35,12 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
     if rank.has_joined() {
         return Err(Misuse("the session has joined already: connect a new session to join again").into());
     }
-    let end = Instant::now() + cluster.options.deadline;
+    let mut end = Instant::now() + cluster.options.deadline;
     loop {
-        match join_once(cluster, rank).await {
+        let asked = Instant::now();
+        let joined = join_once(cluster, rank).await;
+        end = renewed(end, asked, cluster.options.deadline);
+        match joined {
             // A server has died meanwhile with a version that it had not kept yet. Nothing was made of that version here.
             Err(Error::Outdated(outdated)) if Instant::now() < end => {
                 tracing::debug!(job = %cluster.job(), error = %outdated, "joining again");
@@ -95,10 +98,11 @@ async fn align(
     rank: &RankState,
     mut incarnation: Incarnation,
 ) -> Result<(Incarnation, ByServer<JobProgress>)> {
-    let start = Instant::now();
-    let mut end = start + cluster.options.deadline;
+    let (start, deadline) = (Instant::now(), cluster.options.deadline);
     let mut backoff = Backoff::new();
     let mut joined = join_everywhere(cluster, rank, incarnation).await?;
+    // A server may have been waited for that recovered the job.
+    let mut end = Instant::now() + deadline;
     let mut progress = joined.clone();
     loop {
         judge_all(cluster, &progress)?;
@@ -115,19 +119,17 @@ async fn align(
             }
             .into());
         }
+        let asked = Instant::now();
         if cluster.options.rank == Rank(0) {
             incarnation = Incarnation(incarnation.0 + 1);
             take_over(cluster, incarnation).await?;
             progress = join_everywhere(cluster, rank, incarnation).await?;
+            end = renewed(end, asked, deadline);
             continue;
         }
-        let asked = Instant::now();
-        let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+        let answers = cluster.describe_all(false, deadline).await?;
         progress = answers.map(|answer| answer.progress.unwrap_or_default());
-        if asked.elapsed() > cluster.options.deadline {
-            // A server had all of its state to read, and has only now come back.
-            end = Instant::now() + cluster.options.deadline;
-        }
+        end = renewed(end, asked, deadline);
         if progress.iter().any(|(server, progress)| progress.version != joined[server].version) {
             // A process that began later than this one has a much greater number, and still fences this one.
             incarnation = Incarnation(incarnation.0 + 1);

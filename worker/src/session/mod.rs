@@ -15,6 +15,8 @@ mod resume;
 mod takeover;
 mod upload;
 mod version;
+#[cfg(test)]
+mod waiting_tests;
 
 use std::{ops::Range, sync::Arc, time::Duration};
 
@@ -85,7 +87,7 @@ impl Session {
     /// `Call` when a server refuses, as for a differing spec or too little memory; to rank 0 `StateLost` when some servers
     /// have trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
-        self.block_on(self.cluster.watched("the job on all servers", open::open(&self.cluster)))
+        self.block_on(self.cluster.watched_at_work("the job on all servers", open::open(&self.cluster)))
     }
 
     /// Takes the rank with a new incarnation, fencing an older process, and brings all servers to one version.
@@ -117,7 +119,7 @@ impl Session {
     /// Waits until every server trains: rank 0 has opened the job, and uploaded or restored. Bound by `slow_deadline`.
     pub fn wait_training(&self) -> Result<()> {
         let training = open::wait_training(&self.cluster);
-        self.block_on(self.cluster.watched("the initial weights", training))
+        self.block_on(self.cluster.watched_at_work("the initial weights", training))
     }
 
     /// The usual start of any rank: opens the job, joins it, and if it is fresh fills it: rank 0 uploads `weights`,
@@ -208,7 +210,7 @@ impl Session {
     /// servers agree on a version, so call it between steps.
     pub fn state_hash(&self) -> Result<StateHash> {
         let hash = admin::state_hash(&self.cluster);
-        self.block_unless_failed(self.cluster.watched("the servers' common version", hash))
+        self.block_unless_failed(self.cluster.watched_at_work("the servers' common version", hash))
     }
 
     /// The sealed checkpoints in the order in which they were sealed, which is not that of their versions once the

@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, ServerId, Version};
 use longshore_wire::v1::{JobProgress, Phase, ResumeRequest};
 
 use crate::{
-    cluster::{Backoff, ByServer, Cluster},
+    cluster::{Backoff, ByServer, Cluster, renewed},
     error::{Error, Result},
 };
 
@@ -39,13 +39,15 @@ pub(crate) async fn resume_on(
 ) -> Result<()> {
     let version = version.map(|version| version.0);
     let request = ResumeRequest { job: cluster.job().to_string(), loss_scale, version };
-    let (end, mut backoff) = (Instant::now() + cluster.options.deadline, Backoff::new());
+    let (mut end, mut backoff) = (Instant::now() + cluster.options.deadline, Backoff::new());
     loop {
+        let asked = Instant::now();
         let answer = cluster.call(server, "Resume", None, cluster.options.deadline, |peer| {
             let request = request.clone();
             async move { peer.admin().resume(request).await }
         });
         let answer = answer.await.map(|_| ());
+        end = renewed(end, asked, cluster.options.deadline);
         let behind = matches!(&answer, Err(Error::Call(failed)) if is_behind(&failed.fault));
         if !behind || !backoff.pause(end).await {
             return answer;
