@@ -23,8 +23,8 @@ use crate::{
     session::resume_on,
 };
 
-/// How long this waits beyond the deadline that a server was given. So the server's own error comes first, and it names
-/// who is missing.
+/// How long this waits beyond the longest wait of what it waits for. So an error of the wait itself comes first: it knows best
+/// who is missing. Where there is none by then, whoever the servers wait for is named here.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A step to decide.

@@ -70,8 +70,9 @@ impl Feeds {
         self.next.as_ref()
     }
 
-    /// The feed of the next step, which reads `version`, amended by what it lacks. It may be that of the step before, too: a
-    /// trainer that has drained since holds other weights of that version. None where weights are pulled on demand.
+    /// The feed of the next step, which reads `version`, amended by what it lacks. This may be the very feed that the step
+    /// before used: it is returned again because a drain may have put master weights into the trainer's tensors meanwhile. None
+    /// where weights are pulled on demand.
     pub(super) fn ahead(&self, version: Version, missing: Option<Missing>) -> Option<Feed> {
         self.of(version).cloned().map(|feed| feed.amended(missing))
     }
