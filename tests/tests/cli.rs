@@ -326,8 +326,12 @@ fn status_of_some_servers_says_that_others_are_missing() {
 
 #[test]
 fn arguments_that_the_parser_cannot_judge_are_wrong_arguments_too() {
-    let train: [&[&str]; 8] = [
+    let token = ["--token-file", "/nowhere/token", "--servers", "127.0.0.1:1"];
+    let train: [&[&str]; 11] = [
         &["--steps", "0"],
+        &["--shard-elements", "3"],
+        &["--shard-elements", "3", "--world-size", "2"],
+        &token,
         &["--batch", "0"],
         &["--rank", "3", "--world-size", "2"],
         &["--tier", "nvme"],
@@ -341,6 +345,7 @@ fn arguments_that_the_parser_cannot_judge_are_wrong_arguments_too() {
     }
     refused(&longshore(["plan", "--params", "1M", "--servers", "0"]), 2, &["--servers"]);
     refused(&longshore(["status", "--servers", "localhost"]), 2, &["localhost", "no port"]);
+    refused(&longshore([&["status"], &token[..]].concat()), 2, &["--token-file", "--tls-dir"]);
     let output = longshore(["train", "--steps", "0", "--output", "json"]);
     let error: Value = serde_json::from_str(output.stderr.lines().last().unwrap()).unwrap();
     assert_eq!((output.code, &error["error"]["exit_code"]), (2, &Value::from(2)), "{output:?}");

@@ -71,7 +71,7 @@ impl Servers {
     /// Connects to the servers that can be reached, in the order given.
     pub(crate) fn reach(addresses: &[String], access: &Access) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        let credentials = access.credentials()?;
+        let credentials = access.credentials().map_err(wrong_use)?;
         let checked = addresses.iter().map(|address| Address::new(address, credentials.as_ref()));
         let checked = checked.collect::<Result<Vec<Address>, Fault>>().map_err(wrong_use)?;
         let connect = |address: &Address| {

@@ -17,12 +17,14 @@ use super::{
 
 /// How often the ranks' processes are checked.
 const POLL: Duration = Duration::from_millis(100);
+use crate::wrong_use::wrong_use;
 
 /// Trains to the end.
 pub fn run(settings: &Settings) -> anyhow::Result<()> {
     let embedded = settings.servers.is_empty().then(|| embed(settings)).transpose()?;
     let servers = match &embedded {
         Some(embedded) => vec![embedded.address().to_string()],
+    settings.check().map_err(wrong_use)?;
         None => settings.servers.clone(),
     };
     match settings.rank {

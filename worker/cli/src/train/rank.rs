@@ -4,12 +4,12 @@ mod evaluate;
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_proto::{Layout, Rank, Step, Version};
+use longshore_proto::{Layout, Rank, Version};
 use longshore_worker::{
     Units,
     device::{Budget, Device},
     error::Error,
-    pipeline::{Accumulate, Pipeline, PipelineOptions, StepInputs, Weights as Pulled},
+    pipeline::{Pipeline, StepInputs, Weights as Pulled},
     session::{GoBack, Joined, Opened, Options, Session},
 };
 
@@ -99,11 +99,7 @@ impl<'a> Run<'a> {
         };
         let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
         let weights_budget = weights_budget(settings.stage, stage, (&model, &layout), &work, device.budget());
-        let run =
-            Run { settings, model, corpus, validation, layout, device, stage, weights_budget, rank, stop };
-        // Before the job is there.
-        run.pipeline_options()?.validate(&spec)?;
-        Ok(run)
+        Ok(Run { settings, model, corpus, validation, layout, device, stage, weights_budget, rank, stop })
     }
 
     /// Does the whole run, from connecting to the servers to the last step.
@@ -146,7 +142,7 @@ impl<'a> Run<'a> {
             device: self.device.name(),
         });
         // From here on the other ranks can tell that this process is there, however long it evaluates.
-        let mut pipeline = Pipeline::new(session, &joined, self.pipeline_options()?)?;
+        let mut pipeline = Pipeline::new(session, &joined, settings.pipeline_options(self.pulled())?)?;
         let first_loss = self.evaluate_at(joined.version, &memory, report)?;
         self.check_resumed(&pipeline, report);
         self.say_when_the_delay_begins(report);
@@ -265,20 +261,11 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn pipeline_options(&self) -> anyhow::Result<PipelineOptions> {
-        let settings = self.settings.clone();
-        let hyper = move |step: Step| settings.hypers(step);
-        Ok(PipelineOptions {
-            schedule: self.settings.schedule(),
-            clip: self.settings.clip,
-            correction: self.settings.correction,
-            accumulate: self.accumulate(),
-            weights: match self.stage {
-                Stage::Two => Pulled::Whole,
-                Stage::Three => Pulled::OnDemand,
-            },
-            ..PipelineOptions::new(self.settings.scaler()?, hyper)
-        })
+    fn pulled(&self) -> Pulled {
+        match self.stage {
+            Stage::Two => Pulled::Whole,
+            Stage::Three => Pulled::OnDemand,
+        }
     }
 
     fn step(
@@ -324,13 +311,6 @@ impl<'a> Run<'a> {
             .map_err(unwrap_library)?;
         units.end(pipeline)?;
         Ok(loss)
-    }
-
-    fn accumulate(&self) -> Accumulate {
-        match self.settings.accumulate_on_worker {
-            true => Accumulate::OnWorker { micro_steps: self.settings.micro_steps },
-            false => Accumulate::OnServers,
-        }
     }
 
     fn activations(&self) -> u64 {

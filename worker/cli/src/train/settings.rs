@@ -10,6 +10,7 @@ use longshore_worker::{
     DelayCorrection,
     device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
+    pipeline::{Accumulate, PipelineOptions, Weights as Pulled},
     schedule::Schedule,
     session::{GoBack, Transport},
 };
@@ -156,6 +157,35 @@ impl Settings {
 
     pub fn scaler(&self) -> Result<LossScaler, Fault> {
         match self.loss_scale.mode {
+    /// Checks what no flag says by itself, before anything is started.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        let spec = self.spec(&Gpt::new(self.model)?);
+        spec.validate()?;
+        // The stage is chosen once the device is known, and is not what can be wrong.
+        self.pipeline_options(Pulled::Whole)?.validate(&spec)?;
+        Ok(())
+    }
+
+    pub(super) fn pipeline_options(&self, weights: Pulled) -> Result<PipelineOptions, Fault> {
+        let settings = self.clone();
+        let hyper = move |step: Step| settings.hypers(step);
+        Ok(PipelineOptions {
+            schedule: self.schedule(),
+            clip: self.clip,
+            correction: self.correction,
+            accumulate: self.accumulate(),
+            weights,
+            ..PipelineOptions::new(self.scaler()?, hyper)
+        })
+    }
+
+    fn accumulate(&self) -> Accumulate {
+        match self.accumulate_on_worker {
+            true => Accumulate::OnWorker { micro_steps: self.micro_steps },
+            false => Accumulate::OnServers,
+        }
+    }
+
             LossScaleMode::Dynamic => LossScaler::dynamic(self.loss_scale.options),
             LossScaleMode::Fixed(scale) => LossScaler::fixed(scale),
         }

@@ -147,8 +147,8 @@ fn check(args: &Args) -> Result<(), Fault> {
     positive("--batch", args.batch as u64)?;
     positive("--eval-batches", args.eval_batches as u64)?;
     positive("--deadline-s", args.deadline_s)?;
-    // Where the credentials cannot be read, connecting says why.
-    if let Ok(credentials) = args.access.credentials() {
+    if !args.servers.is_empty() {
+        let credentials = args.access.credentials()?;
         args.servers.iter().try_for_each(|address| Address::new(address, credentials.as_ref()).map(drop))?;
     }
     if !(args.clip >= 0.0 && args.clip.is_finite()) {
