@@ -589,6 +589,15 @@ fn ranks_started_by_hand_are_the_same_run() {
     assert!(lonely.process.stderr().contains("--servers"), "{}", lonely.process.stderr());
 }
 
+/// What is true of all ranks is said by one of them.
+#[test]
+fn ranks_say_once_when_the_delay_begins() {
+    let mut running = two_ranks(4).args(["--delay", "1"]).start();
+    while running.event().is_some() {}
+    let (code, stderr) = (running.process.code(), running.process.stderr());
+    assert_eq!((code, stderr.matches("(--warmup-steps)").count()), (0, 1), "{stderr}");
+}
+
 /// The first signal lets the step in hand finish and writes what was asked for.
 #[test]
 fn a_signal_ends_a_run_as_its_end_does() {

@@ -145,7 +145,9 @@ impl<'a> Run<'a> {
         let mut pipeline = Pipeline::new(session, &joined, settings.pipeline_options(self.pulled())?)?;
         let first_loss = self.evaluate_at(joined.version, &memory, report)?;
         self.check_resumed(&pipeline, report);
-        self.say_when_the_delay_begins(report);
+        if self.rank == 0 {
+            self.say_when_the_delay_begins(report);
+        }
         while pipeline.last_step().0 < settings.steps && !self.is_stopped() {
             self.step(&mut pipeline, &mut memory, report)?;
             self.after_step(&mut pipeline, &memory, &mut keeper, report)?;
