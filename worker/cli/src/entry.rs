@@ -6,7 +6,7 @@ use clap::{CommandFactory, FromArgMatches};
 
 use crate::{
     commands::{Cli, check_environment},
-    output,
+    output::{self, fail},
     train::Stopped,
     wrong_use::WrongUse,
 };
@@ -55,15 +55,6 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             usage.exit_code() as u8
         }
     }
-}
-
-/// Says what went wrong, as the last line on stderr.
-fn fail(error: &anyhow::Error, code: u8, as_json: bool) -> u8 {
-    match as_json {
-        true => eprintln!("{}", output::error(error, code)),
-        false => eprintln!("longshore: {error:#}"),
-    }
-    code
 }
 
 /// Whether arguments that may be wrong ask for errors as JSON. The last word on it counts, as it does for the parser.

@@ -1,5 +1,7 @@
 //! What commands print: text for people, or JSON for programs. Everything but a run's own report goes through here.
 
+use std::io::{self, Write};
+
 use longshore_proto::Fault;
 use longshore_worker::error::Error;
 use serde_json::{Value, json};
@@ -71,6 +73,16 @@ impl Output {
             say!("{}", text());
         }
     }
+}
+
+/// Says what went wrong, as the last line on stderr.
+pub(crate) fn fail(failed: &anyhow::Error, code: u8, as_json: bool) -> u8 {
+    // A terminal that is gone cannot be told, and the code says some of it.
+    let _ = match as_json {
+        true => writeln!(io::stderr(), "{}", error(failed, code)),
+        false => writeln!(io::stderr(), "longshore: {failed:#}"),
+    };
+    code
 }
 
 /// An error as programs read it. Fields that an error does not have are null.

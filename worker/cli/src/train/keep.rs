@@ -178,15 +178,24 @@ impl<'a> Keeper<'a> {
         match &self.settings.checkpoint_dir {
             Some(dir) if self.embedded => {
                 let folder = dir.join(self.settings.job.as_str()).join(name);
-                format!("checkpoint        {}: --resume and more --steps go on from it", folder.display())
+                let flag = self.resume_flag(name);
+                format!("checkpoint        {}: {flag} and more --steps go on from it", folder.display())
             }
             _ => format!("checkpoint        {name}, in the servers' checkpoint folder"),
         }
     }
 
-    /// Whether the state itself dies with an embedded server that keeps it in memory.
     fn is_gone_with_us(&self) -> bool {
-        self.embedded && !self.settings.tier.properties().survives_restart()
+        ends_with_us(self.settings, self.embedded)
+    }
+
+    /// The flag with which the same command goes on from a checkpoint. A checkpoint that the command names counts before the
+    /// newest one.
+    fn resume_flag(&self, name: &str) -> String {
+        match named(self.settings).filter(|old| *old != name) {
+            Some(old) => format!("--resume-from {name} instead of {old}"),
+            None => "--resume".to_string(),
+        }
     }
 
     /// Where a run that was stopped is, and how to go on.
@@ -195,7 +204,8 @@ impl<'a> Keeper<'a> {
         match &self.last {
             _ if !self.is_gone_with_us() => format!("{at}: run the same command again to go on"),
             Some((name, _)) => {
-                format!("{at}: run the same command with --resume to go on from checkpoint {name}")
+                let flag = self.resume_flag(name);
+                format!("{at}: run the same command with {flag} to go on from checkpoint {name}")
             }
             None => format!(
                 "{at}, and its embedded server kept the state in memory: it ends with this. With --checkpoint-dir DIR the same command \
@@ -232,6 +242,39 @@ impl<'a> Keeper<'a> {
         }
         format!("{label} in memory of the embedded server, which ends now: what is named above stays")
     }
+}
+
+/// Whether the state itself dies with an embedded server that keeps it in memory.
+fn ends_with_us(settings: &Settings, embedded: bool) -> bool {
+    embedded && !settings.tier.properties().survives_restart()
+}
+
+/// The checkpoint that the command goes back to by name.
+fn named(settings: &Settings) -> Option<&String> {
+    settings.resume.as_ref().and_then(|how| how.checkpoint.as_ref())
+}
+
+/// Where a run is that a second signal ends at once, and how to go on.
+pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
+    if !embedded {
+        return "at once: the servers hold the job at its last decided step, and the same command goes on from there"
+            .to_string();
+    }
+    if !ends_with_us(settings, embedded) {
+        return "at once: the job is in its state folder, and the same command goes on from there"
+            .to_string();
+    }
+    let gone = "at once, and its embedded server kept the state in memory: it ends with this";
+    let flag = match (&settings.checkpoint_dir, named(settings)) {
+        (None, _) => {
+            return format!(
+                "{gone}. With --checkpoint-dir DIR and --checkpoint-every STEPS the same command leaves checkpoints to go on from"
+            );
+        }
+        (Some(_), Some(old)) => format!("--resume instead of --resume-from {old}"),
+        (Some(_), None) => "--resume".to_string(),
+    };
+    format!("{gone}. If a checkpoint was written, the same command with {flag} goes on from the newest one")
 }
 
 /// Whether only the writing of a checkpoint failed. If a server is gone or the job has failed, the next step fails as

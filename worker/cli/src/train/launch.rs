@@ -1,7 +1,8 @@
 //! Starts a run from its settings: an embedded server when none is named, and a process for each rank.
 
 use std::{
-    process::{Child, Command, Stdio},
+    os::unix::process::ExitStatusExt,
+    process::{Child, Command, ExitStatus, Stdio},
     thread,
     time::Duration,
 };
@@ -11,20 +12,22 @@ use longshore_server::{Config, Embedded, config::StorageConfig};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{
-    Settings, rank,
-    stop::{Part, Stop, Stopped},
+    Settings,
+    keep::cut_off,
+    rank,
+    stop::{LastWords, Part, SIGNALLED, Stop, Stopped},
 };
+use crate::wrong_use::wrong_use;
 
 /// How often the ranks' processes are checked.
 const POLL: Duration = Duration::from_millis(100);
-use crate::wrong_use::wrong_use;
 
 /// Trains to the end.
 pub fn run(settings: &Settings) -> anyhow::Result<()> {
+    settings.check().map_err(wrong_use)?;
     let embedded = settings.servers.is_empty().then(|| embed(settings)).transpose()?;
     let servers = match &embedded {
         Some(embedded) => vec![embedded.address().to_string()],
-    settings.check().map_err(wrong_use)?;
         None => settings.servers.clone(),
     };
     match settings.rank {
@@ -54,14 +57,17 @@ fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
 
 /// Starts one process for each rank, with this process's own arguments. The first one that fails ends the others.
 fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
-    // From here on a signal ends no rank but through rank 0.
-    let stop = Stop::catch(Part::Starts)?;
+    let embedded = settings.servers.is_empty();
+    let (failed, at_once) = (if embedded { OWN_SERVER } else { OTHERS_SERVERS }, cut_off(settings, embedded));
+    // From here on this process ends with its ranks alone, or at a second signal. Of the ranks, each ends at a first signal
+    // until it catches it, and at a second one.
+    let stop = Stop::catch(Part::Starts, LastWords::default())?;
     let mut ranks = Ranks(Vec::new());
     for rank in 0..settings.world_size {
         let program = std::env::current_exe().context("finding this program to start the ranks with")?;
         let mut command = Command::new(program);
         command.args(std::env::args_os().skip(1)).args(["--launched", "--rank", &rank.to_string()]);
-        if settings.servers.is_empty() {
+        if embedded {
             command.arg("--servers").arg(servers.join(",")).arg("--embedded");
         }
         if rank > 0 {
@@ -70,7 +76,7 @@ fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
         let child = command.stdin(Stdio::null()).spawn();
         ranks.0.push(Some(child.with_context(|| format!("starting the process of rank {rank}"))?));
     }
-    ranks.wait(&stop, if settings.servers.is_empty() { OWN_SERVER } else { OTHERS_SERVERS })
+    ranks.wait(&stop, &Left { failed, at_once: &at_once })
 }
 
 /// What a user is told of the job when a rank's process has failed. The server that runs inside this process ends with it.
@@ -78,16 +84,22 @@ const OWN_SERVER: &str = "The server ended with this run: run the same command a
                           folder or a checkpoint has, and begins anew without either";
 const OTHERS_SERVERS: &str = "The job is still on its servers: run the same command again to continue";
 
+/// What a user is told of the job that a run leaves: where a rank's process has failed, and where a second signal ended all.
+struct Left<'a> {
+    failed: &'a str,
+    at_once: &'a str,
+}
+
 /// The ranks' processes. They are killed when this is dropped, so that no rank outlives a failed run.
 struct Ranks(Vec<Option<Child>>);
 
 impl Ranks {
-    /// Waits for all of them. `left` says where the job is after one has failed.
-    fn wait(&mut self, stop: &Stop, left: &str) -> anyhow::Result<()> {
+    /// Waits for all of them.
+    fn wait(&mut self, stop: &Stop, left: &Left<'_>) -> anyhow::Result<()> {
         let mut told = false;
         while self.0.iter().any(Option::is_some) {
             if stop.is_urgent() {
-                return Err(stopped(stop, "at once: the job is at its last decided step"));
+                return Err(stopped(stop, left.at_once));
             }
             if stop.asked().is_some() && !std::mem::replace(&mut told, true) {
                 self.tell_rank_zero();
@@ -96,13 +108,19 @@ impl Ranks {
                 let Some(child) = slot else { continue };
                 let Some(status) = child.try_wait()? else { continue };
                 *slot = None;
-                if stop.asked().is_some() && rank == 0 && !status.success() {
-                    // The others wait for a decision that will not come, and end with this.
-                    return Err(stopped(stop, "with rank 0, which says above where, and how to go on"));
+                if stop.asked().is_some() && !status.success() {
+                    match (rank, how_stopped(status)) {
+                        // The others wait for a decision that will not come, and end with this.
+                        (0, Some(said)) => return Err(stopped(stop, said)),
+                        (0, None) => {}
+                        // Rank 0 ends the run, and may be writing what stays of it. It says so if it lacks this rank.
+                        (1.., _) => continue,
+                    }
                 }
                 anyhow::ensure!(
                     status.success(),
-                    "rank {rank} ended with {status}: see its message above. {left}"
+                    "rank {rank} ended with {status}: see its message above. {}",
+                    left.failed
                 );
             }
             thread::sleep(POLL);
@@ -119,6 +137,17 @@ impl Ranks {
     }
 }
 
+/// What to say of a rank 0 that ended because the run was told to stop; None where it ended otherwise.
+fn how_stopped(status: ExitStatus) -> Option<&'static str> {
+    let is_one = |number: Option<i32>, of: &[Signal]| of.iter().any(|one| number == Some(one.as_raw()));
+    if is_one(status.code().map(|code| code - SIGNALLED), &[Signal::INT, Signal::TERM]) {
+        return Some("with rank 0, which says above where, and how to go on");
+    }
+    // It catches these before it does anything else.
+    let caught = is_one(status.signal(), &[Signal::INT, Signal::TERM, Signal::USR1]);
+    caught.then_some("before training began: run the same command again")
+}
+
 fn stopped(stop: &Stop, said: &str) -> anyhow::Error {
     Stopped { signal: stop.asked().unwrap_or_default(), said: said.into() }.into()
 }
@@ -129,5 +158,56 @@ impl Drop for Ranks {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+
+    use tokio::signal::unix::SignalKind;
+
+    use super::*;
+
+    /// A process in a rank's place, once it says that it is ready.
+    fn rank(script: &str) -> Option<Child> {
+        let script = format!("{script}\necho ready\nwhile :; do sleep 0.02; done");
+        let mut child = Command::new("sh").args(["-c", &script]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n");
+        Some(child)
+    }
+
+    /// How a run of these ranks ends that was told to stop before.
+    fn ended(ranks: Vec<Option<Child>>) -> anyhow::Error {
+        let stop = Stop::default();
+        stop.hear(Part::Starts, &LastWords::default(), SignalKind::terminate(), true);
+        Ranks(ranks).wait(&stop, &Left { failed: "It has failed.", at_once: "at once" }).unwrap_err()
+    }
+
+    #[test]
+    fn a_rank_zero_that_fails_as_it_stops_has_failed() {
+        let error = ended(vec![rank("trap 'exit 1' USR1")]);
+        assert!(error.downcast_ref::<Stopped>().is_none(), "{error}");
+        assert!(error.to_string().starts_with("rank 0 ended with exit status: 1"), "{error}");
+    }
+
+    /// It may be writing the last checkpoint.
+    #[test]
+    fn rank_zero_ends_a_stopped_run_whatever_others_do() {
+        let mut gone = Command::new("sh").args(["-c", "exit 1"]).spawn().unwrap();
+        gone.wait().unwrap();
+        let error = ended(vec![rank("trap 'exit 143' USR1"), Some(gone)]);
+        let stopped = error.downcast_ref::<Stopped>().unwrap_or_else(|| panic!("{error}"));
+        assert_eq!(stopped.exit_code(), 143);
+        assert!(stopped.said.contains("which says above where"), "{stopped}");
+    }
+
+    #[test]
+    fn a_signal_may_come_before_rank_zero_catches_it() {
+        let error = ended(vec![rank("")]);
+        let stopped = error.downcast_ref::<Stopped>().unwrap_or_else(|| panic!("{error}"));
+        assert!(stopped.said.contains("before training began"), "{stopped}");
     }
 }

@@ -16,12 +16,12 @@ use longshore_worker::{
 use super::{
     LayerGradients, Settings, Sink, Stage, UnitsOf,
     gpt::{self, Gpt},
-    keep::Keeper,
+    keep::{Keeper, cut_off},
     memory::{Workload, activations, plan_stage, weights_budget, with_kept_activations},
     recorded,
     report::{Around, Opening, Report},
     stage_units,
-    stop::{Part, Stop, Stopped},
+    stop::{LastWords, Part, Stop, Stopped},
     tested,
     text::{Batch, Corpus},
 };
@@ -58,7 +58,8 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
         (0, _) => Some(Part::Decides),
         (_, launched) => launched.then_some(Part::Follows),
     };
-    let stop = part.map(Stop::catch).transpose()?.unwrap_or_default();
+    let words = LastWords { said: cut_off(settings, embedded), as_json: settings.errors_as_json };
+    let stop = part.map(|part| Stop::catch(part, words)).transpose()?.unwrap_or_default();
     let run = Run::prepare(settings, rank, stop)?;
     let tokens = (settings.batch * run.model.config().context) as u64
         * u64::from(settings.micro_steps)

@@ -96,6 +96,8 @@ pub struct Settings {
     /// Where an embedded server keeps the state of tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub json: bool,
+    /// An error is one JSON object.
+    pub errors_as_json: bool,
     /// The folder of event files for TensorBoard.
     pub tensorboard: Option<PathBuf>,
     /// The losses are plotted at the end, on a terminal or not.
@@ -155,8 +157,6 @@ impl Settings {
         }
     }
 
-    pub fn scaler(&self) -> Result<LossScaler, Fault> {
-        match self.loss_scale.mode {
     /// Checks what no flag says by itself, before anything is started.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let spec = self.spec(&Gpt::new(self.model)?);
@@ -186,6 +186,8 @@ impl Settings {
         }
     }
 
+    pub fn scaler(&self) -> Result<LossScaler, Fault> {
+        match self.loss_scale.mode {
             LossScaleMode::Dynamic => LossScaler::dynamic(self.loss_scale.options),
             LossScaleMode::Fixed(scale) => LossScaler::fixed(scale),
         }

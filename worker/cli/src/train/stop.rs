@@ -2,7 +2,8 @@
 //! process at once.
 
 use std::{
-    fmt, io,
+    fmt,
+    io::{self, Write},
     sync::{
         Arc,
         atomic::{AtomicI32, AtomicU32, Ordering},
@@ -12,8 +13,10 @@ use std::{
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use crate::output::fail;
+
 /// What a shell says of a process that a signal ended is this and the signal's number.
-const SIGNALLED: i32 = 128;
+pub(super) const SIGNALLED: i32 = 128;
 
 /// What a process does about signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +27,14 @@ pub(super) enum Part {
     Starts,
     /// It was started with the others, and is ended with them once rank 0 has. A step in hand needs it until then.
     Follows,
+}
+
+/// What a process says as a second signal ends it at once.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LastWords {
+    /// Where the run is, and how to go on.
+    pub(super) said: String,
+    pub(super) as_json: bool,
 }
 
 /// Whether the run was told to stop.
@@ -40,7 +51,7 @@ struct Heard {
 impl Stop {
     /// Catches SIGINT and SIGTERM from here on. SIGUSR1 is how the process that starts the ranks tells rank 0: a terminal sends
     /// SIGINT to both of them, and that is one signal and not two.
-    pub(super) fn catch(part: Part) -> io::Result<Stop> {
+    pub(super) fn catch(part: Part, words: LastWords) -> io::Result<Stop> {
         let stop = Stop::default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
         let entered = runtime.enter();
@@ -52,9 +63,9 @@ impl Stop {
         let listen = async move {
             loop {
                 tokio::select! {
-                    _ = interrupt.recv() => heard.hear(part, SignalKind::interrupt(), true),
-                    _ = terminate.recv() => heard.hear(part, SignalKind::terminate(), true),
-                    () = next(&mut told) => heard.hear(part, SignalKind::interrupt(), false),
+                    _ = interrupt.recv() => heard.hear(part, &words, SignalKind::interrupt(), true),
+                    _ = terminate.recv() => heard.hear(part, &words, SignalKind::terminate(), true),
+                    () = next(&mut told) => heard.hear(part, &words, SignalKind::interrupt(), false),
                 }
             }
         };
@@ -62,15 +73,22 @@ impl Stop {
         Ok(stop)
     }
 
-    fn hear(&self, part: Part, kind: SignalKind, counts: bool) {
+    pub(super) fn hear(&self, part: Part, words: &LastWords, kind: SignalKind, counts: bool) {
         let number = kind.as_raw_value();
         let is_first = self.0.first.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire).is_ok();
         let times = self.0.times.fetch_add(u32::from(counts), Ordering::AcqRel) + u32::from(counts);
         if times > 1 && part != Part::Starts {
-            std::process::exit(SIGNALLED + number);
+            let stopped = Stopped { signal: number, said: words.said.clone() };
+            let mut code = stopped.exit_code();
+            if part == Part::Decides {
+                code = fail(&stopped.into(), code, words.as_json);
+            }
+            std::process::exit(code.into());
         }
         if is_first && part == Part::Decides {
-            eprintln!(
+            // A terminal that is gone cannot be told.
+            let _ = writeln!(
+                io::stderr(),
                 "longshore: {}: the step in hand is finished first; a second signal ends this at once",
                 name(number)
             );

@@ -1,0 +1,96 @@
+//! Trainers that a signal stops: how they end where something goes wrong, and what they say of the way on.
+
+use std::{fs, path::Path, process::Command};
+
+use longshore_tests::{
+    server::ServerOptions,
+    train::{Running, Train},
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// More steps than any test waits for.
+const ENDLESS: u64 = 1_000_000;
+
+fn signal(process: u32, names: &[&str]) {
+    for name in names {
+        assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
+    }
+}
+
+/// Sends two signals that are there at once, and returns the exit code and what was said on stderr.
+fn stopped_twice(mut running: Running) -> (i32, String) {
+    running.until_step(3);
+    signal(running.process.id(), &["-STOP", "-TERM", "-INT", "-CONT"]);
+    while running.event().is_some() {}
+    let code = running.process.code();
+    assert!([130, 143].contains(&code), "{code}: {}", running.process.stderr());
+    (code, running.process.stderr())
+}
+
+/// A run that keeps its state in memory, with this folder for checkpoints.
+fn in_memory(checkpoints: &Path, ranks: &str) -> Train {
+    let flags = ["--checkpoint-dir", &checkpoints.display().to_string(), "--world-size", ranks];
+    Train::new(ENDLESS).args(flags)
+}
+
+#[test]
+fn an_export_that_fails_after_a_signal_is_a_failure() {
+    let folder = TempDir::new().unwrap();
+    let export = folder.path().join("export");
+    for ranks in ["1", "2"] {
+        let flags = ["--export", &export.display().to_string(), "--world-size", ranks];
+        let mut running = Train::new(ENDLESS).args(flags).start();
+        running.until_step(3);
+        fs::write(&export, "a file in the way").unwrap();
+        signal(running.process.id(), &["-TERM"]);
+        while running.event().is_some() {}
+        let (code, stderr) = (running.process.code(), running.process.stderr());
+        assert_eq!(code, 1, "{stderr}");
+        assert!(stderr.contains("its weights were not exported"), "{stderr}");
+        assert!(ranks == "1" || stderr.contains("rank 0 ended with exit status: 1"), "{stderr}");
+        fs::remove_file(&export).unwrap();
+    }
+}
+
+#[test]
+fn a_second_signal_says_what_is_left() {
+    let folder = TempDir::new().unwrap();
+    for ranks in ["1", "2"] {
+        let (code, stderr) = stopped_twice(in_memory(folder.path(), ranks).start_with(["--output", "json"]));
+        let last = stderr.lines().last().unwrap();
+        let error: Value = serde_json::from_str(last).unwrap_or_else(|error| panic!("{error} in {stderr}"));
+        assert_eq!(error["error"]["exit_code"], code, "{stderr}");
+        let message = error["error"]["message"].as_str().unwrap();
+        for word in ["at once", "kept the state in memory", "--resume"] {
+            assert!(message.contains(word), "{word:?} is missing: {message}");
+        }
+    }
+    let server = ServerOptions::new().start();
+    let running = Train::new(ENDLESS).servers(&[server.address().to_string()]).start();
+    let (_, stderr) = stopped_twice(running);
+    let last = stderr.lines().last().unwrap();
+    assert!(last.contains("the servers hold the job at its last decided step"), "{stderr}");
+}
+
+/// A checkpoint that the command names counts before the newest one, so the same command with --resume would go back to it.
+#[test]
+fn a_run_that_went_on_from_a_named_checkpoint_names_its_newest() {
+    let folder = TempDir::new().unwrap();
+    let train = in_memory(folder.path(), "1");
+    let stop = |mut running: Running| {
+        running.until_steps(3);
+        signal(running.process.id(), &["-TERM"]);
+        while running.event().is_some() {}
+        assert_eq!(running.process.code(), 143, "{}", running.process.stderr());
+        running.process.stderr()
+    };
+    let said = stop(train.start());
+    let name = said.lines().last().unwrap().split_whitespace().last().unwrap().to_string();
+    assert!(said.contains(&format!("with --resume to go on from checkpoint {name}")), "{said}");
+    let again = stop(train.start_with(["--resume-from", &name]));
+    let newest = again.lines().last().unwrap().split_whitespace().last().unwrap();
+    assert_ne!(newest, name);
+    let words = format!("with --resume-from {newest} instead of {name} to go on from checkpoint {newest}");
+    assert!(again.contains(&words), "{again}");
+}
