@@ -196,6 +196,11 @@ class Connection:
         states = _full.allocate(rule, self.params)
         return self.export_state(rule, states), states
 
+    def left_out(self) -> dict[int, int]:
+        """By parameter how many steps have left it out, of those that were left out of any."""
+        left_out = dict(self.job.left_out())
+        return left_out if self.ranks is None else self.ranks.of_params(left_out)
+
     def export_state(self, rule: str, states: list[dict[str, Tensor]], *, alone: bool = False) -> list[int]:
         """Writes the newest version into contiguous tensors, by parameter and torch's names. What they do not name is left out.
 
@@ -211,15 +216,13 @@ class Connection:
         if not (alone and self.ranks is not None):
             self.read()
         arrays = list(_full.arrays(rule, self.params, states))
-        left_out = dict(self.job.left_out())
+        left_out = self.left_out()
         if self.ranks is None:
             _, applied = self.job.export_state(arrays)
         elif alone:
             _, applied = self.job.export_state([self.ranks.of_pieces(array) for array in arrays])
         else:
             applied = self.ranks.export_state(self.job, arrays)
-        if self.ranks is not None:
-            left_out = self.ranks.of_params(left_out)
         return [applied - left_out.get(param.index, 0) for param in self.params]
 
     def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:

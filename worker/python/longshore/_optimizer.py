@@ -24,13 +24,14 @@ from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
 from longshore._unit_tensors import UnitParameter
 from longshore._unit_weights import UnitWeights
+from longshore._watching import Absent, Watch, Watching
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 
 #: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier", "spec.unchecked")
 
 
-class Optimizer(Back, Scaling, Stateful):
+class Optimizer(Back, Scaling, Watching, Stateful):
     """An optimizer whose master weights and state live on optimizer servers.
 
     It is used as any other of torch: hooks, param groups, schedulers, closures, accumulation in ``.grad`` and
@@ -52,6 +53,8 @@ class Optimizer(Back, Scaling, Stateful):
         #: What weights come through once the model is in units.
         self._units: UnitWeights | None = None
         self._gradients = Gradients()
+        self._watch: Watch | None = None
+        self._absent = Absent()
         self._applied = torch.zeros(())
         #: What became of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
@@ -194,6 +197,7 @@ class Optimizer(Back, Scaling, Stateful):
         return self._connection or self._start(self._new_connection())
 
     def _start(self, connection: Connection, *, found: bool = False) -> Connection:
+        self.check_model()
         _params.claim(connection.params, self)
         try:
             if self._units is not None:
@@ -262,6 +266,8 @@ class Optimizer(Back, Scaling, Stateful):
                 loss = closure()
         for group in self.param_groups:
             self._check_group(group)
+        if not self.has_begun:
+            self.check_model()
         if self._stream is not None:
             made = self._stream.finish()
         else:
@@ -315,6 +321,7 @@ class Optimizer(Back, Scaling, Stateful):
         return True
 
     def _check_missing(self, missing: list[Param]) -> None:
+        self._absent.note(missing)
         if self._options.on_missing() != "error":
             return
         if self._stream is None:
@@ -339,6 +346,7 @@ class Optimizer(Back, Scaling, Stateful):
         connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
         connection.expect()
         self._report(connection)
+        self._warn_of_unused(connection)
 
     def _report(self, connection: Connection) -> None:
         reports = [StepReport(**fields) for fields in connection.job.outcomes()]

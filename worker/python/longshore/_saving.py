@@ -49,6 +49,7 @@ class Saving:
         Raises:
             RefusedError: if checkpoints were asked for and a server cannot write one.
         """
+        optimizer.check_model()
         optimizer.flush()
         if self._is_lost(optimizer):
             self._save_here(optimizer)

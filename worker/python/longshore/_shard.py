@@ -104,6 +104,7 @@ def shard(
             was opened.
     """
     _check(model, optimizer)
+    optimizer.watch(model)
     is_gathered = _is_gathered(weights, optimizer)
     was_open = optimizer._connection is not None
     optimizer.open()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from longshore._connection import Connection
     from longshore._options import Options
     from longshore._ranks import Ranks
+    from longshore._watching import Watch
 
 
 class Streamed(Protocol):
@@ -27,6 +28,7 @@ class Streamed(Protocol):
     _options: "Options"
     _gradients: Gradients
     _frozen: list[tuple[str, Tensor]]
+    _watch: "Watch | None"
 
     def _opened(self) -> "Connection": ...
 
@@ -131,6 +133,8 @@ class Stream:
             _params.check_unchanged([], optimizer._frozen)
             return
         if not self.has_begun:
+            if optimizer._watch is not None:
+                optimizer._watch.check()
             connection.check_written()
         if param.index in self._taken:
             # Another backward has begun, and the one before left parameters out.

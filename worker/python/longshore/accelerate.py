@@ -20,11 +20,13 @@ class Attached:
         self._handle = accelerator.register_save_state_pre_hook(self._before_save)
         self._instead("get_state_dict", self._get_state_dict)
         self._instead("log", self._log)
+        self._instead("prepare", self._prepare)
+        self._watch()
 
     def remove(self) -> None:
         """Ends that."""
         self._handle.remove()
-        for name in ("get_state_dict", "log"):
+        for name in ("get_state_dict", "log", "prepare"):
             vars(self._accelerator).pop(name, None)
 
     def flush(self) -> None:
@@ -54,6 +56,15 @@ class Attached:
             optimizer = getattr(wrapped, "optimizer", wrapped)
             if isinstance(optimizer, Optimizer):
                 yield optimizer
+
+    def _watch(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer.watch(*self._accelerator._models)
+
+    def _prepare(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = inner(*args, **kwargs)
+        self._watch()
+        return prepared
 
     def _before_save(self, models: Any, weights: Any, folder: Any) -> None:
         for optimizer in self._optimizers():

@@ -292,6 +292,7 @@ class Engine(nn.Module):
         Raises:
             RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or no room.
         """
+        self.optimizer.check_model()
         _engine_files.save(
             self,
             Path(save_dir),
@@ -434,6 +435,7 @@ def initialize(
         model.to(settings.dtype)
     params = model_parameters if model_parameters is not None else model.named_parameters()
     optimizer = _engine_parts.optimizer(optimizer, params, settings)
+    optimizer.watch(model)
     if not optimizer.waits_for_state and not settings.loads_universal:
         # Now, since the first forward must have the job's weights.
         optimizer.open()

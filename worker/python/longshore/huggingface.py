@@ -57,6 +57,8 @@ class Callback(TrainerCallback):
         optimizer, scheduler = _ours(kwargs), kwargs.get("lr_scheduler")
         if optimizer is None:
             return
+        if (model := kwargs.get("model")) is not None:
+            optimizer.watch(model)
         optimizer.open()
         self._warn_of_places(optimizer)
         self._saving.begin(optimizer)

@@ -21,9 +21,10 @@ class _Logging(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # With bf16-mixed Lightning asks who unscales gradients before it clips them, and nobody does.
         for _, optimizer in _ours(trainer):
+            optimizer.watch(pl_module)
             optimizer.has_no_scaler = getattr(trainer.precision_plugin, "scaler", None) is None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
         for _, optimizer in _ours(trainer):
             report = optimizer.last_report
             if report is not None:

@@ -1,0 +1,252 @@
+"""A parameter that is replaced after its optimizer was built is an error where the model is known, and named in a warning where it is not."""
+
+import pathlib
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp, pair
+from programs import load
+from torch import nn
+from units import Deep
+
+import longshore
+from longshore import _watching, errors
+
+NAMED = r"^layers\.5\.weight is out of the model.*layers\.5\.weight, fp32 \[4, 32\].*build the optimizer, engine or Trainer after that"
+
+
+def replace(model: nn.Module) -> None:
+    model.layers[5] = nn.Linear(32, 4)
+
+
+def steps(model: nn.Module, step: Callable[[Any], None], number: int) -> None:
+    for count in range(number):
+        step(model.loss(count))
+
+
+def engine_of(model: nn.Module, config: dict[str, Any], **given: Any) -> longshore.Engine:
+    made: longshore.Engine = longshore.initialize(
+        model=model, config={"gradient_clipping": 0, "optimizer": {"type": "AdamW"}, **config}, **given
+    )[0]
+    return made
+
+
+def stepping(engine: longshore.Engine) -> Callable[[Any], None]:
+    def step(loss: Any) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return step
+
+
+def test_an_engine_refuses_a_layer_that_was_replaced(tmp_path: pathlib.Path) -> None:
+    model, _ = pair("mlp")
+    engine = engine_of(model, {})
+    steps(model, stepping(engine), 2)
+    old = model.layers[5]
+    replace(model)
+    with pytest.raises(errors.UsageError, match=NAMED):
+        engine.backward(model.loss(2))
+    with pytest.raises(errors.UsageError, match=NAMED):
+        engine.save_checkpoint(tmp_path)
+    assert engine.optimizer.version == 2 and not any(tmp_path.iterdir())
+    model.layers[5] = old
+    engine.zero_grad()
+    steps(model, stepping(engine), 1)
+    assert engine.optimizer.version == 3
+
+
+def test_an_engine_refuses_parameters_of_before(tmp_path: pathlib.Path) -> None:
+    """The optimizer has them under the names that others have in the model."""
+    model, _ = pair("mlp")
+    params = list(model.named_parameters())
+    replace(model)
+    with pytest.raises(errors.UsageError, match=NAMED):
+        engine_of(model, {}, model_parameters=params)
+
+
+@pytest.mark.filterwarnings("ignore:.* changes nothing here")
+def test_a_model_in_units() -> None:
+    torch.manual_seed(0)
+    model = Deep(depth=4)
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
+    model.layers[1] = nn.Linear(48, 48)
+    with pytest.raises(errors.UsageError, match=r"^layers\.1\.weight is out of the model"):
+        longshore.shard(model, optimizer, "1MB")
+    model = Deep(depth=4)
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
+    longshore.shard(model, optimizer, "1MB")
+    model.loss(0).backward()
+    optimizer.step()
+    model.layers[1] = nn.Linear(48, 48, dtype=torch.bfloat16)
+    with pytest.raises(errors.UsageError, match=r"^layers\.1\.weight is out of the model.*layers\.1\.weight, bf16 \[48, 48\]"):
+        model.loss(1).backward()
+    assert optimizer.flush() == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_trainers_callback(streaming: bool, tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    names = load("trainer")
+
+    class Resizing(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                model.resize_token_embeddings(80)
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, max_grad_norm=0, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    trainer = transformers.Trainer(
+        names["tiny_llama"](),
+        args,
+        train_dataset=names["Counting"](),
+        optimizer_cls_and_kwargs=(longshore.AdamW, {"lr": 1e-3, "streaming": streaming}),
+        callbacks=[longshore.huggingface.Callback(), Resizing()],
+    )
+    with pytest.raises(errors.UsageError, match=r"^(model\.embed_tokens|lm_head)\.weight is out of the model.*fp32 \[80, 32\]"):
+        trainer.train()
+    assert trainer.state.global_step == trainer.optimizer.optimizer.version == 2
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_accelerate(is_prepared: bool) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    import longshore.accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, _ = pair("mlp")
+    optimizer: Any = longshore.AdamW(model.named_parameters())
+    if is_prepared:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    longshore.accelerate.attach(accelerator)
+    if not is_prepared:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    replace(model)
+    accelerator.backward(model.loss(0))
+    with pytest.raises(errors.UsageError, match=NAMED):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("by_strategy", [False, True])
+def test_lightning(by_strategy: bool, tmp_path: pathlib.Path) -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+    import longshore.lightning
+
+    class Replacing(load("lit")["Sorting"]):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            if index == 2:
+                self.layers[2] = nn.Linear(64, 4)
+
+    own = {"strategy": "longshore"} if by_strategy else {"callbacks": [longshore.lightning.Callback()]}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=4, default_root_dir=str(tmp_path), **quiet, **own)
+    with pytest.raises(errors.UsageError, match=r"^layers\.2\.weight is out of the model"):
+        trainer.fit(Replacing(None, None), load("lit")["data"]())
+    assert trainer.global_step == 2
+
+
+def test_what_moves_or_goes_is_let_be() -> None:
+    """Only a parameter that another one replaces is an error."""
+    model, _ = pair("mlp")
+    model.aside = nn.Linear(3, 3)
+    engine = engine_of(model, {})
+    steps(model, stepping(engine), 1)
+    model.stack = nn.Sequential(*model.layers)  # the same modules at another place
+    model.layers = model.stack
+    steps(model, stepping(engine), 1)
+    nn.utils.parametrize.register_parametrization(model.layers[0], "weight", nn.Identity())
+    steps(model, stepping(engine), 1)
+    del model.aside
+    steps(model, stepping(engine), 1)
+    model.more = nn.Linear(3, 3)  # some other optimizer's
+    steps(model, stepping(engine), 1)
+    assert engine.optimizer.version == 5
+    replace(model)
+    with pytest.raises(errors.UsageError, match=NAMED):
+        engine.backward(model.loss(5))
+
+
+def test_the_look_costs_far_less_than_a_tenth_of_a_millisecond() -> None:
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(200))
+    watch = _watching.Watch([model], model.named_parameters())
+    shortest = min(_seconds(watch.check) for _ in range(200))
+    print(f"a look at 400 parameters takes {shortest * 1e6:.1f} us")
+    assert shortest < 1e-4
+
+
+def _seconds(act: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True}, {"streaming": True, "accumulate": 2}])
+def test_who_never_has_a_gradient_is_named_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_watching, "FIRST_STEPS", 4)
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), **options)
+    model.layers[5] = nn.Linear(32, 4)
+    optimizer.open()
+    late = model.layers[3].bias
+    said = []
+    for step in range(7):
+        late.requires_grad_(step == 1)
+        for micro_step in range(options.get("accumulate", 1)):
+            model.loss(step + micro_step).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        said += [(step, str(warning.message)) for warning in caught]
+    [(step, message)] = said
+    assert step == 3
+    assert message.startswith("layers.5.weight, layers.5.bias got no gradient in all of the first 4 steps")
+    assert "build the optimizer after that" in message and "missing_gradients='skip'" in message
+    assert optimizer.version == 7
+
+
+@pytest.mark.parametrize("missing", ["skip", "zeros"])
+def test_who_has_said_what_that_means_is_not_told(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_watching, "FIRST_STEPS", 2)
+    model = Mlp()
+    optimizer = longshore.AdamW(model.named_parameters(), missing_gradients=missing)
+    model.layers[5] = nn.Linear(32, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            model.loss(step).backward()
+            optimizer.step()
+
+
+def test_a_parameter_that_another_rank_uses_is_not_named(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asks the servers what they have left out."""
+    import concurrent.futures
+
+    monkeypatch.setattr(_watching, "FIRST_STEPS", 4)
+    models = [Mlp(), Mlp()]
+    models[1].load_state_dict(models[0].state_dict())
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        optimizers = [
+            longshore.AdamW(model.named_parameters(), servers=servers, job="two", rank=rank, world_size=2)
+            for rank, model in enumerate(models)
+        ]
+        said = []
+        for step in range(6):
+            for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                model.loss(step).backward()
+                model.layers[0].bias.grad = None
+                if rank == 0:
+                    model.layers[3].bias.grad = None
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                list(threads.map(lambda optimizer: optimizer.step(), optimizers))
+            said += [str(warning.message) for warning in caught]
+    [message] = said
+    assert message.startswith("layers.0.bias got no gradient in ")
