@@ -266,7 +266,7 @@ def _sharding(keys: "_Keys", job: dict[str, Any], stage: int) -> dict[str, Any] 
     """What stage 3 says of weights, which other stages keep on the device."""
     lead = "zero_optimization."
     device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
-    given = {name: job.pop(name) for name in ("budget", "units", "device", "weights") if name in job}
+    given: dict[str, Any] = {name: job.pop(name) for name in ("budget", "units", "device", "weights") if name in job}
     live = keys.take(lead + "stage3_max_live_parameters", float)
     if stage == 3 and device == "nvme":
         what = (
@@ -312,7 +312,7 @@ class _Keys:
             )
         self._given: dict[str, Any] = {}
         for path, value in _flat(given).items():
-            alias = path.replace("bfloat16.", "bf16.", 1) if path.startswith("bfloat16.") else path
+            alias = _config_keys.own_name(path)
             if alias in self._given:
                 raise invalid(path, repr(value), "given once", f"take it or {alias} out")
             self._given[alias] = value

@@ -6,7 +6,7 @@ from typing import Any, Literal
 Act = Literal["used", "no effect", "refused"]
 
 #: A key that asks for nothing has one of these values.
-_OFF = (None, False, 0, "none", {}, [])
+_OFF: tuple[Any, ...] = (None, False, 0, "none", {}, [])
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ def _of(lead: str, act: Act, what: str, *names: str) -> list[Key]:
 
 
 _ZERO, _OFFLOAD, _PARAM = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+_SUMS = "servers add gradients up in fp32; ranks with longshore.partition do it themselves, in the gradients' own type unless longshore.reduce_dtype is fp32"
+_PARALLEL = "sequence and expert parallelism are the framework's: leave it out"
+_COMPILE = "compile blocks with torch.compile, and leave the section out"
+#: What is true there by default, and means nothing while the section is not switched on.
+_COMPILE_DEFAULTS = ("offload_activation_pin_memory", "double_buffer", "keep_int_input_tensors")
 _DRIVES = "servers drive their own drives: `longshore bench storage` measures them"
 
 KEYS: dict[str, Key] = {
@@ -103,6 +108,8 @@ KEYS: dict[str, Key] = {
         *_of(_ZERO, "no effect", "there is one implementation", "legacy_stage1"),
         *_of(_ZERO, "no effect", "checkpoints are read as a stream", "pipeline_loading_checkpoint"),
         *_of(_ZERO, "no effect", "every message is checked", "enable_sanity_checks"),
+        *_of(_ZERO, "no effect", "servers take the norm where they look for overflows, and that is always unless longshore.nonfinite is apply", "compute_grad_norm"),
+        *_of(_ZERO, "no effect", "each parameter begins at a multiple of 64 elements", "parameter_alignment"),
         *_of(_ZERO, "no effect", "Muon is not here", "save_muon_momentum_buffer_in_memory"),
         Key(
             _ZERO + "stage3_max_live_parameters",
@@ -118,7 +125,13 @@ KEYS: dict[str, Key] = {
             "stage3_param_persistence_threshold",
             "stage3_model_persistence_threshold",
         ),
-        *_of(_ZERO, "no effect", "`state_dict` always has whole weights", "stage3_gather_16bit_weights_on_model_save"),
+        *_of(
+            _ZERO,
+            "no effect",
+            "`state_dict` always has whole weights",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+        ),
         *_of(
             _ZERO,
             "no effect",
@@ -146,11 +159,13 @@ KEYS: dict[str, Key] = {
         Key(_ZERO + "mics_hierarchical_params_gather", "refused", "servers hold the partitions: leave it out"),
         Key(_ZERO + "zenflow.*", "refused", '"longshore": {"delay": 1} hides the update, with a correction'),
         Key("aio.*", "no effect", _DRIVES),
-        Key("prescale_gradients", "no effect", "means are taken in fp32 on the servers"),
-        Key("gradient_predivide_factor", "no effect", "means are taken in fp32 on the servers"),
+        Key("prescale_gradients", "no effect", _SUMS),
+        Key("gradient_predivide_factor", "no effect", _SUMS),
         Key("gradient_allreduce_op", "refused", "gradients are averaged over ranks", nothing="mean"),
-        Key("fp32_allreduce", "no effect", "sums are always in fp32"),
-        Key("data_types.grad_accum_dtype", "no effect", "sums are always in fp32"),
+        Key("fp32_allreduce", "no effect", _SUMS),
+        Key("data_types.grad_accum_dtype", "no effect", "backward passes of a step are added up in fp32. Of ranks: " + _SUMS),
+        *_of("data_types.", "refused", "cast the model before it is given to initialize, and leave it out", "param_dtype", "buffer_dtype"),
+        Key("data_types.keep_in_fp32_modules", "refused", "bf16 and fp16 cast the whole model: leave it out", nothing="auto"),
         Key("disable_allgather", "no effect", "weights come from servers"),
         Key("sparse_gradients", "refused", "gradients are dense: use sparse=False in the embedding"),
         Key("zero_allow_untested_optimizer", "no effect", "all optimizers of this package are tested"),
@@ -158,12 +173,22 @@ KEYS: dict[str, Key] = {
         *_of(
             "", "no effect", "read engine.optimizer.last_report", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"
         ),
+        Key("seq_parallel_communication_data_type", "no effect", "sequence parallelism is the framework's, which chooses the type"),
+        Key("sequence_parallel_size", "refused", _PARALLEL, nothing=1),
+        Key("use_data_before_expert_parallelism", "refused", _PARALLEL),
+        Key("disable_python_gc", "no effect", "Python's collector stays as it is: the program may call gc.disable()"),
+        Key("vocabulary_size", "no effect", "DeepSpeed only warns of sizes with it"),
+        Key("graph_harvesting", "refused", "DeepSpeed has taken it out as well: leave it out"),
+        Key("log_level", "no effect", "it is that of DeepSpeed's own logger"),
         Key("dump_state", "no effect", "`longshore status` shows the job"),
         Key("optimizer.legacy_fusion", "no effect", "there is one implementation"),
         Key("activation_checkpointing.*", "no effect", "it configures DeepSpeed's own function: use torch.utils.checkpoint"),
         Key("checkpoint.load_universal", "used", "`load_checkpoint` fills the new job from a universal checkpoint"),
         Key("checkpoint.*", "no effect", "servers write and check their checkpoints themselves"),
-        Key("compile.*", "refused", "compile blocks with torch.compile, and leave the section out"),
+        Key("compile.free_activation_threshold", "refused", _COMPILE, nothing=10 * 1024 * 1024),
+        *[Key("compile." + name, "refused", _COMPILE, nothing=True) for name in _COMPILE_DEFAULTS],
+        Key("compile.*", "refused", _COMPILE),
+        Key("datastates_ckpt.*", "no effect", "servers write and check their checkpoints themselves"),
         Key("amp.*", "refused", "use bf16, fp16 or torch_autocast"),
         *_of(
             "",
@@ -175,12 +200,14 @@ KEYS: dict[str, Key] = {
             "data_efficiency.*",
             "eigenvalue.*",
             "elasticity.*",
+            "expert_parallel.*",
             "hybrid_engine.*",
             "pipeline.*",
             "progressive_layer_drop.*",
             "quantize_training.*",
             "sparse_attention.*",
             "tensor_parallel.*",
+            "weight_quantization.*",
         ),
         *_of(
             "",
@@ -197,6 +224,14 @@ KEYS: dict[str, Key] = {
         ),
     ]
 }
+
+
+def own_name(path: str) -> str:
+    """A key as the table has it, of one that DeepSpeed knows by another name as well."""
+    if path.split(".")[0] == "bfloat16":
+        return path.replace("bfloat16", "bf16", 1)
+    prefixed = path.replace(_ZERO, _ZERO + "stage3_", 1)
+    return prefixed if path not in KEYS and prefixed in KEYS else path
 
 
 def find(path: str) -> Key | None:

@@ -428,6 +428,22 @@ def test_no_key_is_silently_ignored(path: str, tmp_path: pathlib.Path) -> None:
     assert len(named) == (key.act == "no effect")
 
 
+def test_keys_of_stage_3_without_their_prefix() -> None:
+    """DeepSpeed takes its fields by either name."""
+    assert Config.of({"zero_optimization": {"stage": 3, "max_live_parameters": 5}}).shard == {"live": 5}
+    with pytest.warns(UserWarning, match=r"^zero_optimization\.stage3_max_reuse_distance changes nothing here"):
+        Config.of({"zero_optimization": {"max_reuse_distance": 5}})
+    with pytest.raises(errors.InvalidError, match=r"zero_optimization\.max_live_parameters is 5.*given once"):
+        Config.of({"zero_optimization": {"stage3_max_live_parameters": 5, "max_live_parameters": 5}})
+
+
+@pytest.mark.parametrize("name", ["offload_activation_pin_memory", "double_buffer", "keep_int_input_tensors"])
+def test_defaults_of_compile_ask_for_nothing(name: str) -> None:
+    Config.of({"compile": {name: True}})
+    with pytest.raises(errors.InvalidError, match=r"compile\.deepcompile.*torch\.compile"):
+        Config.of({"compile": {name: True, "deepcompile": True}})
+
+
 def test_the_document_has_the_table() -> None:
     shown = DOCUMENT.read_text().split("### Every key")[1].split("\n## ")[0].splitlines()
     lines = [f"| `{path}` | {act} | {what} |" for path, act, what in _config_keys.rows()]
