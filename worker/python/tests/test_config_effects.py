@@ -1,0 +1,196 @@
+"""What keys of a DeepSpeed configuration do to training, each beside the same training without it."""
+
+import concurrent.futures
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp, distance, pair, same_bits
+from torch import Tensor, nn
+from torch.nn import functional
+
+import longshore
+BASE = {"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def engine_of(model: nn.Module, **keys: Any) -> longshore.Engine:
+    made: longshore.Engine = longshore.initialize(model=model, config={**BASE, **keys})[0]
+    return made
+
+
+def train(engine: longshore.Engine, passes: range) -> None:
+    for number in passes:
+        engine.backward(engine.module.loss(number))
+        engine.step()
+
+
+class Halves(nn.Module):
+    """Two layers that compute in the type of their weights, and keep what types they have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.seen += [inputs.dtype, hidden.dtype]
+        return self.second(functional.gelu(hidden)).float()
+
+
+def inputs(number: int = 0) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize(("drops", "sizes"), [(None, [4, 4, 2]), (False, [4, 4, 2]), (True, [4, 4])])
+def test_dataloader_drop_last(drops: bool | None, sizes: list[int]) -> None:
+    config = {**BASE, "train_batch_size": 4, "dataloader_drop_last": drops}
+    loader = longshore.initialize(model=Mlp(), config=config, training_data=list(range(10)))[2]
+    assert [len(batch) for batch in loader] == sizes
+
+
+def test_managed_gradient_accumulation() -> None:
+    """Without it the caller says where a step ends, by calling step()."""
+    ours, theirs = pair("mlp")
+    managed = engine_of(theirs, gradient_accumulation_steps=2)
+    train(managed, range(4))
+    engine = engine_of(ours, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+    for step in (0, 1):
+        for number in (2 * step, 2 * step + 1):
+            engine.backward(ours.loss(number))
+        assert engine.is_gradient_accumulation_boundary()
+        engine.step()
+        assert engine.was_step_applied() and engine.global_steps == step + 1
+    assert same_bits(ours, theirs)
+    # A step of fewer backward passes.
+    train(engine, range(4, 5))
+    assert engine.global_steps == engine.optimizer.flush() == 3 and managed.global_steps == 2
+
+
+def test_set_gradient_accumulation_boundary() -> None:
+    ours, theirs = pair("mlp")
+    engine = engine_of(ours, gradient_accumulation_steps=3)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0)
+    number = 0
+    for passes in (1, 2, 3):
+        for last in [False] * (passes - 1) + [True]:
+            engine.set_gradient_accumulation_boundary(last)
+            assert engine.is_gradient_accumulation_boundary() is last
+            engine.backward(ours.loss(number))
+            engine.step()
+            assert engine.was_step_applied() is last
+            (theirs.loss(number) / 3).backward()
+            number += 1
+        reference.step()
+        reference.zero_grad()
+    assert engine.global_steps == 3 and distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_communication_data_type(name: str) -> None:
+    """Gradients of an fp32 model travel in 16 bits, and servers compute with what arrives."""
+    ours, theirs = pair("mlp")
+    engine, plain = engine_of(ours, communication_data_type=name), engine_of(theirs)
+    reports = []
+    for each in (engine, plain):
+        train(each, range(2))
+        each.optimizer.flush()
+        reports.append(each.optimizer.last_report)
+    assert 1.8 < reports[1].pushed_bytes / reports[0].pushed_bytes < 2.2
+    assert not same_bits(ours, theirs) and distance(ours, theirs) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("key", "rounded"), [("bf16_master_weights_and_grads", {"master"}), ("bf16_optimizer_states", {"exp_avg", "exp_avg_sq"}), (None, set())]
+)
+def test_formats_of_the_state(key: str | None, rounded: set[str]) -> None:
+    model, _ = pair("mlp")
+    engine = engine_of(model, bf16={"enabled": True, **({key: True} if key else {})})
+    engine.module.forward = lambda number: functional.cross_entropy(  # type: ignore[assignment]
+        model.layers(inputs(number).bfloat16()).float(), torch.arange(8) % 4
+    )
+    for number in range(3):
+        engine.backward(engine(number))
+        engine.step()
+    states = engine.optimizer.state_dict(full=True)["state"].values()
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        values = torch.cat([state[name].flatten() for state in states])
+        assert torch.equal(values, values.bfloat16().float()) is (name in rounded), name
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_fp16_auto_cast(casts: bool) -> None:
+    engine = engine_of(Halves(), fp16={"enabled": True, "auto_cast": casts})
+    if not casts:
+        with pytest.raises(RuntimeError, match="dtype"):
+            engine(inputs())
+        return
+    engine(inputs())
+    assert engine.module.seen == [torch.float16, torch.float16]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.bfloat16), ("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_torch_autocast(enabled: bool, dtype: str | None, expected: torch.dtype) -> None:
+    engine = engine_of(Halves(), torch_autocast={"enabled": enabled, **({"dtype": dtype} if dtype else {})})
+    engine(inputs())
+    assert engine.module.seen == [torch.float32, expected if enabled else torch.float32]
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+
+
+def scales(fp16: dict[str, Any], overflows: list[bool], job: dict[str, Any] | None = None) -> tuple[longshore.Engine, list[float]]:
+    """An engine in fp16, and its scale before each step, of which some overflow."""
+    torch.manual_seed(0)
+    engine = engine_of(Halves(), fp16={"enabled": True, "auto_cast": True, **fp16}, longshore=job or {})
+    found = []
+    for number, overflow in enumerate(overflows):
+        found.append(engine.loss_scale())
+        loss = functional.cross_entropy(engine(inputs(number)), torch.arange(8) % 4)
+        engine.backward(loss * float("inf") if overflow else loss)
+        engine.step()
+        assert engine.was_step_applied() is not overflow
+        assert engine.optimizer.last_report.loss_scale == found[-1]
+    return engine, [*found, engine.loss_scale()]
+
+
+@pytest.mark.filterwarnings("ignore:step 2 was skipped")
+def test_a_fixed_loss_scale() -> None:
+    engine, found = scales({"loss_scale": 128, "loss_scale_window": 1}, [False, True, False, False])
+    assert found == [128.0] * 5
+    assert not engine.dynamic_loss_scale() and engine.skipped_steps == 1
+
+
+def test_min_loss_scale(servers: str) -> None:
+    """An overflow there pauses the job, since no smaller scale is tried: it waits for an operator."""
+    fp16 = {"initial_scale_power": 3, "min_loss_scale": 4, "hysteresis": 1, "loss_scale_window": 100}
+    engine, found = scales(fp16, [True, False], {"servers": servers, "job": "floor"})
+    assert found == [8.0, 4.0, 4.0]
+    command = [sys.executable, "-m", "longshore", "resume", "--servers", servers, "--job", "floor", "--loss-scale", "2"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode != 0 and "paused" in refused.stderr
+    with concurrent.futures.ThreadPoolExecutor(1) as operator:
+        resumed = operator.submit(_resumed, command)
+        engine.backward(functional.cross_entropy(engine(inputs()), torch.arange(8) % 4) * float("inf"))
+        engine.step()
+        assert engine.loss_scale() == 2.0
+        assert resumed.result()
+
+
+def _resumed(command: list[str]) -> bool:
+    """Whether a job could be resumed within a minute, which it can once it is paused."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("consecutive", "last"), [(False, 32.0), (True, 64.0)])
+def test_consecutive_hysteresis(consecutive: bool, last: float) -> None:
+    """Two overflows halve the scale. With it a clean step between them begins the count anew."""
+    fp16 = {"initial_scale_power": 6, "hysteresis": 2, "consecutive_hysteresis": consecutive, "loss_scale_window": 100}
+    _, found = scales(fp16, [True, False, True])
+    assert found == [64.0, 64.0, 64.0, last]
