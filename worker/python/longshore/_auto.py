@@ -1,6 +1,7 @@
 """``"auto"`` in a DeepSpeed configuration, filled from the Trainer's arguments as the Trainer does for DeepSpeed."""
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,11 @@ from longshore.errors import invalid
 _SIZES = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
-def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
+def filled(config: Mapping[str, Any], args: Any, dataset: Any = None) -> dict[str, Any]:
     """The configuration without ``"auto"``.
+
+    Args:
+        dataset: what is trained on, whose length says how many steps the epochs have.
 
     Raises:
         InvalidError: for a value that contradicts the arguments, or an ``"auto"`` that they do not fill.
@@ -20,7 +24,7 @@ def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
         key: copy.deepcopy(value) if isinstance(value, (dict, list)) and key != "longshore" else value
         for key, value in config.items()
     }
-    for path, (value, argument) in _values(args).items():
+    for path, (value, argument) in _values(args, _steps(args, dataset)).items():
         section, _, key = path.rpartition(".")
         inside: Any = found
         for part in section.split(".") if section else ():
@@ -29,12 +33,12 @@ def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
             continue
         if inside[key] == "auto":
             if value is None:
-                raise invalid(
-                    path, "'auto'", f"a value where TrainingArguments.{argument} is not set", "write the number, or set it"
-                )
+                limit = f"a value where TrainingArguments.{argument} is not set and nobody says how long the dataset is"
+                raise invalid(path, "'auto'", limit, "pass dataset= to longshore.huggingface.deepspeed, set it, or write the number")
             inside[key] = value
-        elif argument is not None and inside[key] != value:
-            limit = f"{value}, as TrainingArguments.{argument} says"
+        elif argument is not None and value is not None and inside[key] != value:
+            source = "the dataset and num_train_epochs say" if path.endswith("num_steps") and args.max_steps <= 0 else None
+            limit = f"{value}, as {source or f'TrainingArguments.{argument} says'}"
             raise invalid(path, inside[key], limit, "make them equal, or write 'auto'")
     zero = found.get("zero_optimization")
     if isinstance(zero, dict):
@@ -42,9 +46,28 @@ def filled(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
     return found
 
 
-def _values(args: Any) -> dict[str, tuple[Any, str | None]]:
+def _steps(args: Any, dataset: Any) -> int | None:
+    """How many steps the Trainer will make; None where only it can know."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    try:
+        examples = len(dataset)
+    except TypeError:
+        return None
+    # Each rank has as many batches as any other: without drop_last some get examples twice.
+    divide = int.__floordiv__ if args.dataloader_drop_last else _ceil
+    batches = divide(divide(examples, args.train_batch_size), args.world_size)
+    return math.ceil(args.num_train_epochs * max(1, _ceil(batches, args.gradient_accumulation_steps)))
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _values(args: Any, steps: int | None) -> dict[str, tuple[Any, str | None]]:
     """Of each path: its value, and the argument that it must agree with."""
-    steps = args.max_steps if args.max_steps > 0 else None
+    # A number is one of steps; what is below 1 is a part of all.
+    warmup = None if steps is None and args.warmup_steps < 1 else max(1, args.get_warmup_steps(steps))
     batch = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {
         "train_micro_batch_size_per_gpu": (args.per_device_train_batch_size, "per_device_train_batch_size"),
@@ -58,7 +81,7 @@ def _values(args: Any) -> dict[str, tuple[Any, str | None]]:
         "scheduler.params.warmup_min_lr": (0, None),
         "scheduler.params.warmup_max_lr": (args.learning_rate, "learning_rate"),
         "scheduler.params.total_num_steps": (steps, "max_steps"),
-        "scheduler.params.warmup_num_steps": (max(1, args.get_warmup_steps(steps)) if steps else None, "warmup_steps"),
+        "scheduler.params.warmup_num_steps": (warmup, "warmup_steps"),
         "fp16.enabled": (bool(args.fp16 or args.fp16_full_eval), "fp16"),
         "bf16.enabled": (bool(args.bf16 or args.bf16_full_eval), "bf16"),
     }

@@ -199,13 +199,17 @@ def newest(trainer: Trainer) -> str | None:
 
 
 def deepspeed(
-    config: Mapping[str, Any] | str | os.PathLike[str], args: TrainingArguments, model: torch.nn.Module
+    config: Mapping[str, Any] | str | os.PathLike[str], args: TrainingArguments, model: torch.nn.Module, dataset: Any = None
 ) -> tuple[Optimizer, Any]:
     """What a DeepSpeed configuration says, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
 
     ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The
     Trainer casts, accumulates and clips as the arguments say, and takes the scheduler if the configuration names one. In stage 3 the
     model is cut into units and the servers clip: ``args.max_grad_norm`` becomes 0.
+
+    Args:
+        dataset: the Trainer's ``train_dataset``. Where ``args.max_steps`` is not set its length says, with ``num_train_epochs``, what
+            ``total_num_steps`` and ``warmup_num_steps`` of the scheduler are.
 
     Returns:
         The optimizer, and the scheduler or None.
@@ -214,7 +218,7 @@ def deepspeed(
         InvalidError: naming the config path, its value, what the arguments say, and the remedy.
     """
     given = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    settings = Config.of(_auto.filled(given, args))
+    settings = Config.of(_auto.filled(given, args, dataset))
     if settings.optimizer_type is None:
         given = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
         settings = dataclasses.replace(

@@ -563,5 +563,64 @@ def test_auto_is_filled_as_the_trainer_fills_it(change: dict[str, object], tmp_p
     assert auto["train_batch_size"] == "auto"
 
 
+@pytest.mark.parametrize(
+    ("examples", "epochs", "micro_steps", "drop_last"), [(40, 1.0, 1, False), (43, 2.5, 2, False), (43, 2.0, 2, True), (3, 1.0, 4, False)]
+)
+def test_auto_steps_are_those_that_the_trainer_makes(
+    examples: int, epochs: float, micro_steps: int, drop_last: bool, tmp_path: pathlib.Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from programs import load
+
+    from longshore import huggingface
+
+    steps = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": "auto"}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": {"type": "WarmupDecayLR", "params": steps}}
+    config["gradient_accumulation_steps"] = "auto"
+    args = transformers.TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=micro_steps,
+        dataloader_drop_last=drop_last,
+        warmup_steps=0.4,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    names = load("trainer")
+    model, data = names["tiny_llama"](), names["Counting"](examples)
+    with pytest.raises(errors.InvalidError, match=r"total_num_steps is 'auto'.*max_steps is not set.*pass dataset="):
+        huggingface.deepspeed(config, args, model)
+    optimizer, scheduler = huggingface.deepspeed(config, args, model, data)
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, optimizers=(optimizer, scheduler))
+    trainer.train()
+    assert (scheduler.total_num_steps, scheduler.warmup_num_steps) == (
+        trainer.state.max_steps,
+        max(2, math.ceil(0.4 * trainer.state.max_steps)),
+    )
+    steps["total_num_steps"] = 1000
+    with pytest.raises(errors.InvalidError, match=f"total_num_steps is 1000, but must be {trainer.state.max_steps}, as the dataset"):
+        huggingface.deepspeed(config, args, model, data)
+
+
+def test_auto_steps_of_several_ranks(tmp_path: pathlib.Path) -> None:
+    """Accelerate deals batches to ranks, of which each gets as many as any other."""
+    sharded = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed").BatchSamplerShard
+    from types import SimpleNamespace
+
+    from longshore import _auto
+
+    for examples in range(1, 60):
+        for drop_last in (False, True):
+            sampler = torch.utils.data.BatchSampler(range(examples), 4, drop_last)
+            length = len(sharded(sampler, num_processes=3, process_index=0))
+            args = SimpleNamespace(
+                max_steps=-1, dataloader_drop_last=drop_last, train_batch_size=4, world_size=3, num_train_epochs=1.0, gradient_accumulation_steps=1
+            )
+            assert _auto._steps(args, range(examples)) == max(1, length)
+
+
 def rates_of(scheduler: schedules.WarmupLR, steps: int) -> list[float]:
     return [scheduler._rate(step, 0) for step in range(steps)]
