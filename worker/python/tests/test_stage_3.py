@@ -157,7 +157,13 @@ def test_a_llama_of_hugging_face_in_an_engine(device: str, tmp_path: pathlib.Pat
 
 
 def trained(
-    folder: pathlib.Path, stage: int, servers: str | None = None, job: str | None = None, checkpoint: bool | None = False, **more: Any
+    folder: pathlib.Path,
+    stage: int,
+    servers: str | None = None,
+    job: str | None = None,
+    checkpoint: bool | None = False,
+    device: str = "cpu",
+    **more: Any,
 ) -> tuple[Any, Any, list[float]]:
     """What the Hugging Face Trainer makes of a Llama in six steps: the model, the optimizer, and each step's loss."""
     import transformers
@@ -181,9 +187,10 @@ def trained(
         **more,
     }
     args = transformers.TrainingArguments(str(folder / str(stage)), **arguments)
-    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    offload = {"device": device, **({"nvme_path": str(folder / "drive")} if device == "nvme" else {})}
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": offload}
     if stage == 3:
-        zero |= {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": "auto"}
+        zero |= {"offload_param": offload, "stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": "auto"}
     auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
     given = {
         "train_batch_size": "auto",
@@ -209,10 +216,14 @@ def trained(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_llama_of_hugging_face_under_its_trainer(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_llama_of_hugging_face_under_its_trainer(device: str, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "drive").mkdir()
     whole, stage_2, losses = trained(tmp_path, 2)
-    cut, optimizer, found = trained(tmp_path, 3)
+    cut, optimizer, found = trained(tmp_path, 3, device=device)
+    # The server has its state there.
+    assert bool([*(tmp_path / "drive").rglob("*")]) is (device == "nvme")
     assert found == pytest.approx(losses, rel=1e-4)
     kept = type(whole).from_pretrained(tmp_path / "3" / "checkpoint-6")
     assert optimizer.version == stage_2.version == 6
