@@ -15,6 +15,7 @@ from longshore._server import Server
 from longshore.progress import Progress
 
 if TYPE_CHECKING:
+    from longshore import accelerate, axolotl, checkpoint, huggingface, init, jax, lightning, schedules
     from longshore._options import LossScale
     from longshore._step import Hyper, StepReport
     from longshore.client import Client
@@ -56,44 +57,45 @@ _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
 _MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "init", "jax", "lightning", "schedules"}
 
+if not TYPE_CHECKING:  # type checkers know all names from above, and others are errors
 
-def __getattr__(name: str) -> object:
-    if name in _FROM_OPTIM:
-        from longshore import optim
+    def __getattr__(name: str) -> object:
+        if name in _FROM_OPTIM:
+            from longshore import optim
 
-        return getattr(optim, name)
-    if name in _FROM_ENGINE:
-        from longshore import engine
+            return getattr(optim, name)
+        if name in _FROM_ENGINE:
+            from longshore import engine
 
-        return getattr(engine, name)
-    if name in _FROM_TILES:
-        from longshore import _tiles
+            return getattr(engine, name)
+        if name in _FROM_TILES:
+            from longshore import _tiles
 
-        return getattr(_tiles, name)
-    if name == "Init":
-        from longshore._init import Init
+            return getattr(_tiles, name)
+        if name == "Init":
+            from longshore._init import Init
 
-        return Init
-    if name == "GatheredParameters":
-        from longshore._gathering import GatheredParameters
+            return Init
+        if name == "GatheredParameters":
+            from longshore._gathering import GatheredParameters
 
-        return GatheredParameters
-    if name in _FROM_SHARD:
-        from longshore import _shard
+            return GatheredParameters
+        if name in _FROM_SHARD:
+            from longshore import _shard
 
-        return getattr(_shard, name)
-    if name in _FROM_STEP:
-        from longshore import _step
+            return getattr(_shard, name)
+        if name in _FROM_STEP:
+            from longshore import _step
 
-        return getattr(_step, name)
-    if name == "Client":
-        from longshore.client import Client
+            return getattr(_step, name)
+        if name == "Client":
+            from longshore.client import Client
 
-        return Client
-    if name == "LossScale":
-        from longshore._options import LossScale
+            return Client
+        if name == "LossScale":
+            from longshore._options import LossScale
 
-        return LossScale
-    if name in _MODULES:
-        return importlib.import_module(f"longshore.{name}")
-    raise AttributeError(f"module 'longshore' has no attribute {name!r}")
+            return LossScale
+        if name in _MODULES:
+            return importlib.import_module(f"longshore.{name}")
+        raise AttributeError(f"module 'longshore' has no attribute {name!r}")

@@ -6,8 +6,13 @@ from typing import Any
 
 __version__: str
 
+from longshore._step import Hyper
+
 #: Parameter, address of contiguous host memory, number of elements, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
 _Place = tuple[int, int, int, str]
+#: How many updates made the state, or None for weights alone; which parameters fewer made, and how many fewer; what is called with an array's
+#: number and a parameter's for the place of a tensor, and what holds its memory.
+_Filling = tuple[int | None, Sequence[tuple[int, int]], Callable[[int, int], tuple[_Place, object]]]
 
 class Server:
     def __init__(
@@ -35,7 +40,7 @@ class Job:
     def start(
         self,
         params: Sequence[_Place],
-        filling: tuple[int | None, Callable[[int, int], tuple[_Place, object]]] | None = None,
+        filling: _Filling | None = None,
         found: bool = False,
         initialisation: tuple[int, Sequence[tuple[str, Sequence[float]]]] | None = None,
         in_units: bool = False,
@@ -43,7 +48,7 @@ class Job:
     def push(self, gradients: Sequence[_Place], scale: float = 1.0) -> None: ...
     def push_zeros(self, params: Sequence[int]) -> None: ...
     def end_micro_step(self) -> None: ...
-    def commit(self, groups: Sequence[Any], trainer_state: bytes, loss: float | None = None) -> int: ...
+    def commit(self, groups: Sequence[Hyper], trainer_state: bytes, loss: float | None = None) -> int: ...
     def read_weights(self, params: Sequence[_Place]) -> int | None: ...
     def pull_in_units(self) -> None: ...
     def fetch(self, version: int, parts: Sequence[tuple[_Place, int]]) -> Fetch: ...

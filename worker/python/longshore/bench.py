@@ -17,6 +17,7 @@ from torch import nn
 
 import longshore
 from longshore._peers import BASE, Ways, optimizer_steps, server, stage_3_steps, training_steps
+from longshore._weights import Weights
 
 _LARGEST = 4 * 1024 * 1024
 #: Of the linear layers at stage 3.
@@ -152,8 +153,8 @@ def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False) -
     step = _streamed(optimizer, params) if streaming else optimizer.step
     step()
     connection = optimizer._connection
-    assert connection is not None
-    clocked = _Clocked(connection.job)
+    assert connection is not None and isinstance(connection.weights, Weights)
+    clocked: Any = _Clocked(connection.job)
     connection.job = connection.weights._job = clocked
     whole, own = [], []
     for _ in range(rounds):

@@ -117,6 +117,7 @@ def load_deepspeed(
         entry.name: _number(entry / f"{_STEP}.pt") for entry in sorted(zero.iterdir()) if (entry / f"{_STEP}.pt").exists()
     }
     fewer: dict[str, int] = {}
+    applied: int | None
     if steps:
         applied, fewer = _filling.steps_of(steps, str(zero))
     else:

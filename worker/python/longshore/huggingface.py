@@ -173,7 +173,7 @@ def newest(trainer: Trainer) -> str | None:
     Returns:
         The folder, which may be the Trainer's last one; None where there is nothing to resume from.
     """
-    output = Path(trainer.args.output_dir)
+    output = Path(str(trainer.args.output_dir))
     last = last_whole(output)
     # The first rank writes there next, and all are to have found the same.
     trainer.accelerator.wait_for_everyone()

@@ -64,6 +64,7 @@ class Client:
         rule: str = "adamw",
         **options: Unpack[JobOptions],
     ) -> None:
+        self._tree: Any
         leaves, self._tree = jax.tree_util.tree_flatten(params)
         self._names = _names(params)
         if len(set(self._names)) != len(leaves):
@@ -309,7 +310,7 @@ def adamw(
             new = remote.call(partial(remote.step, like), like, updates, state.count, lr)
         else:
             # It goes as the number that it is, not as fp32.
-            new = remote.call(lambda *given: remote.step(like, *given, lr), like, updates, state.count)
+            new = remote.call(lambda updates, count: remote.step(like, updates, count, lr), like, updates, state.count)
         count = state.count + 1
         moves = count % remote.accumulate == 0
 

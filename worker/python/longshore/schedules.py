@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -24,7 +25,7 @@ class _Schedule(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "_warmth"}
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         return [self._rate(self.last_epoch, group) for group in range(len(self.optimizer.param_groups))]
 
 
@@ -130,7 +131,7 @@ class WarmupCosineLR(_Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
     def _rate(self, steps: int, group: int) -> float:
-        return self.base_lrs[group] * self._ratio(steps)
+        return float(self.base_lrs[group]) * self._ratio(steps)
 
 
 class LRRangeTest(_Schedule):
@@ -215,7 +216,7 @@ class OneCycle(_Schedule):
             return self.cycle_max_mom * (1 + self.decay_mom_rate * decayed)
         return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(steps)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         if self.cycle_momentum:
             for group in self.optimizer.param_groups:
                 group["betas"] = (self._momentum(self.last_epoch), 0.99)

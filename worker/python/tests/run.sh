@@ -81,6 +81,7 @@ test_package() {
     # Without isolation DeepSpeed's setup.py finds the torch that is there, instead of installing another one.
     DS_BUILD_OPS=0 install_beside deepspeed --no-build-isolation --no-binary=deepspeed
     install_beside fine-tuning
+    install_beside types
     install_package
     took "installed the Python package"
     # From another folder, so that the installed package is tested and not its sources. The exit status also tells of errors

@@ -1,0 +1,136 @@
+"""What type checkers are told: the stub is what was compiled, the public modules hold together, and the README's lines check.
+
+tests/run installs mypy beside the other packages, into a folder that TEST_TYPES names.
+"""
+
+import ast
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import longshore
+from longshore import _longshore
+
+FOLDER = os.environ.get("TEST_TYPES")
+PACKAGE = pathlib.Path(longshore.__file__).parent
+README = pathlib.Path(__file__).parent.parent.parent.parent / "README.md"
+#: What the README's lines need around them.
+AROUND = """
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+
+def lines(model: PreTrainedModel, args: TrainingArguments, dataset: Dataset[object]) -> None:
+"""
+#: What users write beside that: each module is reached from the package, and what is wrong is an error.
+USES = """
+import torch
+import longshore
+
+callback: longshore.huggingface.Callback = longshore.huggingface.Callback(checkpoint=True)
+strategy = longshore.lightning.Strategy()
+schedule = longshore.schedules.WarmupLR(torch.optim.SGD([]), warmup_max_lr=1.0)
+first = longshore.init.normal(0.0, 0.02)
+longshore.accelerate.attach, longshore.axolotl.Plugin, longshore.checkpoint.save_deepspeed, longshore.jax.Client
+longshore.AdamW([], lr="a")  # wrong: lr
+longshore.AdamW([], tier="tape")  # wrong: tier
+longshore.huggingface.Callback(checkpoints=True)  # wrong: name
+longshore.nothing  # wrong: module
+"""
+
+
+def stub() -> dict[str, Any]:
+    """By name what the stub declares: functions, and of classes their methods and properties."""
+    declared: dict[str, Any] = {}
+    for node in ast.parse((PACKAGE / "_longshore.pyi").read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            declared[node.name] = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            declared[node.name] = node
+    return declared
+
+
+def parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
+    """The names of a declared function's parameters, and which have a default."""
+    positional = node.args.posonlyargs + node.args.args
+    without = len(positional) - len(node.args.defaults)
+    found = [(argument.arg, index >= without) for index, argument in enumerate(positional)]
+    found += [(argument.arg, value is not None) for argument, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+    return [each for each in found if each[0] != "self"]
+
+
+def compiled(function: Any) -> list[tuple[str, bool]]:
+    found = inspect.signature(function).parameters.values()
+    return [(each.name, each.default is not each.empty) for each in found if each.name != "self"]
+
+
+def test_the_stub_declares_what_was_compiled() -> None:
+    declared = stub()
+    there = {name for name in dir(_longshore) if not name.startswith("__")}
+    assert there == set(declared)
+    for name, node in declared.items():
+        made = getattr(_longshore, name)
+        if isinstance(node, ast.FunctionDef):
+            assert compiled(made) == parameters(node), name
+            continue
+        assert {part for part in dir(made) if not part.startswith("_")} == {part for part in node if not part.startswith("_")}, name
+        for part, method in node.items():
+            if any(isinstance(mark, ast.Name) and mark.id == "property" for mark in method.decorator_list):
+                assert not callable(getattr(made, part)), f"{name}.{part}"
+            else:
+                assert compiled(made if part == "__init__" else getattr(made, part)) == parameters(method), f"{name}.{part}"
+
+
+def test_a_filling_has_as_many_elements_as_the_stub_says() -> None:
+    """No signature has them."""
+    lines = ast.parse((PACKAGE / "_longshore.pyi").read_text()).body
+    [filling] = [line.value for line in lines if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "_Filling"]
+    assert isinstance(filling, ast.Subscript) and isinstance(filling.slice, ast.Tuple)
+    elements = len(filling.slice.elts)
+    connection = longshore.AdamW([("weight", torch.nn.Parameter(torch.ones(2)))])._new_connection()
+    values, held = connection.weights.values()
+    given = (None, [], lambda array, index: (values[index], held))
+    assert len(given) == elements
+    with pytest.raises(ValueError, match=f"tuple of length {elements}"):
+        connection.job.start(values, given[:-1])
+    assert connection.job.start(values, given) == (0, 0)
+    connection.job.close(True)
+
+
+def modules() -> list[str]:
+    return sorted(f"longshore.{path.stem}" for path in PACKAGE.glob("[!_]*.py"))
+
+
+@pytest.mark.skipif(
+    not FOLDER and importlib.util.find_spec("mypy") is None,
+    reason=os.environ.get("TEST_TYPES_ABSENT") or "mypy is not installed: tests/run installs it",
+)
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_public_modules_and_the_readmes_lines_check(tmp_path: pathlib.Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) >= 3 and any("longshore.huggingface.Callback()" in block for block in blocks)
+    indented = "".join(f"    {line}\n" for block in blocks for line in block.splitlines())
+    (tmp_path / "readme_lines.py").write_text(AROUND + "    import longshore\n" + indented)
+    (tmp_path / "readme_uses.py").write_text(USES)
+    # Errors are wanted of these modules alone: others are private, or other projects'.
+    named = [argument for name in ["readme_lines", "readme_uses", "longshore", *modules()] for argument in ("-m", name)]
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--show-error-codes"]
+    command += ["--check-untyped-defs", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}", *named]
+    path = os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "MYPYPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert not done.stderr and done.returncode in (0, 1), done.stderr
+    said = [line for line in done.stdout.splitlines() if ": error:" in line]
+    wrong = {number for number, line in enumerate(USES.splitlines(), 1) if "# wrong" in line}
+    found = {int(line.split(":")[1]) for line in said if line.startswith("readme_uses.py:")}
+    assert found == wrong, said
+    assert not [line for line in said if not line.startswith("readme_uses.py:")]
