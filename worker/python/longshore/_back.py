@@ -154,10 +154,17 @@ class Back:
             self._stream.room = room
 
     def _go_back(self, state_dict: dict[str, Any]) -> None:
-        wanted = _wanted(state_dict, self._job_name, self.version)
-        if wanted is None:
+        wanted = _wanted(state_dict, self._job_name)
+        is_other = wanted is not None and self._may_be_other(*wanted)
+        if wanted is None or (wanted[0] == self.version and not is_other):
+        self._starts_over = False
+
+    def _may_be_other(self, version: int, name: str | None) -> bool:
+        """Whether a checkpoint may be of another run than the job in hand, also at the same version: those that went on from one
+        checkpoint of a server that ended with its process have the same job."""
+        return self.passing_checkpoints is not None and name is not None and self._checkpointed != (version, name)
             return
-        if self._connection is not None and self._connection.joined == wanted[0]:
+        if self._connection is not None and self._connection.joined == wanted[0] and not is_other:
             # The servers are there, but a delayed step would read the version before. The handle was saved after a flush, and
             # the step that followed would have read this one.
             self.flush()
@@ -178,14 +185,14 @@ class Back:
         self._stream_anew()
 
 
-def _wanted(state_dict: dict[str, Any], job: str, version: int) -> tuple[int, str | None] | None:
-    """The version of this job that a handle names, and its checkpoint if the handle names one; None where the servers are there
-    already, and where the handle is of another job."""
+def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
+    """The version of this job that a handle names, and its checkpoint if the handle names one; None where the handle is of another
+    job."""
     handle = state_dict.get(_state.KEY)
     if not isinstance(handle, dict) or handle.get("job") != job:
         return None
     named = handle.get("version")
-    return None if not isinstance(named, int) or named == version else (named, handle.get("checkpoint"))
+    return (named, handle.get("checkpoint")) if isinstance(named, int) else None
 
 
 def _find(connection: Connection, version: int, name: str | None) -> str | None:

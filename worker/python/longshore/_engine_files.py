@@ -1,5 +1,6 @@
 """What an engine writes beside the servers' checkpoint, and how it goes back to both."""
 
+import itertools
 import os
 import shutil
 import warnings
@@ -14,8 +15,10 @@ from longshore import _agree, _files, checkpoint, optim
 from longshore.errors import StateError, invalid
 
 _STATE = "engine.pt"
-#: Where the checkpoint of a server lies that ends with its process.
+#: Where the checkpoint of a server lies that ends with its process: here, or with a number after it, as the file above says.
 _SERVERS = "servers"
+#: The file of a checkpoint that tells it from all others.
+_MANIFEST = "manifest.json"
 
 
 class Engine(Protocol):
@@ -56,7 +59,7 @@ def _write(
     is_latest: bool,
     leaves_frozen: bool,
 ) -> None:
-    """Has the servers write a checkpoint, and writes the rest beside it."""
+    """Has the servers write a checkpoint, and writes the rest beside it. A save of the same tag stays whole until this one is."""
     optimizer = engine.optimizer
     kept = optimizer.checkpoint(tag)
     parameters = {name for name, _ in engine.module.named_parameters()}
@@ -69,12 +72,14 @@ def _write(
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "client_state": dict(client_state or {}),
+        "servers": None,
     }
     (folder / tag).mkdir(parents=True, exist_ok=True)
     place = optimizer.passing_checkpoints
     if place is not None:
-        _copy(place / optimizer.job / kept, folder / tag / _SERVERS)
-    torch.save(state, folder / tag / _STATE)
+        state["servers"] = _copy(place / optimizer.job / kept, folder / tag, _SERVERS)
+    _files.replace(folder / tag / _STATE, lambda path: torch.save(state, path))
+    _remove_others(folder / tag, state["servers"])
     if is_latest:
         _files.replace_text(folder / "latest", tag)
 
@@ -102,11 +107,11 @@ def load(
         )
     state = torch.load(path, weights_only=True, map_location="cpu")
     optimizer = engine.optimizer
-    place = optimizer.passing_checkpoints
-    if place is not None and (folder / tag / _SERVERS).exists():
-        job = state["optimizer"]["longshore"]["job"]
-        optimizer.adopt(job)
-        _copy(folder / tag / _SERVERS, place / job / state["checkpoint"])
+    place, kept = optimizer.passing_checkpoints, state.get("servers", _SERVERS)
+    if place is not None and kept is not None and (folder / tag / kept).exists():
+        handle = state["optimizer"]["longshore"]
+        optimizer.adopt(handle["job"])
+        handle["checkpoint"] = _bring(folder / tag / kept, place / handle["job"], state["checkpoint"])
     optimizer.load_state_dict(state["optimizer"])
     _load_rest(engine.module, state["module"], is_strict)
     if loads_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
@@ -179,8 +184,22 @@ def frozen(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copies a folder, by links where both are on one drive. Checkpoints are not written to again."""
+def _bring(source: Path, folder: Path, name: str) -> str:
+    """Copies a checkpoint to its job's others, unless it is there. Returns what it is called there: two runs that went on from one
+    checkpoint may both have called theirs by this name."""
+    manifest = (source / _MANIFEST).read_bytes()
+    for found in sorted(folder.glob(f"[!.]*/{_MANIFEST}")):
+        if found.read_bytes() == manifest:
+            return found.parent.name
+    return _copy(source, folder, name)
+
+
+def _copy(source: Path, folder: Path, name: str) -> str:
+    """Copies a folder into another one, by links where both are on one drive. Checkpoints are not written to again.
+
+    Returns:
+        Its name there: ``name``, or ``name.2`` and so on where that is taken. It is there once all of it is.
+    """
 
     def link(one: str, other: str) -> None:
         try:
@@ -188,5 +207,16 @@ def _copy(source: Path, target: Path) -> None:
         except OSError:
             shutil.copyfile(one, other)
 
-    if not target.exists():
-        shutil.copytree(source, target, copy_function=link)
+    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+    free = next(name for name in names if not (folder / name).exists())
+    with _files.draft(folder / free) as made:
+        shutil.copytree(source, made, copy_function=link, dirs_exist_ok=True)
+    return free
+
+
+def _remove_others(folder: Path, kept: str | None) -> None:
+    """Removes the servers' checkpoints of earlier saves of a tag, and what a save that was cut short has left."""
+    for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", _files.DRAFTS):
+        for found in folder.glob(pattern):
+            if found.name != kept:
+                shutil.rmtree(found, ignore_errors=True)

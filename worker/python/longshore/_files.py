@@ -15,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longshore.errors import LongshoreError, invalid
 
+#: What folders are called that are not whole.
+DRAFTS = ".longshore-*"
+
 
 def mapped(path: Path, content: Callable[[], Any]) -> Any:
     """Writes a file as ``torch.save`` does, but for the tensors' values, and maps it.
@@ -54,7 +57,7 @@ def draft(folder: Path) -> Iterator[Path]:
     """A folder that takes its name once all of it is written, and on the drive."""
     check_target(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".longshore-", dir=folder.parent))
+    made = Path(tempfile.mkdtemp(prefix=DRAFTS[:-1], dir=folder.parent))
     try:
         yield made
         for path in sorted(made.rglob("*"), reverse=True):
@@ -68,9 +71,14 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a small file beside its place, and moves it there: whoever reads it finds what it had or all of this."""
+    """Does what :func:`replace` does, with a text."""
+    replace(path, lambda draft: draft.write_text(text))
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Has a file written beside its place, and moves it there: whoever reads it finds what it had or all of this."""
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
+    write(draft)
     _sync(draft)
     os.replace(draft, path)
     _sync(path.parent)

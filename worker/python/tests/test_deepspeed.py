@@ -121,6 +121,50 @@ print(json.dumps(train(engine, model, range(3, 6))))
     assert train(engine, model, range(3, 6)) == json.loads(done.stdout)
 
 
+def other_run(drive: pathlib.Path) -> tuple[longshore.Engine, torch.nn.Module]:
+    """An engine with a server of its own, as one in another process has."""
+    offload = {"device": "nvme", "nvme_path": str(drive)}
+    model, _ = pair("mlp")
+    config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    return longshore.initialize(model=model, config=config)[0], model
+
+
+def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that go on from one checkpoint have one job name, and may call their checkpoints of one version the same."""
+    saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
+    first, first_model = other_run(tmp_path)
+    train(first, first_model, range(1))
+    first.save_checkpoint(saved, tag="one")
+    train(first, first_model, range(1, 2))
+    for folder in (saved, elsewhere):
+        first.save_checkpoint(folder, tag="best")
+
+    second, model = other_run(tmp_path)
+    second.load_checkpoint(saved, tag="one")
+    train(second, model, range(7, 8))
+    assert second.optimizer.version == 2 and not same_bits(model, first_model)
+    second.save_checkpoint(saved, tag="best")
+    undisturbed = train(second, model, range(8, 11))
+
+    # A save that is cut short leaves the one before as it was.
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            second.save_checkpoint(saved, tag="best")
+    third, other = other_run(tmp_path)
+    third.load_checkpoint(saved)
+    assert (third.optimizer.version, third.global_steps) == (2, 2)
+    assert train(third, other, range(8, 11)) == undisturbed
+
+    # That of the other run, with the same name and version as this one's own.
+    third.load_checkpoint(saved, tag="best")
+    with pytest.warns(UserWarning, match="goes back from version 2 to 2"):
+        third.load_checkpoint(elsewhere, tag="best")
+    assert same_bits(other, first_model)
+    third.save_checkpoint(saved, tag="best")
+    assert len([path for path in (saved / "best").iterdir() if path.is_dir()]) == 1, "what no save names any more is gone"
+
+
 def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
     config = {**CONFIG, "scheduler": scheduler}
