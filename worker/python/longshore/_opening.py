@@ -94,4 +94,4 @@ def _wait(store: Any, job: str, number: int) -> None:
 
 
 def _key(job: str, number: int) -> str:
-    return f"longshore/opened/{job}/{number}"
+    return _waits.key(f"opened/{job}/{number}")

@@ -10,6 +10,7 @@ That is so for collectives of the hosts' memory. Those of devices are waited for
 import contextlib
 import datetime
 import json
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,14 +32,22 @@ _PERIOD = datetime.timedelta(seconds=0.5)
 #: Seconds after which it says for whom it waits.
 _LONG = 60.0
 
-#: How many jobs of ranks this process has begun, as all ranks have; and who has failed in the last one.
+#: How many jobs of ranks this process has begun, as all ranks have; who has failed in the last one; and the process group then.
 _jobs = 0
 _failed: tuple[int, Failure] | None = None
+_failed_in: Any = None
 
 
 def begin() -> None:
-    """A job of ranks begins, on all of them. What became of those before is no business of it."""
+    """A job of ranks begins, on all of them. What became of those before is no business of it, unless the last one has left collectives
+    in the same process group to which a rank never came.
+
+    Raises:
+        UsageError: as :func:`refuse` does.
+    """
     global _jobs, _failed
+    if _failed is not None and _failed_in is distributed.group.WORLD and _is_heard():
+        refuse()
     _jobs += 1
     _failed = None
 
@@ -147,9 +156,15 @@ class _Waiting:
 def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
     try:
         work.wait(_PERIOD)
-    except RuntimeError as error:
+    except RuntimeError:
         if not work.is_completed():
             return False
+    else:
+        return True
+    try:
+        # It may have ended well just after that wait gave up, and a wait for what has ended says how, at once.
+        work.wait()
+    except RuntimeError as error:
         _raise_failure()
         who = waiting.missing() if waiting is not None else "another rank has ended"
         raise WaitError(
@@ -160,33 +175,60 @@ def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
 
 
 def _tell(error: BaseException) -> None:
-    global _failed
     if _failed is None and not hasattr(error, "_longshore_is_known"):
-        _failed = distributed.get_rank(), of_error(error)
+        failed = _fail(distributed.get_rank(), of_error(error))
         with contextlib.suppress(RuntimeError):  # the store is gone, and what failed is to be seen
             if not _store().check([_key()]):  # the first failure is the cause of others
-                _store().set(_key(), json.dumps(_failed))
+                _store().set(_key(), json.dumps(failed))
+
+
+def _fail(rank: int, failure: Failure) -> tuple[int, Failure]:
+    """Notes who has failed, and in which process group."""
+    global _failed, _failed_in
+    _failed, _failed_in = (rank, failure), distributed.group.WORLD
+    return _failed
 
 
 def _raise_failure() -> None:
-    global _failed
     said: Any = None
     with contextlib.suppress(RuntimeError):  # with the store rank 0 has gone, and the collective says so
         if _store().check([_key()]):
             said = json.loads(_store().get(_key()))
     if said is not None:
+        with contextlib.suppress(RuntimeError):
+            _store().set(_heard(), "")
         rank, (kind, message, field) = said
-        _failed = rank, (kind, message, field)
-        raise elsewhere(*_failed)
+        raise elsewhere(*_fail(rank, (kind, message, field)))
+
+
+def _is_heard() -> bool:
+    """Whether a rank has heard of the last failure where it waited in a collective. Where none has, all ranks may have failed alike, and
+    none waits for another."""
+    try:
+        return bool(_store().check([_heard()]))
+    except RuntimeError:  # the store has gone, with rank 0
+        return True
 
 
 def _store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
+def key(what: str) -> str:
+    """Where ranks find something in the store. torchrun's own store outlives the ranks, and still has what they said before it started
+    them again. So its count of starts is in the name where one agent starts all of them: agents of several hosts may count differently."""
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
+    return f"longshore/{start}/{what}"
+
+
 def _key() -> str:
-    return f"longshore/failed/{_jobs}"
+    return key(f"failed/{_jobs}")
+
+
+def _heard() -> str:
+    return key(f"heard/{_jobs}")
 
 
 def _waits(rank: int) -> str:
-    return f"longshore/waits/{rank}"
+    return key(f"waits/{rank}")
