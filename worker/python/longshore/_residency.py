@@ -45,6 +45,8 @@ class Residency:
         self.may_train = True
         #: Under this, what autograd saves of weights is fetched when it is needed. See :mod:`longshore._unit_hooks`.
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        #: Lets go of the units of modules' calls that have ended and that nobody was told of.
+        self.unwind: Callable[[], None] = lambda: None
         self._fetcher = fetcher
         self._order = Order()
         self._under_way: dict[Unit, Fetch] = {}
@@ -192,6 +194,7 @@ class Residency:
     def renew(self) -> None:
         """New weights come for the trained parameters: those that are here are old."""
         with self._lock:
+            self.unwind()
             self._nodes.end()
             self._order.end()
             self.epoch += 1
@@ -220,6 +223,7 @@ class Residency:
     def release(self) -> None:
         """Lets go of all weights that nothing uses now."""
         with self._lock:
+            self.unwind()
             if not is_in_backward():
                 self._nodes.end()  # of a backward that raised, which ends nothing itself
             for unit in self.units:

@@ -1,7 +1,11 @@
 """Has units be there when their modules run, and when backward needs what their modules saved."""
 
 import contextlib
+import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +37,17 @@ class Saving:
     @staticmethod
     def off() -> None:
         _graph._pop_saved_tensors_default_hooks()
+
+    def take_away(self) -> None:
+        """Does what :meth:`off` does where others may have put hooks on top of ours since, or taken ours away with an end of theirs."""
+        above: list[Any] = []
+        while (top := _graph._top_saved_tensors_default_hooks(True)) is not None:
+            self.off()
+            if isinstance(top[0], _Pack) and top[0].home is self._home:
+                break
+            above.append(top)
+        for pack, unpack in reversed(above):
+            _graph._push_saved_tensors_default_hooks(pack, unpack)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -117,15 +132,35 @@ class _Kept:
         return self._tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A call of a module whose units stay meanwhile: it lasts as long as this frame of this thread."""
+
+    module: nn.Module
+    units: list[Unit]
+    frame: FrameType
+    thread: int
+
+    def has_ended(self) -> bool:
+        """Whether it has, as far as this thread can tell."""
+        if self.thread != threading.get_ident():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
+
+
 class ModuleHooks:
     """Has the units of a model's modules stay while these run."""
 
     def __init__(self, model: nn.Module, home: Residency, saving: Saving) -> None:
         self._home, self._saving = home, saving
-        self._running: list[tuple[nn.Module, list[Unit]]] = []
+        self._running: list[_Run] = []
         #: The modules that run, with those around units: the outermost one says what for.
         self._calls: list[nn.Module] = []
         self._handles: list[Any] = []
+        home.unwind = self.unwind
         needed = list(_needed(model, home.units))
         for module, units in needed:
             self._register(module, *self._hooks(units))
@@ -146,7 +181,7 @@ class ModuleHooks:
     def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
             if not torch.compiler.is_compiling():
-                self._enter(module, units)
+                self._enter(module, units, sys._getframe(1))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():
@@ -163,7 +198,7 @@ class ModuleHooks:
                 return
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                self._enter(module, units)
+                self._enter(module, units, sys._getframe())
                 output = None
                 try:
                     output = compiled(*args, **kwargs)
@@ -180,9 +215,19 @@ class ModuleHooks:
         guard()
         module.compile = compile_  # type: ignore[method-assign]
 
+    def unwind(self) -> None:
+        """Lets go of the units of calls that have ended and no hook was told: torch tells none where Ctrl-C ends a call. Whether one has
+        is seen by its frame, since a module may be called again within its own call."""
+        while self._running and self._running[-1].has_ended():
+            run = self._running.pop()
+            self._saving.take_away()
+            self._end(run.module)
+            self._home.unpin(*run.units)
+
     def _begin(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return
+        self.unwind()
         if module in self._calls:
             del self._calls[self._calls.index(module) :]  # Ctrl-C ended that call, and no hook was told
         if not self._calls:
@@ -195,7 +240,7 @@ class ModuleHooks:
         if not self._calls:
             self._home.may_train = True
 
-    def _enter(self, module: nn.Module, units: list[Unit]) -> None:
+    def _enter(self, module: nn.Module, units: list[Unit], frame: FrameType) -> None:
         self._begin(module)
         pinned: list[Unit] = []
         try:
@@ -207,12 +252,12 @@ class ModuleHooks:
             self._home.unpin(*pinned)
             raise
         self._saving.on()
-        self._running.append((module, units))
+        self._running.append(_Run(module, units, frame, threading.get_ident()))
 
     def _leave(self, module: nn.Module, output: Any) -> None:
-        if not self._running or self._running[-1][0] is not module:
+        if not self._running or self._running[-1].module is not module:
             return  # it failed before it began
-        _, units = self._running.pop()
+        units = self._running.pop().units
         self._saving.off()
         self._end(module)
         self._home.mark(output)

@@ -182,6 +182,72 @@ def test_a_backward_that_raises_keeps_nothing_here() -> None:
     assert (sharded.resident, sharded.weight_bytes) == ([], 0)
 
 
+class Stops(nn.Module):
+    """A layer that is called within its own call, and that Ctrl-C ends there when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(48, 48, dtype=torch.bfloat16)
+        self.own = nn.Parameter(torch.ones(48, dtype=torch.bfloat16))
+        self.stops = False
+
+    def forward(self, hidden: torch.Tensor, again: bool = True) -> torch.Tensor:
+        hidden = self(hidden, again=False) if again else self.inner(hidden)
+        if self.stops:
+            raise KeyboardInterrupt
+        return hidden * self.own
+
+
+@pytest.mark.parametrize("how", ["next call", "step", "release"])
+def test_ctrl_c_in_a_forward_keeps_no_unit_here(how: str) -> None:
+    """Torch tells no hook of a call that it has ended."""
+    models = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        model = Deep(depth=4)
+        model.layers[1] = Stops()
+        optimizer = optimizer_of(model)
+        sharded = longshore.shard(model, optimizer, weight_bytes(model), units=Stops)
+        units = sharded._home.units
+        if how == "step":
+            model.loss(0).backward()
+        if is_interrupted:
+            model.layers[1].stops = True
+            with pytest.raises(KeyboardInterrupt):
+                model.loss(0)
+            assert any(unit.pins for unit in units)
+            model.layers[1].stops = False
+        if how == "release":
+            sharded.release()
+            assert (sharded.resident, sharded.weight_bytes) == ([], 0)
+        elif how == "step":
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            model.layers[0](model.inputs(0))
+        assert not any(unit.pins or unit.runs for unit in units)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        train(model, optimizer, 3)
+        assert not any(unit.pins or unit.runs for unit in units)
+        optimizer.close()
+        models.append(model)
+    same(*models)
+
+
+def test_hooks_of_others_stay_where_ctrl_c_has_left_ours() -> None:
+    model, optimizer, size = deep()
+    longshore.shard(model, optimizer, size)
+    model.layers[2].register_forward_pre_hook(_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.loss(0)
+    model.layers[2]._forward_pre_hooks.popitem()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        model.loss(0).backward()
+    assert packed
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_ctrl_c_waits_for_what_still_writes() -> None:
     """The memory of a prefetch must not go while its thread writes there."""
     begun, goes_on = threading.Event(), threading.Event()
