@@ -25,6 +25,8 @@ class Back:
     _finalizer: Any
     _checkpointed: tuple[int, str] | None
     _is_refused: bool
+    #: Whether the step in hand is being given up, and that has not come to its end.
+    _starts_over: bool
     version: int
 
     def _new_connection(self) -> Connection:
@@ -132,14 +134,16 @@ class Back:
         return self.rank[1] == 1
 
     def _start_over(self) -> None:
-        """Gives up what has left of the step in hand: joins again as a new process would, whose step servers make anew."""
+        """Gives up what has left of the step in hand: joins again as a new process would, whose step servers make anew. All of it waits
+        for servers, so that each part may be done again where an error or Ctrl-C has ended it."""
+        self._starts_over = True
         old = self._connection
-        assert old is not None
-        self._finalizer.detach()
-        _params.release([id(param.tensor) for param in old.params])
-        self._connection = None
-        old.weights.give_up()
-        old.job.close(False)
+        if old is not None:
+            old.weights.give_up()
+            old.job.close(False)
+            self._finalizer.detach()
+            _params.release([id(param.tensor) for param in old.params])
+            self._connection = None
         connection = self._start(self._new_connection(), found=True)
         # A delayed step would read the version before.
         connection.job.drain()
@@ -152,17 +156,17 @@ class Back:
             room = self._stream.room
             self._stream = Stream(self)
             self._stream.room = room
-
-    def _go_back(self, state_dict: dict[str, Any]) -> None:
-        wanted = _wanted(state_dict, self._job_name)
-        is_other = wanted is not None and self._may_be_other(*wanted)
-        if wanted is None or (wanted[0] == self.version and not is_other):
         self._starts_over = False
 
     def _may_be_other(self, version: int, name: str | None) -> bool:
         """Whether a checkpoint may be of another run than the job in hand, also at the same version: those that went on from one
         checkpoint of a server that ended with its process have the same job."""
         return self.passing_checkpoints is not None and name is not None and self._checkpointed != (version, name)
+
+    def _go_back(self, state_dict: dict[str, Any]) -> None:
+        wanted = _wanted(state_dict, self._job_name)
+        is_other = wanted is not None and self._may_be_other(*wanted)
+        if wanted is None or (wanted[0] == self.version and not is_other):
             return
         if self._connection is not None and self._connection.joined == wanted[0] and not is_other:
             # The servers are there, but a delayed step would read the version before. The handle was saved after a flush, and

@@ -170,10 +170,10 @@ class Fetcher:
         try:
             for whole, (member, of_rank) in zip(kept, shared, strict=True):
                 self._read_own(member, whole.view(-1), of_rank)
-        except LongshoreError:
+        except BaseException:
             self.rounds.fail()
             raise
-        with contextlib.suppress(LongshoreError):
+        with contextlib.suppress(LongshoreError), self.rounds.last():
             if self.rounds.end([self.version, *(member.name for member, _ in shared)]):
                 bytes_of = [whole.view(-1)[: of_rank.gathered].view(torch.uint8) for whole, (_, of_rank) in zip(kept, shared, strict=True)]
                 parts = [of_rank.part * whole.element_size() for whole, (_, of_rank) in zip(kept, shared, strict=True)]

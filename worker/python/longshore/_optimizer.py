@@ -63,6 +63,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         self.resume_data: Callable[[], bytes] | None = None
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
+        self._starts_over = False
         super().__init__(params, defaults)
         if self._options.servers is not None:
             self._warn_of_no_name()
@@ -194,6 +195,11 @@ class Optimizer(Back, Scaling, Watching, Stateful):
                 "the optimizer was built in another process, and a fork has none of its connections: build it in the process "
                 "that trains, or start processes with the method spawn"
             )
+        if self._starts_over:
+            raise UsageError(
+                "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush(), which go on with "
+                "that, and compute the step's gradients again"
+            )
         return self._connection or self._start(self._new_connection())
 
     def _start(self, connection: Connection, *, found: bool = False) -> Connection:
@@ -223,15 +229,22 @@ class Optimizer(Back, Scaling, Watching, Stateful):
     def close(self) -> None:
         """Waits until the last step is safe, and gives the rank up. The job stays on its servers; one of the server inside
         this process is deleted. The optimizer cannot be used after it. Ranks that gather units gather the last weights as well, so that
-        each of them calls it, and waits for the others; where an exception ends one, it pulls all of them."""
-        if self._connection is not None and self._finalizer.detach():
+        each of them calls it, and waits for the others; where an exception ends one, it pulls all of them. Where it fails or is
+        interrupted, it may be called again."""
+        if self._connection is not None and self._finalizer.alive:
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
             _clip.release(tensors)
             if self._stream is not None:
                 self._stream.unhook()
             self._connection.weights.settle()
+            self._finalizer.detach()
             self._connection.job.close(self._options.servers is None)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has given the rank up. The parameters have the last weights."""
+        return self._connection is not None and not self._finalizer.alive
 
     def __enter__(self) -> Self:
         return self
@@ -281,7 +294,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         backward or what followed it was interrupted: servers then forget them too, unless there are other ranks, which wait for
         that step."""
         super().zero_grad(set_to_none)
-        if self._stream is not None and self._stream.has_begun and self._can_start_over():
+        if self._starts_over or (self._stream is not None and self._stream.has_begun and self._can_start_over()):
             self._start_over()
 
     def _push(self) -> bool:
@@ -378,6 +391,8 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         Returns:
             The version of the weights.
         """
+        if self._starts_over:
+            self._start_over()
         connection = self._connection
         if connection is None:
             return 0

@@ -7,7 +7,7 @@ want the same again. So each round ends, whatever the ranks run, as long as each
 
 import contextlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -99,6 +99,16 @@ class Rounds:
             LongshoreError: as in :meth:`agree`.
         """
         return self._ends_together((_ENDS, _MEETS, self._meetings, _digest(what)), "close()")
+
+    @contextlib.contextmanager
+    def last(self) -> Iterator[None]:
+        """What ranks do together at the end: where Ctrl-C ends it on this one, the others may have done it, and are not waited for
+        again."""
+        try:
+            yield
+        except BaseException:
+            self.is_over = True
+            raise
 
     def fail(self) -> None:
         """Tells the others that this rank cannot go on, if they can be told."""

@@ -9,6 +9,9 @@ from torch import nn
 
 import longshore
 from longshore import errors
+from longshore._back import Back
+from longshore._connection import Connection
+from longshore._weights import Weights
 
 
 class Interrupted(torch.autograd.Function):
@@ -71,6 +74,54 @@ def test_an_interrupted_step_is_given_up(
         assert optimizer.flush() == 6
         found.append([weight.clone() for weight in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("give_up", [zero_grad, flush])
+@pytest.mark.parametrize(("of", "name"), [(Weights, "give_up"), (Connection, "start"), (Connection, "read"), (Back, "_stream_anew")])
+def test_giving_up_may_be_interrupted(
+    of: type, name: str, give_up: Callable[[longshore.AdamW], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_interrupted in (False, True):
+        model = net()
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+        for batch in range(6):
+            if batch == 3 and is_interrupted:
+                in_backward(model, optimizer)
+                with monkeypatch.context() as patch:
+                    patch.setattr(of, name, interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.zero_grad()
+                for act in (lambda: model(inputs(3)).sum().backward(), optimizer.step):
+                    with pytest.raises(errors.UsageError, match=r"joining its job again was interrupted: call zero_grad\(\) or flush\(\)"):
+                        act()
+                give_up(optimizer)
+            optimizer.zero_grad()
+            model(inputs(batch)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.flush() == 6
+        found.append([weight.clone() for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_close_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+    model(inputs(0)).square().mean().backward()
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Weights, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+    assert not optimizer.is_closed and optimizer.flush() == 1
+    optimizer.close()
+    assert optimizer.is_closed
+    with pytest.raises(errors.UsageError, match="was closed"):
+        optimizer.flush()
 
 
 def test_flush_leaves_a_whole_backward_pass_to_its_step() -> None:
