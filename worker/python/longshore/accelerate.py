@@ -33,7 +33,8 @@ class Attached:
         """Brings the newest weights into the model. With ``delay=1`` call it before an evaluation, on all ranks: Accelerate does not say
         that one begins. Without a delay the model has them anyway."""
         for optimizer in self._optimizers():
-            optimizer.flush()
+            if not optimizer.is_closed:  # one that is closed has brought them
+                optimizer.flush()
 
     def report(self) -> dict[str, float]:
         """What became of the newest step: the global gradient norm before clipping, the loss scale, and the milliseconds that this process

@@ -52,7 +52,8 @@ class Callback(_Logging):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for _, optimizer in _ours(trainer):
-            optimizer.flush()
+            if not optimizer.is_closed:
+                optimizer.flush()
 
     on_test_start = on_predict_start = on_fit_end = on_validation_start
 
@@ -121,7 +122,8 @@ class Strategy(SingleDeviceStrategy):
 
     def _flush(self) -> None:
         for optimizer in self.optimizers:
-            if isinstance(inner := getattr(optimizer, "_optimizer", optimizer), Optimizer):
+            inner = getattr(optimizer, "_optimizer", optimizer)
+            if isinstance(inner, Optimizer) and not inner.is_closed:  # one that is closed has brought the newest weights
                 inner.flush()
 
 

@@ -65,6 +65,9 @@ def test_a_delayed_jobs_newest_weights_are_saved(tmp_path: pathlib.Path) -> None
     saved = load_file(tmp_path / "model.safetensors")["layers.0.weight"]
     state = optimizer.optimizer.state_dict(full=True)["state"]
     assert torch.equal(saved, state[0]["master"]) and not torch.equal(saved, lagging)
+    optimizer.optimizer.close()
+    accelerator.save_model(model, str(tmp_path / "closed"))
+    assert torch.equal(load_file(tmp_path / "closed" / "model.safetensors")["layers.0.weight"], saved)
     attached.remove()
     assert "get_state_dict" not in vars(accelerator)
     assert isinstance(model, Mlp)

@@ -153,7 +153,10 @@ def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: 
     strategy._lightning_module = strategy.model = model
     getattr(strategy, f"{way}_step")()
     assert not torch.equal(seen[0], lagging)
-    assert torch.equal(seen[0], optimizer.state_dict(full=True)["state"][0]["master"])
+    newest = optimizer.state_dict(full=True)["state"][0]["master"]
+    assert torch.equal(seen[0], newest)
+    optimizer.close()
+    assert torch.equal(strategy.lightning_module_state_dict()["layers.0.weight"], newest)
 
 
 def test_the_strategy_logs_what_the_callback_logs(tmp_path: pathlib.Path) -> None:
