@@ -68,6 +68,20 @@ class Amending(Weights):
             super().forget()
             self._end()
 
+    def abandon(self) -> None:
+        # Garbage collection may call this anywhere: on the thread of the images, for which a read would wait, or while another thread
+        # has the lock and waits for that one.
+        coming = self._coming
+        is_waited_for = coming is not None and coming.is_here
+        if is_waited_for or not self._lock.acquire(blocking=False):
+            if coming is not None:
+                coming.cancel()
+            return
+        try:
+            super().abandon()
+        finally:
+            self._lock.release()
+
     def _end(self) -> None:
         """Ends what still comes, and lets go of the gradients."""
         if self._coming is not None:
@@ -90,8 +104,12 @@ class Amending(Weights):
             self._held.last.clear()
 
     @torch.no_grad()
-    def _start(self, version: int, which: set[int]) -> bool:
-        """Has the images of some parameters come. Returns false where nothing is to be amended."""
+    def _start(self, version: int, which: set[int], *, again: bool = False) -> bool:
+        """Has the images of some parameters come. Returns false where nothing is to be amended.
+
+        Args:
+            again: they were asked for before, and did not come.
+        """
         groups = [[param for param in group if param.index in which] for group in groups_of(self._params)]
         groups = [group for group in groups if group]
         if self._job.images([]) is None:
@@ -100,7 +118,10 @@ class Amending(Weights):
             check_unchanged([param for group in groups for param in group], [])
             rooms = [[self._room(param) for param in group] for group in groups]
             # Device memory that was allocated just now may have been another's.
-            self._note_what_came_before()
+            if again:
+                self._note_more_that_came_before()
+            else:
+                self._note_what_came_before()
             before = {device: event for device, (_, event) in self._before.items()}
             fetches = self._job.images(
                 [
@@ -116,6 +137,14 @@ class Amending(Weights):
 
         self._coming = Coming(version, list(zip(fetches, groups, strict=True)), copy)
         return True
+
+    def _note_more_that_came_before(self) -> None:
+        """Adds the work that the streams of this thread have got by now. The stream that asked for the weights stays the one that did."""
+        accelerator = _device.accelerator
+        for device, (asked, before) in self._before.items():
+            current = accelerator.current_stream(device)
+            accelerator.let_wait(current, before)
+            self._before[device] = asked, accelerator.record(current)
 
     def _room(self, param: Param) -> _Room:
         """Memory for a parameter's image and rates that no copy reads any more. The image comes into the parameter itself, unless
@@ -156,7 +185,7 @@ class Amending(Weights):
         if coming is not None and coming.failure is not None:
             # Nothing of these has come, or its copy was given up with the rest.
             coming.give_up()
-            self._start(coming.version, coming.left)
+            self._start(coming.version, coming.left, again=True)
             coming = self._coming
         ours = [param for param in params if coming is not None and param in coming]
         if coming is not None and ours:

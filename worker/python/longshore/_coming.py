@@ -69,12 +69,22 @@ class Coming:
         assert self.failure is not None
         raise self.failure
 
-    def give_up(self) -> None:
-        """Nothing writes to the host's memory, and no copy is given to a device, once this has returned."""
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is the one that reads the images."""
+        return threading.current_thread() is self._thread
+
+    def cancel(self) -> None:
+        """Has it end soon. It waits for nothing."""
         self._is_given_up = True
         for fetch, _ in self._groups:
             fetch.cancel()
-        while self._thread.is_alive():
+
+    def give_up(self) -> None:
+        """Nothing writes to the host's memory, and no copy is given to a device, once this has returned; on the thread of the images
+        itself, once that has gone on."""
+        self.cancel()
+        while self._thread.is_alive() and not self.is_here:
             # It ends soon. Ctrl-C once more must not free what it writes to.
             with contextlib.suppress(KeyboardInterrupt):
                 self._thread.join()

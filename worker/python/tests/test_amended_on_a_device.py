@@ -1,6 +1,8 @@
 """Weights that a worker amends on its device have the bits of those that it amends on its host."""
 
 import contextlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import longshore
 from longshore import _amend, _amending
+from longshore._coming import Coming
 
 STEPS = 10
 #: The steps whose gradient is not finite.
@@ -172,14 +175,15 @@ def test_what_fails_is_done_again(what: str, monkeypatch: pytest.MonkeyPatch) ->
         return result
 
     where, name = (_amend, "amend") if what == "amend" else (_amending.Amending, "_give")
-    acts = getattr(where, name)
+    acts, starts, retries = getattr(where, name), _amending.Amending._start, []
 
     def run(device: Simulated) -> tuple[list[Tensor], int]:
         model, failed = Layers(device), 0
+        other = device.new_stream(torch.device("cpu"))
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **LOCAL)
         for step in range(STEPS):
             while True:
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(RuntimeError), device.on(other) if what == "copy" else contextlib.nullcontext():
                     loss = model.loss(step)
                     break
                 failed += 1
@@ -190,13 +194,74 @@ def test_what_fails_is_done_again(what: str, monkeypatch: pytest.MonkeyPatch) ->
         optimizer.close()
         return results, failed
 
+    def start(weights: Any, *given: Any, **named: Any) -> bool:
+        asked = dict(weights._before)
+        started: bool = starts(weights, *given, **named)
+        if named:
+            retries.append(all(weights._before[device][0] is stream for device, (stream, _) in asked.items()))
+        return started
+
     expected, _ = run(Immediate(0))
     device = Immediate(0)
     with on(device, monkeypatch), monkeypatch.context() as patch:
         patch.setattr(where, name, fails)
+        patch.setattr(_amending.Amending, "_start", start)
         found, failed = run(device)
     assert len(calls) > 4 and (failed > 2 or what == "copy"), "a copy that failed may be given again before anybody waits for it"
     assert same(found, expected)
+    assert all(retries) and (retries or what == "amend"), "the stream that asked for the weights stays that"
+
+
+class Fetched:
+    """An image that comes at once, on the thread of the images, where something is done then."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.read, self.cancelled = act, threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def test_garbage_collection_on_the_thread_of_the_images_waits_for_nothing() -> None:
+    """It may end an optimizer there, and while another thread has the lock and waits for that one."""
+    ended, has_lock = threading.Event(), threading.Event()
+    weights = object.__new__(_amending.Amending)
+    weights._lock = threading.RLock()
+
+    def collect() -> None:
+        assert has_lock.wait(60)
+        weights.abandon()
+        weights._coming.give_up()
+        ended.set()
+
+    fetched = Fetched(collect)
+    with weights._lock:
+        weights._coming = Coming(1, [(fetched, [])], lambda _: {})
+        has_lock.set()
+        assert ended.wait(60), "it waits for a lock or for itself"
+    weights._coming.give_up()
+    assert fetched.cancelled.is_set() and weights._coming.failure is None
+
+    # Another thread may have the lock, too.
+    taken, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with weights._lock:
+            taken.set()
+            assert goes_on.wait(60)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert taken.wait(60)
+    other = Fetched(lambda: None)
+    weights._coming = Coming(2, [(other, [])], lambda _: {})
+    abandoning = threading.Thread(target=weights.abandon, daemon=True)
+    abandoning.start()
+    abandoning.join(60)
+    is_stuck = abandoning.is_alive()
+    goes_on.set()
+    holder.join(60)
+    assert not is_stuck and other.cancelled.is_set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
