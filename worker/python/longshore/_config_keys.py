@@ -89,7 +89,7 @@ KEYS: dict[str, Key] = {
         *_of(_OFFLOAD, "no effect", "servers have `--threads`", "cpuadam_cores_perc"),
         Key(_PARAM + "device", "used", "cpu, nvme and none are one in stage 3: weights come from the servers. With nvme a warning says what stays in DRAM. Refused in other stages"),
         *_of(_PARAM, "no effect", "weights come from the servers, whose tier says where they are", "nvme_path", "max_in_cpu"),
-        *_of(_PARAM, "no effect", "units are fetched four uses ahead and further while 64 MiB are not under way, within the budget", "buffer_count", "buffer_size"),
+        *_of(_PARAM, "no effect", "units are fetched four uses ahead, and further up to 64 MiB of weights, within the budget", "buffer_count", "buffer_size"),
         *_of(_PARAM, "no effect", "memory is page-locked where that helps", "pin_memory"),
         *_of(_ZERO, "no effect", "gradients always leave while backward runs", "overlap_comm"),
         *_of(_ZERO, "no effect", "gradients are put together in host memory", "contiguous_gradients", "round_robin_gradients"),
@@ -117,7 +117,7 @@ KEYS: dict[str, Key] = {
             "in stage 3 the budget, times a weight's bytes, unless `longshore.budget` says it; with neither half of the device's free memory, on a CPU 1e9 weights",
         ),
         *_of(_ZERO, "no effect", "the order of use says which weights stay", "stage3_max_reuse_distance"),
-        *_of(_ZERO, "no effect", "units are fetched four uses ahead and further while 64 MiB are not under way, within the budget", "stage3_prefetch_bucket_size"),
+        *_of(_ZERO, "no effect", "units are fetched four uses ahead, and further up to 64 MiB of weights, within the budget", "stage3_prefetch_bucket_size"),
         *_of(
             _ZERO,
             "no effect",

@@ -158,8 +158,8 @@ class Fetcher:
         return fetch
 
     def gather_all(self, members: list[Member]) -> None:
-        """Keeps all of these, which ranks gather from each other in the host's memory, each with its part. What is kept whole
-        already, what is small, and what cannot be gathered since a rank is gone, is left out."""
+        """Keeps all of these, which ranks gather from each other in the host's memory, each with its part. What is small,
+        and what cannot be gathered since a rank is gone, is left out. A copy that was kept whole before stays the one that is kept."""
         if self.rounds is None or self.rounds.is_over:
             return
         # These are the same on all ranks, also where one has a copy of what it has written.
