@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::{
     Layer, Registry, filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt,
 };
@@ -45,9 +46,8 @@ impl Seldom {
 /// Installs the process's subscriber; a second call does nothing. `filter` is a level, or levels by module as in
 /// `info,longshore_engine=debug`; the `others` have filters of their own.
 pub fn init(format: LogFormat, filter: &str, others: Vec<Reader>) {
-    let filter: Targets = filter
-        .parse()
-        .unwrap_or_else(|_| Targets::new().with_default(tracing::level_filters::LevelFilter::INFO));
+    let filter =
+        without_guests(filter.parse().unwrap_or_else(|_| Targets::new().with_default(LevelFilter::INFO)));
     let stderr = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let stderr = match format {
         LogFormat::Text => stderr.with_filter(filter).boxed(),
@@ -56,4 +56,38 @@ pub fn init(format: LogFormat, filter: &str, others: Vec<Reader>) {
     // An empty list would turn off all that is below it.
     let others = (!others.is_empty()).then_some(others);
     let _ = tracing_subscriber::registry().with(others).with(stderr).try_init();
+}
+
+/// h2 warns of every connection whose peer resets calls too fast, so that strangers could fill the log. It is heard where the
+/// filter names it, as in `info,h2=warn`, and where it reports an error.
+fn without_guests(filter: Targets) -> Targets {
+    if filter.iter().any(|(target, _)| target.starts_with("h2")) {
+        return filter;
+    }
+    let most = filter.default_level().unwrap_or(LevelFilter::OFF);
+    filter.with_target("h2", most.min(LevelFilter::ERROR))
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::Level;
+
+    use super::*;
+
+    #[test]
+    fn warnings_that_strangers_cause_are_heard_where_they_are_asked_for() {
+        for (filter, warns, fails) in [
+            ("info", false, true),
+            ("trace", false, true),
+            ("off", false, false),
+            ("info,h2=warn", true, true),
+            ("off,h2::proto=debug", true, true),
+            ("longshore_server=info", false, false),
+        ] {
+            let filtered = without_guests(filter.parse().unwrap());
+            let hears = |level| filtered.would_enable("h2::proto::streams::recv", &level);
+            assert_eq!((hears(Level::WARN), hears(Level::ERROR)), (warns, fails), "{filter}");
+        }
+        assert!(without_guests("info".parse().unwrap()).would_enable("longshore_server", &Level::INFO));
+    }
 }

@@ -39,9 +39,9 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// One connection.
-pub struct Peer {
-    pub socket: TcpStream,
+/// One connection, over TCP unless another socket is put below it.
+pub struct Peer<S = TcpStream> {
+    pub socket: S,
 }
 
 /// The bytes of a frame. `len` may differ from the payload's length.
@@ -59,7 +59,12 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 
 /// The headers of a call, packed.
 pub fn call(path: &str) -> Vec<u8> {
-    // POST and http are in HTTP/2's table, and so are the names of path, authority and content type.
+    call_as(path, None)
+}
+
+/// The same with a token, if there is one.
+pub fn call_as(path: &str, token: Option<&str>) -> Vec<u8> {
+    // POST and http are in HTTP/2's table, and so are the names of path, authority, content type and authorization.
     let mut bytes = vec![0x83, 0x86];
     let mut literal = |name: &[u8], value: &str| {
         bytes.extend_from_slice(name);
@@ -70,6 +75,9 @@ pub fn call(path: &str) -> Vec<u8> {
     literal(&[0x01], "peer");
     literal(&[0x0F, 0x10], "application/grpc");
     literal(b"\x00\x02te", "trailers");
+    if let Some(token) = token {
+        literal(&[0x0F, 0x08], &format!("Bearer {token}"));
+    }
     bytes
 }
 
@@ -85,7 +93,14 @@ impl Peer {
     }
 
     pub fn connect(address: &str) -> io::Result<Peer> {
-        let mut peer = Peer::silent(address)?;
+        Peer::over(Peer::silent(address)?.socket)
+    }
+}
+
+impl<S: Read + Write> Peer<S> {
+    /// Begins HTTP/2 on a socket.
+    pub fn over(socket: S) -> io::Result<Peer<S>> {
+        let mut peer = Peer { socket };
         peer.send(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat())?;
         Ok(peer)
     }

@@ -7,7 +7,7 @@ use longshore_proto::limits::{
 use longshore_tests::{
     peer::{
         ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, ENHANCE_YOUR_CALM, FLOW_CONTROL_ERROR,
-        FRAME_SIZE_ERROR, HEADERS, PING, Peer, SETTINGS, call, frame, frame_of,
+        FRAME_SIZE_ERROR, HEADERS, PING, Peer, RESET, SETTINGS, call, frame, frame_of,
     },
     server::ServerOptions,
     soak,
@@ -273,4 +273,40 @@ fn pings_without_end_end_their_connection() {
         reading.join().unwrap()
     });
     is_calmed(code);
+}
+
+/// The code of CANCEL, with which a call is taken back.
+const CANCEL: [u8; 4] = [0, 0, 0, 8];
+
+/// Rapid reset (CVE-2023-44487): each call is taken back as soon as it is made, so that never many of them are open.
+#[test]
+fn calls_that_are_taken_back_at_once_end_their_connection() {
+    let server = ServerOptions::new().start();
+    let address = server.address().to_string();
+    let train = Train::new(60);
+    let undisturbed = train.run().end.state_hash;
+    let mut running = train.args(["--transport", "tcp"]).servers(std::slice::from_ref(&address)).start();
+    running.until_step(2);
+    let connections = soak::pick(20, 400);
+    let (most, after) = growth(&server, || {
+        for _ in 0..connections {
+            let mut peer = Peer::connect(&address).unwrap();
+            let reader = Peer { socket: peer.socket.try_clone().unwrap() };
+            let pairs = |stream| {
+                let headers = frame(HEADERS, END_HEADERS, stream, &call(PUSH));
+                [headers, frame(RESET, 0, stream, &CANCEL)].concat()
+            };
+            let code = std::thread::scope(|scope| {
+                let reading = scope.spawn(move || reader.end());
+                let sent = peer.flood(streams(200_000).map(pairs));
+                assert!(sent < 200_000 * pairs(1).len(), "all calls were taken");
+                reading.join().unwrap()
+            });
+            is_calmed(code);
+        }
+    });
+    // The job that trains meanwhile takes no more: its memory was admitted, and touched when it was opened.
+    assert!(most < ONE_CONNECTION && after < ONE_CONNECTION, "{most}, {after}");
+    assert!(Peer::connect(&address).unwrap().lists_jobs());
+    assert_eq!(running.finish().end.state_hash, undisturbed, "the resets changed the training");
 }

@@ -6,6 +6,7 @@ mod beside;
 mod connections;
 mod frames;
 mod handshakes;
+mod strangers;
 
 use longshore_tests::{
     process::{forget_peak, memory_of},
