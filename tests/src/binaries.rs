@@ -17,7 +17,18 @@ pub fn command(name: &str) -> Command {
          {DIR_VARIABLE}",
         path.display()
     );
-    let mut command = Command::new(path);
+    without_ours(Command::new(path))
+}
+
+/// The same, run by another program, whose arguments go before it.
+pub fn under(name: &str, program: &str, arguments: &[String]) -> Command {
+    let mut command = Command::new(program);
+    command.args(arguments).arg(self::command(name).get_program());
+    without_ours(command)
+}
+
+/// A test's command is told all by its flags.
+fn without_ours(mut command: Command) -> Command {
     let ours =
         env::vars_os().map(|(name, _)| name).filter(|name| name.to_string_lossy().starts_with("LONGSHORE"));
     for variable in ours {

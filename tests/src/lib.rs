@@ -10,6 +10,7 @@ pub mod http;
 pub mod peer;
 pub mod process;
 pub mod proxy;
+pub mod seccomp;
 pub mod seed;
 pub mod server;
 pub mod skip;

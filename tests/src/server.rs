@@ -23,6 +23,8 @@ pub struct ServerOptions {
     checkpoint_dir: Option<PathBuf>,
     checkpoint_on_drain: bool,
     arguments: Vec<String>,
+    /// A command that runs the server, with its own arguments.
+    under: Vec<String>,
     /// A flag, and the folder in which each server gets one of its own for that flag.
     state_root: Option<(&'static str, PathBuf)>,
     allowed: Vec<String>,
@@ -77,6 +79,12 @@ impl ServerOptions {
         self
     }
 
+    /// Runs the server by this command, which is given the program and its arguments and becomes it.
+    pub fn under(mut self, command: &[&str]) -> ServerOptions {
+        self.under = command.iter().map(ToString::to_string).collect();
+        self
+    }
+
     /// TCP is then encrypted, with the certificate and the identities of this folder.
     pub fn tls(self, dir: &Path) -> ServerOptions {
         self.args(["--tls-dir", &dir.display().to_string()])
@@ -109,7 +117,10 @@ pub struct Longshored {
 
 impl Longshored {
     fn start(options: ServerOptions, listen: &str) -> Longshored {
-        let mut command = binaries::command("longshored");
+        let mut command = match options.under.split_first() {
+            Some((program, rest)) => binaries::under("longshored", program, rest),
+            None => binaries::command("longshored"),
+        };
         let memory = options.memory.as_deref().unwrap_or("1GiB");
         command.args(["--listen", listen, "--log-format", "json", "--memory", memory]);
         if let Some(threads) = options.threads {

@@ -15,6 +15,7 @@ use longshore_tests::{
     binaries,
     command::{Output, longshore, longshored},
     process::Process,
+    seccomp::WITHOUT_IO_URING,
     server::{Longshored, ServerOptions},
     skip,
     status::job_status,
@@ -25,6 +26,7 @@ use longshore_wire::{
     v1::{AwaitDurableRequest, training_client::TrainingClient},
 };
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
+use serde_json::Value;
 use tempfile::TempDir;
 
 const STEPS: u64 = 12;
@@ -37,6 +39,23 @@ fn train() -> Train {
 
 fn hash() -> String {
     Train::new(STEPS).run().end.state_hash
+}
+
+/// As in a container whose runtime refuses io_uring: threads read and write instead, and the log says why.
+#[test]
+fn without_io_uring_a_job_has_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let server = options(&[root.path().join("nvme0")]).under(&WITHOUT_IO_URING).start();
+    let train = train().servers(&[server.address().to_string()]);
+    assert_eq!(train.run().end.state_hash, hash());
+    let opened: Vec<Value> =
+        server.log().into_iter().filter(|line| line["fields"]["message"] == "disk opened").collect();
+    assert!(!opened.is_empty(), "{:?}", server.log());
+    for line in opened {
+        let field = |name: &str| line["fields"][name].as_str().unwrap_or_default().to_string();
+        assert!(field("engine").contains("threads"), "{line}");
+        assert!(field("why").contains("io_uring: refused by seccomp"), "{line}");
+    }
 }
 
 /// A server whose jobs' state is striped over these directories.

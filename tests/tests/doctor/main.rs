@@ -14,6 +14,7 @@ use std::{
 use longshore_tests::{
     binaries,
     command::{Output, longshore, run},
+    seccomp::WITHOUT_IO_URING,
     server::ServerOptions,
     skip,
     stock::Stock,
@@ -173,22 +174,10 @@ fn little_memory_to_lock() {
     assert!(state == "warning" && said.contains("64.0 KiB") && remedy.contains("ulimit -l"), "{output:?}");
 }
 
-/// A filter of system calls, as a container's runtime has one, which refuses io_uring.
 #[test]
 fn io_uring_is_refused() {
-    const FILTER: &str = "\
-import ctypes, os, struct, sys
-SETUP = 425
-code = [(0x20, 0, 0, 0), (0x15, 0, 1, SETUP), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
-filter = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *one) for one in code))
-program = struct.pack('H6xQ', len(code), ctypes.addressof(filter))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, ctypes.create_string_buffer(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
-os.execv(sys.argv[1], sys.argv[1:])
-";
     let system = system();
-    let output = doctor(&["python3", "-c", FILTER], &["--system", &text(system.path())]);
+    let output = doctor(&WITHOUT_IO_URING, &["--system", &text(system.path())]);
     finds(&output, "io_uring", "warning", &["refused", "seccomp"]);
 }
 
