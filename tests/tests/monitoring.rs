@@ -89,6 +89,62 @@ fn alerts_fire_as_promtool_finds() {
     assert_eq!((checked.code, checked.stderr.as_str()), (0, ""), "{checked:?}");
 }
 
+/// Every expression of a dashboard, wherever in it.
+fn expressions(of: &Value, found: &mut Vec<String>) {
+    match of {
+        Value::Array(all) => all.iter().for_each(|one| expressions(one, found)),
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                match value.as_str() {
+                    Some(expression) if name == "expr" => found.push(expression.to_string()),
+                    _ => expressions(value, found),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+/// What promtool says of a rules file in which each expression is a rule.
+fn checked(expressions: &[String]) -> Output {
+    let rule = |(index, expression): (usize, &String)| serde_json::json!({"record": format!("panel:{index}"), "expr": expression});
+    let rules: Vec<Value> = expressions.iter().enumerate().map(rule).collect();
+    let folder = TempDir::new().unwrap();
+    // JSON is YAML.
+    let file = folder.path().join("rules.yml");
+    fs::write(&file, serde_json::json!({"groups": [{"name": "dashboard", "rules": rules}]}).to_string())
+        .unwrap();
+    promtool(&["check", "rules", &file.display().to_string()])
+}
+
+#[test]
+fn every_expression_of_the_dashboard_parses() {
+    if !is_installed("promtool") {
+        return skip::skipped("there is no promtool: install Debian's package prometheus");
+    }
+    let dashboard = fs::read_to_string(deploy().join("grafana/longshore.json")).unwrap();
+    let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
+    let mut found = Vec::new();
+    expressions(&dashboard["panels"], &mut found);
+    assert!(found.len() > 20, "{found:?}");
+    // Grafana puts a value in the place of each variable, which may stand in a string alone.
+    let variables = dashboard["templating"]["list"].as_array().unwrap().iter();
+    let variables: Vec<String> =
+        variables.filter_map(|one| Some(format!("${}", one["name"].as_str()?))).collect();
+    for expression in &mut found {
+        for variable in &variables {
+            *expression = expression.replace(&format!("=~\"{variable}\""), "=~\".*\"");
+        }
+        assert!(!expression.contains('$'), "a variable that the dashboard does not have: {expression}");
+    }
+    let output = checked(&found);
+    assert_eq!(output.code, 0, "{output:?}");
+    assert!(output.stdout.contains(&format!("{} rules found", found.len())), "{output:?}");
+    // A bracket that is missing is found.
+    found[3].pop();
+    assert_ne!(checked(&found).code, 0);
+}
+
 #[test]
 fn prometheus_follows_a_run_in_which_workers_are_killed() {
     if !is_installed("prometheus") {

@@ -3,7 +3,11 @@
 
 use std::{env, fs, path::Path, process::Command};
 
-use longshore_tests::{binaries, command::run, skip};
+use longshore_tests::{
+    binaries,
+    command::{longshore, run},
+    skip,
+};
 use tempfile::TempDir;
 
 /// Makes dpkg-deb take seconds instead of a minute where other programs run. How small a package gets is not tested.
@@ -74,6 +78,65 @@ fn a_debian_package_has_both_commands_and_a_service() {
     assert!(server.line().unwrap_or_default().starts_with("longshored listening on "), "{}", server.stderr());
     server.terminate();
     assert_eq!(server.code(), 0, "{}", server.stderr());
+}
+
+/// Shells read the script that completes both commands without a complaint.
+fn shell_reads(shell: &str) {
+    if !is_installed(shell) {
+        return skip::skipped(&format!("there is no {shell}: install Debian's package {shell}"));
+    }
+    let folder = TempDir::new().unwrap();
+    for program in ["longshore", "longshored"] {
+        let script = longshore(["completions", shell, "--program", program]);
+        assert!(script.code == 0 && script.stdout.len() > 1000, "{script:?}");
+        let reads = |text: &str| {
+            let file = folder.path().join(program);
+            fs::write(&file, text).unwrap();
+            run(shell, Command::new(shell).arg("-n").arg(&file))
+        };
+        let read = reads(&script.stdout);
+        assert_eq!((read.code, read.stderr.as_str()), (0, ""), "{program}: {read:?}");
+        let cut = reads(&(script.stdout.clone() + "\nif true\n"));
+        assert!(cut.code != 0 || !cut.stderr.is_empty(), "{shell} takes anything: {cut:?}");
+    }
+}
+
+#[test]
+fn bash_reads_its_completions() {
+    shell_reads("bash");
+}
+
+#[test]
+fn zsh_reads_its_completions() {
+    shell_reads("zsh");
+}
+
+#[test]
+fn fish_reads_its_completions() {
+    shell_reads("fish");
+}
+
+#[test]
+fn manual_pages_are_as_mandoc_wants_them() {
+    // It knows no --version.
+    if Command::new("mandoc").arg("/dev/null").output().is_err() {
+        return skip::skipped("there is no mandoc: install Debian's package mandoc");
+    }
+    let folder = TempDir::new().unwrap();
+    let made = longshore(["man", "--out", &folder.path().display().to_string()]);
+    assert_eq!(made.code, 0, "{made:?}");
+    let mut pages: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|page| page.unwrap().path()).collect();
+    pages.sort();
+    assert!(pages.len() > 20, "{pages:?}");
+    let lint = |level: &str| run("mandoc", Command::new("mandoc").args(["-Tlint", "-W", level]).args(&pages));
+    // Errors change what is shown. Warnings are of style: clap_mangen gives pages no date, and breaks paragraphs twice.
+    let errors = lint("error");
+    assert_eq!((errors.code, errors.stdout.as_str()), (0, ""), "{errors:?}");
+    for page in &pages {
+        let shown = run("mandoc", Command::new("mandoc").args(["-Tutf8", "-W", "error"]).arg(page));
+        let text = shown.stdout.replace(|c: char| c == '\u{8}', "");
+        assert!(shown.code == 0 && text.contains("longshore") && text.len() > 300, "{page:?}: {shown:?}");
+    }
 }
 
 #[test]
