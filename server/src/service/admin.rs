@@ -260,6 +260,7 @@ impl Services {
             failure: job.check_alive().err().map(|fault| fault.to_string()).unwrap_or_default(),
             update_seconds: handle.busy.updates().as_secs_f64(),
             elements: handle.elements(),
+            update_bytes: job.update_bytes(),
         }
     }
 }

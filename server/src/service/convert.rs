@@ -54,6 +54,9 @@ pub(super) fn decided(decided: Decided) -> v1::DecidedStep {
         learning_rate: decided.learning_rate,
         loss: decided.loss,
         exposed_seconds: decided.exposed_seconds,
+        pushed_bytes: decided.pushed_bytes,
+        pulled_bytes: decided.pulled_bytes,
+        update_seconds: decided.update_seconds,
     }
 }
 

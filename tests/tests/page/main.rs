@@ -3,6 +3,8 @@
 //!
 //! `LONGSHORE_REGENERATE=1 cargo test --release --workspace --locked --test page` makes the screenshots of docs/observe.md anew.
 
+mod figures;
+
 use std::{env, fs, path::Path, process::Command};
 
 use longshore_tests::{

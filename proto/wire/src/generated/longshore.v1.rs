@@ -2594,9 +2594,12 @@ pub struct DescribeResponse {
     /// how long the job's compute thread was in updates
     #[prost(double, tag = "43")]
     pub update_seconds: f64,
-    /// here, padding included: an update moves 28 bytes of memory for each in fp32 state
+    /// here, padding included
     #[prost(uint64, tag = "44")]
     pub elements: u64,
+    /// what one update moves through this server's memory: state in and out, gradients in, images out
+    #[prost(uint64, tag = "45")]
+    pub update_bytes: u64,
 }
 /// One decided step as a server saw it, for whoever draws charts of training.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
@@ -2623,6 +2626,13 @@ pub struct DecidedStep {
     /// How long offloading held up rank 0's trainer, in the step before this one. Absent where rank 0 does not say.
     #[prost(double, optional, tag = "9")]
     pub exposed_seconds: ::core::option::Option<f64>,
+    /// What the job's counters here were when it was decided, those since the job was opened here. Steps beside each other give speeds.
+    #[prost(uint64, tag = "10")]
+    pub pushed_bytes: u64,
+    #[prost(uint64, tag = "11")]
+    pub pulled_bytes: u64,
+    #[prost(double, tag = "12")]
+    pub update_seconds: f64,
 }
 /// How one server's checkpoints of a job went since that server started.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -3,6 +3,7 @@
 mod gather;
 mod object;
 mod read;
+mod steps;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,6 +20,7 @@ use crate::{
     output::Output,
     servers::{PROMPTLY, Unanswered},
     sizes::human,
+    wrong_use::wrong_use,
 };
 
 #[derive(clap::Args)]
@@ -31,6 +33,9 @@ pub(super) struct Args {
     /// Leave the state hash out: it reads all of the state
     #[arg(long)]
     no_hash: bool,
+    /// With --output json: tell the last N decided steps of each server too, with loss, times and speeds. Servers keep 512
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = clap::value_parser!(u32).range(0..=512))]
+    steps: u32,
     /// Longest wait, in seconds, for a server to say what it holds
     #[arg(long, default_value_t = PROMPTLY.as_secs(), value_parser = clap::value_parser!(u64).range(1..=3600))]
     deadline_s: u64,
@@ -39,6 +44,11 @@ pub(super) struct Args {
 /// Prints what the servers that answer say. The result is an error when one does not answer, or when none holds the
 /// job that was named.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+    if args.steps > 0 && !out.is_json() {
+        return Err(wrong_use(anyhow::anyhow!(
+            "--steps is for programs: add --output json, or watch steps with longshore top"
+        )));
+    }
     let mut found = Found::ask(&args.servers, Duration::from_secs(args.deadline_s))?;
     if !out.is_json() {
         for (address, list) in &found.lists {
@@ -49,11 +59,11 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     }
     let jobs = found.jobs(args.job.as_deref())?;
     for job in &jobs {
-        let (mut answers, without) = found.describe(job);
+        let (mut answers, without) = found.describe(job, args.steps > 0);
         let unhashed =
             if args.no_hash { Some(LEFT_OUT.to_string()) } else { hashed(&mut found, job, &mut answers) };
         if out.is_json() {
-            say!("{}", object(job, &answers, &without));
+            say!("{}", object(job, &answers, &without, args.steps as usize));
         } else {
             print(job, &answers, &without, unhashed);
         }

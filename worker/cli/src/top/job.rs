@@ -13,8 +13,6 @@ use super::{
 
 /// The mean of a step's time is taken of so many.
 const MEAN_OF: usize = 64;
-/// What an update moves in memory for each element, in fp32 state.
-const UPDATE_BYTES: f64 = 28.0;
 
 /// A job as its servers' answers show it. `now_ms` is by the servers' clock, `at` by this host's.
 pub(crate) fn job_view(
@@ -48,10 +46,7 @@ pub(crate) fn job_view(
         pushed: sum(&|answer| answer.pushed_bytes),
         pulled: sum(&|answer| answer.pulled_bytes),
         updating: there.iter().map(|(_, answer)| answer.update_seconds).sum(),
-        updated_bytes: there
-            .iter()
-            .map(|(_, one)| applied(one) as f64 * one.elements as f64 * UPDATE_BYTES)
-            .sum(),
+        updated_bytes: there.iter().map(|(_, one)| applied(one) as f64 * one.update_bytes as f64).sum(),
     });
     let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
@@ -163,6 +158,7 @@ pub(super) mod tests {
             threads: 2,
             isa: "avx2".into(),
             elements: 880_000,
+            update_bytes: 880_000 * 30,
             update_seconds: steps as f64 * 0.001,
             steps: (1..=steps).map(decided).collect(),
             ..Default::default()
@@ -190,7 +186,7 @@ pub(super) mod tests {
             (State::Training, 110, [].as_slice())
         );
         assert_eq!((view.steps_per_s, view.pushed_per_s), (Some(2.0), Some(2e6)));
-        assert!(view.update_per_s.is_some_and(|rate| (rate / (28.0 * 880_000.0 / 0.001) - 1.0).abs() < 1e-6));
+        assert!(view.update_per_s.is_some_and(|rate| (rate / (30.0 * 880_000.0 / 0.001) - 1.0).abs() < 1e-6));
         assert_eq!(view.steps.len(), 110, "each step is there once");
     }
 

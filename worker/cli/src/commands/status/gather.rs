@@ -69,8 +69,10 @@ impl Found {
 
     /// The answers of the servers that hold the job, and why the others have none. An operator wants a status most
     /// when a server has restarted empty, cannot read its drives, or is stopped.
-    pub(super) fn describe(&mut self, job: &str) -> (Answers, Without) {
-        let request = v1::DescribeRequest { job: job.to_string(), ..v1::DescribeRequest::default() };
+    pub(super) fn describe(&mut self, job: &str, with_steps: bool) -> (Answers, Without) {
+        let steps_after = with_steps.then_some(0);
+        let request =
+            v1::DescribeRequest { job: job.to_string(), steps_after, ..v1::DescribeRequest::default() };
         let found = self.servers.answers_within(self.patience, |admin| whole(admin, request.clone()));
         let (mut answers, mut without) = (Vec::new(), self.silent.clone());
         for (address, answer) in found {
@@ -96,7 +98,8 @@ pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Opt
             // What is beside the hashes is newer too.
             Ok(answer) => {
                 let (spec, placement) = (known.spec.take(), known.placement.take());
-                *known = v1::DescribeResponse { spec, placement, ..answer };
+                let steps = std::mem::take(&mut known.steps);
+                *known = v1::DescribeResponse { spec, placement, steps, ..answer };
             }
             Err(fault) => failed = Some(format!("{address} gave none: {fault}")),
         }

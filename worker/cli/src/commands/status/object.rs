@@ -5,10 +5,16 @@ use longshore_wire::v1;
 use super::{
     gather::{Answers, Without},
     read::{Wear, combined_hash, formats, last_commit, phase},
+    steps::steps,
 };
 
-/// One object a job.
-pub(super) fn object(job: &str, answers: &Answers, without: &Without) -> serde_json::Value {
+/// One object a job, with so many of its last steps as each server saw them.
+pub(super) fn object(
+    job: &str,
+    answers: &Answers,
+    without: &Without,
+    last_steps: usize,
+) -> serde_json::Value {
     let servers = answers.iter().map(|(address, answer)| {
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
@@ -36,6 +42,7 @@ pub(super) fn object(job: &str, answers: &Answers, without: &Without) -> serde_j
             "idle_limit_seconds": (answer.idle_limit_ms > 0).then(|| answer.idle_limit_ms as f64 / 1e3),
             "not_evicted": (!answer.not_evicted.is_empty()).then_some(&answer.not_evicted),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
+            "steps": (last_steps > 0).then(|| steps(answer, last_steps)),
         })
     });
     let hash = combined_hash(answers);
