@@ -1,86 +1,313 @@
-//! A training job goes on beside every flood at once.
+//! A job trains beside each flood, over TCP and over TLS: to the same bits, on a server that holds no more than it
+//! admitted and what docs/limits.md counts for strangers. With `LONGSHORE_SOAK` and `--nocapture` it prints the table there.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    collections::VecDeque,
+    io::{self, Read, Write},
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use longshore_proto::limits::STRANGERS_BYTES;
+use longshore_proto::limits::{SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
 use longshore_tests::{
-    peer::{CONTINUATION, DATA, END_HEADERS, HEADERS, PING, Peer, call, frame},
-    process::{forget_peak, memory_of},
+    http::{self, FLAGS},
+    peer::{
+        CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, Peer, RESET, SETTINGS, call_as, frame,
+    },
+    process::{DEADLINE, forget_peak, memory_of},
     server::ServerOptions,
     soak,
-    train::Train,
+    train::{Run, Train},
+};
+use longshore_wire::{
+    frame::encode,
+    v1::{Dtype, PullRequest, Slice},
+};
+
+use super::{
+    mib,
+    strangers::{Stop, Strangers, TOKEN},
 };
 
 const PUSH: &str = "/longshore.v1.Tensors/Push";
+const PULL: &str = "/longshore.v1.Tensors/Pull";
+/// The job that trains before any flood. It stays, and slow readers pull its weights.
+const BEFORE: &str = "before";
+/// While a job trains a flood rests for so long between strangers: the test measures what floods do to the server, and
+/// not what making them costs the processor.
+const REST: Duration = Duration::from_millis(20);
+/// The margin is for a busy machine; on a quiet one the longest step is to be under 1 s.
+const LONGEST_MS: f64 = 3000.0;
 
-/// Floods the server one flood after another until told to stop, each on a connection of its own. Between floods it
-/// rests, since the test measures what floods do to the server and not what making them costs the processor.
-fn flood(address: &str, over: &AtomicBool, floods: &AtomicUsize) {
-    for turn in 0.. {
-        if over.load(Ordering::Relaxed) {
-            return;
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Flood {
+    /// Connections that are held open.
+    Connections,
+    /// Handshakes that do not end: TLS's, or HTTP/2's where there is no TLS.
+    HalfOpen,
+    /// Calls that are taken back at once (CVE-2023-44487).
+    RapidReset,
+    /// Headers that never end, and those that are too long.
+    GiantHeaders,
+    /// Pulls whose weights are not taken.
+    SlowReaders,
+    /// Calls, pings and data without end.
+    Frames,
+}
+
+impl Flood {
+    const ALL: [Flood; 6] = [
+        Flood::Connections,
+        Flood::HalfOpen,
+        Flood::RapidReset,
+        Flood::GiantHeaders,
+        Flood::SlowReaders,
+        Flood::Frames,
+    ];
+
+    /// How many strangers are there at once.
+    fn held(self) -> usize {
+        match self {
+            Flood::Connections | Flood::HalfOpen => soak::pick(300, 2000),
+            Flood::GiantHeaders => soak::pick(100, 1000),
+            Flood::SlowReaders => soak::pick(16, 100),
+            Flood::RapidReset | Flood::Frames => 6,
         }
-        let Ok(mut peer) = Peer::connect(address) else { continue };
-        match turn % 5 {
-            0 => peer.flood((0..2000).map(|at| frame(HEADERS, END_HEADERS, 2 * at + 1, &call(PUSH)))),
-            1 => peer.flood((0..200).map(|_| frame(PING, 0, 0, &[0; 8]).repeat(100))),
-            2 => {
-                let first = frame(HEADERS, 0, 1, &call(PUSH));
-                peer.flood([first].into_iter().chain((0..100).map(|_| frame(CONTINUATION, 0, 1, &[0; 1000]))))
+    }
+}
+
+trait Socket: Read + Write + Send {}
+impl<T: Read + Write + Send> Socket for T {}
+type Stranger = Peer<Box<dyn Socket>>;
+
+fn boxed<S: Socket + 'static>(peer: Peer<S>) -> Stranger {
+    Peer { socket: Box::new(peer.socket) }
+}
+
+/// A server, and how strangers come to it.
+struct Target<'a> {
+    address: &'a str,
+    http: String,
+    process: u32,
+    tls: Option<&'a Strangers>,
+    /// The last version of [`BEFORE`].
+    version: u64,
+}
+
+impl Target<'_> {
+    /// A stranger with whom HTTP/2 has begun.
+    fn guest(&self) -> io::Result<Stranger> {
+        match self.tls {
+            Some(strangers) => strangers.through(self.address).map(boxed),
+            None => Peer::connect(self.address).map(boxed),
+        }
+    }
+
+    fn half_open(&self) -> io::Result<Stranger> {
+        if let Some(strangers) = self.tls {
+            return strangers.come(self.address, Stop::HalfHello).map(boxed);
+        }
+        let mut peer = Peer::silent(self.address)?;
+        peer.send(b"PRI * HTTP/2.0\r\n")?;
+        Ok(boxed(peer))
+    }
+
+    fn headers(&self, flags: u8, stream: u32, path: &str) -> Vec<u8> {
+        frame(HEADERS, flags, stream, &call_as(path, self.tls.map(|_| TOKEN)))
+    }
+
+    /// The next stranger, who has done what such a flood does. `turn` counts them.
+    fn stranger(&self, flood: Flood, turn: usize) -> io::Result<Stranger> {
+        if flood == Flood::HalfOpen {
+            return self.half_open();
+        }
+        let mut guest = self.guest()?;
+        let streams = |count: u32| (0..count).map(|index| 2 * index + 1);
+        match flood {
+            Flood::Connections | Flood::HalfOpen => {}
+            Flood::RapidReset => {
+                let pair =
+                    |at| [self.headers(END_HEADERS, at, PUSH), frame(RESET, 0, at, &[0, 0, 0, 8])].concat();
+                guest.flood(streams(5000).map(pair));
             }
-            3 => {
-                let first = frame(HEADERS, END_HEADERS, 1, &call(PUSH));
-                peer.flood([first].into_iter().chain((0..100).map(|_| frame(DATA, 0, 1, &[0; 65_536]))))
+            Flood::GiantHeaders => {
+                // One of these, of 12 KiB, waits for its end. A hundred end their connection.
+                let field = |index| format!("\0\x06name{index:02x}\x64{index:0>100}");
+                let fields: String = (0..110).map(field).collect();
+                let more = if turn % 2 == 0 || turn < flood.held() { 1 } else { 100 };
+                let more = (0..more).map(|_| frame(CONTINUATION, 0, 1, fields.as_bytes()));
+                guest.flood([self.headers(0, 1, PUSH)].into_iter().chain(more));
             }
-            _ => (0..20).filter_map(|_| Peer::silent(address).ok()).count(),
+            Flood::SlowReaders => {
+                // A stream takes 1000 bytes, and never more.
+                guest.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 3, 232]))?;
+                let pull = encode(&self.pull()).head;
+                let calls = streams(50)
+                    .map(|at| [self.headers(END_HEADERS, at, PULL), frame(DATA, END_STREAM, at, &pull)]);
+                guest.flood(calls.map(|call| call.concat()));
+            }
+            Flood::Frames => {
+                match turn % 3 {
+                    0 => guest.flood(streams(2000).map(|at| self.headers(END_HEADERS, at, PUSH))),
+                    1 => guest.flood((0..200).map(|_| frame(PING, 0, 0, &[0; 8]).repeat(100))),
+                    _ => {
+                        let data = (0..100).map(|_| frame(DATA, 0, 1, &[0; 65_536]));
+                        guest.flood([self.headers(END_HEADERS, 1, PUSH)].into_iter().chain(data))
+                    }
+                };
+            }
+        }
+        Ok(guest)
+    }
+
+    fn pull(&self) -> PullRequest {
+        PullRequest {
+            job: BEFORE.into(),
+            version: self.version,
+            dtype: Dtype::Bf16.into(),
+            slices: vec![Slice { shard: 0, offset: 0, elements: 65_536 }; 16],
+            ..PullRequest::default()
+        }
+    }
+
+    /// Brings as many strangers as there are to be at once, says so, and then brings others in place of the oldest ones
+    /// until it is over. Returns how many came in all.
+    fn flood(&self, flood: Flood, filled: &mpsc::Sender<()>, over: &AtomicBool) -> usize {
+        let mut held = VecDeque::new();
+        let mut came = 0;
+        for turn in 0.. {
+            if let Ok(stranger) = self.stranger(flood, turn) {
+                held.push_back(stranger);
+                came += 1;
+            }
+            if turn + 1 == flood.held() {
+                let _ = filled.send(());
+            }
+            if turn + 1 >= flood.held() {
+                thread::sleep(REST);
+            }
+            while held.len() >= flood.held() {
+                held.pop_front();
+            }
+            if over.load(Ordering::Relaxed) {
+                break;
+            }
+        }
+        came
+    }
+
+    fn train(&self, job: &str) -> Train {
+        let address = self.address.to_string();
+        let train = Train::new(self.version).args(["--transport", "tcp", "--job", job]).servers(&[address]);
+        match self.tls {
+            Some(strangers) => {
+                train.args(["--tls-dir", &strangers.folders.client("worker").display().to_string()])
+            }
+            None => train,
+        }
+    }
+
+    /// What the server has in memory at most since this was forgotten, beyond `empty` and what it has admitted.
+    fn beyond(&self, empty: u64) -> u64 {
+        let (_, most) = memory_of(self.process);
+        let admitted = http::metrics(&self.http)["longshore_memory_reserved_bytes"] as u64;
+        most.saturating_sub(empty + admitted)
+    }
+
+    fn connections(&self) -> f64 {
+        http::metrics(&self.http)["longshore_connections"]
+    }
+}
+
+/// Ends the flood however the test goes.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Trains beside a flood. Returns that run, and how many strangers came.
+fn beside(target: &Target<'_>, flood: Flood) -> (Run, usize) {
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let ends = Ends(&over);
+        let (filled, fills) = mpsc::channel();
+        let flooding = scope.spawn(|| {
+            let filled = filled;
+            target.flood(flood, &filled, &over)
+        });
+        fills.recv_timeout(2 * DEADLINE).expect("the strangers come");
+        let there = match flood {
+            Flood::Connections => flood.held().min(SPARE_CONNECTIONS),
+            // A handshake is no connection yet, and HTTP/2's beginning is on one.
+            Flood::HalfOpen if target.tls.is_some() => 0,
+            Flood::HalfOpen | Flood::GiantHeaders | Flood::SlowReaders => flood.held().min(SPARE_CONNECTIONS),
+            Flood::RapidReset | Flood::Frames => 0,
         };
-        floods.fetch_add(1, Ordering::Relaxed);
-        thread::sleep(Duration::from_millis(20));
+        let connections = target.connections();
+        assert!(
+            connections >= 0.9 * there as f64,
+            "{flood:?}: {connections} connections, {there} were to be held"
+        );
+        let run = target.train(&format!("beside-{flood:?}")).run();
+        drop(ends);
+        (run, flooding.join().unwrap())
+    })
+}
+
+/// The mean and the longest of a run's steps in milliseconds, once it is under way.
+fn step_ms(run: &Run) -> (f64, f64) {
+    let times: Vec<f64> = run.said.steps().skip(5).map(|step| step.step_ms).collect();
+    (times.iter().sum::<f64>() / times.len() as f64, times.iter().copied().fold(0.0, f64::max))
+}
+
+fn training_goes_on(tls: Option<&Strangers>) {
+    let options = ServerOptions::new().args(FLAGS).allow("all connections are taken");
+    let server = match tls {
+        Some(strangers) => options.tls(&strangers.folders.server()).start(),
+        None => options.start(),
+    };
+    let (process, http) = (server.process.id(), http::address(&server));
+    let target = Target { address: server.address(), http, process, tls, version: soak::pick(40, 400) };
+    let (empty, _) = memory_of(process);
+    let way = if tls.is_some() { "TLS" } else { "TCP" };
+    let counted = STRANGERS_BYTES + if tls.is_some() { STRANGERS_TLS_BYTES } else { 0 };
+    let mut before = target.train(BEFORE).run();
+    let undisturbed = before.end.state_hash.clone();
+    eprintln!(
+        "| flood over {way} | strangers | step before, ms | step during, ms | of it | longest, ms | MiB |"
+    );
+    for flood in Flood::ALL {
+        if soak::runs() && flood != Flood::Connections {
+            before = target.train(&format!("before-{flood:?}")).run();
+        }
+        forget_peak(process);
+        let (run, came) = beside(&target, flood);
+        let beyond = target.beyond(empty);
+        let ((mean_before, _), (mean, longest)) = (step_ms(&before), step_ms(&run));
+        eprintln!(
+            "| {flood:?} | {came} | {mean_before:.1} | {mean:.1} | {:.2} | {longest:.0} | {:.0} |",
+            mean / mean_before,
+            mib(beyond)
+        );
+        assert_eq!(run.end.state_hash, undisturbed, "{flood:?} over {way} changed the training");
+        assert!(longest < LONGEST_MS, "{flood:?} over {way}: a step took {longest} ms");
+        assert!(beyond < counted as u64, "{flood:?} over {way}: {} MiB, counted are {counted}", mib(beyond));
     }
 }
 
 #[test]
-fn training_goes_on_beside_floods() {
-    let server = ServerOptions::new().allow("all connections are taken").start();
-    let address = server.address().to_string();
-    let steps = soak::pick(60, 600) as u64;
-    let arguments = ["--transport", "tcp", "--deadline-s", "30"];
-    let train = Train::new(2 * steps).args(arguments).servers(std::slice::from_ref(&address));
-    let mut running = train.start();
-    let (mut longest, mut longest_alone) = (Duration::ZERO, Duration::ZERO);
-    let measure = |running: &mut longshore_tests::train::Running, longest: &mut Duration| {
-        let (start, mut last) = (Instant::now(), Instant::now());
-        for _ in 0..steps - 5 {
-            running.until_steps(1);
-            *longest = (*longest).max(last.elapsed());
-            last = Instant::now();
-        }
-        start.elapsed()
-    };
-    running.until_steps(5);
-    let alone = measure(&mut running, &mut longest_alone);
-    let (over, floods) = (AtomicBool::new(false), AtomicUsize::new(0));
-    forget_peak(server.process.id());
-    let (before, _) = memory_of(server.process.id());
-    let beside = thread::scope(|scope| {
-        scope.spawn(|| flood(&address, &over, &floods));
-        let beside = measure(&mut running, &mut longest);
-        over.store(true, Ordering::Relaxed);
-        beside
-    });
-    let (_, most) = memory_of(server.process.id());
-    let floods = floods.into_inner();
-    let slower = beside.as_secs_f64() / alone.as_secs_f64();
-    eprintln!(
-        "alone {alone:?}, beside {floods} floods {beside:?}: {slower:.2}, longest step {longest:?} ({longest_alone:?})"
-    );
-    let end = running.finish().end;
-    assert_eq!(end.state_hash, Train::new(2 * steps).run().end.state_hash, "the floods changed the training");
-    // The margin is for a busy machine; on a quiet one it is to be under 1 s.
-    assert!(longest < Duration::from_secs(3), "a step took {longest:?}");
-    assert!(most - before < STRANGERS_BYTES as u64, "{most} after {before}");
+fn training_goes_on_beside_each_flood() {
+    training_goes_on(None);
+}
+
+#[test]
+fn training_over_tls_goes_on_beside_each_flood() {
+    training_goes_on(Some(&Strangers::new()));
 }
