@@ -18,6 +18,7 @@ pub mod soak;
 pub mod status;
 pub mod stock;
 pub mod structure;
+pub mod terminal;
 pub mod tls;
 pub mod train;
 pub mod undecided;
