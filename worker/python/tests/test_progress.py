@@ -1,6 +1,8 @@
 """The line that says how training goes."""
 
 import io
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -72,6 +74,29 @@ def test_a_log_has_a_line_every_ten_seconds_and_one_at_the_end() -> None:
     lines = shown(io.StringIO(), steps=25, seconds_a_step=1.0).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 10 of 25", "step 20 of 25", "step 25 of 25"]
     assert len(shown(io.StringIO(), steps=20, seconds_a_step=1.0).splitlines()) == 2
+
+
+@pytest.mark.parametrize("in_notebook", [True, False])
+def test_a_notebook_has_its_line_in_the_cells_output(monkeypatch: pytest.MonkeyPatch, in_notebook: bool) -> None:
+    """A kernel's output is no terminal, and goes back at a carriage return all the same. ipykernel is loaded in a kernel alone."""
+    output, error = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", error)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    if in_notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    clock, optimizer = Clock(), Steps()
+    with longshore.Progress(optimizer, steps=2, now=clock) as progress:
+        for _ in range(2):
+            optimizer.step()
+            clock.seconds += 1.0
+            progress.step()
+    if in_notebook:
+        assert [line.split("  ")[0] for line in output.getvalue().split("\r")] == ["", "step 1 of 2", "step 2 of 2"]
+        assert error.getvalue() == ""
+    else:
+        assert [line.split("  ")[0] for line in error.getvalue().splitlines()] == ["step 2 of 2"]
+        assert output.getvalue() == ""
 
 
 def test_a_run_without_a_step_says_nothing() -> None:

@@ -1,6 +1,8 @@
 """Units and what models do with their weights: activation checkpointing, ties, frozen weights, branches, second derivatives."""
 
+import contextlib
 import copy
+import functools
 import io
 import shutil
 from collections.abc import Iterator
@@ -35,21 +37,46 @@ def check(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any
     return sharded
 
 
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "not reentrant, on the host", "on the host"])
+class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
+    """Has what a model saves go elsewhere, as ``save_on_cpu`` has what a device saves: what comes back is other memory. On a CPU that one
+    hands back the tensor itself. Counts weights and others of what it was given, and what came back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights = self.others = self.unpacked = 0
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            is_weight = tensor.untyped_storage().data_ptr() in {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        self.weights += is_weight
+        self.others += not is_weight
+        return tensor.detach().clone()
+
+    def _unpack(self, kept: Tensor) -> Tensor:
+        self.unpacked += 1
+        return kept.clone()
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "reentrant, on the host", "not reentrant, on the host", "on the host"])
 def test_activation_checkpointing(way: str) -> None:
     whole, cut = pair(Transformer)
+    hosts = [OnTheHost(whole), OnTheHost(cut)]
 
-    def call(block: nn.Module, *args: Any) -> Tensor:
-        if way == "on the host":
-            with torch.autograd.graph.save_on_cpu():
+    def call(host: OnTheHost, block: nn.Module, *args: Any) -> Tensor:
+        with host if way.endswith("host") else contextlib.nullcontext():
+            if way == "on the host":
                 return block(*args)
-        if way.endswith("host"):
-            with torch.autograd.graph.save_on_cpu():
-                return checkpoint(block, *args, use_reentrant=False)
-        return checkpoint(block, *args, use_reentrant=way == "reentrant")
+            return checkpoint(block, *args, use_reentrant=not way.startswith("not"))
 
-    whole.call = cut.call = call
+    whole.call, cut.call = (functools.partial(call, host) for host in hosts)
     check(whole, cut)
+    if way.endswith("host"):
+        of_whole, of_cut = hosts
+        assert of_cut.weights == 0, "units come again instead"
+        assert of_cut.others == of_whole.others == of_cut.unpacked > 0
+        # A model in one piece shows that weights would have been counted.
+        assert (of_whole.weights > 0) is (way == "on the host")
 
 
 def test_checkpointing_inside_a_unit() -> None:

@@ -37,6 +37,27 @@ def test_streaming_equals_safe(name: str) -> None:
     assert optimizer.version == STEPS
 
 
+@pytest.mark.parametrize("options", [{}, {"delay": 1, "warmup_steps": 3}], ids=["exact", "delayed"])
+def test_a_closure_in_streaming_mode_is_that_of_safe_mode(options: dict[str, Any]) -> None:
+    """Lightning has the step call it: it computes the loss, forgets the gradients of the step before, and calls backward."""
+    safe, streamed = pair("mlp")
+    losses: list[list[float]] = [[], []]
+    for model, streaming, found in zip((safe, streamed), (False, True), losses, strict=True):
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=0.5, streaming=streaming, **options)
+        for step in range(STEPS):
+
+            def closure(step: int = step, model: nn.Module = model, optimizer: longshore.AdamW = optimizer) -> torch.Tensor:
+                loss = model.loss(step)
+                optimizer.zero_grad()
+                loss.backward()
+                return loss
+
+            found.append(optimizer.step(closure).item())
+        assert optimizer.flush() == STEPS
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+    assert same_bits(safe, streamed)
+
+
 @pytest.mark.parametrize("accumulate_on", ["servers", "worker"])
 def test_streaming_adds_up_backward_passes_as_torch_does(accumulate_on: str) -> None:
     safe, streamed = pair("mlp")
@@ -184,7 +205,7 @@ def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callabl
     write(images[reads(STEPS + 1)])
 
 
-@pytest.mark.parametrize("name", ["mlp", "graph"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("drained", [set(), {13, 20}])
 def test_delay_equals_a_plain_delayed_loop(name: str, streaming: bool, drained: set[int]) -> None:
