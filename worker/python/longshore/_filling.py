@@ -11,7 +11,7 @@ from torch import Tensor
 from longshore._full import NAMES
 from longshore._host import Place
 from longshore._params import DTYPES, Param, is_sharded
-from longshore.errors import StateError, invalid
+from longshore.errors import GroupsError, StateError, invalid
 
 #: A seed, and for each parameter what servers make its first weights from, as :mod:`longshore.init` has it.
 Given = tuple[int, list[tuple[str, tuple[float, ...]]]]
@@ -147,16 +147,33 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
     return Filling(applied, read, check, fewer=fewer)
 
 
+def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuses a state of other param groups, by number and size, in torch's words.
+
+    Raises:
+        GroupsError: naming the group.
+    """
+    saved = state_dict["param_groups"]
+    remedy = "build the optimizer with the param groups that the state was saved with"
+    if len(saved) != len(groups):
+        torchs = "loaded state dict has a different number of parameter groups"
+        raise invalid("param_groups", f"{len(saved)} in the state", str(len(groups)), f"{torchs}: {remedy}", GroupsError)
+    for index, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
+        if len(theirs["params"]) != len(mine["params"]):
+            value, limit = (f"of {len(group['params'])}" for group in (theirs, mine))
+            torchs = "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+            raise invalid(f"param_groups[{index}]", f"{value} parameters", limit, f"{torchs}: {remedy}", GroupsError)
+
+
 def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], rule: str) -> None:
-    """Refuses a state of other param groups, as torch does, but by name.
+    """Refuses a state of other param groups, as torch does, and of parameters of other names.
 
     Raises:
         StateError: naming the group and the parameter.
     """
     saved = state_dict["param_groups"]
-    remedy = "build the optimizer with the param groups that the state was saved with"
     if len(saved) != len(groups):
-        raise invalid("param_groups", f"{len(saved)} in the state", str(len(groups)), remedy, StateError)
+        check_sizes(state_dict, groups)
     for index, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
         decoupled = theirs.get("decoupled_weight_decay", rule == "adamw")
         if rule in ("adam", "adamw") and decoupled != (rule == "adamw"):
@@ -166,7 +183,6 @@ def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], ru
         their_names, my_names = theirs.get("param_names"), mine.get("param_names")
         for theirs_, mine_ in zip(their_names or (), my_names or (), strict=False):
             if theirs_ != mine_:
+                remedy = "build the optimizer with the param groups that the state was saved with"
                 raise invalid(f"param_groups[{index}]", theirs_, f"{mine_}, as in this optimizer", remedy, StateError)
-        if len(theirs["params"]) != len(mine["params"]):
-            value = f"of {len(theirs['params'])} parameters"
-            raise invalid(f"param_groups[{index}]", value, f"of {len(mine['params'])}", remedy, StateError)
+    check_sizes(state_dict, groups)

@@ -13,6 +13,40 @@ def handle(job: str, version: int, rule: str, fingerprint: str | None) -> dict[s
     return {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
 
 
+def note(state_dict: dict[str, Any]) -> None:
+    """Has each param group name the job, too: ``torch.distributed.checkpoint.state_dict`` takes a state apart, and keeps these alone."""
+    for group in state_dict["param_groups"]:
+        group[KEY] = dict(state_dict[KEY])
+
+
+def with_handle(state_dict: dict[str, Any], *, has_moments: bool) -> dict[str, Any]:
+    """The same with its handle in its place and nowhere else. A state that has moments is one that needs none."""
+    groups = state_dict["param_groups"]
+    noted = [group[KEY] for group in groups if KEY in group]
+    whole = {**state_dict, "param_groups": [{key: value for key, value in group.items() if key != KEY} for group in groups]}
+    if noted and KEY not in state_dict and not has_moments:
+        whole[KEY] = noted[0]
+    return whole
+
+
+def check_is_whole(state_dict: dict[str, Any], *, has_moments: bool) -> None:
+    """Refuses a handle that has lost the job's name, which would pass for a state of torch from before its first step.
+
+    Raises:
+        StateError: saying what to save instead.
+    """
+    steps = [float(state["step"]) for state in state_dict["state"].values() if "step" in state]
+    if any(steps) and not has_moments:
+        raise invalid(
+            "state_dict",
+            f"one of {max(steps):.0f} steps without moments and without a job",
+            "a handle, or all state",
+            "save optimizer.state_dict() as it is, or state_dict(full=True). torch.distributed.checkpoint.state_dict leaves a handle whole "
+            "unless it is asked for flatten_optimizer_state_dict=True",
+            StateError,
+        )
+
+
 def is_of_job(given: dict[str, Any], job: str) -> bool:
     """Whether it is a handle of this job, or all state of it."""
     theirs = given.get(KEY)

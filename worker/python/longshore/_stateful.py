@@ -1,5 +1,7 @@
 """What an optimizer says of its state, and what it goes on from."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +60,8 @@ class Stateful(torch.optim.Optimizer):
         if self.saves_all if full is None else full:
             # What torch has packed is this object's own: a full state is another one.
             state["state"] = self._full_state()
+        else:
+            _state.note(state)
         return state
 
     def _full_state(self) -> dict[int, dict[str, Any]]:
@@ -89,8 +93,31 @@ class Stateful(torch.optim.Optimizer):
             StateError: for a state of another model, job or version, naming the tensor that is missing, is not known or does
                 not fit. Nothing has changed then.
         """
+        # Hooks get what torch's own method gives them: the whole state in a dict that is theirs.
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        with self._without_hooks():
+            self._load(_state.with_handle(state_dict, has_moments=self._has_moments(state_dict)))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Within it torch's method calls no hooks: it gets a part of the state."""
+        names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        hooks = {name: getattr(self, name) for name in names}
+        vars(self).update({name: {} for name in names})
+        try:
+            yield
+        finally:
+            vars(self).update(hooks)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if not _state.is_of_job(state_dict, self._job_name) or (self._connection is None and self._has_moments(state_dict)):
             return self._load_foreign(state_dict)
+        _filling.check_sizes(state_dict, self.param_groups)
         self._go_back(state_dict)
         fingerprint = self._connection.fingerprint if self._connection else None
         _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
@@ -104,6 +131,7 @@ class Stateful(torch.optim.Optimizer):
         if _state.KEY in state_dict and not self._has_moments(state_dict):
             return _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, None))
         _filling.check_groups(state_dict, self.param_groups, self.rule)
+        _state.check_is_whole(state_dict, has_moments=self._has_moments(state_dict))
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             self._check_hyper({**mine, **{key: value for key, value in saved.items() if key in mine}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -43,6 +43,10 @@ class StateError(LongshoreError):
     """State that is another job's, of another version, or lost."""
 
 
+class GroupsError(StateError, ValueError):
+    """State of other param groups than the optimizer has. It is a ``ValueError`` with torch's words, as torch's optimizers raise one."""
+
+
 class OutdatedError(StateError):
     """A step that this process built on was taken back, since a server lost it together with a rank's process. Nothing is lost on
     the servers: end all ranks and start them again."""

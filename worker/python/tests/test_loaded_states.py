@@ -1,0 +1,160 @@
+"""What ``load_state_dict`` does as torch's own does it: its hooks, its refusals, and what torch's distributed state dicts make of a state."""
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import longshore
+import pytest
+import torch
+from conftest import serve
+from longshore import errors
+from models import pair, same_bits
+from torch import distributed, nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+
+def trained(kind: Any, model: nn.Module, steps: int = 2, **options: Any) -> Any:
+    optimizer = kind(model.named_parameters(), lr=1e-2, **options)
+    train(model, optimizer, range(steps))
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        model.loss(number).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_hooks_get_what_torch_gives_them(full: bool) -> None:
+    """Each is called once, with the whole state in a dict of its own, and may give another one."""
+    ours, theirs = pair("mlp")
+    optimizer, plain = trained(longshore.AdamW, ours), trained(torch.optim.AdamW, theirs)
+    states = (optimizer.state_dict(full=full), plain.state_dict())
+    seen: list[list[Any]] = [[], []]
+    for given, state, calls in zip((optimizer, plain), states, seen, strict=True):
+        expected = given
+
+        def before(optimizer: Any, state: dict[str, Any], expected: Any = expected, calls: list[Any] = calls) -> dict[str, Any]:
+            calls.append(("before", optimizer is expected, optimizer.param_groups[0]["lr"], sorted(state["state"]), set(state["state"][0])))
+            groups = [{**group, "lr": 0.5} for group in state.pop("param_groups")]
+            return {**state, "param_groups": groups}
+
+        def after(optimizer: Any, expected: Any = expected, calls: list[Any] = calls) -> None:
+            calls.append(("after", optimizer is expected, optimizer.param_groups[0]["lr"]))
+
+        handles = [given.register_load_state_dict_pre_hook(before), given.register_load_state_dict_post_hook(after)]
+        given.load_state_dict(state)
+        assert state["param_groups"][0]["lr"] == 1e-2, "what the caller has stays"
+        for handle in handles:
+            handle.remove()
+        given.load_state_dict(state)
+        assert given.param_groups[0]["lr"] == 1e-2
+    before_ours, before_theirs = seen[0][0], seen[1][0]
+    assert before_ours[:4] == before_theirs[:4]
+    assert before_ours[4] == (before_theirs[4] | {"master"} if full else {"step"})
+    assert seen[0][1:] == seen[1][1:] == [("after", True, 0.5)]
+
+
+def test_a_hook_may_refuse(servers: str) -> None:
+    model, _ = pair("mlp")
+    optimizer = trained(longshore.AdamW, model)
+
+    def refuse(*_: Any) -> None:
+        raise KeyError("no such thing")
+
+    after: list[Any] = []
+    optimizer.register_load_state_dict_pre_hook(refuse)
+    optimizer.register_load_state_dict_post_hook(after.append)
+    with pytest.raises(KeyError, match="no such thing"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert after == []
+
+
+def one_more(state: dict[str, Any]) -> None:
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+
+
+def one_less(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize("change", [one_more, one_less])
+@pytest.mark.parametrize("of", ["handle", "torch"])
+def test_other_groups_are_refused_in_torchs_words(change: Any, of: str) -> None:
+    ours, theirs = pair("mlp")
+    plain = trained(torch.optim.AdamW, theirs)
+    state = copy.deepcopy(plain.state_dict())
+    change(state)
+    with pytest.raises(ValueError, match="loaded state dict") as refused:
+        plain.load_state_dict(state)
+    if of == "handle":
+        optimizer = trained(longshore.AdamW, ours)
+        state = optimizer.state_dict()
+        change(state)
+    else:
+        optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+    before = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 1.0
+    with pytest.raises(ValueError, match=re.escape(str(refused.value))) as raised:
+        optimizer.load_state_dict(state)
+    assert isinstance(raised.value, errors.StateError) and raised.value.field is not None
+    assert optimizer.state_dict() == before, "nothing has changed"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """No step is made to fill a state, and another process goes on from the files."""
+    ours, undisturbed = pair("mlp")
+    trained(longshore.AdamW, undisturbed, steps=8)
+    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    try:
+        options = {"servers": servers, "job": "distributed"}
+        first = trained(longshore.AdamW, ours, steps=4, **options)
+        first.checkpoint("four")
+        save({"optimizer": get_optimizer_state_dict(ours, first)}, checkpoint_id=tmp_path / "saved")
+        assert first.version == 4
+        train(ours, first, range(4, 6))
+        first.close()
+        again, _ = pair("mlp")
+        second = longshore.AdamW(again.named_parameters(), lr=1.0, **options)
+        found = {"optimizer": get_optimizer_state_dict(again, second)}
+        assert second.version == 6
+        load(found, checkpoint_id=tmp_path / "saved")
+        set_optimizer_state_dict(again, second, found["optimizer"])
+        assert (second.version, second.param_groups[0]["lr"]) == (4, 1e-2)
+        assert all("longshore" not in group for group in second.param_groups)
+        train(again, second, range(4, 8))
+        assert same_bits(again, undisturbed)
+        stranger, _ = pair("mlp")
+        other = longshore.AdamW(stranger.named_parameters())
+        with pytest.raises(errors.StateError, match="build the optimizer with job='distributed'"):
+            set_optimizer_state_dict(stranger, other, found["optimizer"])
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_handle_that_has_lost_its_job_is_refused() -> None:
+    """Flattened, a state keeps what torch's own optimizers have. A new job would take this for a state from before the first step."""
+    ours, other = pair("mlp")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(ours, trained(longshore.AdamW, ours), options=flat)
+    fresh = longshore.AdamW(other.named_parameters(), lr=1.0)
+    with pytest.raises(errors.StateError, match=r"of 2 steps without moments and without a job.*flatten_optimizer_state_dict"):
+        set_optimizer_state_dict(other, fresh, state, options=flat)
+    assert fresh.param_groups[0]["lr"] == 1.0
