@@ -71,3 +71,56 @@ def test_a_delayed_jobs_newest_weights_are_saved(tmp_path: pathlib.Path) -> None
     attached.remove()
     assert "get_state_dict" not in vars(accelerator)
     assert isinstance(model, Mlp)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["attached before", "attached after"])
+def test_an_evaluation_of_a_delayed_job_has_the_newest_weights(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    names = load("accelerated")
+    inputs, labels = names["data"]()[:8]
+    network, teacher = names["model"](0.0), names["model"](0.0).eval()
+    optimizer = longshore.AdamW(network.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
+    flushed: list[int | None] = []
+    flush = optimizer.flush
+    monkeypatch.setattr(optimizer, "flush", lambda: flushed.append(flush()))
+    if is_first:
+        attached = longshore.accelerate.attach(accelerator)
+    network, teacher, prepared = accelerator.prepare(network, teacher, optimizer)
+    if not is_first:
+        attached = longshore.accelerate.attach(accelerator)
+
+    def train(passes: int) -> None:
+        network.train()
+        for _ in range(passes):
+            with accelerator.accumulate(network), torch.no_grad():
+                teacher(inputs)
+                with torch.enable_grad():
+                    accelerator.backward(torch.nn.functional.cross_entropy(network(inputs), labels))
+                prepared.step()
+                prepared.zero_grad()
+
+    def evaluate() -> torch.Tensor:
+        network.eval()
+        with torch.inference_mode():
+            return network(inputs).clone()
+
+    train(passes=8)
+    with torch.no_grad():
+        lagging = network(inputs)
+    assert flushed == [], "neither a call in train() nor one of a model that is not trained is an evaluation"
+    newest = evaluate()
+    assert flushed == [4] and not torch.equal(newest, lagging)
+    state = optimizer.state_dict(full=True)["state"]
+    assert all(torch.equal(state[index]["master"], weight) for index, weight in enumerate(network.parameters()))
+    flushed.clear()
+    assert torch.equal(evaluate(), newest) and flushed == [], "nothing is newer"
+    train(passes=1)
+    evaluate()
+    assert flushed == [], "a step that is begun is left alone"
+    train(passes=1)
+    evaluate()
+    assert flushed == [5]
+    attached.remove()
+    train(passes=2)
+    evaluate()
+    assert flushed == [5]
