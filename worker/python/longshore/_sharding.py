@@ -1,14 +1,15 @@
 """Parameters that are DTensors: what can be trained of them, and their local shards."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Shard
 
-from longshore import _partition
+from longshore import _partition, _waits
 from longshore._frozen import Kept
 from longshore._host import Place
 from longshore._job import JobParam
@@ -73,13 +74,21 @@ def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list
             memory = shard
             if piece.rank != 0:
                 memory = torch.empty(piece.shape, dtype=piece.param.dtype, device=shard.device)
-                distributed.recv(memory, piece.rank)
+                _wait_for(functools.partial(distributed.recv, memory, piece.rank), piece, memory.device)
             memory = memory.to("cpu").contiguous()
             held.append(memory)
             places.append((piece.index, memory.data_ptr(), piece.elements, piece.wire))
         elif piece.rank == rank:
-            distributed.send(shard.contiguous(), 0)
+            _wait_for(functools.partial(distributed.send, shard.contiguous(), 0), piece, shard.device)
     return places, held
+
+
+def _wait_for(act: Callable[[], object], piece: Piece, device: torch.device) -> None:
+    """Has a piece move from its rank to rank 0. A device's stream waits for it; where hosts do, Ctrl-C and other ranks' failures end that."""
+    if device.type == "cpu":
+        _waits.wait(_waits.Apart(act), device, f"the first weights of {piece.param.name}, which rank {piece.rank} sends to rank 0")
+    else:
+        act()
 
 
 class KeptShards(Kept):

@@ -11,9 +11,10 @@ import contextlib
 import datetime
 import json
 import os
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -116,6 +117,36 @@ def wait(work: Any, device: torch.device, what: str) -> None:
         with _Waiting(what) as waiting:
             while not _is_done(work, what, waiting):
                 waiting.look()
+
+
+class Apart:
+    """What a thread of its own waits for, as a collective that :func:`wait` takes. gloo's ``send`` and ``recv`` need that: a wait for one of
+    them that runs out closes all connections of the process, so that nobody can look from time to time.
+    """
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+        self._failure: BaseException | None = None
+        # Who was interrupted leaves it waiting, and the process may end.
+        self._thread = threading.Thread(target=self._run, name="longshore-wait", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except BaseException as failure:
+            self._failure = failure
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Raises RuntimeError where it takes longer, as a collective does, or what kept it from its end."""
+        self._thread.join(timeout.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError(f"it takes longer than {timeout.total_seconds()} s")
+        if self._failure is not None:
+            raise self._failure
 
 
 class _Waiting:

@@ -5,7 +5,9 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,9 +17,10 @@ from typing import Any
 import torch
 from rank import loss, net
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import longshore
-from longshore import _gathered, _ranks
+from longshore import _gathered, _ranks, _waits
 from longshore.errors import WaitError
 
 #: Seconds that torch.distributed waits. Who is told sooner was not told by that.
@@ -108,6 +111,33 @@ def opens(options: dict[str, Any]) -> Callable[[], None]:
     return act
 
 
+def uploads(options: dict[str, Any]) -> Callable[[], None]:
+    """Ctrl-C on a rank whose first weights do not get to rank 0."""
+    model = net()
+    fully_shard(model)
+    if distributed.get_rank() == FAILS:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        distributed.send = lambda *_: threading.Event().wait()
+        threading.Thread(target=_press, args=(threading.get_ident(),), daemon=True).start()
+
+    def act() -> None:
+        longshore.AdamW(model.named_parameters(), **options).open()
+
+    return act
+
+
+def _press(thread: int) -> None:
+    """Presses Ctrl-C once a thread waits for what it sends."""
+    is_waiting = False
+    while not is_waiting:
+        time.sleep(0.001)  # the thread that is looked at needs the interpreter
+        frame = sys._current_frames()[thread]
+        while frame is not None and not is_waiting:
+            is_waiting = frame.f_code is _waits.Apart.wait.__code__
+            frame = frame.f_back
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def said(act: Callable[[], None]) -> dict[str, Any]:
     start = time.monotonic()
     try:
@@ -122,7 +152,7 @@ def main() -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
     out, [(what, options)] = Path(sys.argv[1]), json.loads(sys.argv[2])
-    act = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens}[what](options)
+    act = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens, "uploads": uploads}[what](options)
     found = {"first": said(act)}
     if MADE:
         # What an interrupted step asks for; and a step that begins anew.
