@@ -90,6 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"missing_gradients": "error", **SCATTER}, r"MissingGradientError: sometimes.weight.grad is None and 3 more"),
     "missing streaming": ({"missing_gradients": "error", "streaming": True, **SCATTER}, r"MissingGradientError: sometimes.weight"),
     "fsdp layer": ({}, r"InvalidError: first.weight is a plain tensor.*call fully_shard on the whole model"),
+    "fsdp hybrid": ({}, r"InvalidError: first.weight is on a mesh of 2x2, but must be on one dimension of all 4 ranks: .*HSDP"),
     "fsdp placement": ({}, r"InvalidError: first.weight is placed as .*Shard\(dim=1\).*leave shard_placement_fn out"),
     "written": (SCATTER, r"UsageError: first\.weight is another in the model than on the servers, which have had job written since"),
     "fsdp written": ({}, r"UsageError: first\.weight is another in the model than on the servers"),
