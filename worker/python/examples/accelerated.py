@@ -2,7 +2,8 @@
 
     python accelerated.py OUTPUT_DIR [SERVERS [JOB]]
 
-It saves every four steps. Started again, it goes on from the last save.
+It saves every four steps. Started again, it goes on from the last save. With several ranks, as ``accelerate launch`` and torchrun start
+them, each batch is shared out among them, and another number of ranks may go on from a save.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from torch import nn
 
 import longshore
@@ -27,23 +28,29 @@ def data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
 
 
-def model() -> nn.Module:
+def model(dropout: float) -> nn.Module:
     """With dropout, so that what random numbers a run draws can be seen in its losses."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 4))
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 4))
 
 
-def main(output: str, servers: str | None = None, job: str | None = None, trackers: list[Any] | None = None) -> dict[int, float]:
+def main(
+    output: str, servers: str | None = None, job: str | None = None, trackers: list[Any] | None = None, dropout: float = 0.1
+) -> dict[int, float]:
     """Trains, and returns the loss of each step."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=trackers)
+    # A batch is shared out among the ranks, so that a step means the same for the schedule with any number of them.
+    shared_out = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=trackers, dataloader_config=shared_out)
     accelerator.init_trackers("accelerated")
-    network = model()
+    network = model(dropout)
+    # With several ranks Accelerate wraps the model in DistributedDataParallel, and servers take the mean of equal gradients. With
+    # partition="all-reduced" each rank would send a part of them, and no other number of ranks could go on from a save.
     optimizer = longshore.AdamW(network.named_parameters(), lr=1e-2, servers=servers, job=job)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     # With a generator of its own an iterator draws nothing from the one that dropout uses, so that a resumed run has the same.
     loader = torch.utils.data.DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(0))
     network, optimizer, loader, schedule = accelerator.prepare(network, optimizer, loader, schedule)
-    attached = longshore.accelerate.attach(accelerator)
+    longshore.accelerate.attach(accelerator)
 
     step, losses = resumed(accelerator, Path(output))
     for inputs, labels in skip_first_batches(loader, 2 * step):
@@ -52,7 +59,7 @@ def main(output: str, servers: str | None = None, job: str | None = None, tracke
                 print(f"step {step}", flush=True)
             loss = nn.functional.cross_entropy(network(inputs), labels)
             accelerator.backward(loss)
-            losses.setdefault(step + 1, loss.item())
+            losses.setdefault(step + 1, accelerator.reduce(loss.detach(), "mean").item())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
@@ -63,7 +70,6 @@ def main(output: str, servers: str | None = None, job: str | None = None, tracke
             print(f"loss {step} {losses[step]!r}", flush=True)
             if step % SAVE_STEPS == 0:
                 save(accelerator, Path(output), step, losses)
-                attached.flush()
                 accelerator.log({"loss": losses[step], "validation": evaluated(network)}, step)
             if step == STEPS:
                 break
@@ -84,8 +90,11 @@ def save(accelerator: Accelerator, output: Path, step: int, losses: dict[int, fl
     """Writes a folder that is whole as soon as it has its name."""
     partial = output / "partial"
     accelerator.save_state(str(partial))
-    (partial / "losses.json").write_text(json.dumps(losses))
-    os.replace(partial, output / f"step-{step:04}")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (partial / "losses.json").write_text(json.dumps(losses))
+        os.replace(partial, output / f"step-{step:04}")
+    accelerator.wait_for_everyone()
 
 
 def resumed(accelerator: Accelerator, output: Path) -> tuple[int, dict[int, float]]:

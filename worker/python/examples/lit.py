@@ -2,9 +2,10 @@
 
     python lit.py OUTPUT_DIR [SERVERS [JOB [CHECKPOINT]]]
 
-It saves every four steps. CHECKPOINT is a file of these to go on from, or ``last``.
+It saves every four steps. CHECKPOINT is a file of these to go on from, or ``last``. Of several ranks each takes its part of every batch.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,14 +71,20 @@ class Loader(torch.utils.data.DataLoader[Any]):
 
 def data() -> Loader:
     """Vectors and their classes."""
-    inputs = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-    return Loader(torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)), batch_size=8)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))[rank::ranks]
+    return Loader(torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)), batch_size=8 // ranks)
 
 
 def main(
-    output: str, servers: str | None = None, job: str | None = None, checkpoint: str | None = None, strategy: str = "auto"
+    output: str,
+    servers: str | None = None,
+    job: str | None = None,
+    checkpoint: str | None = None,
+    strategy: str = "auto",
+    clip: float | None = 1.0,
 ) -> dict[int, float]:
-    """Trains, and returns the loss of each batch."""
+    """Trains, and returns the loss of each batch. Each of several ranks clips what it has made by itself."""
     saves = pl.callbacks.ModelCheckpoint(output, every_n_train_steps=4, save_top_k=-1, filename="{step:04}", save_last=True)
     # The strategy "longshore" does what the callback does.
     callbacks = [saves] if strategy == "longshore" else [saves, longshore.lightning.Callback()]
@@ -87,7 +94,7 @@ def main(
         strategy=longshore.lightning.Strategy() if strategy == "longshore" else strategy,
         max_steps=STEPS,
         accumulate_grad_batches=2,
-        gradient_clip_val=1.0,
+        gradient_clip_val=clip,
         val_check_interval=6,
         callbacks=callbacks,
         logger=False,

@@ -172,3 +172,40 @@ def test_lightning_goes_on_from_its_last_save(tmp_path: pathlib.Path, servers: s
         resumed = main(str(tmp_path / "killed"), servers, "killed", "last", strategy=strategy)
     assert resumed == {at: undisturbed[at] for at in resumed}
     assert [*resumed][-1] == 2 * STEPS - 1
+
+
+def test_two_ranks_of_accelerate_go_on_as_one(tmp_path: pathlib.Path, servers: str) -> None:
+    main = load("accelerated")["main"]
+    undisturbed = main(str(tmp_path / "plain"), servers, "plain", dropout=0.0)
+    call = f"{str(tmp_path / 'ranks')!r}, {servers!r}, 'ranks', dropout=0.0"
+    printed = kill_at(random_step(5, STEPS - 1), *(start("accelerated", call, **rank) for rank in ranks(2)))
+    # Half the batch on each of two ranks is the same mean, added up in another order.
+    assert printed == pytest.approx({at: undisturbed[at] for at in printed}, rel=1e-4)
+    resumed = main(str(tmp_path / "ranks"), servers, "ranks", dropout=0.0)
+    assert resumed == pytest.approx(undisturbed, rel=1e-4)
+    assert [*resumed] == [*undisturbed]
+
+
+def test_two_ranks_of_lightning_go_on_as_one(tmp_path: pathlib.Path, servers: str) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install -r worker/python/tests/requirements.txt")
+    main = load("lit")["main"]
+    undisturbed = main(str(tmp_path / "plain"), servers, "plain", strategy="longshore", clip=None)
+    folders = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    calls = [f"{str(folder)!r}, {servers!r}, 'ranks', strategy='longshore', clip=None" for folder in folders]
+    started = [start("lit", call, TORCHELASTIC_RUN_ID="none", **rank) for call, rank in zip(calls, ranks(2), strict=True)]
+    step = random_step(5, STEPS - 1)
+    first = kill_at(step, *started)
+    assert started[1].stdout is not None
+    second = dict(read_loss(line) for line in started[1].stdout if line.startswith("loss "))
+    # The servers add up what the ranks have made of the halves of a batch.
+    means = {at: (first[at] + second[at]) / 2 for at in first.keys() & second.keys()}
+    assert len(means) >= 2 * step - 2
+    assert means == pytest.approx({at: undisturbed[at] for at in means}, rel=1e-4)
+    resumed = main(str(folders[0]), servers, "ranks", "last", strategy="longshore", clip=None)
+    assert resumed == pytest.approx({at: undisturbed[at] for at in resumed}, rel=1e-4)
+    assert [*resumed][-1] == 2 * STEPS - 1
+
+
+def read_loss(line: str) -> tuple[int, float]:
+    _, at, value = line.split()
+    return int(at), float(value)
