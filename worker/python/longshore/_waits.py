@@ -140,11 +140,11 @@ class Apart:
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
 
-    def wait(self, timeout: datetime.timedelta) -> None:
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
         """Raises RuntimeError where it takes longer, as a collective does, or what kept it from its end."""
-        self._thread.join(timeout.total_seconds())
+        self._thread.join(None if timeout is None else timeout.total_seconds())
         if self._thread.is_alive():
-            raise RuntimeError(f"it takes longer than {timeout.total_seconds()} s")
+            raise RuntimeError(f"it takes longer than {timeout}")
         if self._failure is not None:
             raise self._failure
 

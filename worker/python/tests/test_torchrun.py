@@ -1,0 +1,93 @@
+"""torchrun starts two ranks and starts them again when one is killed: they go on from the last step, to the undisturbed bits.
+restarted_rank.py is what a rank does."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ended_after, several
+from restarted_rank import KILLED_AT, STEPS
+from torch import distributed
+
+from longshore import _opening, _waits
+from longshore.errors import LongshoreError
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sum": {},
+    "sum streaming": {"streaming": True},
+    "scatter": {"partition": "reduce-scatter"},
+}
+
+
+def run(out: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 found, once torchrun has ended."""
+    program = str(Path(__file__).parent / "restarted_rank.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, *launcher, program, str(out), json.dumps(options)]
+    # Otherwise the launcher's store outlives the ranks, and gloo takes the addresses of those before for those of its peers.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    with ended_after(240, process):
+        said = process.communicate()[0]
+    assert process.returncode == 0, said
+    found: dict[str, Any] = torch.load(out, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_killed_comes_again(tmp_path: Path, way: str) -> None:
+    with several(2, "1GiB") as servers:
+        options = {"servers": servers, **WAYS[way]}
+        undisturbed = run(tmp_path / "undisturbed.pt", {**options, "job": "undisturbed"})
+        restarted = run(tmp_path / "restarted.pt", {**options, "job": "restarted", "is_killed": True})
+    assert (undisturbed["restarts"], undisturbed["joined"]) == (0, 0)
+    joined = restarted["joined"]
+    # In streaming mode the gradients of the rank that was killed may have left, so that the other one made its step.
+    assert restarted["restarts"] == 1 and joined in (KILLED_AT, KILLED_AT + ("streaming" in way))
+    assert undisturbed["hash"] == restarted["hash"] and undisturbed["hash"][0] == STEPS
+    assert restarted["losses"] == undisturbed["losses"][joined:]
+    for theirs, ours in zip(undisturbed["weights"], restarted["weights"], strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_what_ranks_said_before_they_were_started_again_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store may outlive them."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        told = LongshoreError("the server of shard 3 did not answer")
+        for count, raised in (("0", True), ("1", False)):
+            monkeypatch.setattr(_waits, "_failed", None)
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+            if raised:
+                _waits._tell(told)
+            with pytest.raises(LongshoreError, match="shard 3") if raised else contextlib.nullcontext():
+                _waits._raise_failure()
+
+        def fail() -> None:
+            raise told
+
+        monkeypatch.setattr(_opening._agree, "can_meet", lambda world_size: True)
+        monkeypatch.setattr(_opening, "_known", {})
+        with pytest.raises(LongshoreError, match="shard 3"):
+            _opening.first("job", 0, 2, fail, is_shared=True)
+        monkeypatch.setattr(_opening, "_wait", look)
+        # On the rank beside it, which is a process of its own, in the same attempt and in the next one.
+        for count, raised_by_look in (("1", False), ("2", True)):
+            monkeypatch.setattr(_opening, "_known", {})
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+            with pytest.raises(LookupError if raised_by_look else LongshoreError):
+                _opening.first("job", 1, 2, lambda: None, is_shared=True)
+    finally:
+        distributed.destroy_process_group()
+
+
+def look(store: Any, job: str, number: int) -> None:
+    """Looks once instead of until rank 0 has said something."""
+    if not store.check([_opening._key(job, number)]):
+        raise LookupError(job)
