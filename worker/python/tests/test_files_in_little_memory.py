@@ -1,0 +1,102 @@
+"""Files of others are read and written without a copy of them in memory: a process of its own counts what each takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import serve
+
+#: The bytes of weights, of which state has three times as many, and what a call may take beside what the process has: what it reads
+#: files through, and what it sends to a server that is another process.
+WEIGHTS = 96 << 20
+LIMIT = 32 << 20
+PROGRAM = """
+import json, sys, threading
+import torch, longshore
+from longshore import checkpoint
+
+servers, folder = sys.argv[1:]
+
+
+def own():
+    with open("/proc/self/status") as status:
+        [line] = [line for line in status if line.startswith("RssAnon:")]
+    return int(line.split()[1]) << 10
+
+
+class Most(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.before = self.most = own()
+        self.ended = threading.Event()
+        self.start()
+
+    def run(self):
+        while not self.ended.wait(0.001):
+            self.most = max(self.most, own())
+
+    def end(self):
+        self.ended.set()
+        self.join()
+        return max(self.most, own()) - self.before
+
+
+def made(job):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    return model, longshore.AdamW(model.named_parameters(), servers=servers, job=job, transport="tcp")
+
+
+def counted(name, act):
+    most = Most()
+    act()
+    found[name] = most.end()
+
+
+found = {}
+model, optimizer = made("saved")
+for parameter in model.parameters():
+    parameter.grad = torch.full_like(parameter, 1e-3)
+optimizer.step()
+model.zero_grad()
+for name, act in {
+    "save_torch": lambda: checkpoint.save_torch(optimizer, folder + "/adamw.pt"),
+    "save_deepspeed": lambda: checkpoint.save_deepspeed(optimizer, folder + "/universal"),
+    "save_safetensors": lambda: checkpoint.save_safetensors(optimizer, folder + "/model", dtype="fp32"),
+}.items():
+    counted(name, act)
+optimizer.close()
+for name, load in {
+    "load_deepspeed": lambda optimizer: checkpoint.load_deepspeed(optimizer, folder + "/universal"),
+    "load_safetensors": lambda optimizer: checkpoint.load_safetensors(optimizer, folder + "/model"),
+}.items():
+    again, loading = made(name)
+
+    def act():
+        load(loading)
+        loading.open()
+
+    counted(name, act)
+    assert all(map(torch.equal, model.parameters(), again.parameters())), name
+    loading.close()
+print("found", json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+def test_no_file_is_held_in_memory(tmp_path: Path) -> None:
+    process, address = serve(memory="3GiB")
+    try:
+        command = [sys.executable, "-c", PROGRAM, address, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    finally:
+        process.kill()
+        process.wait()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.rsplit("found ", 1)[1])
+    files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    print({name: f"{taken / (1 << 20):.1f} MiB" for name, taken in found.items()})
+    assert files > 6 * WEIGHTS, "two moments, these with the weights, and the weights"
+    assert all(taken < LIMIT for taken in found.values()), found
