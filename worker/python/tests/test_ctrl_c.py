@@ -1,0 +1,189 @@
+"""Ctrl-C ends each wait for a server that does not answer, long before its deadline, and what was interrupted can be done again."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import serve
+from units import Deep, optimizer_of, pair, same, train
+
+import longshore
+
+#: Seconds that a wait may take. Who is interrupted sooner was not ended by that.
+DEADLINE = 300
+WIDTH = 512
+
+
+class Stopped:
+    """A server whose process can be stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process, self.address = serve("--checkpoint-dir", str(folder), memory="1GiB")
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Stopped]:
+    server = Stopped(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield server
+    signal.signal(signal.SIGINT, before)
+    server.process.kill()
+    server.process.wait()
+
+
+@dataclass
+class Case:
+    """What waits for a server.
+
+    Attributes:
+        where: the function that waits, which calls the Rust half.
+        act: what waits.
+        again: what can be done when the server answers again, until the model has what it would have anyway.
+        options: of the job.
+        depth: of the model. A deep one has more gradients than can be on their way to a server that reads none.
+    """
+
+    where: str
+    act: Callable[[longshore.AdamW, Any], object]
+    again: Callable[[longshore.AdamW, Any], object]
+    options: dict[str, Any] = field(default_factory=dict)
+    depth: int = 2
+
+
+def backward(optimizer: longshore.AdamW, model: Any) -> None:
+    model.loss(2).backward()
+
+
+def step(optimizer: longshore.AdamW, model: Any) -> None:
+    backward(optimizer, model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def give_up(optimizer: longshore.AdamW, model: Any) -> None:
+    """What a loop does with a step that was interrupted, and that step again."""
+    optimizer.zero_grad()
+    optimizer.flush()
+    step(optimizer, model)
+
+
+def step_and_flush(optimizer: longshore.AdamW, model: Any) -> None:
+    """A step that nothing waits for, and then the wait for it."""
+    step(optimizer, model)
+    optimizer.flush()
+
+
+def checkpoint(optimizer: longshore.AdamW, _: Any) -> str:
+    return optimizer.checkpoint("kept")
+
+
+def full_state(optimizer: longshore.AdamW, _: Any) -> dict[str, Any]:
+    return optimizer.state_dict(full=True)
+
+
+#: By name. Each begins when two steps were made, and ends when three were.
+CASES = {
+    "flush": Case("flush", step_and_flush, lambda optimizer, _: optimizer.flush(), {"delay": 1, "warmup_steps": 3, "streaming": False}),
+    "checkpoint": Case("checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),
+    "full state": Case("export_state", full_state, lambda *given: (full_state(*given), step(*given))),
+    "backward": Case("_leave", backward, give_up, depth=32),
+    "step": Case("_commit", step, lambda optimizer, _: optimizer.flush(), {"streaming": False}),
+}
+
+
+class Pressed:
+    """Presses Ctrl-C once a thread has been at one instruction for half a second, as it is in a wait of the Rust half."""
+
+    def __init__(self) -> None:
+        self._waiting = threading.get_ident()
+        self.at = 0.0
+        self.where = ""
+        self._thread = threading.Thread(target=self._press)
+
+    def __enter__(self) -> "Pressed":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _press(self) -> None:
+        seen: object = None
+        since, end = time.monotonic(), time.monotonic() + 60
+        while time.monotonic() - since < 0.5 and time.monotonic() < end:
+            frame = sys._current_frames()[self._waiting]
+            if seen != (id(frame), frame.f_lasti):
+                seen, since = (id(frame), frame.f_lasti), time.monotonic()
+            self.where = frame.f_code.co_name
+            del frame
+            time.sleep(0.005)  # the thread that is looked at needs the interpreter
+        self.at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(server: Stopped, act: Callable[[], object], where: str) -> None:
+    """The server stops, this waits for it and is interrupted there, and the server goes on."""
+    server.send(signal.SIGSTOP)
+    try:
+        with Pressed() as pressed, pytest.raises(KeyboardInterrupt):
+            act()
+        took = time.monotonic() - pressed.at
+    finally:
+        server.send(signal.SIGCONT)
+    assert took < 10, f"{took:.1f} s, and the deadline is {DEADLINE} s"
+    assert pressed.where == where
+
+
+def made(model: Any, server: Stopped, **options: Any) -> longshore.AdamW:
+    given = {"servers": server.address, "job": "stopped", "transport": "tcp", "deadline": DEADLINE, "shard_elements": 65536}
+    return longshore.AdamW(model.named_parameters(), lr=1e-2, **{"streaming": True, **given, **options})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ctrl_c_ends_it_while_a_server_is_stopped(server: Stopped, name: str) -> None:
+    case = CASES[name]
+    whole, ours = pair(Deep, depth=case.depth, width=WIDTH, dtype=torch.float32)
+    train(whole, optimizer_of(whole), steps=3)
+    optimizer = made(ours, server, **case.options)
+    train(ours, optimizer, steps=2)
+    optimizer.flush()
+    interrupted(server, lambda: case.act(optimizer, ours), case.where)
+    case.again(optimizer, ours)
+    assert optimizer.flush() == 3
+    same(whole, ours)
+
+
+def test_ctrl_c_while_a_job_is_opened(server: Stopped) -> None:
+    whole, ours = pair(Deep, depth=2)
+    train(whole, optimizer_of(whole), steps=3)
+    optimizer = made(ours, server)
+    interrupted(server, optimizer.open, "_start")
+    optimizer.open()
+    train(ours, optimizer, steps=3)
+    same(whole, ours)
+
+
+def test_ctrl_c_while_a_job_is_closed(server: Stopped) -> None:
+    """Another optimizer goes on with it."""
+    whole, ours = pair(Deep, depth=2)
+    train(whole, optimizer_of(whole), steps=3)
+    optimizer = made(ours, server)
+    train(ours, optimizer, steps=2)
+    optimizer.flush()
+    interrupted(server, optimizer.close, "close")
+    optimizer = made(ours, server)
+    assert optimizer.version == 2
+    train(ours, optimizer, steps=1, first=2)
+    assert optimizer.flush() == 3
+    same(whole, ours)
