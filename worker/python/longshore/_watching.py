@@ -65,8 +65,12 @@ class Watch:
         here = list(self._parameters())
         ours = {id(tensor) for _, tensor in self._params}
         others = {name: tensor for name, tensor in here if id(tensor) not in ours}
-        for name in self._gone(here):
+        gone = self._gone(here)
+        for name in gone:
             if name in others:
+                if len(gone) == len(self._params):
+                    remedy = "build the optimizer from model.named_parameters() of the model that it trains"
+                    raise invalid(name, "a parameter of the optimizer, and of no module of the model", "both", remedy, UsageError)
                 raise _replaced(name, name, others[name])
 
     def _gone(self, here: list[tuple[str, Tensor]]) -> list[str]:
@@ -185,16 +189,17 @@ class Watching:
     def _warn_of_unused(self, connection: "Connection") -> None:
         """Ends a step, and names what has had no gradient in the first ones, unless somebody has said what that means."""
         unused = self._absent.end_step()
-        if not unused or self._watch is not None or self._options.missing_gradients is not None:
+        rank, world_size = self._options.place()
+        if not unused or rank != 0 or self._watch is not None or self._options.missing_gradients is not None:
             return
         steps = FIRST_STEPS
-        if self._options.place()[1] > 1:
+        if world_size > 1:
             # Another rank may have had some. Servers count the steps that they have left a parameter out of.
             left_out = connection.left_out()
             unused = {index for index in unused if left_out.get(index, 0) > FIRST_STEPS // 2}
             steps = min([FIRST_STEPS, *(left_out[index] for index in unused)])
         names = [param.name for param in connection.params if param.index in unused]
-        if not names or self._options.place()[0] != 0:
+        if not names:
             return
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(

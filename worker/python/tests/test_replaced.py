@@ -69,6 +69,13 @@ def test_an_engine_refuses_parameters_of_before(tmp_path: pathlib.Path) -> None:
         engine_of(model, {}, model_parameters=params)
 
 
+def test_an_optimizer_of_another_model() -> None:
+    """As of the one that was copied."""
+    model, copied = pair("mlp")
+    with pytest.raises(errors.UsageError, match=r"^layers\.0\.weight is a parameter of the optimizer, and of no module of the model"):
+        engine_of(copied, {}, model_parameters=model.named_parameters())
+
+
 @pytest.mark.filterwarnings("ignore:.* changes nothing here")
 def test_a_model_in_units() -> None:
     torch.manual_seed(0)
