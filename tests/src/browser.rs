@@ -74,6 +74,8 @@ impl Browser {
         for domain in ["Runtime", "Log", "Network", "Page"] {
             browser.call(&format!("{domain}.enable"), json!({}));
         }
+        // A page without a window has the focus all the same.
+        browser.call("Emulation.setFocusEmulationEnabled", json!({"enabled": true}));
         Some(browser)
     }
 
@@ -93,6 +95,32 @@ impl Browser {
             "the page's new size",
             &format!("innerWidth === {width} || document.documentElement.scrollWidth > {width}"),
         );
+    }
+
+    /// Makes the system's colours `light` or `dark`, as the page sees it.
+    pub fn colours(&mut self, scheme: &str) {
+        let features = json!([{"name": "prefers-color-scheme", "value": scheme}]);
+        self.call("Emulation.setEmulatedMedia", json!({"features": features}));
+        self.until("the page's colours", &format!("matchMedia('(prefers-color-scheme: {scheme})').matches"));
+    }
+
+    /// Presses a key, Tab or Enter, as a keyboard does.
+    ///
+    /// # Panics
+    /// With another key.
+    pub fn press(&mut self, key: &str) {
+        let (code, text) = match key {
+            "Tab" => (9, None),
+            "Enter" => (13, Some("\r")),
+            _ => panic!("{key}: only Tab and Enter are known"),
+        };
+        for kind in ["keyDown", "keyUp"] {
+            let mut event = json!({"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code});
+            if let (Some(text), "keyDown") = (text, kind) {
+                event["text"] = json!(text);
+            }
+            self.call("Input.dispatchKeyEvent", event);
+        }
     }
 
     /// What an expression is in the page.

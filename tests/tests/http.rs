@@ -8,12 +8,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Incarnation, JobSpec};
+use longshore_proto::{Dtype, Incarnation, JobName, JobSpec, Param, Rule, TierKind};
 use longshore_tests::{
     command::{longshore, longshored},
     conformance::{
         cluster::eventually,
-        raw::{At, Raw, chunk},
+        raw::{At, Raw, chunk, placement},
     },
     http::{self, FLAGS},
     server::{Longshored, ServerOptions},
@@ -180,6 +180,64 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     let deleted = longshore(["delete", "--job", "default", "--servers", &name]);
     assert_eq!(deleted.code, 0, "{deleted:?}");
     assert_eq!(of_a_job(), 0);
+}
+
+/// Of a job with more ranks than are counted apart the first ones are, however many push.
+#[test]
+fn a_job_of_many_ranks_has_samples_of_the_first_64() {
+    const RANKS: u32 = 100;
+    // Admission counts what the ranks' connections may hold.
+    let server = ServerOptions::new().args(FLAGS).memory("4GiB").start();
+    let (name, http) = (server.address().to_string(), http::address(&server));
+    let runtime = Runtime::new().unwrap();
+    let raw = Raw::connect(runtime.handle().clone(), name.parse().unwrap());
+    let job = "wide";
+    let spec = JobSpec {
+        name: JobName::parse("name", job).unwrap(),
+        params: vec![Param { name: "p".into(), shape: vec![65_536], group: 0 }],
+        groups: vec!["all".into()],
+        rule: Rule::AdamW,
+        gradient_dtype: Dtype::Bf16,
+        image_dtype: Dtype::Bf16,
+        world_size: RANKS,
+        micro_steps: 1,
+        max_delay: 0,
+        shard_elements: 65_536,
+        tier: TierKind::Memory,
+        formats: Default::default(),
+        unchecked: false,
+        partitions: Vec::new(),
+        worker_local: false,
+        leave_out: false,
+    };
+    let layout = spec.validate().unwrap();
+    raw.open(spec.to_wire(), &placement(&[name], &layout), 0).unwrap();
+    let alone = http::metrics(&http).keys().filter(|sample| !sample.contains(job)).count();
+    raw.join(job, 0, 1).unwrap();
+    let zeros = v1::InitialRun { first: 0, weights: Some(v1::initial_run::Weights::Constant(0.0)) };
+    let initialisation = Some(v1::Initialisation { seed: 1, runs: vec![zeros] });
+    let made = v1::MakeWeightsRequest { job: job.into(), incarnation: 1, initialisation };
+    raw.call(raw.training.clone().make_weights(made)).unwrap();
+    eventually("the weights", || {
+        raw.pull(job, 0, Dtype::Bf16, v1::Slice { shard: 0, offset: 0, elements: 64 }).ok()
+    });
+    for rank in 0..RANKS {
+        let incarnation = raw.join(job, rank, 1).map(|_| Incarnation(1)).unwrap();
+        assert_eq!(raw.push(chunk(&spec, &layout, 0, At { step: 1, rank, incarnation })), Ok(false));
+    }
+    let samples = http::metrics(&http);
+    let of = |name: &str| {
+        samples.keys().filter(|sample| sample.starts_with(&format!("longshore_{name}{{"))).count()
+    };
+    assert_eq!(samples["longshore_job_ranks{job=\"wide\",state=\"joined\"}"], f64::from(RANKS));
+    // All of them came by TCP; rank 0 alone has pulled.
+    let counts =
+        [of("job_rank_last_step"), of("job_rank_pushed_bytes_total"), of("job_rank_pulled_bytes_total")];
+    assert_eq!(counts, [64, 64, 1]);
+    assert!(samples.contains_key("longshore_job_rank_last_step{job=\"wide\",rank=\"63\"}"));
+    // docs/observe.md: about 50 of a job beside those of its ranks.
+    let of_job = samples.len() - alone - counts.iter().sum::<usize>();
+    assert!((30..70).contains(&of_job), "{of_job} samples of the job beside its ranks': {samples:?}");
 }
 
 #[test]

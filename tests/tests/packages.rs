@@ -134,7 +134,7 @@ fn manual_pages_are_as_mandoc_wants_them() {
     assert_eq!((errors.code, errors.stdout.as_str()), (0, ""), "{errors:?}");
     for page in &pages {
         let shown = run("mandoc", Command::new("mandoc").args(["-Tutf8", "-W", "error"]).arg(page));
-        let text = shown.stdout.replace(|c: char| c == '\u{8}', "");
+        let text = shown.stdout.replace('\u{8}', "");
         assert!(shown.code == 0 && text.contains("longshore") && text.len() > 300, "{page:?}: {shown:?}");
     }
 }

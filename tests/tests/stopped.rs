@@ -14,7 +14,7 @@ const ENDLESS: u64 = 1_000_000;
 
 fn signal(process: u32, names: &[&str]) {
     for name in names {
-        assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
+        assert!(Command::new("kill").args([*name, &process.to_string()]).status().unwrap().success());
     }
 }
 

@@ -1,12 +1,15 @@
-//! `longshore top` in a terminal, which is as it was before once it ends, however it ends.
+//! `longshore top` in a terminal: keys, sizes, a server that falls silent, and a terminal that is as it was before.
 
 use longshore_tests::{
     binaries,
     server::{Longshored, ServerOptions},
     skip,
     terminal::{Size, Terminal},
+    train::Train,
 };
 
+/// More steps than any test waits for: the worker is killed with its test.
+const ENDLESS: u64 = 1_000_000;
 const SIZE: Size = (30, 100);
 
 fn watch(server: &Longshored) -> Option<Terminal> {
@@ -17,6 +20,60 @@ fn watch(server: &Longshored) -> Option<Terminal> {
         skip::skipped("there is no script: install Debian's packages bsdutils and util-linux");
     }
     terminal
+}
+
+/// What is drawn on the last row of a terminal with so many.
+fn is_last(text: &str, rows: usize) -> bool {
+    text.lines().count() == rows && text.lines().last().is_some_and(|line| line.starts_with("q end"))
+}
+
+#[test]
+fn it_is_watched_in_a_terminal() {
+    let server = ServerOptions::new().start();
+    let servers = [server.address().to_string()];
+    Train::new(7).args(["--job", "alpha"]).servers(&servers).run();
+    let mut worker = Train::new(ENDLESS).args(["--job", "beta"]).servers(&servers).start();
+    worker.until_step(3);
+    let Some(mut terminal) = watch(&server) else { return };
+
+    terminal.until("the first job", |text| {
+        text.contains(" alpha  beta") && text.contains("idle  version 7 (7 applied)")
+    });
+    assert!(is_last(&terminal.text(), SIZE.0), "{}", terminal.text());
+    terminal.keys("\t");
+    terminal.until("the next job", |text| text.contains("\ntraining  version "));
+    let version = |text: &str| {
+        let (_, rest) = text.split_once("training  version ")?;
+        rest.split(' ').next()?.parse::<u64>().ok()
+    };
+    let first = version(&terminal.text()).expect("a version");
+    terminal.until("the job to go on", |text| version(text).is_some_and(|version| version > first));
+
+    terminal.keys("?");
+    terminal.until("the help", |text| text.contains("scroll the ranks"));
+    for size in [(40, 120), (24, 80)] {
+        terminal.resize(size);
+        terminal.until("the other size", |text| is_last(text, size.0) && text.contains("scroll the ranks"));
+        let widest = terminal.text().lines().map(|line| line.chars().count()).max();
+        assert!(widest <= Some(size.1), "{}", terminal.text());
+    }
+    terminal.keys("?");
+    terminal.until("the job behind the help", |text| {
+        !text.contains("scroll the ranks") && version(text).is_some()
+    });
+
+    // A silent server keeps neither the picture nor the keys waiting.
+    server.process.stop();
+    terminal.until("the silence", |text| text.contains(&servers[0]) && text.contains("does not answer"));
+    terminal.keys("?");
+    terminal.until("the help beside it", |text| text.contains("scroll the ranks"));
+    terminal.keys("\x1b");
+    terminal.until("the help to go", |text| !text.contains("scroll the ranks"));
+    server.process.go_on();
+    terminal.until("the server again", |text| version(text).is_some());
+
+    terminal.keys("q");
+    assert_eq!(terminal.ended(), 0);
 }
 
 #[test]

@@ -18,6 +18,7 @@ use super::Victim;
 fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
     Settings {
         launched: false,
+        errors_as_json: false,
         access: Default::default(),
         job: JobName::parse("job", job).expect("a name"),
         servers: cluster.addresses(),

@@ -138,7 +138,7 @@ impl Target<'_> {
                 // One of these, of 12 KiB, waits for its end. A hundred end their connection.
                 let field = |index| format!("\0\x06name{index:02x}\x64{index:0>100}");
                 let fields: String = (0..110).map(field).collect();
-                let more = if turn % 2 == 0 || turn < flood.held() { 1 } else { 100 };
+                let more = if turn.is_multiple_of(2) || turn < flood.held() { 1 } else { 100 };
                 let more = (0..more).map(|_| frame(CONTINUATION, 0, 1, fields.as_bytes()));
                 guest.flood([self.headers(0, 1, PUSH)].into_iter().chain(more));
             }
@@ -211,11 +211,17 @@ impl Target<'_> {
         }
     }
 
-    /// What the server has in memory at most since this was forgotten, beyond `empty` and what it has admitted.
-    fn beyond(&self, empty: u64) -> u64 {
-        let (_, most) = memory_of(self.process);
-        let admitted = http::metrics(&self.http)["longshore_memory_reserved_bytes"] as u64;
-        most.saturating_sub(empty + admitted)
+    /// Does something. Returns what came of it, and the server's memory before it and at its highest meanwhile.
+    fn watched<T>(&self, work: impl FnOnce() -> T) -> (T, u64, u64) {
+        forget_peak(self.process);
+        let (before, _) = memory_of(self.process);
+        let done = work();
+        (done, before, memory_of(self.process).1)
+    }
+
+    /// What jobs were admitted with.
+    fn admitted(&self) -> u64 {
+        http::metrics(&self.http)["longshore_memory_reserved_bytes"] as u64
     }
 
     fn connections(&self) -> f64 {
@@ -278,24 +284,24 @@ fn training_goes_on(tls: Option<&Strangers>) {
     let (empty, _) = memory_of(process);
     let way = if tls.is_some() { "TLS" } else { "TCP" };
     let counted = STRANGERS_BYTES + if tls.is_some() { STRANGERS_TLS_BYTES } else { 0 };
-    let mut before = target.train(BEFORE).run();
+    let alone = |job: &str| target.watched(|| target.train(job).run());
+    let (mut before, mut start_before, mut most_before) = alone(BEFORE);
     let undisturbed = before.end.state_hash.clone();
     eprintln!(
         "| flood over {way} | strangers | step before, ms | step during, ms | of it | longest, ms | MiB |"
     );
     for flood in Flood::ALL {
         if soak::runs() && flood != Flood::Connections {
-            before = target.train(&format!("before-{flood:?}")).run();
+            (before, start_before, most_before) = alone(&format!("before-{flood:?}"));
         }
-        forget_peak(process);
-        let (run, came) = beside(&target, flood);
-        let beyond = target.beyond(empty);
+        let ((run, came), start, most) = target.watched(|| beside(&target, flood));
         let ((mean_before, _), (mean, longest)) = (step_ms(&before), step_ms(&run));
+        let grown = mib(most.saturating_sub(start)) - mib(most_before.saturating_sub(start_before));
         eprintln!(
-            "| {flood:?} | {came} | {mean_before:.1} | {mean:.1} | {:.2} | {longest:.0} | {:.0} |",
+            "| {flood:?} | {came} | {mean_before:.1} | {mean:.1} | {:.2} | {longest:.0} | {grown:.0} |",
             mean / mean_before,
-            mib(beyond)
         );
+        let beyond = most.saturating_sub(empty + target.admitted());
         assert_eq!(run.end.state_hash, undisturbed, "{flood:?} over {way} changed the training");
         assert!(longest < LONGEST_MS, "{flood:?} over {way}: a step took {longest} ms");
         assert!(beyond < counted as u64, "{flood:?} over {way}: {} MiB, counted are {counted}", mib(beyond));

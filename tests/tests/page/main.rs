@@ -4,6 +4,7 @@
 //! `LONGSHORE_REGENERATE=1 cargo test --release --workspace --locked --test page` makes the screenshots of docs/observe.md anew.
 
 mod figures;
+mod reach;
 
 use std::{env, fs, path::Path, process::Command};
 

@@ -4,6 +4,7 @@ use std::{collections::BTreeSet, path::Path};
 
 use http_body_util::BodyExt;
 use longshore_tests::{
+    conformance::cluster::eventually,
     server::{Longshored, ServerOptions},
     tls::{Folders, identity},
 };
@@ -12,6 +13,7 @@ use longshore_wire::{
     v1::{DescribeRequest, DescribeResponse, admin_client::AdminClient},
 };
 use prost::Message as _;
+use serde_json::Value;
 use tokio::runtime::Runtime;
 use tonic::body::Body;
 use tower_service::Service;
@@ -166,6 +168,43 @@ async fn state(channel: &Channel) -> DescribeResponse {
     DescribeResponse { idle_ms: 0, ..answer }
 }
 
+/// The calls that a server puts on record, as its own list of calls has them.
+fn audited() -> BTreeSet<String> {
+    let list = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/src/trust/calls.rs");
+    let list = std::fs::read_to_string(list).expect("the list of calls");
+    let is_audited = |line: &&str| line.starts_with("act(\"") || line.contains("audited: true }");
+    let path = |line: &str| line.split('"').nth(1).map(str::to_string);
+    list.lines().map(str::trim).filter(is_audited).filter_map(path).collect()
+}
+
+/// Checks that the record has a line of each operator's call that somebody made, and one of each call that was refused for
+/// who made it; and no other line of theirs. `jobs` are those that the calls named, by the call.
+fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)]) {
+    let lines = || {
+        let of_them = |line: &Value| line["target"] == "audit" && line["fields"]["who"] == who;
+        server.log().into_iter().filter(of_them).map(|line| line["fields"].clone()).collect::<Vec<_>>()
+    };
+    let audited = audited();
+    assert!(audited.len() >= 10, "{audited:?}");
+    let expected: Vec<_> =
+        jobs.iter().filter(|(path, _, denied)| *denied || audited.contains(path)).collect();
+    eventually("the lines on record", || (lines().len() >= expected.len()).then_some(()));
+    for (path, job, denied) in &expected {
+        let call = path.rsplit('/').next().unwrap();
+        let found: Vec<Value> = lines().into_iter().filter(|line| line["call"] == call).collect();
+        let [line] = &found[..] else { panic!("{who}, {call}: {found:?}") };
+        // Who lacks the role is refused before the message is read that names the job.
+        let named = if *denied { String::new() } else { job.to_string() };
+        assert_eq!(line["job"], format!("{named:?}"), "{who}, {call}: {line}");
+        // A job that is not there is one more reason to refuse, and each refusal says why.
+        assert_eq!(line["outcome"], "refused", "{who}, {call}: {line}");
+        let why = line["why"].as_str().unwrap_or_default();
+        assert_eq!(why.starts_with(&format!("identity is {who}")), *denied, "{who}, {call}: {line}");
+        assert!(why.len() > 20, "{who}, {call}: {line}");
+    }
+    assert_eq!(lines().len(), expected.len(), "{who}: {:?}", lines());
+}
+
 #[test]
 fn each_role_may_do_what_it_is_for_and_nothing_else() {
     let (folders, server) = cluster();
@@ -178,6 +217,7 @@ fn each_role_may_do_what_it_is_for_and_nothing_else() {
         ] {
             let mut channel = connect(&server, &folders.client(who)).await;
             let before = state(&channel).await;
+            let mut made = Vec::new();
             for path in calls() {
                 let name = path.rsplit('/').next().unwrap();
                 // What is permitted would be done, and so is asked of a job that is not there.
@@ -185,7 +225,9 @@ fn each_role_may_do_what_it_is_for_and_nothing_else() {
                 let (status, said) = call(&mut channel, &path, &naming(job)).await;
                 let refused = status == PERMISSION_DENIED || said.contains("FORBIDDEN");
                 assert_eq!(refused, !may.contains(&name), "{who}, {name}: {status} {said}");
+                made.push((path.clone(), job, refused));
             }
+            tokio::task::block_in_place(|| all_is_on_record(&server, who, &made));
             assert_eq!(state(&channel).await, before, "{who} has changed something");
         }
     });
