@@ -80,7 +80,7 @@ fn end(server: Server, runtime: Runtime) {
     runtime.shutdown_timeout(LET_GO);
     // A job's threads end with its last user. They run in no runtime, so another one can wait for them.
     if let Ok(waiting) = Builder::new_current_thread().enable_time().build() {
-        let _ = waiting.block_on(timeout(LET_GO, Jobs::ended(jobs)));
+        let _ = waiting.block_on(async { timeout(LET_GO, Jobs::ended(jobs)).await });
     }
     drop(directories);
 }

@@ -129,6 +129,6 @@ fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
 }
 
 #[cfg(test)]
-pub(crate) mod fake;
+pub(crate) mod fake_for_tests;
 #[cfg(test)]
 mod recovery_tests;

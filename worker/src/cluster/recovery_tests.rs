@@ -7,7 +7,7 @@ use longshore_proto::{FaultKind, ServerId};
 
 use super::{
     call,
-    fake::{Answer, DEADLINE, Says, cluster, says},
+    fake_for_tests::{Answer, DEADLINE, Says, cluster, says},
     *,
 };
 use crate::error::Error;

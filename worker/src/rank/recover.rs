@@ -159,7 +159,7 @@ async fn check_reproducible(cluster: &Cluster, server: ServerId, step: Step) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cluster::fake::{Answer, DEADLINE, cluster, says};
+    use crate::cluster::fake_for_tests::{Answer, DEADLINE, cluster, says};
 
     #[test]
     fn a_decision_waits_while_a_server_recovers_the_job() {

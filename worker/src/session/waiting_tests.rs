@@ -12,7 +12,7 @@ use longshore_wire::v1::{DescribeResponse, OpenJobResponse, ResumeResponse};
 
 use super::{Session, export, join, resume};
 use crate::{
-    cluster::fake::{Answer, DEADLINE, Says, cluster, says, start},
+    cluster::fake_for_tests::{Answer, DEADLINE, Says, cluster, says, start},
     error::{Error, Result},
     export::Contents,
     rank::RankState,
