@@ -59,6 +59,7 @@ def test_a_rank_that_is_killed_comes_again(tmp_path: Path, way: str) -> None:
 def test_what_ranks_said_before_they_were_started_again_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's store may outlive them."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     try:
         told = LongshoreError("the server of shard 3 did not answer")
         for count, raised in (("0", True), ("1", False)):
