@@ -14,7 +14,9 @@ use longshore_engine::{
 };
 use longshore_proto::{Fault, FaultKind, JobName, Lifetime, Version, fault::EVICTED};
 
-use super::{Away, Evicted, JobEntry, JobHandle, Jobs, Kept, MOST_REMEMBERED, away::forget_some};
+use super::{
+    Away, Evicted, JobEntry, JobHandle, Jobs, Kept, MOST_REMEMBERED, away::forget_some, ending::let_go,
+};
 
 /// Where an evicted job's state is.
 pub(crate) enum Refuge {
@@ -109,7 +111,7 @@ impl Jobs {
         drop(stopped);
         handle.close(fault);
         let removed = if matches!(refuge, Refuge::Drives) { Ok(()) } else { handle.job.discard() };
-        super::let_go(handle);
+        let_go(handle);
         removed.map(|()| true)
     }
 

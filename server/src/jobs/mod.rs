@@ -2,6 +2,7 @@
 
 mod away;
 mod busy;
+mod ending;
 mod evict;
 mod handle;
 mod hashing;
@@ -19,24 +20,18 @@ use std::{
     collections::BTreeMap,
     path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, TryLockError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
 };
 
 use longshore_engine::{
     admission::Budget,
     checkpoint,
     job::Compute,
-    tier::{Storage, StoredJob, delete_stored, finish_interrupted, stored_jobs},
+    tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version, fault::EVICTED};
-use tokio::{
-    runtime::Handle,
-    sync::watch,
-    time::{sleep, timeout},
-};
+use longshore_proto::{Fault, FaultKind, JobName};
 
 use self::away::{Away, Evicted, Kept};
 pub(crate) use self::{
@@ -50,13 +45,6 @@ pub(crate) use self::{
     watchers::Watchers,
 };
 use crate::{config::IdleLimit, terms::Owners};
-
-/// The longest wait for the users of a job that is opened anew, or evicted. A chunk on its way may be silent for 10 s, and an
-/// update runs to its end.
-const LET_GO: Duration = Duration::from_secs(60);
-
-/// How often the end of a server looks whether a job is still being opened.
-const OPENING: Duration = Duration::from_millis(10);
 
 /// All jobs of a server.
 pub(crate) struct Jobs {
@@ -207,24 +195,6 @@ impl Jobs {
         self.lock().values().filter_map(open).collect()
     }
 
-    /// Opens no job from now on.
-    pub(crate) fn open_no_more(&self) {
-        self.is_ending.store(true, Ordering::Relaxed);
-    }
-
-    /// Ends once nobody uses any job any more. Opens none by then, and has no calls.
-    pub(crate) async fn ended(jobs: Arc<Jobs>) {
-        // One that is just being opened is not listed before it is open.
-        while jobs.opening.try_lock().is_err_and(|error| matches!(error, TryLockError::WouldBlock)) {
-            sleep(OPENING).await;
-        }
-        let changes: Vec<_> = jobs.all().iter().map(|handle| handle.changes()).collect();
-        drop(jobs);
-        for changes in changes {
-            gone(changes).await;
-        }
-    }
-
     /// The jobs that are kept here and ought to be served, with the reason why they are not.
     pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
         let away = |(name, entry): (&JobName, &JobEntry)| match entry {
@@ -282,93 +252,6 @@ impl Jobs {
         };
         check_same(&handle.stored(), &wanted)?;
         Ok((false, handle))
-    }
-
-    /// Forgets a job and removes what its tier keeps of it. A job that is kept here and cannot be read is removed
-    /// only where the caller says so, since a drive that is missing now may come back.
-    pub(crate) fn delete(&self, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
-        let handle = match self.get(name) {
-            Ok(handle) => handle,
-            Err(fault) => return self.delete_away(&JobName::parse("job", name)?, fault, discard_unreadable),
-        };
-        let stored = handle.stored();
-        self.lock().remove(&stored.spec.name);
-        // The folder of the note may hang. By then nobody trains the job any more.
-        handle.close(not_found(name));
-        self.forget_evicted(&stored.spec.name);
-        handle.job.discard().inspect_err(|fault| {
-            // What is left can be deleted by another call. Another job may have the name by now.
-            let kept = Kept::new(stored.clone(), &self.storage);
-            let away = Away::entry(fault.clone(), Some(kept), Evicted::No);
-            self.lock().entry(stored.spec.name).or_insert(away);
-        })
-    }
-
-    /// `fault` says why the job is not open.
-    fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
-        let evicted = self.lock().get(name).map(JobEntry::is_evicted);
-        let Some(evicted) = evicted.filter(|_| fault.kind != FaultKind::Unavailable) else {
-            return Err(fault);
-        };
-        if !discard_unreadable && !evicted {
-            return Err(unreadable(name, &fault));
-        }
-        // Its folder may hang, and the others need not wait for that.
-        self.forget_evicted(name);
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Ok(handle) = self.get(name.as_str()) {
-            // It was opened meanwhile, so it is readable after all.
-            drop(handle);
-            return self.delete(name.as_str(), false);
-        }
-        if !evicted || self.stored(name.as_str()).is_some() {
-            delete_stored(&directories(&self.storage), name)?;
-        }
-        self.lock().remove(name);
-        Ok(())
-    }
-
-    /// Opens a job anew at the version before its newest. Blocks until its users have let go of it and its state is read.
-    pub(crate) fn step_back(
-        &self,
-        name: &str,
-        incarnation: Incarnation,
-        version: Version,
-    ) -> Result<Arc<JobHandle>, Fault> {
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let stored = match self.get(name) {
-            Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
-            Ok(handle) => self.put_away(handle),
-            // Nobody has checked the caller against an evicted job: its worker opens it first.
-            Err(fault) if fault.field == EVICTED => return Err(fault),
-            Err(fault) => self.stored(name).ok_or(fault)?,
-        };
-        tracing::warn!(job = name, %version, "stepping back to the version before");
-        let storage = Storage { at_most: Some(version), ..self.storage.clone() };
-        let handle = self.start(stored, &storage)?;
-        let found = handle.job.progress().version;
-        if found != version {
-            let remedy = "step every server back to the same version, or restore a checkpoint";
-            return Err(Fault::new(
-                FaultKind::Precondition,
-                "version",
-                version.0,
-                format!("{found}, the newest left"),
-                remedy,
-            ));
-        }
-        Ok(handle)
-    }
-
-    /// Ends the service of a job, so that it can be opened again.
-    fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
-        let stored = handle.stored();
-        let name = stored.spec.name.clone();
-        let kept = Kept { stored: stored.clone(), drives: handle.job.disk_bytes() };
-        self.lock().insert(name.clone(), Away::entry(recovering(&name), Some(kept), Evicted::No));
-        handle.close(recovering(&name));
-        let_go(handle);
-        stored
     }
 
     /// A job that could not be recovered.
@@ -431,20 +314,7 @@ fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Waits for the other users of a job that was closed. If they do not let go, the folders' lock makes the next open fail
-/// and say so.
-fn let_go(handle: Arc<JobHandle>) {
-    let changes = handle.changes();
-    drop(handle);
-    let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
-}
-
 /// All directories in which jobs are kept.
 fn directories(storage: &Storage) -> Vec<PathBuf> {
     storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
-}
-
-/// Ends when the job is dropped, since the sender of its changes goes with it.
-async fn gone(mut changes: watch::Receiver<u64>) {
-    while changes.changed().await.is_ok() {}
 }
