@@ -18,6 +18,8 @@ import longshore
 from longshore._gathered import LEAST_SHARED
 
 CLIP = 0.05
+#: From which servers make a model's weights.
+SEED = 2**40 + 7
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
 #: By name: what ranks do; each is done with the model in one piece, and with weights that are whole and gathered.
@@ -183,6 +185,32 @@ def test_ranks_that_reduce_gather_by_default(trained: dict[str, list[dict[str, A
 def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], case: str) -> None:
     for told in trained[f"!{case}"]:
         assert re.match(REFUSED[case][1], told), told
+
+
+def test_ranks_train_what_servers_have_made_as_one_rank_does(tmp_path: Path) -> None:
+    """All build their models within longshore.Init. One rank takes the batches of all as micro-steps."""
+    room = budget(unit_rank.deep())
+    model = unit_rank.model_of("built", made=SEED)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP)
+    longshore.shard(model, optimizer, room)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            (model.loss(unit_rank.batch(step, 0, 1, rank)) / RANKS).backward()
+        optimizer.step()
+    optimizer.flush()
+    assert optimizer._connection is not None
+    found = optimizer._connection.job.state_hash()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not any(torch.equal(first[name], value) for name, value in weights.items())
+    with several(2) as servers:
+        given = {"servers": servers, "model": "built", "made": SEED, "budget": room, "max_grad_norm": CLIP}
+        ways = ("whole", "gathered")
+        runs = [("train", {**given, "job": f"made-{way}", "weights": way}) for way in ways]
+        for way, ranks in zip(ways, run(tmp_path, runs, RANKS, "unit_rank.py"), strict=True):
+            for ours in ranks:
+                assert ours["way"] == way and ours["hash"] == found
+                assert all(torch.equal(ours["state"][name], value) for name, value in weights.items())
 
 
 def test_ranks_go_back_to_a_checkpoint(tmp_path: Path) -> None:

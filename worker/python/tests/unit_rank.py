@@ -48,6 +48,15 @@ class LeavesOut(Deep):
         return super().loss(step)
 
 
+class Built(Deep):
+    """Converts nothing, so that it can be built where no weights are."""
+
+    def __init__(self, depth: int, width: int, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(depth))
+        self.dtype = dtype
+
+
 class Checkpointed(Deep):
     """Backward computes each layer again."""
 
@@ -120,6 +129,7 @@ def checkpointed(use_reentrant: bool) -> Transformer:
 #: By name: what makes a model, the same one on all ranks.
 MODELS: dict[str, Callable[[], Any]] = {
     "deep": deep,
+    "built": lambda: deep(Built),
     "leaves out": lambda: deep(LeavesOut),
     "tied": lambda: transformer(tied=True),
     "checkpoint": lambda: checkpointed(use_reentrant=False),
@@ -130,9 +140,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def model_of(name: str, rounds: bool = False) -> Any:
+def model_of(name: str, rounds: bool = False, made: int | None = None) -> Any:
+    """A model of the weights that all ranks have. With ``made`` the servers make them from this seed."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    with longshore.Init(on_servers=True, seed=made or 0, enabled=made is not None):
+        model = MODELS[name]()
     for parameter in model.parameters():
         if parameter.requires_grad and rounds:
             # Numbers of few bits have exact sums, in whichever order ranks add them up.
@@ -153,7 +165,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         _device.accelerator = Late()  # type: ignore[assignment]
     alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
     writes = options.pop("writes", False)
-    model = model_of(name, rounds="partition" in options)
+    model = model_of(name, rounds="partition" in options, made=options.pop("made", None))
     kept: dict[int, Tensor] = {}
     for parameter in model.parameters() if keep else ():
         parameter.register_post_accumulate_grad_hook(lambda tensor: kept.update({id(tensor): tensor.grad.clone()}))
