@@ -182,7 +182,7 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     assert_eq!(of_a_job(), 0);
 }
 
-/// Of a job with more ranks than are counted apart the first ones are, however many push.
+/// However many ranks push, the first 64 alone have samples of their own.
 #[test]
 fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     const RANKS: u32 = 100;

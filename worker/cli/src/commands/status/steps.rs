@@ -34,7 +34,7 @@ fn follows(before: &DecidedStep, step: &DecidedStep) -> bool {
 struct Speeds {
     pushed: Option<f64>,
     pulled: Option<f64>,
-    /// Of host memory, while updates went on.
+    /// The host memory that updates moved, by the time that they took.
     updated: Option<f64>,
 }
 
