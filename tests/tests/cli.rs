@@ -281,7 +281,7 @@ fn a_host_is_looked_over() {
 fn what_cannot_be_is_refused_before_it_is_tried() {
     refused(
         &longshore(["plan", "--params", "1M", "--servers", "2"]),
-        1,
+        2,
         &["--servers is 2", "at most 1, the job's shards"],
     );
     let folder = TempDir::new().unwrap();

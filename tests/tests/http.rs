@@ -70,6 +70,12 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(with("job_steps_total", "outcome", "applied"), STEPS as f64);
         assert_eq!(with("job_ranks", "state", "left"), 2.0);
         assert_eq!(with("job_rank_last_step", "rank", "1"), STEPS as f64);
+        let stage = |name: &str| with("job_stage_seconds_total", "stage", name);
+        let stages = ["receive", "decide", "update", "pull"].map(stage);
+        // Each is within its steps, of which all but the first are timed.
+        assert!(stages.iter().all(|&seconds| seconds > 0.0 && seconds < 60.0), "{stages:?}");
+        assert!(stage("update") >= of("update_seconds_total"), "{stages:?}");
+        assert_eq!(of("queued_work"), 0.0);
         assert_eq!(samples["longshore_jobs{state=\"idle\"}"], 1.0);
         assert!(samples["longshore_memory_resident_bytes"] > 1e6);
 

@@ -157,9 +157,17 @@ fn exit_codes_are_what_the_help_says() {
     assert_eq!(longshore(["plan", "--params", "1M"]).code, 0);
     assert_eq!(longshore(["plan", "--params", "7B", "--memory", "1GiB"]).code, 1);
     assert_eq!(longshore(["inspect", "/nowhere"]).code, 1);
-    for wrong in
-        [&["plan", "--parms", "1M"][..], &["status"], &["status", "--cluster", "nope"], &["frobnicate"]]
-    {
+    for wrong in [
+        &["plan", "--parms", "1M"][..],
+        &["plan", "--preset", "nope"],
+        &["plan", "--params", "1M", "--shard-elements", "1"],
+        &["plan", "--params", "1M", "--servers", "2"],
+        &["plan", "--params", "1M", "--frozen", "1M"],
+        &["plan", "--params", "1B", "--gpu-tflops", "100"],
+        &["status"],
+        &["status", "--cluster", "nope"],
+        &["frobnicate"],
+    ] {
         let mut command = binaries::command("longshore");
         let output = run("longshore", command.env("XDG_CONFIG_HOME", "/nowhere").args(wrong));
         assert_eq!(output.code, 2, "{wrong:?}: {output:?}");

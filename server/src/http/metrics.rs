@@ -2,7 +2,7 @@
 //!
 //! Who asks for OpenMetrics, as Prometheus does, gets that. Everybody else gets Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 50 a job, 19 of them its histogram's; for each of a job's first [`RANKS`] ranks one, and two for
+//! The number of samples is bounded: about 55 a job, 19 of them its histogram's; for each of a job's first [`RANKS`] ranks one, and two for
 //! each way that its payload came; 4 an identity; 56 a folder of `--state-dir`.
 
 use std::fmt;
@@ -18,7 +18,7 @@ use super::{
     seen::{Seen, resident_bytes, standing},
 };
 use crate::{
-    jobs::{Decided, traffic},
+    jobs::{Decided, StepStage, traffic},
     refusals,
     service::Services,
     terms::{Listed, Usage},
@@ -200,6 +200,15 @@ fn work(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let updates = "Time of the compute thread in updates, and in waits for drives.";
     let times = each(jobs, |job| job.handle.busy.updates().as_secs_f64());
     families.counter("job_update", updates, seconds(), times)?;
+    let stages = jobs.iter().flat_map(|job| {
+        let stage =
+            |stage: StepStage| (with(job.labels(), "stage", stage.name()), job.handle.stages.seconds(stage));
+        StepStage::ALL.map(stage)
+    });
+    let help = "Time of the steps' stages. A stage of one step may overlap another step's.";
+    families.counter("job_stage", help, seconds(), stages)?;
+    let queued = "Sums and updates that wait for the compute thread or are with it.";
+    families.gauge("job_queued_work", queued, None, each(jobs, |job| job.handle.busy.queued()))?;
     let moved = "Memory traffic of the updates since the job was opened here: state in and out, gradients in, images out.";
     let updated = |job: &Seen| job.handle.history.counts().0 * job.handle.job.update_bytes();
     families.counter("job_update", moved, bytes(), each(jobs, updated))?;

@@ -1,7 +1,7 @@
-//! How long a job's compute thread was at what.
+//! How long a job's compute thread was at what, and how much waits for it.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
@@ -13,6 +13,9 @@ use longshore_engine::step::Work;
 pub(crate) struct Busy {
     sums: AtomicU64,
     updates: AtomicU64,
+    /// Works of the compute thread's own queue, and those that were handed to it since it looked.
+    queued: AtomicUsize,
+    handed: AtomicUsize,
 }
 
 impl Busy {
@@ -36,5 +39,25 @@ impl Busy {
     /// In updates. On `nvme` a wait for the drives counts as well.
     pub(crate) fn updates(&self) -> Duration {
         Duration::from_nanos(self.updates.load(Relaxed))
+    }
+
+    /// A work was handed to the compute thread.
+    pub(super) fn handed(&self) {
+        self.handed.fetch_add(1, Relaxed);
+    }
+
+    /// The compute thread has taken one of those.
+    pub(super) fn taken(&self) {
+        self.handed.fetch_sub(1, Relaxed);
+    }
+
+    /// So many works are with the compute thread.
+    pub(super) fn has(&self, works: usize) {
+        self.queued.store(works, Relaxed);
+    }
+
+    /// How many works wait for the compute thread or are with it.
+    pub(crate) fn queued(&self) -> u64 {
+        (self.queued.load(Relaxed) + self.handed.load(Relaxed)) as u64
     }
 }

@@ -32,6 +32,7 @@ use super::{
     pace::Pace,
     restores::Restores,
     spans::Spans,
+    stages::Stages,
     traffic::Traffic,
 };
 
@@ -67,6 +68,7 @@ pub(crate) struct JobHandle {
     pub(crate) busy: Arc<Busy>,
     pub(crate) traffic: Traffic,
     pub(crate) spans: Arc<Spans>,
+    pub(crate) stages: Arc<Stages>,
     hashing: Hashing,
     pub(crate) restores: Restores,
 }
@@ -104,12 +106,11 @@ impl JobHandle {
             let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
         }));
         let busy = Arc::<Busy>::default();
-        let spans = Arc::<Spans>::default();
-        let (worker, counted, of_steps) = (Arc::clone(&job), Arc::clone(&busy), Arc::clone(&spans));
+        let (spans, stages) = (Arc::<Spans>::default(), Arc::<Stages>::default());
+        let seen = Seen { busy: Arc::clone(&busy), spans: Arc::clone(&spans), stages: Arc::clone(&stages) };
+        let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
-        let thread = thread::Builder::new()
-            .name(name)
-            .spawn(move || perform_all(&worker, &inbox, &counted, &of_steps));
+        let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox, &seen));
         thread.map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
@@ -132,6 +133,7 @@ impl JobHandle {
             busy,
             traffic,
             spans,
+            stages,
             hashing: Hashing::default(),
             restores: Restores::default(),
         };
@@ -154,6 +156,7 @@ impl JobHandle {
     /// reports the failure.
     pub(crate) fn perform(&self, work: Option<Work>) {
         if let Some(work) = work {
+            self.busy.handed();
             let _ = self.tasks.send(Task::Perform(work));
         }
     }
@@ -315,32 +318,46 @@ impl JobHandle {
     }
 }
 
+/// What is seen of the compute thread's work.
+struct Seen {
+    busy: Arc<Busy>,
+    spans: Arc<Spans>,
+    stages: Arc<Stages>,
+}
+
 /// The compute thread. It does works in the order they come, and appends the work that follows from one to those
 /// already waiting, so that the sums of a delayed job's next step are formed between the updates of this one. It ends
 /// with the job's last user, or with its first failure.
-fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, busy: &Busy, spans: &Spans) -> Result<(), Fault> {
+fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, seen: &Seen) -> Result<(), Fault> {
     job.compute().pool().adopt_caller();
     let mut works = VecDeque::new();
     while let Ok(task) = inbox.recv() {
-        accept(job, task, &mut works)?;
+        accept(job, task, &mut works, &seen.busy)?;
         loop {
             for task in inbox.try_iter() {
-                accept(job, task, &mut works)?;
+                accept(job, task, &mut works, &seen.busy)?;
             }
+            seen.busy.has(works.len());
             if works.is_empty() {
                 break;
             }
             let next = works.front().cloned();
-            let _span = spans.of(job.spec().name.as_str(), next.as_ref());
-            busy.count(next.as_ref(), || job.perform(&mut works))?;
+            let _span = seen.spans.of(job.spec().name.as_str(), next.as_ref());
+            seen.busy.count(next.as_ref(), || job.perform(&mut works))?;
+            if let Some(Work::Update { step, .. }) = next {
+                seen.stages.updated(step, std::time::Instant::now());
+            }
         }
     }
     Ok(())
 }
 
-fn accept(job: &Job, task: Task, works: &mut VecDeque<Work>) -> Result<(), Fault> {
+fn accept(job: &Job, task: Task, works: &mut VecDeque<Work>, busy: &Busy) -> Result<(), Fault> {
     works.extend(match task {
-        Task::Perform(work) => Some(work),
+        Task::Perform(work) => {
+            busy.taken();
+            Some(work)
+        }
         Task::Collect => job.collect()?,
     });
     Ok(())

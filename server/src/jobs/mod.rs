@@ -13,6 +13,7 @@ mod owned;
 mod pace;
 mod restores;
 mod spans;
+mod stages;
 pub(crate) mod traffic;
 mod watchers;
 
@@ -42,6 +43,7 @@ pub(crate) use self::{
     history::Decided,
     notes::Notes,
     restores::{Act, Stage},
+    stages::StepStage,
     watchers::Watchers,
 };
 use crate::{config::IdleLimit, terms::Owners};

@@ -170,6 +170,7 @@ impl Pull {
 
     fn count(&self, slice: Slice, transport: &str) {
         self.handle.traffic.pulled(self.rank, transport, slice.elements * self.dtype.bytes());
+        self.handle.stages.pulled(self.version, std::time::Instant::now());
     }
 
     /// The fields of an answer beside the weights.

@@ -174,6 +174,7 @@ impl Services {
         let job = Arc::clone(&handle.job);
         blocking(move || job.keep_joined()).await?;
         handle.came_by(rank, self.transport);
+        handle.stages.joined();
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
         Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: self.links.offer() })
@@ -199,6 +200,10 @@ impl Services {
             let _kept = handle.hold()?;
             handle.job.commit_from(incarnation, commit, Origin(request.origin))?
         };
+        if !duplicate {
+            // Before any of its updates can be done.
+            handle.stages.decided(step, std::time::Instant::now());
+        }
         handle.perform(work);
         if !duplicate {
             handle.pace.decided(step.0, written);

@@ -127,13 +127,15 @@ async fn open_and_restore(cluster: &Cluster, name: &str) -> Result<Version> {
 
 /// Opens the job again. The memory and folders of a deleted job are free once its last call has ended.
 async fn open_again(cluster: &Cluster) -> Result<()> {
-    let end = Instant::now() + cluster.options.deadline;
+    // Taken at the first refusal: a server may read drives for a long time before it answers, and that is not waiting.
+    let mut end = None;
     let mut backoff = Backoff::new();
     loop {
         match open_everywhere(cluster).await {
             Err(Error::Call(failed))
                 if matches!(failed.fault.kind, FaultKind::Exhausted | FaultKind::Conflict) =>
             {
+                let end = *end.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
                 if !backoff.pause(end).await {
                     return Err(Error::Call(failed));
                 }

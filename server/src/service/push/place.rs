@@ -1,6 +1,6 @@
 //! Where the payload of one chunk goes, and what becomes of the chunk.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use longshore_engine::job::{Admitted, Job, Writing, check_sum};
 use longshore_proto::{
@@ -75,7 +75,9 @@ pub(super) fn finish(place: Destination, crc32: Option<u32>, transport: &str) ->
     match place {
         Destination::Slot(handle, writing) => {
             let ContributionChunk { contribution, bytes, .. } = *writing.chunk();
-            handle.perform(writing.finish()?);
+            let work = writing.finish()?;
+            handle.stages.stored(contribution.step, Instant::now());
+            handle.perform(work);
             handle.traffic.pushed(contribution.rank, transport, bytes);
             Ok(Fate::Stored)
         }

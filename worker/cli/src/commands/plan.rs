@@ -21,7 +21,7 @@ use crate::{
     access::Access,
     bench::probe::{self, ProbeArgs},
     output::Output,
-    plan::{DriveTraffic, HardwareArgs},
+    plan::{DriveTraffic, HardwareArgs, Model},
     sizes::{human, parse_count},
     wrong_use::wrong_use,
 };
@@ -116,8 +116,8 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         out.result(|| probed.json(), || hardware::file(args.formats(), &probed));
         return Ok(());
     }
-    let args = &args.with_file()?;
-    let plan = Requirements::of(args)?;
+    let args = &args.with_file().map_err(wrong_use)?;
+    let plan = Requirements::of(args, &args.model()?).map_err(wrong_use)?;
     if out.is_json() {
         say!("{}", plan.json(args));
     } else {
@@ -158,10 +158,10 @@ impl Args {
 }
 
 impl Requirements {
-    fn of(args: &Args) -> anyhow::Result<Requirements> {
-        args.check().map_err(wrong_use)?;
-        let model = args.model()?;
-        let spec = args.spec(&model)?;
+    /// Its errors are of arguments: nothing here looks at the host.
+    fn of(args: &Args, model: &Model) -> anyhow::Result<Requirements> {
+        args.check()?;
+        let spec = args.spec(model)?;
         let layout = spec.validate()?;
         // Opening the job checks this too.
         ensure!(
@@ -202,7 +202,7 @@ impl Requirements {
         let parameters: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
         let frozen = args.frozen() as f64 / parameters as f64;
         let gpus =
-            gpus::Plan::of(&args.gpus, &model, &spec, (args.servers, layout.shards()), (frozen, on_drives))?;
+            gpus::Plan::of(&args.gpus, model, &spec, (args.servers, layout.shards()), (frozen, on_drives))?;
         short.extend(gpus.short());
         Ok(Requirements {
             gpus,
@@ -288,6 +288,8 @@ impl Requirements {
 
 #[cfg(test)]
 mod tests {
+    use longshore_proto::limits::{MAX_ELEMENTS, MAX_SHARD_ELEMENTS};
+
     use super::*;
 
     fn planned(flags: &[&str]) -> Requirements {
@@ -297,7 +299,8 @@ mod tests {
             args: Args,
         }
         let command: Command = clap::Parser::parse_from([&["plan"], flags].concat());
-        Requirements::of(&command.args.with_file().unwrap()).unwrap()
+        let args = command.args.with_file().unwrap();
+        Requirements::of(&args, &args.model().unwrap()).unwrap()
     }
 
     #[test]
@@ -335,6 +338,10 @@ mod tests {
             assert!(most > 0 && with(most).is_empty(), "{flags:?}: {most}");
             assert!(!with(most + 3 * DEFAULT_SHARD_ELEMENTS).is_empty(), "{flags:?}: {most}");
         }
+        // Servers for more than a job may have: as much as it may have.
+        let shard = MAX_SHARD_ELEMENTS.to_string();
+        let flags = ["--params", "1B", "--shard-elements", &shard, "--memory", "1024TiB"];
+        assert_eq!(planned(&flags).most, Some(MAX_ELEMENTS));
         assert_eq!(planned(&["--params", "1B"]).most, None);
     }
 

@@ -6,7 +6,8 @@ use longshore_engine::{
     tier::{self, Storage},
 };
 use longshore_proto::{
-    Formats, JobName, JobSpec, Param, Partition, Placement, Rank, Rule, ServerId, limits::MAX_SHARDS,
+    Formats, JobName, JobSpec, Param, Partition, Placement, Rank, Rule, ServerId,
+    limits::{MAX_ELEMENTS, MAX_SHARDS},
 };
 use longshore_worker::DelayCorrection;
 
@@ -15,6 +16,7 @@ use crate::{
     commands::train::preset,
     plan::{HardwareArgs, Model, Tensor, Transformer},
     train::gpt::{Gpt, VOCABULARY},
+    wrong_use::wrong_use,
 };
 
 impl Args {
@@ -31,7 +33,7 @@ impl Args {
             return crate::plan::read(path);
         }
         if let Some(name) = &self.preset {
-            let config = preset(name)?;
+            let config = preset(name).map_err(wrong_use)?;
             let shapes = Gpt::new(config)?
                 .params()
                 .iter()
@@ -109,7 +111,7 @@ impl Args {
             let need = Need::of(&spec, &layout, &owned, &self.storage());
             Ok(memory.is_none_or(|has| need.total() <= has.0) && nvme.is_none_or(|has| need.disk <= has.0))
         };
-        let limit = MAX_SHARDS / u64::from(self.servers);
+        let limit = MAX_SHARDS.min(MAX_ELEMENTS / self.shard_elements) / u64::from(self.servers);
         // Ranks that exchange slices have a shard each at least.
         let least = if self.is_sliced() { self.world_size.div_ceil(self.servers).into() } else { 1 };
         if limit < least || !fits(least)? {

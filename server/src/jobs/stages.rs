@@ -1,0 +1,208 @@
+//! Where the time of a job's steps goes on this server.
+
+use std::{
+    mem,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use longshore_proto::{Step, Version};
+
+/// The stages of a step in their order. Stages of different steps overlap in a delayed job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StepStage {
+    /// From the first chunk of gradients to the last. Workers' backward passes are in it.
+    Receive,
+    /// From the last chunk to the decision: the last sums, the statistics' way to rank 0, and its commit's way back.
+    Decide,
+    /// From the decision to the last update.
+    Update,
+    /// From the first slice of the version's weights to the last, to all ranks.
+    Pull,
+}
+
+impl StepStage {
+    pub(crate) const ALL: [StepStage; 4] =
+        [StepStage::Receive, StepStage::Decide, StepStage::Update, StepStage::Pull];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            StepStage::Receive => "receive",
+            StepStage::Decide => "decide",
+            StepStage::Update => "update",
+            StepStage::Pull => "pull",
+        }
+    }
+}
+
+/// How many steps are watched at once: a delayed job receives one, decides the one before and sends weights of that before it.
+const WATCHED: usize = 4;
+
+/// How long each stage took, over all steps since the job was opened here. `now` is by the caller's clock, and may be a little before what
+/// another one has marked: then nothing has passed. A chunk or slice, of a MiB mostly, pays for a look at the
+/// clock and a lock that hardly anyone else wants.
+#[derive(Default)]
+pub(crate) struct Stages {
+    steps: Mutex<[Marks; WATCHED]>,
+    nanos: [AtomicU64; StepStage::ALL.len()],
+}
+
+/// When a step's stages began, and how far they have come.
+#[derive(Clone, Copy, Default)]
+struct Marks {
+    step: u64,
+    /// The first chunk and the last until now.
+    received: Option<(Instant, Instant)>,
+    decided: bool,
+    updated: Option<Instant>,
+    pulled: Option<Instant>,
+}
+
+impl Stages {
+    /// A chunk of the step's gradients is in its slot.
+    pub(crate) fn stored(&self, step: Step, now: Instant) {
+        self.mark(step.0, |marks| {
+            if marks.decided {
+                // The step was taken back, and is made again.
+                *marks = Marks { step: step.0, ..Marks::default() };
+            }
+            let (first, last) = marks.received.unwrap_or((now, now));
+            marks.received = Some((first, last.max(now)));
+        });
+    }
+
+    /// The step is decided.
+    pub(crate) fn decided(&self, step: Step, now: Instant) {
+        self.mark(step.0, |marks| {
+            if let Some((first, last)) = marks.received {
+                self.add(StepStage::Receive, last - first);
+                self.add(StepStage::Decide, now - last);
+            }
+            (marks.decided, marks.updated) = (true, Some(now));
+        });
+    }
+
+    /// One of the step's updates is done.
+    pub(crate) fn updated(&self, step: Step, now: Instant) {
+        self.mark(step.0, |marks| self.go_on(StepStage::Update, &mut marks.updated, now));
+    }
+
+    /// A slice of the version's weights leaves.
+    pub(crate) fn pulled(&self, version: Version, now: Instant) {
+        self.mark(version.0, |marks| match marks.pulled.is_some() {
+            true => self.go_on(StepStage::Pull, &mut marks.pulled, now),
+            false if marks.decided => marks.pulled = Some(now),
+            // Its step was decided before this process, or is none: the first weights.
+            false => {}
+        });
+    }
+
+    /// A process has come anew. What it pulls is its own start, and no stage of a step that others have made.
+    pub(crate) fn joined(&self) {
+        self.lock().iter_mut().for_each(|marks| *marks = Marks::default());
+    }
+
+    pub(crate) fn seconds(&self, stage: StepStage) -> f64 {
+        Duration::from_nanos(self.nanos[stage as usize].load(Relaxed)).as_secs_f64()
+    }
+
+    /// Marks a step. One that was watched before it gives its place to a newer one.
+    fn mark(&self, step: u64, note: impl FnOnce(&mut Marks)) {
+        let marks = &mut self.lock()[step as usize % WATCHED];
+        if marks.step < step {
+            *marks = Marks { step, ..Marks::default() };
+        }
+        if marks.step == step {
+            note(marks);
+        }
+    }
+
+    /// Counts what has passed since the stage was last seen, if it has begun.
+    fn go_on(&self, stage: StepStage, last: &mut Option<Instant>, now: Instant) {
+        if let Some(last) = last {
+            self.add(stage, now - mem::replace(last, now.max(*last)));
+        }
+    }
+
+    fn add(&self, stage: StepStage, time: Duration) {
+        self.nanos[stage as usize].fetch_add(time.as_nanos() as u64, Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, [Marks; WATCHED]> {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// A step whose stages take 1, 2, 3 and 4 seconds. Returns what is counted for each.
+    fn step(stages: &Stages, step: u64, begins: Instant) -> [f64; 4] {
+        let before = StepStage::ALL.map(|stage| stages.seconds(stage));
+        stages.stored(Step(step), begins);
+        stages.stored(Step(step), begins + SECOND);
+        stages.decided(Step(step), begins + 3 * SECOND);
+        stages.updated(Step(step), begins + 4 * SECOND);
+        stages.pulled(Version(step), begins + 5 * SECOND);
+        stages.updated(Step(step), begins + 6 * SECOND);
+        stages.pulled(Version(step), begins + 9 * SECOND);
+        let after = StepStage::ALL.map(|stage| stages.seconds(stage));
+        std::array::from_fn(|stage| after[stage] - before[stage])
+    }
+
+    #[test]
+    fn each_stage_has_its_time_also_where_steps_overlap() {
+        let (stages, now) = (Stages::default(), Instant::now());
+        (1..=9).for_each(|number| assert_eq!(step(&stages, number, now), [1.0, 2.0, 3.0, 4.0], "{number}"));
+        stages.stored(Step(10), now);
+        stages.stored(Step(11), now + SECOND);
+        stages.decided(Step(10), now + 2 * SECOND);
+        stages.stored(Step(11), now + 3 * SECOND);
+        stages.decided(Step(11), now + 3 * SECOND);
+        assert_eq!((stages.seconds(StepStage::Receive), stages.seconds(StepStage::Decide)), (11.0, 20.0));
+    }
+
+    #[test]
+    fn a_step_that_is_made_again_is_measured_again() {
+        let (stages, now) = (Stages::default(), Instant::now());
+        step(&stages, 1, now);
+        assert_eq!(step(&stages, 1, now + 100 * SECOND), [1.0, 2.0, 3.0, 4.0]);
+    }
+
+    #[test]
+    fn what_no_step_here_explains_is_not_counted() {
+        let (stages, now) = (Stages::default(), Instant::now());
+        let pull = |version, at| stages.pulled(Version(version), at);
+        // Weights that were there before this process.
+        [0, 7].into_iter().for_each(|version| {
+            pull(version, now);
+            pull(version, now + SECOND);
+        });
+        // A step of which nothing came, as where this server was restarted, and a late repeat of an older one.
+        stages.decided(Step(8), now);
+        stages.stored(Step(4), now);
+        assert_eq!(StepStage::ALL.map(|stage| stages.seconds(stage)), [0.0; 4]);
+        // A process that comes long after a step pulls its weights.
+        step(&stages, 9, now);
+        stages.joined();
+        pull(9, now + 1000 * SECOND);
+        pull(9, now + 1001 * SECOND);
+        assert_eq!(stages.seconds(StepStage::Pull), 4.0);
+    }
+
+    #[test]
+    fn clocks_that_are_read_in_another_order_count_nothing_twice() {
+        let (stages, now) = (Stages::default(), Instant::now() + 10 * SECOND);
+        stages.stored(Step(1), now);
+        stages.stored(Step(1), now - SECOND);
+        stages.decided(Step(1), now);
+        [2, 1, 3].into_iter().for_each(|second| stages.updated(Step(1), now + second * SECOND));
+        assert_eq!(StepStage::ALL.map(|stage| stages.seconds(stage)), [0.0, 0.0, 3.0, 0.0]);
+    }
+}
