@@ -152,10 +152,15 @@ class Config:
             "streaming": True,
             "accumulate": self.micro_steps,
             "max_grad_norm": self.clip,
-            "missing_gradients": "zeros",
+            **self.defaults(),
             **self.job,
         }
         return kind(params, **arguments, **job)
+
+    def defaults(self) -> dict[str, Any]:
+        """The job's options that are DeepSpeed's where the configuration does not name them. It takes zeros for gradients that are missing,
+        which would let parameters decay that train later."""
+        return {} if self.job.get("frozen") == "train-later" else {"missing_gradients": "zeros"}
 
     def scheduler(self, optimizer: optim.Optimizer) -> Any:
         """The scheduler that the configuration names; None if it names none."""

@@ -63,7 +63,7 @@ def _write(
     optimizer = engine.optimizer
     kept = optimizer.checkpoint(tag)
     parameters = {name for name, _ in engine.module.named_parameters()}
-    left_out = parameters if leaves_frozen else parameters - frozen(engine.module)
+    left_out = parameters if leaves_frozen else _trained(engine)
     state = {
         "optimizer": optimizer.state_dict(),
         "checkpoint": kept,
@@ -147,7 +147,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
             stacklevel=3,
         )
         return str(path), {}
-    trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    trained = _trained(engine)
     kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
     # ZeRO-3 has frozen parameters in pieces, and an empty tensor in place of each.
     empty = sorted(name for name in kept.keys() & frozen(engine.module) if kept[name].numel() == 0)
@@ -177,6 +177,12 @@ def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None
             "load it into the model that it was saved from, or pass load_module_strict=False",
         )
         raise invalid("checkpoint.module", unexpected[0], limit, remedy, StateError)
+
+
+def _trained(engine: Engine) -> set[str]:
+    """The names of parameters that train, or will: where servers do that they have the weights, also while these are frozen."""
+    later = {id(param.tensor) for param in engine.optimizer._opened().params}
+    return {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad or id(parameter) in later}
 
 
 def frozen(module: nn.Module) -> set[str]:

@@ -96,7 +96,9 @@ def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]
     return most, {name: most - count for name, count in counts.items() if count < most}
 
 
-def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str) -> Filling | None:
+def of_torch(
+    state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str, *, later: bool
+) -> Filling | None:
     """The state of a torch optimizer, or all of one of this package. None where it was saved before the first update.
 
     Args:
@@ -104,6 +106,7 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
         tensors: by its number in the state: this optimizer's parameter.
         names: and its name.
         rule: this optimizer's.
+        later: frozen parameters train later. One that has no state begins with moments of zero, as in torch.
 
     Raises:
         StateError: naming the tensor that is missing, is not known, or does not fit.
@@ -111,7 +114,8 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
     where = "state_dict"
     moments = NAMES[rule]
     states = state_dict["state"]
-    trained = {number: tensor for number, tensor in tensors.items() if tensor.requires_grad and tensor.numel()}
+    trained = {number: tensor for number, tensor in tensors.items() if (tensor.requires_grad or later) and tensor.numel()}
+    begin = {number for number, tensor in trained.items() if not tensor.requires_grad and not states.get(number)}
     for number, state in states.items():
         name = names[number]
         for key, value in state.items():
@@ -127,11 +131,15 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
     applied, fewer = steps_of(steps, where) if steps else (1, {})
     if applied == 0 or not any(state.get(key) is not None for state in states.values() for key in moments):
         return None
+    fewer |= {names[number]: applied for number in begin}
+    none_yet = {id(trained[number]) for number in begin}
     by_tensor = {id(tensor): states.get(number, {}) for number, tensor in trained.items()}
     with_master = any("master" in state for state in by_tensor.values())
 
     def check(params: list[Param]) -> None:
         for param in params:
+            if id(param.tensor) in none_yet:
+                continue
             state = by_tensor.get(id(param.tensor), {})
             for key in (*moments, "master") if with_master else moments:
                 check_tensor(f"{param.name}.{key}", state.get(key), param.shape, where)
@@ -139,10 +147,10 @@ def of_torch(state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: d
                 raise invalid(f"{param.name}.step", "absent", str(applied), "take a state in which every parameter has it", StateError)
 
     def read(array: int, param: Param) -> Tensor:
-        state = by_tensor[id(param.tensor)]
+        state = by_tensor.get(id(param.tensor), {})
         if array == MASTER:
             return state.get("master", param.tensor)
-        return state[moments[array - 1]]
+        return torch.zeros(param.shape) if id(param.tensor) in none_yet else state[moments[array - 1]]
 
     return Filling(applied, read, check, fewer=fewer)
 

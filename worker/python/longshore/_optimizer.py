@@ -86,13 +86,14 @@ class Optimizer(Back, Scaling, Watching, Stateful):
                 "param_groups",
                 "extended after the job was opened",
                 "complete by the first step",
-                "add the group earlier, or build a new optimizer, which starts a new job",
+                "give the optimizer all groups when it is built, with requires_grad=False and frozen='train-later' for what trains later; or "
+                "build a new optimizer, which starts a new job",
                 UsageError,
             )
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):
             param_group["params"] = params = list(params)
-            _params.check_group(self.param_groups, params)
+            _params.check_group(self.param_groups, params, later=self._options.trains_later)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_group(group)
@@ -155,7 +156,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         tensors = [tensor for _, tensor in _params.named(self.param_groups)]
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard()")
-        params = _params.table(self.param_groups)
+        params = self._params_of_job()
         frozen = _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
         if any(map(is_built, tensors)):

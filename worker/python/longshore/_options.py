@@ -45,7 +45,7 @@ class JobOptions(TypedDict, total=False):
     reduce_dtype: Literal["auto", "fp32"]
     streaming: bool
     layerwise: bool
-    frozen: Literal["leave", "keep"]
+    frozen: Literal["leave", "keep", "train-later"]
     accumulate: int
     accumulate_on: Literal["servers", "worker"]
     max_grad_norm: float | None
@@ -90,7 +90,8 @@ class Options:
             next forward starts while the last weights arrive. False has ``step`` wait for all of them.
         frozen: what becomes of parameters with ``requires_grad=False``. ``"leave"`` leaves them to the framework. ``"keep"`` has
             servers keep their weights, in ``image_dtype`` and without state: exports, checkpoints and a process that finds the job
-            again then have the whole model.
+            again then have the whole model. ``"train-later"`` gives them state as well: steps leave them out for as long as they get
+            no gradient, and whoever sets ``requires_grad=True`` between two steps trains them from then on.
         accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
         accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
         max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
@@ -170,7 +171,7 @@ class Options:
             "missing_gradients": (None, "skip", "zeros", "error"),
             "written_weights": ("error", "drop"),
             "partition": (None, "reduce-scatter", "all-reduced"),
-            "frozen": ("leave", "keep"),
+            "frozen": ("leave", "keep", "train-later"),
             "reduce_dtype": ("auto", "fp32"),
             "nonfinite": ("skip", "raise", "apply"),
             "gradient_dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -187,6 +188,8 @@ class Options:
                 "'reduce-scatter' with streaming=True",
                 "gradients leave before another has reduced them: let the optimizer do it, without DistributedDataParallel",
             )
+        if self.trains_later and self.on_missing() != "skip":
+            raise self._cannot_train_later()
         if self.accumulate < 1:
             raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
         if self.accumulate > 1 and not self.streaming:
@@ -214,6 +217,20 @@ class Options:
             )
         if world_size > 1 and self.job is None:
             raise invalid("job", None, "a name with several ranks", "pass the same job= on every rank")
+
+    def _cannot_train_later(self) -> Exception:
+        if self.missing_gradients is not None:
+            remedy = "leave it out: what does not train yet has no gradient, and zeros for it would let its weights decay"
+            return invalid("missing_gradients", repr(self.missing_gradients), "'skip' with frozen='train-later'", remedy)
+        remedy = "it cannot leave parameters out of a step, and what does not train yet has to be: choose another, or unfreeze before the first step"
+        if self.state == "block8":
+            return invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
+        return invalid("correction", repr(self.correction), "made by servers with frozen='train-later'", remedy)
+
+    @property
+    def trains_later(self) -> bool:
+        """Whether the job trains parameters that are frozen at the first step, once they are not any more."""
+        return self.frozen == "train-later"
 
     def on_missing(self) -> str:
         """What a parameter without a gradient means."""

@@ -66,9 +66,9 @@ def named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
             yield name_of(group, group_index, index), tensor
 
 
-def check_group(groups: list[dict[str, Any]], added: list[Any]) -> None:
+def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) -> None:
     """Refuses a group with a parameter of another one, or with one that no server could keep. torch says the first
-    without a name."""
+    without a name. ``later`` is as in :func:`table`."""
     known = {id(tensor): name for name, tensor in named(groups)}
     for index, item in enumerate(added):
         name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
@@ -82,7 +82,7 @@ def check_group(groups: list[dict[str, Any]], added: list[Any]) -> None:
                 "in one",
                 "tied weights are one parameter: leave it out of one group",
             )
-        if tensor.requires_grad:
+        if tensor.requires_grad or later:
             check(str(name), tensor)
 
 
@@ -101,15 +101,19 @@ def check(name: str, tensor: Tensor) -> None:
         raise invalid(name, tensor.dtype, "fp32, bf16 or fp16", "convert the model, or leave it to another optimizer")
 
 
-def table(groups: list[dict[str, Any]]) -> list[Param]:
-    """The parameters that train, in the order of the groups. Frozen and empty ones are left to the framework.
+def table(groups: list[dict[str, Any]], *, later: bool) -> list[Param]:
+    """The parameters that train, in the order of the groups. Empty ones are left to the framework, and so are frozen ones.
+
+    Args:
+        later: frozen ones train as well, once they are not frozen any more.
 
     Raises:
         InvalidError: for two parameters over one memory, or where nothing trains.
     """
-    params = _table(groups, trained=True, first=0)
+    params = _table(groups, which=(True, False) if later else (True,), first=0)
     if not params:
-        raise invalid("params", "all frozen or empty", "at least one that trains", "set requires_grad on what shall train")
+        remedy = "set requires_grad on what shall train, or pass frozen='train-later' if that comes during the job"
+        raise invalid("params", "all frozen or empty", "at least one that trains", remedy)
     return params
 
 
@@ -119,7 +123,7 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
     Raises:
         InvalidError: for two parameters over one memory, or for one whose name a trained one has.
     """
-    frozen = _table(groups, trained=False, first=len(trained))
+    frozen = _table(groups, which=(False,), first=len(trained))
     names = {param.name for param in trained}
     for param in frozen:
         if param.name in names:
@@ -127,13 +131,14 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
     return frozen
 
 
-def _table(groups: list[dict[str, Any]], *, trained: bool, first: int) -> list[Param]:
+def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int) -> list[Param]:
+    """The parameters whose ``requires_grad`` is one of ``which``, numbered from ``first`` on."""
     params: list[Param] = []
     seen: dict[tuple[int, int], str] = {}
     names: set[str] = set()
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
-            if tensor.requires_grad is not trained or tensor.numel() == 0:
+            if tensor.requires_grad not in which or tensor.numel() == 0:
                 continue
             name = name_of(group, group_index, index)
             check(name, tensor)
@@ -191,7 +196,7 @@ def check_unchanged(params: list[Param], frozen: list[tuple[str, Tensor]]) -> No
                 name,
                 "trained now",
                 "frozen, as when the job was opened",
-                "unfreeze it before the first step, or build a new optimizer",
+                "unfreeze it before the first step, or build a new optimizer, with frozen='train-later' for what is unfrozen between two steps",
                 UsageError,
             )
 

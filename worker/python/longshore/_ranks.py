@@ -249,7 +249,8 @@ class Reduced(Ranks):
     def __init__(self, params: list[Param]) -> None:
         super().__init__(params, by_rows=False)
         self._gathered = Gathered(self.layout, self.rank, self.world_size)
-        self._is_compared = False
+        #: The parameters whose gradients ranks have compared, or could have.
+        self._compared: set[int] = set()
 
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
         if self.rank != 0:
@@ -271,13 +272,15 @@ class Reduced(Ranks):
         self._gathered.release()
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
-        if not self._is_compared:
+        has = {param.index for param in self.params if param.tensor.grad is not None}
+        if has - self._compared:
             self._compare()
-            self._is_compared = True
+            self._compared |= has | {param.index for param in self.params if param.tensor.requires_grad}
         return super().push(job, scale, check_missing)
 
     def _compare(self) -> None:
-        """Refuses gradients that differ between ranks, in the first step: they have not been reduced."""
+        """Refuses gradients that differ between ranks: they have not been reduced. It is done in the first step, and again where
+        parameters begin to train, which DistributedDataParallel may not know."""
         sums = [
             torch.zeros(2, dtype=torch.float64)
             if param.tensor.grad is None
@@ -293,7 +296,7 @@ class Reduced(Ranks):
                     f"{name}.grad",
                     f"another on rank {rank} than on rank 0",
                     "reduced, so that all ranks have the same, with partition='all-reduced'",
-                    "train with DistributedDataParallel, or pass partition='reduce-scatter'",
+                    "train with DistributedDataParallel, built while the parameter required a gradient, or pass partition='reduce-scatter'",
                     GradientError,
                 )
 

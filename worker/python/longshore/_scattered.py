@@ -19,7 +19,7 @@ class Scattered(Reduced):
 
     def __init__(self, params: list[Param], reduce_dtype: torch.dtype | None) -> None:
         super().__init__(params)
-        self._is_compared = True
+        self._compared.update(param.index for param in params)  # each rank has its own
         self._dtype = reduce_dtype
         self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
         #: Buckets that are being filled, and how many gradients each lacks.

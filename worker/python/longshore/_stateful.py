@@ -11,12 +11,15 @@ from longshore import _filling, _params, _recorded, _state
 from longshore._connection import Connection
 from longshore._filling import Filling
 from longshore._full import NAMES
+from longshore._options import Options
+from longshore._params import Param
 
 
 class Stateful(torch.optim.Optimizer):
     """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers."""
 
     rule: ClassVar[str]
+    _options: Options
     _job_name: str
     _connection: Connection | None
     #: What a new job is filled with instead of the parameters' weights.
@@ -114,6 +117,10 @@ class Stateful(torch.optim.Optimizer):
         finally:
             vars(self).update(hooks)
 
+    def _params_of_job(self) -> list[Param]:
+        """The parameters that servers train, now or later."""
+        return _params.table(self.param_groups, later=self._options.trains_later)
+
     def _load(self, state_dict: dict[str, Any]) -> None:
         if not _state.is_of_job(state_dict, self._job_name) or (self._connection is None and self._has_moments(state_dict)):
             return self._load_foreign(state_dict)
@@ -137,7 +144,7 @@ class Stateful(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         tensors = dict(zip(numbers, self._tensors(), strict=True))
         names = dict(zip(numbers, (name for name, _ in _params.named(self.param_groups)), strict=True))
-        filling = _filling.of_torch(state_dict, tensors, names, self.rule)
+        filling = _filling.of_torch(state_dict, tensors, names, self.rule, later=self._options.trains_later)
         if self._connection is not None:
             applied = filling.applied if filling else 0
             # A process that was killed after the job was filled comes here again.
@@ -151,7 +158,7 @@ class Stateful(torch.optim.Optimizer):
         """Has a new job filled with this, and gives the parameters its weights."""
         if self._connection is not None:
             raise _state.refuse_to_fill(self._job_name, self.version)
-        params = _params.table(self.param_groups)
+        params = self._params_of_job()
         filling.check(params)
         self._filling = filling
         self._applied.fill_(filling.applied or 0)

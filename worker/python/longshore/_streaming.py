@@ -27,6 +27,7 @@ class Streamed(Protocol):
     param_groups: list[dict[str, Any]]
     _options: "Options"
     _gradients: Gradients
+    _connection: "Connection | None"
     _frozen: list[tuple[str, Tensor]]
     _watch: "Watch | None"
 
@@ -56,8 +57,12 @@ class Stream:
         self._is_checked = False
         self.hook()
 
-    def hook(self) -> None:
-        """Watches the parameters that are not watched yet."""
+    def hook(self) -> list[Tensor]:
+        """Watches the parameters that require a gradient and are not watched yet. torch lets no other be watched.
+
+        Returns:
+            These.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         stream = weakref.ref(self)
@@ -67,10 +72,14 @@ class Stream:
             if found is not None:
                 found._take(tensor)
 
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.requires_grad and id(tensor) not in self._hooks:
-                    self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(left)
+        new = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    if id(tensor) not in self._hooks and tensor.requires_grad:
+                        self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(left)
+                        new.append(tensor)
+        return new
 
     def unhook(self) -> None:
         if self._pusher is not None:
@@ -120,6 +129,9 @@ class Stream:
     def _take(self, tensor: Tensor) -> None:
         """Sends the gradient that backward has just made, and frees it."""
         optimizer, connection = self._open()
+        if optimizer._options.trains_later and not self._taken:
+            for other in self.hook():  # parameters that have begun to train, of which this backward may have made some already
+                self._take(other)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
             self._leave(optimizer, connection, tensor)
 
@@ -181,10 +193,27 @@ class Stream:
         self._end_pass(connection, missing)
         self._taken.clear()
 
+    def _take_unwatched(self, optimizer: Streamed) -> None:
+        """Sends the gradients of parameters that have begun to train, where nobody watched them yet when backward made these."""
+        self.hook()
+        with torch._C.DisableTorchFunctionSubclass():
+            left = [tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.grad is not None]
+        for tensor in left:
+            if id(tensor) not in self._by_tensor or self._by_tensor[id(tensor)].index not in self._taken:
+                self._take(tensor)
+
     def finish(self) -> bool:
-        """Ends the step's gradients. Returns whether there were any."""
+        """Ends the step's gradients. Returns whether there were any.
+
+        Raises:
+            UsageError: where a parameter that is frozen for the job has one.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
+        if optimizer._options.trains_later:
+            self._take_unwatched(optimizer)
+        elif optimizer._connection is not None:
+            _params.check_unchanged([], optimizer._frozen)
         is_alone = optimizer._options.partition is None and not optimizer._options.may_differ()
         if not self._taken and not self._micro_steps and is_alone:
             return False

@@ -138,9 +138,9 @@ class Absent:
         self._steps = 0
 
     def note(self, missing: Sequence["Param"]) -> None:
-        """These have none in a backward pass."""
+        """These have none in a backward pass. Nobody expects one of those that are frozen."""
         if self._steps < FIRST_STEPS and self._left != set():
-            here = {param.index for param in missing}
+            here = {param.index for param in missing if param.tensor.requires_grad}
             self._left = here if self._left is None else self._left & here
 
     def end_step(self) -> set[int]:
@@ -170,7 +170,7 @@ class Watching:
         if connection is not None:
             params = [(param.name, param.tensor) for param in [*connection.params, *connection.frozen()]]
         else:
-            keeps = self._options.frozen == "keep"
+            keeps = self._options.frozen != "leave"
             params = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad or keeps]
         self._watch = Watch(models, params) if models else None
 

@@ -73,8 +73,9 @@ class Client:
         **options: Unpack[JobOptions],
     ) -> None:
         self._options = Options.of({**options, "streaming": True})
-        if self._options.frozen == "keep":
-            raise invalid("frozen", "'keep'", "'leave': arrays do not say whether they train", "pass the arrays that train alone")
+        if self._options.frozen != "leave":
+            remedy = "pass the arrays that train alone, or shall later: a step leaves out those that are not pushed"
+            raise invalid("frozen", repr(self._options.frozen), "'leave': arrays do not say whether they train", remedy)
         arrays = {
             name: value if isinstance(value, init.Shape) else _arrays.readable(name, value) for name, value in params.items()
         }

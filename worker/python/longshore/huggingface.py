@@ -226,7 +226,7 @@ def deepspeed(
         )
     kind, arguments = settings.rule()
     # The Trainer has its own scaler.
-    job = {"missing_gradients": "zeros", **{name: value for name, value in settings.job.items() if name != "loss_scale"}}
+    job = {**settings.defaults(), **{name: value for name, value in settings.job.items() if name != "loss_scale"}}
     if settings.shard is not None:
         # Gradients leave while backward runs, so that the servers clip, and the Trainer finds nothing to clip.
         job |= {"streaming": True, "accumulate": args.gradient_accumulation_steps, "max_grad_norm": args.max_grad_norm or None}
