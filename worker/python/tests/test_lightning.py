@@ -1,5 +1,6 @@
 """Lightning: its strategy, mixed precision, and several ranks whose gradients the servers sum."""
 
+import functools
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ended_after
+from models import distance
 from programs import EXAMPLES, load, ranks
 
 import longshore
@@ -21,6 +23,7 @@ import lightning.pytorch as pl  # noqa: E402
 import longshore.lightning  # noqa: E402
 
 STEPS = 12
+CLOSE = 1e-6
 RANK = """
 import json, sys, torch
 torch.set_num_threads(1)
@@ -220,3 +223,45 @@ def test_a_grad_scaler_of_lightning_clips_what_is_unscaled(tmp_path: pathlib.Pat
         trainer.fit(module, names["data"]())
         found.append([module.losses[index] for index in sorted(module.losses)])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+class Tuned(pl.LightningModule):
+    """A head on a backbone that does not train at first. The optimizer has both from the beginning, in groups of their own."""
+
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.BatchNorm1d(64))
+        self.head = torch.nn.Linear(64, 4)
+        self.kind, self.moved = kind, list[bool]()
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        inputs, labels = batch
+        return torch.nn.functional.cross_entropy(self.head(self.backbone(inputs)), labels)
+
+    def on_train_epoch_start(self) -> None:
+        self.before = self.backbone[0].weight.detach().clone()
+
+    def on_train_epoch_end(self) -> None:
+        self.moved.append(not torch.equal(self.backbone[0].weight, self.before))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [("head", self.head, 1e-3), ("backbone", self.backbone, 1e-4)]
+        return self.kind([{"params": [*module.named_parameters(name)], "lr": lr} for name, module, lr in groups], weight_decay=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_backbone_finetuning(tmp_path: pathlib.Path, servers: str, streaming: bool) -> None:
+    """The callback freezes the backbone, unfreezes it in the third epoch and raises its learning rate from then on."""
+    options = {"frozen": "train-later", "servers": servers, "job": "tuned", "streaming": streaming}
+    found = []
+    for kind in (functools.partial(longshore.AdamW, **options), torch.optim.AdamW):
+        unfreezes = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-4)
+        module = Tuned(kind)
+        trainer = short(tmp_path, max_steps=-1, max_epochs=5, callbacks=[unfreezes, longshore.lightning.Callback()])
+        trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*own_data(0)), batch_size=64))
+        assert module.moved == [False, False, True, True, True]
+        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [1e-3, pytest.approx(4e-4)]
+        found.append(module)
+    assert distance(*found) < CLOSE

@@ -1,0 +1,119 @@
+"""What one rank of test_train_later.py does: gradual unfreezing. It is started as torchrun starts a process."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank import whole
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import longshore
+
+LAYERS, WIDTH, STEPS = 4, 144, 12
+#: The bytes of a layer.
+LAYER = 4 * WIDTH * (WIDTH + 1)
+#: By step: the layers that train from it on. The last one begins last, so that backward makes its gradients before any other's; in one
+#: step all that trains is new.
+TRAINS = {0: {2}, 2: {1, 2}, 4: {3}, 5: {0, 3}, 7: {0}, 9: {0, 1, 2, 3}}
+
+
+class Net(nn.Module):
+    """Linear layers, so that each depends on all that come before."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+def loss(model: nn.Module, number: int) -> Tensor:
+    inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+    return functional.cross_entropy(model(inputs), inputs.argmax(1))
+
+
+def set_trained(model: nn.Module, step: int) -> None:
+    """Has those layers require a gradient that train in a step."""
+    trained = TRAINS[max(begin for begin in TRAINS if begin <= step)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(int(name.split("layers.")[1].split(".")[0]) in trained)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, passes: int = 1, first: int = 0, ranks: int = 1) -> None:
+    for step in steps:
+        set_trained(model, step)
+        optimizer.zero_grad()
+        for number in range(passes):
+            (loss(model, (step * passes + number) * ranks + first) / passes).backward()
+        optimizer.step()
+
+
+def prepare(way: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A model all of which requires a gradient, and what the optimizer is told of it."""
+    model = Net(seed)
+    if way == "fsdp":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model, {}
+    if way == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True), {"partition": "all-reduced"}
+    return model, {"partition": "reduce-scatter"} if way == "scatter" else {}
+
+
+def run(way: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains with a model that is frozen when the optimizer is built, or, with ``watched``, with one that is frozen after that."""
+    model, own = prepare(way, options.pop("seed", 0))
+    is_watched, first, steps = options.pop("watched", False), options.pop("first", 0), options.pop("steps", STEPS)
+    budget = options.pop("budget", None)
+    if not is_watched:
+        set_trained(model, options.pop("frozen as in", first))
+        own["frozen"] = "train-later"
+    optimizer = longshore.AdamW(model.named_parameters(), lr=3e-4, **own, **options)
+    optimizer.open()
+    if budget is not None:
+        longshore.shard(model, optimizer, budget=budget)
+    train(model, optimizer, range(first, steps), first=distributed.get_rank(), ranks=distributed.get_world_size())
+    optimizer.flush()
+    optimizer.close()
+    return {"weights": [whole(parameter.detach()).clone() for parameter in model.parameters()]}
+
+
+def unreduced(options: dict[str, Any]) -> dict[str, Any]:
+    """DistributedDataParallel does not know of what is frozen when it is built."""
+    model = Net()
+    set_trained(model, 0)
+    wrapped = DistributedDataParallel(model)
+    optimizer = longshore.AdamW(wrapped.named_parameters(), lr=3e-4, partition="all-reduced", frozen="train-later", **options)
+    try:
+        train(wrapped, optimizer, range(STEPS), first=distributed.get_rank(), ranks=2)
+    except longshore.errors.GradientError as error:
+        return {"error": str(error), "version": optimizer.version}
+    return {"error": "none", "version": optimizer.version}
+
+
+def main() -> None:
+    """Arguments: a folder for what was found, and a JSON list of [way, options]."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = [unreduced(options) if way == "unreduced" else run(way, options) for way, options in runs]
+    torch.save(found, out / f"{os.environ['RANK']}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
