@@ -53,7 +53,8 @@ class Watch:
             return
         here = list(self._parameters())
         gone = self._gone(here)
-        new = {name: tensor for name, tensor in here if tensor.requires_grad and not self._is_known(tensor)}
+        # A frozen one counts where it is in the place of one of the optimizer's: it may train later.
+        new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and not self._is_known(tensor)}
         if gone and new:
             name = next((name for name in gone if name in new), gone[0])
             other = name if name in new else next(iter(new))

@@ -80,6 +80,18 @@ def test_a_gradient_leaves_in_the_backward_that_makes_it_first() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_may_be_frozen_when_the_optimizer_is_built(streaming: bool) -> None:
+    ours, theirs = Net().requires_grad_(False), Net()
+    optimizer = longshore.AdamW(ours.named_parameters(), streaming=streaming, **LATER)
+    optimizer.step()
+    assert optimizer.version == 0
+    train(ours, optimizer, range(2))
+    optimizer.close()
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=3e-4, weight_decay=0.1), range(2))
+    assert distance(ours, theirs) < 1e-6
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_units_have_the_bits_of_the_model_in_one_piece(delay: int) -> None:
     def in_units(of: nn.Module, **options: Any) -> longshore.AdamW:
@@ -171,13 +183,13 @@ def test_a_state_of_torch_has_none_of_what_does_not_train_yet() -> None:
     ours, theirs = Net(), Net()
     set_trained(theirs, 0)
     plain = torch.optim.AdamW(theirs.named_parameters(), lr=3e-4, weight_decay=0.1)
-    train(theirs, plain, range(6))
+    train(theirs, plain, range(2))
     ours.load_state_dict(theirs.state_dict())
-    set_trained(ours, 5)
+    set_trained(ours, 1)
     optimizer = longshore.AdamW(ours.named_parameters(), **LATER)
     optimizer.load_state_dict(plain.state_dict())
-    train(ours, optimizer, range(6, STEPS))
-    train(theirs, plain, range(6, STEPS))
+    train(ours, optimizer, range(2, STEPS))
+    train(theirs, plain, range(2, STEPS))
     assert distance(ours, theirs) < 1e-6
     full, expected = optimizer.state_dict(full=True)["state"], plain.state_dict()["state"]
     assert [float(full[place]["step"]) for place in full] == [float(expected[place]["step"]) for place in full]
@@ -261,3 +273,12 @@ def test_a_group_that_is_added_later_is_told_of_the_option() -> None:
     train(model, optimizer, range(1))
     with pytest.raises(errors.UsageError, match=r"after the job was opened.*all groups when it is built.*frozen='train-later'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def test_a_layer_that_is_replaced_while_it_is_frozen_is_named() -> None:
+    model = Net()
+    optimizer = later(model)
+    optimizer.watch(model)
+    model.layers[0] = nn.Linear(144, 144)
+    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is out of the model"):
+        train(model, optimizer, range(1))
