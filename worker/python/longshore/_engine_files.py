@@ -180,9 +180,9 @@ def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None
 
 
 def _trained(engine: Engine) -> set[str]:
-    """The names of parameters that train, or will: where servers do that they have the weights, also while these are frozen."""
-    later = {id(param.tensor) for param in engine.optimizer._opened().params}
-    return {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad or id(parameter) in later}
+    """The names of parameters that train. Servers have the weights of those that train later as well."""
+    ours = {id(param.tensor) for param in engine.optimizer._opened().params}
+    return {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad or id(parameter) in ours}
 
 
 def frozen(module: nn.Module) -> set[str]:

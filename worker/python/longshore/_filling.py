@@ -115,7 +115,7 @@ def of_torch(
     moments = NAMES[rule]
     states = state_dict["state"]
     trained = {number: tensor for number, tensor in tensors.items() if (tensor.requires_grad or later) and tensor.numel()}
-    begin = {number for number, tensor in trained.items() if not tensor.requires_grad and not states.get(number)}
+    begin = [number for number, tensor in trained.items() if not tensor.requires_grad and not states.get(number)]
     for number, state in states.items():
         name = names[number]
         for key, value in state.items():

@@ -101,7 +101,7 @@ def check(name: str, tensor: Tensor) -> None:
         raise invalid(name, tensor.dtype, "fp32, bf16 or fp16", "convert the model, or leave it to another optimizer")
 
 
-def table(groups: list[dict[str, Any]], *, later: bool) -> list[Param]:
+def table(groups: list[dict[str, Any]], *, later: bool = False) -> list[Param]:
     """The parameters that train, in the order of the groups. Empty ones are left to the framework, and so are frozen ones.
 
     Args:

@@ -130,8 +130,11 @@ class Stream:
         """Sends the gradient that backward has just made, and frees it."""
         optimizer, connection = self._open()
         if optimizer._options.trains_later and not self._taken:
-            for other in self.hook():  # parameters that have begun to train, of which this backward may have made some already
-                self._take(other)
+            for other in self.hook():
+                # It has begun to train, and this backward may have made its gradient already. That of an accelerator may be of another
+                # stream, which nothing here waits for: it leaves when backward has ended.
+                if not _device.accelerator.has(other):
+                    self._take(other)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
             self._leave(optimizer, connection, tensor)
 

@@ -31,13 +31,16 @@ def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: Any) -> list[Tensor]:
     """Trains, with an evaluation before each step that nobody waits for. Returns weights and evaluations."""
     model = Layers(device)
-    optimizer = longshore.AdamW(
-        model.named_parameters(), lr=1e-2, weight_decay=0.1, missing_gradients="zeros", accumulate=passes, **options
-    )
+    unfreezes = options.get("frozen") == "train-later"
+    model.weights.requires_grad_(not unfreezes)
+    given = {"missing_gradients": None if unfreezes else "zeros", **options}
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, accumulate=passes, **given)
     held = device.held if is_held else contextlib.nullcontext
     other = device.new_stream(torch.device("cpu"))
     results = []
     for step in range(STEPS):
+        if step == 2:
+            model.weights.requires_grad_(True)
         # Both streams read the weights. The caller orders them as torch would ask for: what one writes, the other waits for.
         device.let_wait(other, device.record(device.main))
         with device.on(other), torch.no_grad():
@@ -62,6 +65,7 @@ MODES: dict[str, dict[str, Any]] = {
     "streaming": {"streaming": True},
     "two passes": {"streaming": True, "passes": 2, "is_held": False},
     "whole": {"streaming": True, "layerwise": False},
+    "unfreezing": {"streaming": True, "frozen": "train-later"},
     "safe": {},
     "delayed": {"streaming": True, "delay": 1, "warmup_steps": 2},
     "worker-local": {"streaming": True, "delay": 1, "warmup_steps": 1, "correction": "worker-local"},
