@@ -252,11 +252,10 @@ class Tuned(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")
 @pytest.mark.parametrize("streaming", [False, True])
-def test_backbone_finetuning(tmp_path: pathlib.Path, servers: str, streaming: bool) -> None:
+def test_backbone_finetuning(tmp_path: pathlib.Path, streaming: bool) -> None:
     """The callback freezes the backbone, unfreezes it in the third epoch and raises its learning rate from then on."""
-    options = {"frozen": "train-later", "servers": servers, "job": "tuned", "streaming": streaming}
     found = []
-    for kind in (functools.partial(longshore.AdamW, **options), torch.optim.AdamW):
+    for kind in (functools.partial(longshore.AdamW, frozen="train-later", streaming=streaming), torch.optim.AdamW):
         unfreezes = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-4)
         module = Tuned(kind)
         trainer = short(tmp_path, max_steps=-1, max_epochs=5, callbacks=[unfreezes, longshore.lightning.Callback()])
