@@ -3,9 +3,9 @@
 
 Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
 needs root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing,
-and prints what `configurations` runs.
-Usage: docs/plan.py links | configurations | commands | scaling | papers | largest
-                    [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S]
+and prints what `configurations` runs. `hosts` needs a Python that has the package and PyTorch.
+Usage: docs/plan.py links | configurations | commands | scaling | hosts | papers | largest
+                    [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
 """
 
 import argparse
@@ -282,6 +282,26 @@ def scaling(args):
         )
 
 
+def hosts(args):
+    """Steps of one model on 1, 2 and 4 hosts with a rank and a server each, whose links bind. The batch of a rank stays the same."""
+    layers, link, steps = 16, 25_000_000, 5
+    print("| ranks, servers | step s | what links alone take s | samples/s of a rank, against one host |")
+    print("|---:|---:|---:|---:|")
+    alone = None
+    for count in (1, 2, 4):
+        with Servers(args.programs, count, link, ["--memory", "2GiB"]) as servers:
+            rank = [pathlib.Path(__file__).with_name("plan_rank.py"), servers.addresses(), layers, steps]
+            torchrun = [args.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+            done = subprocess.run([str(part) for part in [*torchrun, *rank]], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        took = json.loads(done.stdout)["step_s"]
+        alone = alone or took
+        # Each link has its server's part of the gradients in, and of the weights out.
+        least = 2 * 2 * layers * 1024**2 / count / link
+        print(f"| {count} | {took:.2f} | {least:.2f} | {alone / took:.2f} |", flush=True)
+
+
 #: A host has 16 GPUs and a server.
 HOST = ["--context", 1024, "--gpu-memory", "32GB", "--memory", "1500GB"]
 MANY = ["--fabric", 100, "--units", "tensors"]
@@ -345,7 +365,8 @@ def largest(args):
 
 
 WHAT = {
-    "links": links, "configurations": configurations, "commands": commands, "scaling": scaling, "papers": papers, "largest": largest,
+    "links": links, "configurations": configurations, "commands": commands, "scaling": scaling, "hosts": hosts,
+    "papers": papers, "largest": largest,
 }  # fmt: skip
 
 
@@ -356,6 +377,7 @@ def main():
     parser.add_argument("--only", nargs="+", help="only cases of these names")
     parser.add_argument("--state-dir", help="a folder of the drive that the nvme tier is measured on")
     parser.add_argument("--drives", type=float, help="GB/s of that drive, as `longshore plan --probe` says")
+    parser.add_argument("--python", default=sys.executable, help="a Python that has Longshore's package, for hosts")
     args = parser.parse_args()
     # Servers and namespaces are removed then as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

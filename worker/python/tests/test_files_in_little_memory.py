@@ -1,8 +1,10 @@
 """Files of others are read and written without a copy of them in memory: a process of its own counts what each takes."""
 
+import contextlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,17 +87,39 @@ print("found", json.dumps(found))
 """
 
 
+def most_of(command: list[str]) -> int:
+    """Runs a command, and returns the most memory of its own that it had at once."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    most = 0
+    while process.poll() is None:
+        with contextlib.suppress(ValueError, OSError):  # it has ended
+            [line] = [line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("RssAnon:")]
+            most = max(most, int(line.split()[1]) << 10)
+        time.sleep(0.001)
+    assert process.stderr is not None
+    assert process.returncode == 0, process.stderr.read()
+    return most
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_no_file_is_held_in_memory(tmp_path: Path) -> None:
     process, address = serve(memory="3GiB")
     try:
         command = [sys.executable, "-c", PROGRAM, address, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        # The commands are processes of their own, with 10 MiB before they do anything.
+        longshore, servers = [sys.executable, "-m", "longshore"], ["--servers", address]
+        weights, state = str(tmp_path / "model"), ["--optimizer", str(tmp_path / "adamw.pt")]
+        new = ["--like", "saved", "--job", "imported"]
+        commands = {
+            "import": most_of([*longshore, "import", *servers, *new, "--from", weights, *state]),
+            "export": most_of([*longshore, "export", *servers, "--job", "imported", "--dtype", "f32", "--out", str(tmp_path / "out")]),
+        }
     finally:
         process.kill()
         process.wait()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.rsplit("found ", 1)[1])
+    found = json.loads(done.stdout.rsplit("found ", 1)[1]) | commands
     files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     print({name: f"{taken / (1 << 20):.1f} MiB" for name, taken in found.items()})
     assert files > 6 * WEIGHTS, "two moments, these with the weights, and the weights"
