@@ -225,6 +225,7 @@ impl Services {
             convert::rank(rank, transport, watches)
         };
         let span = handle.pace.span();
+        let (written_of_checkpoints, bytes_of_checkpoints) = job.checkpoint_progress().unwrap_or_default();
         let idle_limit = self.jobs.idle_limit(handle).unwrap_or_default();
         v1::DescribeResponse {
             owner: handle.owner.clone().unwrap_or_default(),
@@ -261,6 +262,8 @@ impl Services {
             update_seconds: handle.busy.updates().as_secs_f64(),
             elements: handle.elements(),
             update_bytes: job.update_bytes(),
+            checkpoint_bytes: bytes_of_checkpoints,
+            checkpoint_written_bytes: written_of_checkpoints,
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::{
     io::{self, IsTerminal},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread::{self, JoinHandle},
     time::Duration,
 };
 
@@ -11,6 +13,8 @@ use crate::output::Output;
 
 /// How often a line without a length moves.
 const TICK: Duration = Duration::from_millis(120);
+/// How often servers are asked how far they are.
+const LOOKS: Duration = Duration::from_millis(500);
 
 /// A bar, or a line with the time that has passed where nobody knows how much there is. It is gone once it is dropped.
 pub(crate) struct Progress(ProgressBar);
@@ -31,6 +35,20 @@ impl Progress {
         progress
     }
 
+    /// A line for `what`, which others do, and a bar beside it once `look` says how much of it is done and of how much. `look` is called
+    /// from a thread of its own, and not at all where nothing is drawn.
+    pub(crate) fn followed(
+        what: &str,
+        out: Output,
+        look: impl FnMut() -> Option<(u64, u64)> + Send + 'static,
+    ) -> Followed {
+        let progress = Progress::waiting(what, out);
+        let (end, ended) = mpsc::channel();
+        let bar = progress.0.clone();
+        let looking = (!bar.is_hidden()).then(|| thread::spawn(move || follow(&bar, &ended, look)));
+        Followed { end: Some(end), looking, _progress: progress }
+    }
+
     fn with(bar: ProgressBar, template: &str, what: &str, total: Option<u64>, out: Output) -> Progress {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = bar.with_style(style).with_message(what.to_string());
@@ -49,8 +67,62 @@ impl Progress {
     }
 }
 
+/// A line and a bar of what others do. Both are gone once it is dropped.
+pub(crate) struct Followed {
+    end: Option<mpsc::Sender<()>>,
+    looking: Option<JoinHandle<()>>,
+    _progress: Progress,
+}
+
+impl Drop for Followed {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        // A look that has panicked ends the bar alone.
+        let _ = self.looking.take().map(JoinHandle::join);
+    }
+}
+
+/// Draws how far it is, until the other end of `ended` is dropped.
+fn follow(bar: &ProgressBar, ended: &mpsc::Receiver<()>, mut look: impl FnMut() -> Option<(u64, u64)>) {
+    while ended.recv_timeout(LOOKS) == Err(RecvTimeoutError::Timeout) {
+        let template = match look() {
+            Some((done, all)) => {
+                bar.set_length(all);
+                bar.set_position(done);
+                "{spinner} {msg} {bar:30} {percent} %  {elapsed}"
+            }
+            None => "{spinner} {msg}  {elapsed}",
+        };
+        bar.set_style(
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
+    }
+}
+
 impl Drop for Progress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bar_follows_what_others_say_until_its_end() {
+        let bar = ProgressBar::hidden();
+        let (end, ended) = mpsc::channel::<()>();
+        let mut end = Some(end);
+        let mut says = [None, Some((3, 4)), None].into_iter();
+        follow(&bar, &ended, || {
+            let said = says.next().unwrap();
+            if said.is_some() {
+                end.take(); // it is the last look
+            }
+            said
+        });
+        assert_eq!((bar.position(), bar.length()), (3, Some(4)));
+        assert_eq!(says.len(), 1);
     }
 }

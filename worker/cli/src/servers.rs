@@ -175,6 +175,27 @@ impl Servers {
         self.servers.iter().zip(answers).map(answer).collect()
     }
 
+    /// What follows the job on all servers: a call of it asks each of them, and adds up what `of` makes of the answers. It may be called from
+    /// another thread while this one waits for an answer. None where no server says anything.
+    pub(crate) fn follow(
+        &self,
+        job: &str,
+        of: impl Fn(&v1::DescribeResponse) -> Option<(u64, u64)> + Send + 'static,
+    ) -> impl FnMut() -> Option<(u64, u64)> + Send + 'static {
+        let runtime = self.handle().clone();
+        let admins: Vec<_> = self.servers.iter().map(|server| server.admin.clone()).collect();
+        let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
+        move || {
+            let ask = |mut admin: AdminClient<Channel>| {
+                let request = request.clone();
+                async move { tokio::time::timeout(PROMPTLY, admin.describe(request)).await.ok()?.ok() }
+            };
+            let answers = runtime.block_on(join_all(admins.iter().cloned().map(ask)));
+            let said = answers.iter().flatten().filter_map(|answer| of(answer.get_ref()));
+            said.reduce(|(done, all), (more, of)| (done + more, all + of))
+        }
+    }
+
     /// The job to act on: the one named, or the only one there is.
     pub(crate) fn job(&mut self, named: Option<&String>) -> anyhow::Result<String> {
         if let Some(name) = named {

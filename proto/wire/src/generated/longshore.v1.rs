@@ -2600,6 +2600,11 @@ pub struct DescribeResponse {
     /// what one update moves through this server's memory: state in and out, gradients in, images out
     #[prost(uint64, tag = "45")]
     pub update_bytes: u64,
+    /// While checkpoints of the job are being written here: the bytes of their parts, and how many of them are in the files. Else 0.
+    #[prost(uint64, tag = "46")]
+    pub checkpoint_bytes: u64,
+    #[prost(uint64, tag = "47")]
+    pub checkpoint_written_bytes: u64,
 }
 /// One decided step as a server saw it, for whoever draws charts of training.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]

@@ -18,13 +18,14 @@ use super::{
     plan::{Found, MAX_HEADER_BYTES, PartPlan},
 };
 use crate::{
-    job::{BlockCopy, CopiedBlock, Job, Piece, SnapshotInfo, StoredImages},
+    job::{BlockCopy, CopiedBlock, Job, PartUnderWay, Piece, SnapshotInfo, StoredImages},
     step::Phase,
 };
 
 /// Writes each copied piece.
-struct Sink {
+struct Sink<'a> {
     job: Arc<Job>,
+    under_way: &'a PartUnderWay<'a>,
     draft: Draft,
     sequence: u64,
     data_start: u64,
@@ -66,7 +67,9 @@ impl Store {
         remove_drafts(&target);
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let plan = plan(job, &spec);
-        let sink = Sink::prepare(job, &plan, target, sequence)?;
+        let Room { data_start, bytes } = room(&plan, &target)?;
+        let under_way = job.parts().begin(bytes);
+        let sink = Sink::prepare(job, &plan, (target, bytes), (sequence, data_start), &under_way)?;
         let written = sink.record(&plan, &spec, expected, deadline);
         if written.is_err() {
             sink.draft.discard();
@@ -106,10 +109,15 @@ pub(super) fn room(plan: &PartPlan<'_>, target: &Path) -> Result<Room, Fault> {
     Ok(Room { data_start, bytes: data_start + header.data })
 }
 
-impl Sink {
-    fn prepare(job: &Arc<Job>, plan: &PartPlan<'_>, target: PathBuf, sequence: u64) -> Result<Sink, Fault> {
+impl<'a> Sink<'a> {
+    fn prepare(
+        job: &Arc<Job>,
+        plan: &PartPlan<'_>,
+        (target, bytes): (PathBuf, u64),
+        (sequence, data_start): (u64, u64),
+        under_way: &'a PartUnderWay<'a>,
+    ) -> Result<Sink<'a>, Fault> {
         let largest = plan.largest();
-        let Room { data_start, bytes } = room(plan, &target)?;
         let mut places = vec![Vec::new(); plan.shards.len()];
         let index = |shard| plan.shards.binary_search(&shard).unwrap_or_default();
         for (shard, array, offset) in plan.arrays(largest.images) {
@@ -117,7 +125,7 @@ impl Sink {
         }
         let draft = Draft::create(target)?;
         draft.reserve(bytes)?;
-        Ok(Sink { job: Arc::clone(job), draft, sequence, data_start, places })
+        Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, places })
     }
 
     /// Captures, completes and publishes the part.
@@ -173,7 +181,9 @@ impl Sink {
 
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let path = self.draft.path();
-        self.draft.file.write_all_at(bytes, self.data_start + offset).map_err(io("write", path))
+        self.draft.file.write_all_at(bytes, self.data_start + offset).map_err(io("write", path))?;
+        self.under_way.add(bytes.len() as u64);
+        Ok(())
     }
 
     /// Writes tail and header, once every shard is captured.

@@ -40,6 +40,7 @@ pub use images::{ImageBytes, ImagePlace, ImageRead, Pulled};
 pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::kept_buffers;
 pub use protocol::Observer;
+pub(crate) use snapshots::PartUnderWay;
 pub use snapshots::{BlockCopy, Captured, CopiedBlock, Ended, Exported, Piece, Snapshot, SnapshotInfo};
 pub use upload::UploadChunk;
 
@@ -48,7 +49,7 @@ use self::{
     images::Images,
     load::Load,
     protocol::Protocol,
-    snapshots::Snapshots,
+    snapshots::{PartsUnderWay, Snapshots},
 };
 use crate::{
     admission::Reservation,
@@ -73,6 +74,7 @@ pub struct Job {
     compute: Arc<Compute>,
     load: Mutex<Load>,
     snapshots: Snapshots,
+    parts: PartsUnderWay,
     pushed_bytes: AtomicU64,
     pulled_bytes: AtomicU64,
     reservation: Reservation,
@@ -185,6 +187,16 @@ impl Job {
     /// How many bytes of payload were pushed and pulled since the job was opened here.
     pub fn traffic(&self) -> (u64, u64) {
         (self.pushed_bytes.load(Ordering::Relaxed), self.pulled_bytes.load(Ordering::Relaxed))
+    }
+
+    /// The parts of checkpoints that are being written, for whoever writes one.
+    pub(crate) fn parts(&self) -> &PartsUnderWay {
+        &self.parts
+    }
+
+    /// How many bytes of checkpoints under way are written, of how many. None while none is under way.
+    pub fn checkpoint_progress(&self) -> Option<(u64, u64)> {
+        self.parts.now()
     }
 
     pub fn progress(&self) -> Progress {

@@ -83,7 +83,11 @@ pub(super) struct StepBackArgs {
 
 pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    let waiting = Progress::waiting(&format!("writing a checkpoint of job {job}"), out);
+    let written = |answer: &v1::DescribeResponse| {
+        (answer.checkpoint_bytes > 0).then_some((answer.checkpoint_written_bytes, answer.checkpoint_bytes))
+    };
+    let what = format!("writing a checkpoint of job {job}");
+    let waiting = Progress::followed(&what, out, servers.follow(&job, written));
     let (mut tried, mut taken) = (0, 0);
     let (name, parts) = loop {
         let described = describe(&mut servers, &job)?;

@@ -4,7 +4,7 @@ use anyhow::Context;
 use longshore_proto::{Fault, JobSpec, Rank};
 use longshore_wire::{
     Wire,
-    v1::{ListCheckpointsRequest, RestoreMode, RestoreRequest, RestoreResponse},
+    v1::{DescribeResponse, ListCheckpointsRequest, RestoreMode, RestoreRequest, RestoreResponse},
 };
 use longshore_worker::session::{GoBack, Options, Session};
 use serde_json::json;
@@ -28,12 +28,11 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let spec = spec(&mut servers, &job, args.name.as_ref())?;
     let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
-    drop(servers);
     // It connects as rank 0, whose view of the servers is the one that counts. It does not join.
     let options = Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) };
     let session = Session::connect(args.target.servers.access.of(options))?;
     let how = GoBack { checkpoint: args.name.clone(), discard_state: args.discard_state };
-    let waiting = Progress::waiting(&format!("restoring job {job}"), out);
+    let waiting = Progress::followed(&format!("restoring job {job}"), out, servers.follow(&job, read));
     let restored = session.go_back(&how)?;
     drop(waiting);
     let (name, version) = (restored.name, restored.version.0);
@@ -42,6 +41,13 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         || format!("restored {name}: version {version}"),
     );
     Ok(())
+}
+
+/// How many shards a server has read from the checkpoint, of how many. They stay counted until all servers have theirs.
+fn read(answer: &DescribeResponse) -> Option<(u64, u64)> {
+    let progress = answer.progress.as_ref()?;
+    let loaded = u64::from(progress.restore.as_ref()?.shards);
+    Some((loaded, loaded + progress.missing_shards.len() as u64))
 }
 
 /// The job's spec: as it is open on the servers that have it, or as it was when the checkpoint was made.

@@ -62,3 +62,26 @@ fn a_part_is_of_exactly_one_version() {
         }
     }
 }
+
+#[test]
+fn a_part_says_how_far_it_is_while_it_is_written() {
+    let (_root, store) = store();
+    // 8 Mi elements, whose part takes long enough to be seen.
+    let params = vec![Param { name: "a".into(), shape: vec![8 << 20], group: 0 }];
+    let live = Cluster::trained(&JobSpec { params, groups: vec!["decay".into()], ..spec(16, 0) }, 1, 0);
+    let job = &live.jobs[0];
+    let seen = thread::scope(|scope| {
+        let writing = scope.spawn(|| live.save(&store, "followed"));
+        let mut seen = Vec::new();
+        while !writing.is_finished() {
+            seen.extend(job.checkpoint_progress());
+            thread::yield_now();
+        }
+        writing.join().unwrap();
+        seen
+    });
+    let bytes = 12 << 23;
+    assert!(seen.iter().all(|&(written, all)| written <= all && all >= bytes && all < bytes * 11 / 10));
+    assert!(seen.iter().any(|&(written, all)| written > 0 && written < all), "{:?}", seen.last());
+    assert_eq!(job.checkpoint_progress(), None);
+}

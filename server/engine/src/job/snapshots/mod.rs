@@ -2,6 +2,7 @@
 
 mod export;
 mod hash;
+mod parts;
 mod purpose;
 mod snapshot;
 mod staging;
@@ -11,6 +12,7 @@ use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Fault, FaultKind, Step};
 
+pub(crate) use self::parts::{PartUnderWay, PartsUnderWay};
 pub use self::{
     export::Exported,
     snapshot::{Captured, Ended, Snapshot, SnapshotInfo},

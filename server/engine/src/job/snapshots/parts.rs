@@ -1,0 +1,65 @@
+//! How far the parts of checkpoints that are being written have come.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// The bytes of a job's parts that are being written. Two may be under way, and count together.
+#[derive(Debug, Default)]
+pub(crate) struct PartsUnderWay {
+    written: AtomicU64,
+    all: AtomicU64,
+}
+
+impl PartsUnderWay {
+    /// A part of about so many bytes begins. It counts until the answer is dropped.
+    pub(crate) fn begin(&self, bytes: u64) -> PartUnderWay<'_> {
+        self.all.fetch_add(bytes, Relaxed);
+        PartUnderWay { of: self, written: AtomicU64::new(0), bytes }
+    }
+
+    /// How many bytes are written, of how many. None while no part is being written.
+    pub(crate) fn now(&self) -> Option<(u64, u64)> {
+        let all = self.all.load(Relaxed);
+        (all > 0).then(|| (self.written.load(Relaxed).min(all), all))
+    }
+}
+
+/// One part that is being written.
+pub(crate) struct PartUnderWay<'a> {
+    of: &'a PartsUnderWay,
+    written: AtomicU64,
+    bytes: u64,
+}
+
+impl PartUnderWay<'_> {
+    pub(crate) fn add(&self, bytes: u64) {
+        self.written.fetch_add(bytes, Relaxed);
+        self.of.written.fetch_add(bytes, Relaxed);
+    }
+}
+
+impl Drop for PartUnderWay<'_> {
+    fn drop(&mut self) {
+        self.of.all.fetch_sub(self.bytes, Relaxed);
+        self.of.written.fetch_sub(self.written.load(Relaxed), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_count_together_and_leave_nothing() {
+        let parts = PartsUnderWay::default();
+        assert_eq!(parts.now(), None);
+        let first = parts.begin(100);
+        first.add(30);
+        let second = parts.begin(50);
+        second.add(5);
+        assert_eq!(parts.now(), Some((35, 150)));
+        drop(first);
+        assert_eq!(parts.now(), Some((5, 50)));
+        drop(second);
+        assert_eq!(parts.now(), None);
+    }
+}
