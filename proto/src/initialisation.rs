@@ -1,6 +1,10 @@
 //! The first weights that servers make by themselves.
 
-use crate::{fault::Fault, layout::Param};
+use crate::{
+    fault::Fault,
+    layout::Param,
+    limits::{MAX_ELEMENTS, MAX_PARAMS},
+};
 
 /// The bounds of a truncated normal distribution lie no farther than this from its mean, on the side of it where all of the
 /// weights would be. Beyond 37 standard deviations f64 has no number for what is left of the distribution.
@@ -22,7 +26,32 @@ pub struct Initialisation {
 pub struct InitialRun {
     /// The index of its first parameter.
     pub first: u32,
+    /// Where its first parameter's numbers are drawn. Those of the parameters behind it are the next parameters' from element 0 on.
+    pub drawn: Drawn,
     pub weights: InitialWeights,
+}
+
+/// Which numbers of the seed are a parameter's: those of a parameter's elements, from one of them on. A parameter that is a part of
+/// a larger one has the larger one's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drawn {
+    pub param: u32,
+    pub element: u64,
+}
+
+impl InitialRun {
+    /// Parameters that are whole, and have their own numbers.
+    pub fn new(first: u32, weights: InitialWeights) -> InitialRun {
+        InitialRun { first, drawn: Drawn { param: first, element: 0 }, weights }
+    }
+
+    /// Where the numbers of one of its parameters are drawn.
+    pub fn drawn(&self, param: u32) -> Drawn {
+        match param - self.first {
+            0 => self.drawn,
+            behind => Drawn { param: self.drawn.param + behind, element: 0 },
+        }
+    }
 }
 
 /// What the weights of a parameter are at first. The distributions are those of `torch.nn.init`.
@@ -52,10 +81,16 @@ pub enum InitialWeights {
 impl Initialisation {
     /// Puts parameters with the same weights into runs.
     pub fn by_param(seed: u64, params: impl IntoIterator<Item = InitialWeights>) -> Initialisation {
+        let own = |(param, weights)| (weights, Drawn { param, element: 0 });
+        Initialisation::by_part(seed, (0..).zip(params).map(own))
+    }
+
+    /// The same with parameters that may be parts of larger ones.
+    pub fn by_part(seed: u64, params: impl IntoIterator<Item = (InitialWeights, Drawn)>) -> Initialisation {
         let mut runs: Vec<InitialRun> = Vec::new();
-        for (first, weights) in (0..).zip(params) {
-            if runs.last().is_none_or(|run| run.weights != weights) {
-                runs.push(InitialRun { first, weights });
+        for (first, (weights, drawn)) in (0..).zip(params) {
+            if runs.last().is_none_or(|run| run.weights != weights || run.drawn(first) != drawn) {
+                runs.push(InitialRun { first, drawn, weights });
             }
         }
         Initialisation { seed, runs }
@@ -84,6 +119,7 @@ impl Initialisation {
                     remedy,
                 ));
             };
+            run.drawn.check(index)?;
             run.weights.check(index, param)?;
             next = first + 1;
         }
@@ -94,6 +130,23 @@ impl Initialisation {
     pub fn of(&self, param: usize) -> InitialWeights {
         let after = self.runs.partition_point(|run| run.first as usize <= param);
         after.checked_sub(1).map_or(InitialWeights::Uploaded, |index| self.runs[index].weights)
+    }
+}
+
+impl Drawn {
+    fn check(self, run: usize) -> Result<(), Fault> {
+        let remedy = "name a parameter and an element that a model may have";
+        let refused = |name: &str, value: u64, most: u64| {
+            let field = format!("initialisation.runs[{run}].{name}");
+            Err(Fault::invalid(field, value, format!("below {most}"), remedy))
+        };
+        if self.param as usize >= MAX_PARAMS {
+            return refused("drawn_as", self.param.into(), MAX_PARAMS as u64);
+        }
+        if self.element >= MAX_ELEMENTS {
+            return refused("drawn_from", self.element, MAX_ELEMENTS);
+        }
+        Ok(())
     }
 }
 
@@ -200,7 +253,7 @@ mod tests {
     }
 
     fn only(weights: InitialWeights) -> Initialisation {
-        Initialisation { seed: 0, runs: vec![InitialRun { first: 0, weights }] }
+        Initialisation { seed: 0, runs: vec![InitialRun::new(0, weights)] }
     }
 
     #[test]
@@ -241,9 +294,28 @@ mod tests {
             (vec![0, 0], "initialisation.runs[1].first"),
             (vec![0, 3], "initialisation.runs[1].first"),
         ] {
-            let runs = runs.into_iter().map(|first| InitialRun { first, weights: Constant(0.0) }).collect();
+            let runs = runs.into_iter().map(|first| InitialRun::new(first, Constant(0.0))).collect();
             let fault = Initialisation { seed: 0, runs }.validate(&params(3)).expect_err("wrong runs");
             assert_eq!(fault.field, field, "{fault}");
+        }
+    }
+
+    #[test]
+    fn parts_are_found_again_by_parameter() {
+        let ones = InitialWeights::Constant(1.0);
+        let drawn = |param, element| Drawn { param, element };
+        // Parameter 1 of four is in three parts.
+        let parts = [drawn(0, 0), drawn(1, 0), drawn(1, 5), drawn(1, 9), drawn(2, 0), drawn(3, 0)];
+        let initialisation = Initialisation::by_part(7, parts.map(|drawn| (ones, drawn)));
+        let firsts: Vec<u32> = initialisation.runs.iter().map(|run| run.first).collect();
+        assert_eq!(firsts, [0, 2, 3]);
+        let runs = [0, 0, 1, 2, 2, 2].into_iter().zip(0..);
+        let found: Vec<Drawn> = runs.map(|(run, param)| initialisation.runs[run].drawn(param)).collect();
+        assert_eq!(found, parts);
+        initialisation.validate(&params(6)).expect("right");
+        for (beyond, field) in [(drawn(1 << 20, 0), "drawn_as"), (drawn(0, 1 << 44), "drawn_from")] {
+            let fault = Initialisation::by_part(7, [(ones, beyond)]).validate(&params(1)).expect_err("wrong");
+            assert_eq!(fault.field, format!("initialisation.runs[0].{field}"), "{fault}");
         }
     }
 

@@ -27,7 +27,7 @@ pub use dtype::Dtype;
 pub use fault::{Fault, FaultKind};
 pub use hyper::{Hyper, Rule};
 pub use ids::{BlockId, ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step, Version};
-pub use initialisation::{InitialRun, InitialWeights, Initialisation};
+pub use initialisation::{Drawn, InitialRun, InitialWeights, Initialisation};
 pub use job::{JobName, JobSpec, TierKind};
 pub use layout::{Layout, Param, Slice};
 pub use left_out::LeftOut;

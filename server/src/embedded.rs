@@ -33,9 +33,10 @@ impl Embedded {
     /// Starts a server with what `change` makes of the defaults.
     ///
     /// # Errors
-    /// Those of [`Server::start`].
+    /// Those of a configuration that cannot be, and of [`Server::start`].
     pub fn start(change: impl FnOnce(Config) -> Config) -> Result<Embedded, ServerError> {
         let config = change(Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))));
+        config.check()?;
         let runtime = crate::runtime("server")
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let server = runtime.block_on(Server::start(config))?;

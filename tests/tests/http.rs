@@ -220,7 +220,8 @@ fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     raw.open(spec.to_wire(), &placement(&[name], &layout), 0).unwrap();
     let alone = http::metrics(&http).keys().filter(|sample| !sample.contains(job)).count();
     raw.join(job, 0, 1).unwrap();
-    let zeros = v1::InitialRun { first: 0, weights: Some(v1::initial_run::Weights::Constant(0.0)) };
+    let weights = Some(v1::initial_run::Weights::Constant(0.0));
+    let zeros = v1::InitialRun { weights, ..v1::InitialRun::default() };
     let initialisation = Some(v1::Initialisation { seed: 1, runs: vec![zeros] });
     let made = v1::MakeWeightsRequest { job: job.into(), incarnation: 1, initialisation };
     raw.call(raw.training.clone().make_weights(made)).unwrap();

@@ -1,6 +1,6 @@
 //! What servers make first weights from, as a message and as the domain type.
 
-use longshore_proto::{Fault, InitialRun, InitialWeights, Initialisation};
+use longshore_proto::{Drawn, Fault, InitialRun, InitialWeights, Initialisation};
 
 use super::{
     Wire,
@@ -15,7 +15,9 @@ impl Wire for Initialisation {
         let message = message.ok_or_else(|| absent("initialisation".into(), "present"))?;
         let run = |(index, run): (usize, v1::InitialRun)| {
             let none = || absent(format!("initialisation.runs[{index}].weights"), "one of the choices");
-            Ok(InitialRun { first: run.first, weights: weights_from_wire(run.weights.ok_or_else(none)?) })
+            let weights = weights_from_wire(run.weights.ok_or_else(none)?);
+            let drawn = Drawn { param: run.drawn_as.unwrap_or(run.first), element: run.drawn_from };
+            Ok(InitialRun { first: run.first, drawn, weights })
         };
         let runs = message.runs.into_iter().enumerate().map(run).collect::<Result<_, Fault>>()?;
         Ok(Initialisation { seed: message.seed, runs })
@@ -24,6 +26,8 @@ impl Wire for Initialisation {
     fn to_wire(&self) -> v1::Initialisation {
         let run = |run: &InitialRun| v1::InitialRun {
             first: run.first,
+            drawn_as: (run.drawn.param != run.first).then_some(run.drawn.param),
+            drawn_from: run.drawn.element,
             weights: Some(weights_to_wire(run.weights)),
         };
         v1::Initialisation { seed: self.seed, runs: self.runs.iter().map(run).collect() }
@@ -69,13 +73,16 @@ mod tests {
         ];
         let sent = Initialisation::by_param(u64::MAX, choices);
         assert_eq!(Initialisation::from_wire(Some(sent.to_wire())).expect("whole"), sent);
+        let parts = choices.map(|weights| (weights, Drawn { param: 7, element: 1 << 40 }));
+        let sent = Initialisation::by_part(u64::MAX, parts);
+        assert_eq!(Initialisation::from_wire(Some(sent.to_wire())).expect("whole"), sent);
     }
 
     #[test]
     fn what_is_absent_is_named() {
         let fault = Initialisation::from_wire(None).expect_err("absent");
         assert_eq!(fault.field, "initialisation");
-        let runs = vec![v1::InitialRun { first: 0, weights: None }];
+        let runs = vec![v1::InitialRun::default()];
         let fault =
             Initialisation::from_wire(Some(v1::Initialisation { seed: 0, runs })).expect_err("absent");
         assert_eq!(fault.field, "initialisation.runs[0].weights");

@@ -124,7 +124,7 @@ impl Config {
         Ok(config)
     }
 
-    fn check(&self) -> Result<(), ConfigError> {
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
         if self.tls_dir.is_some() && self.insecure {
             return Err(ConfigError::InsecureTls);
         }

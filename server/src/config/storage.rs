@@ -1,8 +1,9 @@
 //! Where and how a server stores jobs whose tier outlives it.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, str::FromStr};
 
 use longshore_engine::{io::Engine, tier};
+use longshore_proto::Fault;
 
 use super::error::ConfigError;
 
@@ -53,6 +54,19 @@ pub enum Spill {
     Images,
     /// The weights and the gradients too.
     All,
+}
+
+impl FromStr for Spill {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Spill, Fault> {
+        match text {
+            "state" => Ok(Spill::State),
+            "images" => Ok(Spill::Images),
+            "all" => Ok(Spill::All),
+            _ => Err(Fault::invalid("spill", text, "one of state, images, all", "name one of them")),
+        }
+    }
 }
 
 impl From<Durability> for tier::Durability {

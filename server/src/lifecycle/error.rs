@@ -4,8 +4,12 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use longshore_proto::Fault;
 
+use crate::config::ConfigError;
+
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     #[error("cannot listen on {address}: {source}. Choose another --listen, or stop what uses the port")]
     Bind { address: SocketAddr, source: std::io::Error },
     #[error("cannot listen on {address}: {source}. Choose another --http, or stop what uses the port")]

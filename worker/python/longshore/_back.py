@@ -109,15 +109,16 @@ class Back:
         return self._is_refused and self._connection is None
 
     def adopt(self, job: str) -> None:
-        """Takes the name of a job whose server ended with its process, to go back to a checkpoint of it. The job in hand ends."""
+        """Takes the name of a job whose server ended with its process, to go back to a checkpoint of it. The job in hand ends. Where that
+        fails or is interrupted, it may be called again; the job ends with this optimizer otherwise."""
         if job == self._job_name:
             return
         if self._connection is not None:
+            self._connection.job.close(True)
             self._finalizer.detach()
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
             self._connection.weights.forget()
-            self._connection.job.close(True)
             self._connection = None
         self._job_name = job
 

@@ -76,8 +76,8 @@ class Config:
         batch, micro_batch, micro_steps = _batch(keys, _world_size(job))
         clip = keys.take("gradient_clipping", float)
         dtype = _precision(keys, job)
-        _offload(keys, job)
         shard = _sharding(keys, job, stage)
+        _offload(keys, job, stage)
         wire = keys.take("communication_data_type", str, _DTYPES)
         if wire is not None:
             job.setdefault("gradient_dtype", _DTYPES[wire])
@@ -240,31 +240,42 @@ def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
     return torch.float16
 
 
-def _offload(keys: "_Keys", job: dict[str, Any]) -> None:
-    """Where the servers keep the state."""
-    lead = "zero_optimization.offload_optimizer."
-    device = keys.take(lead + "device", str, ("none", "cpu", "nvme"))
-    folder = keys.take(lead + "nvme_path", str)
+def _offload(keys: "_Keys", job: dict[str, Any], stage: int) -> None:
+    """Where the servers keep the state, and in stage 3 the 16-bit weights and gradients."""
+    of_state, of_weights = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+    device, spills = _offloaded(keys, of_state), _offloaded(keys, of_weights) == "nvme" and stage == 3
     if device == "none":
-        _warn(lead + "device", "servers hold the optimizer's state in any case")
-    if folder is not None and device != "nvme":
-        raise invalid(
-            lead + "nvme_path",
-            repr(folder),
-            f"left out with device {device or 'none'}",
-            'write "device": "nvme", or take it out',
-        )
-    if device != "nvme":
+        _warn(of_state + "device", "servers hold the optimizer's state in any case")
+    if device == "cpu" and spills:
+        _warn(of_state + "device", "where offload_param.device is nvme the drive has the state too")
+    if device != "nvme" and not spills:
         return
     job.setdefault("tier", "nvme")
+    paths = (of_state + "nvme_path", of_weights + "nvme_path")
+    folders = {path: folder for path in paths if (folder := keys.take(path, str)) is not None}
     if job.get("servers") is not None:
-        if folder is not None:
-            _warn(lead + "nvme_path", "the servers keep state in their own folders: longshored --state-dir")
+        for path in folders:
+            spill = " --spill all" if path.startswith(of_weights) else ""
+            _warn(path, f"the servers keep what is theirs in their own folders: longshored --state-dir{spill}")
         return
-    if folder is None:
+    if not folders:
         limit, remedy = "given for the server inside the process", "name a folder of a drive, or longshore.servers"
-        raise invalid(lead + "nvme_path", None, limit, remedy)
-    job["servers"] = _server.passing(folder)
+        raise invalid((of_weights if spills else of_state) + "nvme_path", None, limit, remedy)
+    folder, *others = folders.values()
+    if others and others[0] != folder:
+        remedy = "name one folder: a server has all that is a job's in the same place"
+        raise invalid(paths[1], repr(others[0]), f"{folder!r}, as offload_optimizer.nvme_path", remedy)
+    job["servers"] = _server.passing(folder, "all" if spills else "state")
+
+
+def _offloaded(keys: "_Keys", lead: str) -> str | None:
+    """A section's device."""
+    device: str | None = keys.take(lead + "device", str, ("none", "cpu", "nvme"))
+    folder = keys.take(lead + "nvme_path", str)
+    if folder is not None and device != "nvme":
+        limit = f"left out with device {device or 'none'}"
+        raise invalid(lead + "nvme_path", repr(folder), limit, 'write "device": "nvme", or take it out')
+    return device
 
 
 def _sharding(keys: "_Keys", job: dict[str, Any], stage: int) -> dict[str, Any] | None:
@@ -273,12 +284,6 @@ def _sharding(keys: "_Keys", job: dict[str, Any], stage: int) -> dict[str, Any] 
     device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
     given: dict[str, Any] = {name: job.pop(name) for name in ("budget", "units", "device", "weights") if name in job}
     live = keys.take(lead + "stage3_max_live_parameters", float)
-    if stage == 3 and device == "nvme":
-        what = (
-            "trained weights are the servers', whose own drives have them where offload_optimizer.device is nvme, and gradients and frozen "
-            "weights stay in this host's DRAM: frozen='keep' in the section longshore has servers keep those as well"
-        )
-        _warn(lead + "offload_param.device", what)
     if stage != 3:
         if live is not None:
             _warn(lead + "stage3_max_live_parameters", f"in stage {stage} all weights are on the device")

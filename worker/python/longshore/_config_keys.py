@@ -87,8 +87,14 @@ KEYS: dict[str, Key] = {
         *_of(_OFFLOAD, "no effect", "memory is page-locked where that helps", "pin_memory"),
         *_of(_OFFLOAD, "no effect", _DRIVES, "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
         *_of(_OFFLOAD, "no effect", "servers have `--threads`", "cpuadam_cores_perc"),
-        Key(_PARAM + "device", "used", "cpu, nvme and none are one in stage 3: weights come from the servers. With nvme a warning says what stays in DRAM. Refused in other stages"),
-        *_of(_PARAM, "no effect", "weights come from the servers, whose tier says where they are", "nvme_path", "max_in_cpu"),
+        Key(
+            _PARAM + "device",
+            "used",
+            "cpu and none are one in stage 3: weights come from the servers. nvme: tier `nvme`, and the server inside the process keeps 16-bit weights and "
+            "gradients on the drive as well (`spill`); servers elsewhere have `--spill all`. Refused in other stages",
+        ),
+        Key(_PARAM + "nvme_path", "used", "as offload_optimizer.nvme_path, and the same folder; one of the two is enough"),
+        *_of(_PARAM, "no effect", "weights come from the servers, whose tier says where they are", "max_in_cpu"),
         *_of(_PARAM, "no effect", "units are fetched four uses ahead, and further up to 64 MiB of weights, within the budget", "buffer_count", "buffer_size"),
         *_of(_PARAM, "no effect", "memory is page-locked where that helps", "pin_memory"),
         *_of(_ZERO, "no effect", "gradients always leave while backward runs", "overlap_comm"),

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshore import init
 from longshore._full import NAMES
 from longshore._host import Place
 from longshore._params import DTYPES, Param, is_sharded
 from longshore.errors import GroupsError, StateError, invalid
 
 #: A seed, and for each parameter what servers make its first weights from, as :mod:`longshore.init` has it.
-Given = tuple[int, list[tuple[str, tuple[float, ...]]]]
+Given = tuple[int, list[init.Part]]
 
 #: The array of master weights; those behind it are the rule's moments.
 MASTER = 0

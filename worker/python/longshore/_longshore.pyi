@@ -23,6 +23,7 @@ class Server:
         checkpoints: tuple[str | os.PathLike[str], int] | None = None,
         state_dirs: Sequence[str | os.PathLike[str]] = ...,
         resident: int = 0,
+        spill: str = "state",
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None: ...
     @property
@@ -42,7 +43,7 @@ class Job:
         params: Sequence[_Place],
         filling: _Filling | None = None,
         found: bool = False,
-        initialisation: tuple[int, Sequence[tuple[str, Sequence[float]]]] | None = None,
+        initialisation: tuple[int, Sequence[tuple[str, Sequence[float], int, int]]] | None = None,
         in_units: bool = False,
     ) -> tuple[int, int]: ...
     def push(self, gradients: Sequence[_Place], scale: float = 1.0) -> None: ...

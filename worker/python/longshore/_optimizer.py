@@ -239,8 +239,8 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             if self._stream is not None:
                 self._stream.unhook()
             self._connection.weights.settle()
-            self._finalizer.detach()
             self._connection.job.close(self._options.servers is None)
+            self._finalizer.detach()
 
     @property
     def is_closed(self) -> bool:

@@ -31,10 +31,13 @@ _IN_TORCH: Any = nn.init
 
 
 class Record:
-    """What is known of a parameter."""
+    """What is known of a parameter, or of some rows of one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, of: "Record | None" = None, start: int = 0) -> None:
         self.name = name
+        #: The whole parameter's, and the element of that where this one begins.
+        self.whole: Record = self if of is None else of.whole
+        self.start = start if of is None else of.start + start
         #: None where nothing has initialised it.
         self.initial: init.Init | None = None
         #: The weights of one that is uploaded.
@@ -72,8 +75,22 @@ class Recording:
         elif tensor.numel() <= _MOST_VALUES:
             record.initial, record.value = init.UPLOADED, tensor.detach().clone(memory_format=torch.contiguous_format)
             self._held += nbytes
+        self._let_go(tensor, record)
+
+    def rows(self, whole: nn.Parameter, start: int, count: int) -> nn.Parameter:
+        """Some rows of a parameter, as one of their own. They have the weights that they would have had in it."""
+        of: Record = whole._longshore_member  # type: ignore[attr-defined]
+        record = Record(of.name, of, start * math.prod(whole.shape[1:]))
+        record.initial = of.initial
+        if of.value is not None:
+            record.value = of.value[start : start + count].clone()
+        rows = nn.Parameter(torch.empty(count, *whole.shape[1:], dtype=whole.dtype, device="cpu"), whole.requires_grad)
+        self._let_go(rows, record)
+        return rows
+
+    def _let_go(self, tensor: nn.Parameter, record: Record) -> None:
         self._records.add(record)
-        _units.own_memory(_member(record, tensor, nbytes))
+        _units.own_memory(_units.Member(record.name, tensor, [], None, nbytes=tensor.numel() * tensor.element_size()))
         tensor.untyped_storage().resize_(0)
         _hide(tensor, record, self)
 
@@ -138,6 +155,12 @@ def is_recorded(tensor: Tensor) -> bool:
     return isinstance(tensor, _Recorded)
 
 
+def rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
+    """Some rows of a parameter that was recorded, as one of their own."""
+    home: Recording = parameter._longshore_home  # type: ignore[attr-defined]
+    return home.rows(parameter, start, count)
+
+
 def made(params: list[Param]) -> tuple[list[Place], list[Tensor], Given]:
     """What fills a new job with parameters of which some were recorded: the places of those that are uploaded, what holds these, and
     for the servers the seed and what each parameter is made from.
@@ -149,7 +172,9 @@ def made(params: list[Param]) -> tuple[list[Place], list[Tensor], Given]:
     recording = next(iter(homes.values()))
     places: list[Place] = []
     held: list[Tensor] = []
-    initial: list[tuple[str, tuple[float, ...]]] = []
+    initial: list[init.Part] = []
+    # By parameter: its place in the model as it was built, where one that was cut into rows counts once.
+    numbers: dict[Record | int, int] = {}
     for param in params:
         if len(homes) > 1 or (isinstance(param.tensor, UnitParameter) and not is_recorded(param.tensor)):
             limit = "built in the same longshore.Init(on_servers=True) as the others"
@@ -158,7 +183,8 @@ def made(params: list[Param]) -> tuple[list[Place], list[Tensor], Given]:
         if record is not None and record.initial is None:
             raise invalid(param.name, "not initialised", f"initialised by {_FUNCTIONS}", _REMEDY, UsageError)
         by = init.UPLOADED if record is None or record.initial is None else record.initial
-        initial.append((by.kind, by.numbers))
+        number = numbers.setdefault(param.index if record is None else record.whole, len(numbers))
+        initial.append((by.kind, by.numbers, number, 0 if record is None else record.start))
         if by != init.UPLOADED:
             places.append((param.index, 0, 0, param.wire))
         elif record is None:
@@ -271,10 +297,6 @@ def _constant(tensor: Tensor) -> float | None:
     if not torch.isfinite(first) or not all(bool((part == flat[0]).all()) for part in flat.split(_MOST_VALUES)):
         return None
     return float(flat[0])
-
-
-def _member(record: Record, tensor: nn.Parameter, nbytes: int) -> _units.Member:
-    return _units.Member(record.name, tensor, [], None, nbytes=nbytes)
 
 
 def _hide(tensor: Any, record: Record, home: Recording) -> None:

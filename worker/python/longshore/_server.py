@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
 from longshore import _longshore
 
@@ -24,9 +24,12 @@ class Server:
         checkpoint_keep: how many checkpoints of a job stay there, the last ones; 0 keeps all.
         state_dirs: one folder or more for the state of jobs with ``tier="nvme"``. It outlives the process.
         resident: bytes of that state that stay in memory.
+        spill: what of such jobs is on the drives instead of in memory, as in ``longshored --spill``: ``"state"``, ``"images"`` (the
+            16-bit weights too) or ``"all"`` (gradients too). Folders of jobs belong to one choice.
         shm_dir: a folder of a tmpfs for the state of jobs with ``tier="shm"``. It outlives the process.
 
     Raises:
+        InvalidError: for a setting out of its limits, as ``spill`` without ``state_dirs``.
         LongshoreError: when it cannot start, with the reason.
     """
 
@@ -39,6 +42,7 @@ class Server:
         checkpoint_keep: int = 0,
         state_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         resident: int = 0,
+        spill: Literal["state", "images", "all"] = "state",
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         #: Where checkpoints go.
@@ -51,6 +55,7 @@ class Server:
             checkpoints=None if checkpoint_dir is None else (checkpoint_dir, checkpoint_keep),
             state_dirs=[state_dirs] if isinstance(state_dirs, (str, os.PathLike)) else list(state_dirs),
             resident=resident,
+            spill=spill,
             shm_dir=shm_dir,
         )
 
@@ -89,15 +94,15 @@ def default() -> Server:
         return _default[1]
 
 
-def passing(drive: str | os.PathLike[str]) -> Server:
-    """A server that keeps state in a folder of a drive, as long as this process lives."""
+def passing(drive: str | os.PathLike[str], spill: Literal["state", "images", "all"]) -> Server:
+    """A server that keeps state, and what ``spill`` says, in a folder of a drive, as long as this process lives."""
     os.makedirs(drive, exist_ok=True)
     folder = _passing_folder(drive)
     places = [os.path.join(folder, name) for name in ("state", "checkpoints")]
     for place in places:
         os.mkdir(place)
     # Engines alone have such a server, and what they save is copied from there.
-    server = Server(state_dirs=places[:1], checkpoint_dir=places[1], checkpoint_keep=1)
+    server = Server(state_dirs=places[:1], spill=spill, checkpoint_dir=places[1], checkpoint_keep=1)
     server.is_passing = True
     return server
 

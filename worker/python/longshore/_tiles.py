@@ -26,8 +26,7 @@ class TiledLinear(nn.Module):
             tile = nn.Linear(whole.in_features, count, bias=whole.bias is not None, device="meta", dtype=whole.weight.dtype)
             for name, parameter in whole._parameters.items():
                 if parameter is not None:
-                    slice_ = parameter.detach()[start : start + count].clone()
-                    setattr(tile, name, nn.Parameter(slice_, parameter.requires_grad))
+                    setattr(tile, name, _rows(parameter, start, count))
                     if _init.is_built(parameter):
                         _init.replace(parameter, tile, name, getattr(tile, name))
             self.tiles.append(tile)
@@ -40,6 +39,12 @@ class TiledLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
+    if _recorded.is_recorded(parameter):
+        return _recorded.rows(parameter, start, count)
+    return nn.Parameter(parameter.detach()[start : start + count].clone(), parameter.requires_grad)
 
 
 def _join(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -70,7 +75,7 @@ def tiled(model: nn.Module, most: int) -> nn.Module:
     """Replaces linear layers whose weight is larger by ones in slices of at most so many bytes. Call it before the optimizer is built.
 
     Sums over outputs, as backward has them, are added up tile by tile: results agree with the whole layer's up to the order of
-    sums.
+    sums. Where servers make the weights (``Init(on_servers=True)``), they are those of the whole layer, bit for bit.
 
     Args:
         model: a model, or a linear layer.
@@ -92,11 +97,6 @@ def tiled(model: nn.Module, most: int) -> nn.Module:
         names = shared[id(module.weight)]
         if len(names) > 1:
             raise invalid(names[0], f"tied to {names[1]}", "of one module", "untie it, or raise the budget", UsageError)
-        if _recorded.is_recorded(module.weight):
-            raise UsageError(
-                f"{names[0]} has no weights to be cut, since servers make them: build the model within longshore.Init() without "
-                "on_servers=True, or make the layer of several smaller ones"
-            )
         if isinstance(module.weight, UnitParameter) and not _init.is_built(module.weight):
             raise UsageError(f"{names[0]} is in a unit already: call tiled() before shard()")
         rows = most // (module.in_features * module.weight.element_size())

@@ -268,9 +268,10 @@ class Client:
 
     def close(self) -> None:
         """Waits until the last step is safe, and gives the rank up. The job stays on its servers; one of the server inside this
-        process is deleted. The client cannot be used after it."""
-        if self._finalizer.detach():
+        process is deleted. The client cannot be used after it. Where it fails or is interrupted, it may be called again."""
+        if self._finalizer.alive:
             self._job.close(self._options.servers is None)
+            self._finalizer.detach()
 
     def __enter__(self) -> "Client":
         return self

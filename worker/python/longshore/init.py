@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from longshore.errors import invalid
 
+#: What the Rust half takes of a parameter: kind and numbers, of which parameter it has the drawn weights, and from which element on.
+Part = tuple[str, tuple[float, ...], int, int]
+
 _WIRE = {"fp32", "bf16", "fp16"}
 
 
@@ -79,7 +82,7 @@ UPLOADED = Init("uploaded")
 
 def given(
     initial: Mapping[str, Init], seed: int, names: Collection[str], shapes: Collection[str]
-) -> tuple[int, list[tuple[str, tuple[float, ...]]]] | None:
+) -> tuple[int, list[Part]] | None:
     """What the Rust half takes; None where every parameter is uploaded. ``shapes`` are the parameters without memory.
 
     Raises:
@@ -99,4 +102,4 @@ def given(
     if not initial:
         return None
     inits = [initial.get(name, UPLOADED) for name in names]
-    return seed, [(init.kind, init.numbers) for init in inits]
+    return seed, [(init.kind, init.numbers, number, 0) for number, init in enumerate(inits)]

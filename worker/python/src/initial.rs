@@ -1,12 +1,13 @@
 //! What servers make first weights from, as Python hands it over.
 
-use longshore_proto::{Fault, InitialWeights, Initialisation, StateArray};
+use longshore_proto::{Drawn, Fault, InitialWeights, Initialisation, StateArray};
 use longshore_worker::{Filling, Result};
 
 use crate::filling::Weights;
 
-/// The seed, and for each parameter the name of a distribution with its numbers.
-pub(crate) type Given = (u64, Vec<(String, Vec<f64>)>);
+/// The seed, and for each parameter the name of a distribution with its numbers, and of which parameter it has the drawn ones, from
+/// which element on.
+pub(crate) type Given = (u64, Vec<(String, Vec<f64>, u32, u64)>);
 
 /// Weights that servers make, and those of the other parameters, one tensor each.
 pub(crate) struct Made {
@@ -16,9 +17,11 @@ pub(crate) struct Made {
 
 impl Made {
     pub(crate) fn new((seed, by_param): Given, rest: Weights) -> Result<Made> {
-        let weights = by_param.iter().map(|(kind, numbers)| weights(kind, numbers));
-        let weights = weights.collect::<Result<Vec<_>, Fault>>()?;
-        Ok(Made { initialisation: Initialisation::by_param(seed, weights), rest })
+        let part = |(kind, numbers, param, element): (String, Vec<f64>, u32, u64)| {
+            Ok((weights(&kind, &numbers)?, Drawn { param, element }))
+        };
+        let parts = by_param.into_iter().map(part).collect::<Result<Vec<_>, Fault>>()?;
+        Ok(Made { initialisation: Initialisation::by_part(seed, parts), rest })
     }
 }
 

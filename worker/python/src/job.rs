@@ -323,19 +323,24 @@ impl Job {
         Ok((checkpoint.name, checkpoint.version.0))
     }
 
-    /// Waits until the last step is safe and gives the rank up; with `delete` the job is forgotten, too.
+    /// Waits until the last step is safe and gives the rank up; with `delete` the job is forgotten, which may be asked for again
+    /// where it failed.
     fn close(&self, py: Python<'_>, delete: bool) -> PyResult<()> {
         self.with(py, |stage| {
-            let session = match std::mem::replace(stage, Stage::Closed) {
-                Stage::Closed => return Ok(()),
-                Stage::Connected(session) => *session,
-                Stage::Training(training) if delete => {
-                    training.session().delete_job()?;
-                    return Ok(());
+            if delete {
+                match stage {
+                    Stage::Closed => {}
+                    Stage::Connected(session) => session.delete_job()?,
+                    Stage::Training(training) => training.session().delete_job()?,
                 }
-                Stage::Training(training) => training.close()?,
-            };
-            if delete { session.delete_job() } else { session.leave() }
+                *stage = Stage::Closed;
+                return Ok(());
+            }
+            match std::mem::replace(stage, Stage::Closed) {
+                Stage::Closed => Ok(()),
+                Stage::Connected(session) => session.leave(),
+                Stage::Training(training) => training.close()?.leave(),
+            }
         })
     }
 }

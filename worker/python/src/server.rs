@@ -6,7 +6,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use longshore_server::{Config, Embedded, config::StorageConfig};
+use longshore_proto::Fault;
+use longshore_server::{
+    Config, Embedded, ServerError,
+    config::{ConfigError, Spill, StorageConfig},
+};
 use pyo3::prelude::*;
 
 use crate::{error::exception, log};
@@ -24,7 +28,7 @@ pub(crate) struct Server {
 #[pymethods]
 impl Server {
     #[new]
-    #[pyo3(signature = (*, memory=None, threads=None, checkpoints=None, state_dirs=Vec::new(), resident=0, shm_dir=None))]
+    #[pyo3(signature = (*, memory=None, threads=None, checkpoints=None, state_dirs=Vec::new(), resident=0, spill="state", shm_dir=None))]
     fn new(
         py: Python<'_>,
         memory: Option<u64>,
@@ -32,11 +36,13 @@ impl Server {
         checkpoints: Option<(PathBuf, usize)>,
         state_dirs: Vec<PathBuf>,
         resident: u64,
+        spill: &str,
         shm_dir: Option<PathBuf>,
     ) -> PyResult<Server> {
+        let spill: Spill = spill.parse().map_err(|fault: Fault| invalid(py, &fault.to_string(), &fault))?;
         let (checkpoint_dir, checkpoint_keep) = checkpoints.unzip();
         let change = move |defaults: Config| Config {
-            storage: StorageConfig { state_dirs, resident, shm_dir, ..defaults.storage },
+            storage: StorageConfig { state_dirs, resident, spill, shm_dir, ..defaults.storage },
             threads: threads.unwrap_or(defaults.threads),
             memory: memory.unwrap_or(defaults.memory),
             checkpoint_dir,
@@ -49,7 +55,7 @@ impl Server {
                 let address = embedded.address().to_string();
                 Ok(Server { address, embedded: Mutex::new(Some(embedded)), process: process::id() })
             }
-            Err(error) => Err(exception(py, "LongshoreError", &error.to_string(), None)?),
+            Err(error) => Err(refused(py, &error)),
         }
     }
 
@@ -63,6 +69,19 @@ impl Server {
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.end());
     }
+}
+
+/// The exception for a server that does not start.
+fn refused(py: Python<'_>, error: &ServerError) -> PyErr {
+    let said = error.to_string();
+    let ServerError::Config(ConfigError::Value { field, value, limit }) = error else {
+        return exception(py, "LongshoreError", &said, None).unwrap_or_else(|broken| broken);
+    };
+    invalid(py, &said, &Fault::invalid(*field, value, limit, "give the server another value"))
+}
+
+fn invalid(py: Python<'_>, said: &str, fault: &Fault) -> PyErr {
+    exception(py, "InvalidError", said, Some(fault)).unwrap_or_else(|broken| broken)
 }
 
 impl Server {

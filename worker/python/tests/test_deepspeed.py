@@ -385,6 +385,15 @@ def test_a_loss_scale_in_a_plain_loop_changes_no_bit(options: dict[str, object])
             r"nvme_path is '/x', but must be left out",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, r"nvme_path is None.*longshore\.servers"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, r"offload_param\.nvme_path is None.*longshore\.servers"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}}},
+            r"offload_param\.nvme_path is '/x', but must be left out with device cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, **{f"offload_{what}": {"device": "nvme", "nvme_path": f"/{what}"} for what in ("optimizer", "param")}}},
+            r"offload_param\.nvme_path is '/param', but must be '/optimizer'",
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
             r"device is 'gpu', but must be one of none, cpu, nvme",

@@ -1,13 +1,10 @@
 """Frozen parameters that servers keep: a run of low-rank adapters over a base that nobody trains."""
 
-import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import serve
+from conftest import job_on, serve
 from torch import Tensor, nn
 
 import longshore
@@ -117,17 +114,10 @@ def reserved(rows: int) -> int:
         named = [*base.named_parameters("base"), *adapter.named_parameters("adapter")]
         options = {"servers": address, "job": "lora", "frozen": "keep", "shard_elements": 4 * 65536}
         longshore.AdamW(named, lr=1e-2, **options).open()
-        return memory_of_job(address)
+        return job_on(address)["memory_bytes"]
     finally:
         process.kill()
         process.wait()
-
-
-def memory_of_job(address: str) -> int:
-    code = "import sys; from longshore.__main__ import main; sys.argv[0] = 'longshore'; sys.exit(main())"
-    command = [sys.executable, "-c", code, "status", "--json", "--servers", address]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(found.splitlines()[0])["servers"][0]["memory_bytes"]
 
 
 def test_the_base_takes_two_bytes_an_element() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import serve
 from torch import nn
 
 import longshore
@@ -221,3 +222,27 @@ def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
     for one in (engine, other):
         one.optimizer.flush()
     assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), other.module.parameters(), strict=True))
+
+
+def test_a_job_that_could_not_be_given_up_is_given_up_again(tmp_path: pathlib.Path) -> None:
+    """An engine that goes back to another process's checkpoint has its own job end first."""
+    flags = "--state-dir", str(tmp_path)
+    process, address = serve(*flags)
+    options = {"servers": address, "job": "given-up", "tier": "nvme", "deadline": 2.0}
+    try:
+        model, other = net(), net()
+        optimizer = longshore.AdamW(model.named_parameters(), **options)
+        model(inputs(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.flush()
+        process.kill()
+        process.wait()
+        with pytest.raises(errors.UnreachableError):
+            optimizer.adopt("another")
+        assert not optimizer.is_closed
+        process, _ = serve(*flags, listen=address)
+        optimizer.adopt("another")
+        assert longshore.AdamW(other.named_parameters(), **options).version == 0, "the job is gone"
+    finally:
+        process.kill()
+        process.wait()

@@ -112,8 +112,39 @@ def test_a_layer_of_a_model_that_init_has_built(tmp_path: pathlib.Path) -> None:
     same(whole, cut)
 
 
-def test_a_layer_whose_weights_are_nowhere_cannot_be_tiled() -> None:
-    with longshore.Init(on_servers=True):
-        model = nn.Sequential(nn.Linear(16, 1000), nn.Linear(1000, 2))
-    with pytest.raises(errors.UsageError, match=r"0\.weight has no weights to be cut.*Init\(\) without on_servers=True"):
-        longshore.tiled(model, 4096)
+class Odd(nn.Module):
+    """A wide layer whose rows have an odd number of weights, between others. Its bias is uploaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 15)
+        self.wide = nn.Linear(15, 5001)
+        self.last = nn.Linear(5001, 3)
+        self.wide.bias = nn.Parameter(torch.arange(5001) / 5001)
+
+    def loss(self, step: int) -> Tensor:
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        return self.last(functional.gelu(self.wide(self.first(inputs)))).square().mean()
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_layer_whose_weights_servers_make(within: bool, two_servers: str) -> None:
+    """They are those of the layer in one piece, and so are those of the parameters behind it."""
+    options = {"servers": two_servers, "shard_elements": 65536}
+    with longshore.Init(on_servers=True, seed=5):
+        plain = Odd()
+    longshore.shard(plain, optimizer_of(plain, job="plain", **options), "1MB")
+    with longshore.Init(on_servers=True, seed=5):
+        cut = Odd()
+        if within:
+            longshore.tiled(cut, 15 * 4 * 1999)
+    longshore.tiled(cut, 15 * 4 * 1999)
+    assert [tile.out_features for tile in cut.wide.tiles] == [1999, 1999, 1003]
+    optimizer = optimizer_of(cut, job="cut", **options)
+    longshore.shard(cut, optimizer, 15 * 4 * 5001)
+    same(plain, cut)
+    whole = longshore.tiled(Odd(), 15 * 4 * 1999)
+    whole.load_state_dict(plain.state_dict())
+    train(whole, optimizer_of(whole))
+    train(cut, optimizer)
+    same(whole, cut)

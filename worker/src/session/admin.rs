@@ -68,14 +68,15 @@ fn combine(cluster: &Cluster, answers: &[DescribeResponse]) -> Result<StateHash>
     Ok(StateHash { version, applied, hash })
 }
 
-pub(super) async fn delete_job(cluster: &Cluster) -> Result<()> {
-    cluster.on_all(|server| delete_job_on(cluster, server)).await?;
+/// With `again` it was asked for before, and may have been done.
+pub(super) async fn delete_job(cluster: &Cluster, again: bool) -> Result<()> {
+    cluster.on_all(|server| delete_job_on(cluster, server, again)).await?;
     Ok(())
 }
 
-pub(super) async fn delete_job_on(cluster: &Cluster, server: ServerId) -> Result<()> {
+pub(super) async fn delete_job_on(cluster: &Cluster, server: ServerId, again: bool) -> Result<()> {
     let request = DeleteJobRequest { job: cluster.job().to_string(), discard_unreadable: false };
-    let attempts = AtomicUsize::new(0);
+    let attempts = AtomicUsize::new(usize::from(again));
     let deleted = cluster.call(server, "DeleteJob", None, cluster.options.deadline, |peer| {
         let request = request.clone();
         attempts.fetch_add(1, Ordering::Relaxed);

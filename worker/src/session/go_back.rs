@@ -147,7 +147,7 @@ async fn open_again(cluster: &Cluster) -> Result<()> {
 
 /// Deletes the job on one server. A job that is gone counts as deleted, also when the first answer was lost.
 async fn discard_on(cluster: &Cluster, server: ServerId) -> Result<()> {
-    match delete_job_on(cluster, server).await {
+    match delete_job_on(cluster, server, false).await {
         Err(Error::Call(failed)) if failed.fault.kind == FaultKind::NotFound => Ok(()),
         other => other,
     }

@@ -18,7 +18,14 @@ mod version;
 #[cfg(test)]
 mod waiting_tests;
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use longshore_proto::{Dtype, Initialisation, JobSpec, Layout, Placement, Rank, Version};
 use longshore_wire::v1;
@@ -55,6 +62,8 @@ pub struct Session {
     pub(crate) rank: Arc<RankState>,
     pub(crate) gradients: Arc<Gradients>,
     pub(crate) pulls: Arc<Pulls>,
+    /// Whether the job's end was asked for: a server that does not have it may have done that.
+    is_deleting: AtomicBool,
 }
 
 impl Session {
@@ -67,7 +76,7 @@ impl Session {
         let rank = Arc::new(RankState::new(&cluster));
         let gradients = Arc::new(Gradients::new(cluster.clone(), rank.clone()));
         let pulls = Arc::new(Pulls::new(cluster.clone(), rank.clone()));
-        Ok(Session { cluster, rank, gradients, pulls })
+        Ok(Session { cluster, rank, gradients, pulls, is_deleting: AtomicBool::new(false) })
     }
 
     fn block_on<T>(&self, act: impl Future<Output = Result<T>>) -> Result<T> {
@@ -261,9 +270,10 @@ impl Session {
         self.block_on(go_back::go_back(&self.cluster, how))
     }
 
-    /// Forgets the job on every server and frees its memory. Checkpoints stay.
+    /// Forgets the job on every server and frees its memory. Checkpoints stay. It may be called again where it failed.
     pub fn delete_job(&self) -> Result<()> {
-        self.block_on(admin::delete_job(&self.cluster))
+        let again = self.is_deleting.swap(true, Ordering::Relaxed);
+        self.block_on(admin::delete_job(&self.cluster, again))
     }
 
     /// Stops the job on every server until `resume`. Only rank 0 may call it, after `join`.

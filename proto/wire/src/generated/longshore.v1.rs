@@ -1271,6 +1271,12 @@ pub struct InitialRun {
     /// the index of its first parameter
     #[prost(uint32, tag = "1")]
     pub first: u32,
+    /// Its first parameter is drawn as this one from element `drawn_from` on, and those behind it as the next ones. Absent: as itself.
+    /// So a part of a larger parameter has the weights that it would have there.
+    #[prost(uint32, optional, tag = "7")]
+    pub drawn_as: ::core::option::Option<u32>,
+    #[prost(uint64, tag = "8")]
+    pub drawn_from: u64,
     #[prost(oneof = "initial_run::Weights", tags = "2, 3, 4, 5, 6")]
     pub weights: ::core::option::Option<initial_run::Weights>,
 }

@@ -51,8 +51,8 @@ impl Draw {
         }
     }
 
-    /// Writes consecutive elements of a parameter, from element `at` on, which is even.
-    pub(super) fn write(&self, seed: u64, param: usize, at: u64, target: &mut [f32]) {
+    /// Writes consecutive elements of a parameter, from element `at` on.
+    pub(super) fn write(&self, seed: u64, param: u32, at: u64, target: &mut [f32]) {
         match *self {
             Draw::Nothing => target.fill(0.0),
             Draw::Constant(value) => target.fill(value),
@@ -75,10 +75,15 @@ fn within(value: f32, (low, high): (f32, f32)) -> f32 {
     value.max(low).min(high)
 }
 
-fn fill(seed: u64, param: usize, at: u64, target: &mut [f32], weight: impl Fn(f64) -> f32) {
+fn fill(seed: u64, param: u32, at: u64, target: &mut [f32], weight: impl Fn(f64) -> f32) {
+    // A part of a parameter may begin within a pair.
+    let (second, target) = target.split_at_mut(((at % 2) as usize).min(target.len()));
+    for target in second {
+        *target = weight(part(philox::draw(seed, param.into(), at / 2)[0][1]));
+    }
     for (group, target) in target.chunks_mut(GROUP).enumerate() {
-        let pair = at / 2 + (group * LANES) as u64;
-        let numbers = philox::draw(seed, param as u64, pair);
+        let pair = at.div_ceil(2) + (group * LANES) as u64;
+        let numbers = philox::draw(seed, param.into(), pair);
         for (target, &number) in target.iter_mut().zip(numbers.as_flattened()) {
             *target = weight(part(number));
         }

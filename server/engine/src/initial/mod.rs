@@ -1,5 +1,5 @@
 //! First weights that a server makes by itself. A weight depends on the job's seed, its parameter's index and its element's
-//! index in the parameter alone: not on shards, servers, threads or instruction sets. docs/protocol.md has the arithmetic.
+//! index in the parameter alone, those of the whole parameter where the job has it in parts: not on shards, servers, threads or instruction sets. docs/protocol.md has the arithmetic.
 
 mod draw;
 mod philox;
@@ -57,7 +57,8 @@ impl Made {
             let after = self.initialisation.runs.partition_point(|run| run.first as usize <= param);
             let at = part.start - layout.param_range(param).start;
             let target = &mut values[(part.start - start) as usize..(part.end - start) as usize];
-            self.draws[after - 1].write(self.initialisation.seed, param, at, target);
+            let drawn = self.initialisation.runs[after - 1].drawn(param as u32);
+            self.draws[after - 1].write(self.initialisation.seed, drawn.param, drawn.element + at, target);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The distributions are what they are called, and the bits are those that were fixed once.
 
-use longshore_proto::{InitialWeights, Initialisation, Layout, Param, Partition};
+use longshore_proto::{Drawn, InitialWeights, Initialisation, Layout, Param, Partition};
 
 use super::Made;
 
@@ -182,4 +182,29 @@ fn a_part_has_the_weights_that_it_has_in_the_whole() {
     }
     assert!(made.is_uploaded(&layout, uploaded.start..uploaded.end));
     assert!(!made.is_uploaded(&layout, 0..64));
+}
+
+#[test]
+fn parameters_that_are_parts_have_the_weights_of_the_whole() {
+    let normal = InitialWeights::Normal { mean: 0.0, std: 1.0 };
+    let (whole, behind) = (100_003, 501);
+    let values = |sizes: &[u64], made: Initialisation| {
+        let (made, layout) = (Made::new(made), layout(sizes));
+        let mut all = vec![0.0; layout.elements() as usize];
+        made.write(&layout, 0, &mut all);
+        let of = |param| layout.param_range(param).start as usize..layout.param_range(param).end as usize;
+        (0..sizes.len()).map(|param| all[of(param)].to_vec()).collect::<Vec<_>>()
+    };
+    let expected = values(&[whole, behind], Initialisation::by_param(5, [normal; 2]));
+    // Parts may begin at odd elements, and end within a pair.
+    let sizes = [1, 2, 70_001, 29_999];
+    let parts = sizes.iter().scan(0, |element, size| {
+        let drawn = Drawn { param: 0, element: *element };
+        *element += size;
+        Some((normal, drawn))
+    });
+    let made = Initialisation::by_part(5, parts.chain([(normal, Drawn { param: 1, element: 0 })]));
+    let found = values(&[1, 2, 70_001, 29_999, behind], made);
+    assert!(found[..4].concat() == expected[0]);
+    assert!(found[4] == expected[1], "what is behind keeps its numbers");
 }

@@ -11,7 +11,7 @@ use super::{Cluster, Reference, check, common, small};
 use FaultKind::{Conflict, Fenced, Invalid, Precondition};
 
 fn all(seed: u64, weights: InitialWeights) -> Initialisation {
-    Initialisation { seed, runs: vec![InitialRun { first: 0, weights }] }
+    Initialisation { seed, runs: vec![InitialRun::new(0, weights)] }
 }
 
 fn opened() -> Cluster {
@@ -33,7 +33,7 @@ fn bad_initialisations_are_refused_and_change_nothing() {
     check(&make(normal(f64::NAN)), (Invalid, field, &["NaN (of parameter layer.0)", "finite"]));
     let beyond = Initialisation {
         seed: 1,
-        runs: [0, 99].map(|first| InitialRun { first, weights: InitialWeights::Constant(0.0) }).to_vec(),
+        runs: [0, 99].map(|first| InitialRun::new(first, InitialWeights::Constant(0.0))).to_vec(),
     };
     check(&make(beyond), (Invalid, "initialisation.runs[1].first", &["99", "in 1..2"]));
     let initial = common::weights(&cluster.spec, 1);

@@ -1,0 +1,100 @@
+"""A server of this process keeps 16-bit weights and gradients on its drives too, and so it does for DeepSpeed's offload_param."""
+
+import pathlib
+from typing import Any
+
+import pytest
+from conftest import job_on
+from units import Deep, optimizer_of, pair, same, train, weight_bytes
+
+import longshore
+from longshore import errors, init
+
+WIDTH = 4096
+#: Images and gradients of a shard of 0.5 MiB.
+SHARD = 4 * 65536
+
+
+def test_what_spills_changes_no_bit(tmp_path: pathlib.Path) -> None:
+    for spill in ("state", "images", "all"):
+        whole, spilled = pair(Deep, width=256)
+        (tmp_path / spill).mkdir()
+        with longshore.Server(state_dirs=tmp_path / spill, spill=spill) as server:
+            train(whole, optimizer_of(whole))
+            optimizer = optimizer_of(spilled, servers=server, job="spilled", tier="nvme", shard_elements=SHARD)
+            longshore.shard(spilled, optimizer, weight_bytes(spilled) // 4)
+            train(spilled, optimizer)
+            assert job_on(server.address)["spill"] == spill
+            same(whole, spilled)
+            optimizer.close()
+
+
+def memory(folder: pathlib.Path, spill: Any, rows: int) -> int:
+    """The bytes of memory that a server keeps for a 16-bit matrix and its optimizer."""
+    folder.mkdir()
+    with longshore.Server(state_dirs=folder, spill=spill) as server:
+        params = {"w": init.Shape((rows, WIDTH), "bf16")}
+        options = {"job": f"of-{rows}", "tier": "nvme", "shard_elements": SHARD}
+        client = longshore.Client(params, longshore.Hyper(lr=1e-3), servers=server, initial={"w": init.zeros()}, **options)
+        found: int = job_on(server.address)["memory_bytes"]
+        client.close()
+    return found
+
+
+def test_memory_does_not_grow_with_what_spills(tmp_path: pathlib.Path) -> None:
+    """A parameter has two images and a gradient, of 2 bytes each. The models are larger than the windows of what spills."""
+    small, large = 2048, 3072
+    more = WIDTH * (large - small)
+    taken = {
+        spill: memory(tmp_path / f"{spill}-large", spill, large) - memory(tmp_path / f"{spill}-small", spill, small)
+        for spill in ("state", "images", "all")
+    }
+    assert taken == {"state": 6 * more, "images": 2 * more, "all": 0}
+
+
+def test_servers_that_cannot_spill_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(errors.InvalidError, match=r"spill is images, but must be given with state_dir") as refused:
+        longshore.Server(spill="images")
+    assert (refused.value.field, refused.value.value) == ("spill", "images")
+    with pytest.raises(errors.InvalidError, match=r"spill is some, but must be one of state, images, all"):
+        longshore.Server(spill="some", state_dirs=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidError, match=r"threads is 0, but must be in 1\.\.=4096"):
+        longshore.Server(threads=0)
+
+
+@pytest.mark.filterwarnings("ignore:gradient_clipping is left out")
+@pytest.mark.parametrize("state", ["nvme", "cpu", None])
+def test_parameters_that_deepspeed_offloads_to_a_drive(state: str | None, tmp_path: pathlib.Path) -> None:
+    """The state lies there too, whatever is said of it."""
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    offloaded = {"nvme": {"offload_optimizer": drive}, "cpu": {"offload_optimizer": {"device": "cpu"}}, None: {}}[state]
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": drive, **offloaded},
+        "longshore": {"budget": "1MB"},
+    }
+    whole, cut = pair(Deep, depth=4)
+    if state == "cpu":
+        with pytest.warns(UserWarning, match=r"offload_optimizer\.device changes nothing here: .*the drive has the state too"):
+            engine = longshore.initialize(model=cut, config=config)[0]
+    else:
+        engine = longshore.initialize(model=cut, config=config)[0]
+    for step in range(2):
+        engine.backward(cut.loss(step))
+        engine.step()
+    server = engine.optimizer._options.server()
+    assert server is not None and job_on(server.address)["spill"] == "all"
+    optimizer = longshore.AdamW(whole.named_parameters(), lr=1e-3, weight_decay=0.0, max_grad_norm=1.0, missing_gradients="zeros")
+    train(whole, optimizer, 2)
+    same(whole, cut)
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:gradient_clipping is left out")
+def test_servers_elsewhere_are_told_where_by_their_flags(servers: str) -> None:
+    drive = {"device": "nvme", "nvme_path": "/nowhere"}
+    zero = {"stage": 3, "offload_param": drive}
+    with pytest.warns(UserWarning, match=r"offload_param\.nvme_path changes nothing here: .*--state-dir --spill all"):
+        config = longshore._config.Config.of({"zero_optimization": zero, "longshore": {"servers": servers, "job": "there"}})
+    assert (config.job["tier"], config.job["servers"]) == ("nvme", servers)
