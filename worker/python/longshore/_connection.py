@@ -215,21 +215,21 @@ class Connection:
         self.job.drain()
         if not (alone and self.ranks is not None):
             self.read()
-        arrays = list(_full.arrays(rule, self.params, states))
+        arrays = _full.arrays(rule, states)
         left_out = self.left_out()
         if self.ranks is None:
-            _, applied = self.job.export_state(arrays)
-        elif alone:
-            _, applied = self.job.export_state([self.ranks.of_pieces(array) for array in arrays])
+            _, applied = self.job.export_state([_full.targets(self.params, tensors) for tensors in arrays])
         else:
-            applied = self.ranks.export_state(self.job, arrays)
+            applied = self.ranks.export_state(self.job, arrays, alone=alone)
         return [applied - left_out.get(param.index, 0) for param in self.params]
 
     def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:
         """Writes the newest version's master weights into contiguous tensors of one type, by parameter. Of several ranks one does so."""
         self.job.drain()
-        array = _full.targets(self.params, tensors)
-        self.job.export_weights(dtype, array if self.ranks is None else self.ranks.of_pieces(array))
+        if self.ranks is None:
+            self.job.export_weights(dtype, _full.targets(self.params, tensors))
+        else:
+            self.ranks.export_weights(self.job, dtype, tensors)
 
     def read(self) -> None:
         """Waits for weights that were asked for, and writes them into the parameters."""

@@ -1,7 +1,5 @@
 """All of a job's state as tensors, as its servers export it."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -19,10 +17,10 @@ NAMES = {
 
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
-    """Where an array's values go: a contiguous CPU tensor for each parameter."""
+    """Where an array's values go: a contiguous CPU tensor for each parameter. None for an array without tensors."""
     return [
         (param.index, tensor.data_ptr(), param.elements, DTYPES[tensor.dtype])
-        for param, tensor in zip(params, tensors, strict=True)
+        for param, tensor in zip(params if tensors else [], tensors, strict=True)
     ]
 
 
@@ -32,7 +30,6 @@ def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
     return [{name: torch.empty(param.shape, dtype=torch.float32) for name in arrays} for param in params]
 
 
-def arrays(rule: str, params: list[Param], states: list[dict[str, Tensor]]) -> Iterator[list[Place]]:
-    """The targets of all arrays, in the servers' order; none of those that no state has."""
-    for name in ("master", *NAMES[rule]):
-        yield targets(params, [state[name] for state in states]) if name in states[0] else []
+def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+    """The tensors of all arrays, in the servers' order; none of those that no state has."""
+    return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *NAMES[rule])]

@@ -1,12 +1,15 @@
 """Which rank has which part of each parameter: the layout of a job whose gradients come in partitions.
 
-Each parameter is cut into one piece a rank, along its first dimension, as ``torch.chunk`` cuts. A piece is a parameter of the
+Each parameter is cut into pieces. Where ranks hold it whole there is one for each of them, cut along its first dimension as
+``torch.chunk`` cuts; where it is a DTensor its local shards are the pieces (``_sharding.py``). A piece is a parameter of the
 job. Pieces lie bucket by bucket, in forward order, and within a bucket rank by rank: so servers update the first layers
 first, and each rank's pieces of a bucket are a partition.
 """
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +27,13 @@ _MOST_PARTITIONS = 4096
 _MOST_PIECES = 65_536
 
 
+#: Where a piece lies in its parameter: in each dimension its first index, and the one behind its last.
+Box = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rank's part of a parameter: a parameter of the job, at its place in the job's order."""
+    """A part of a parameter that one rank sends: a parameter of the job, at its place in the job's order."""
 
     index: int
     name: str
@@ -38,6 +45,10 @@ class Piece:
     elements: int
     #: Where it lies in its rank's part of the bucket.
     offset: int
+    #: Where it lies in the parameter, if its elements are not a run of the parameter's, as columns of a matrix are not.
+    box: Box | None = None
+    #: The ranks that hold it, in ascending order, if they are others than ``rank`` alone.
+    replicas: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
@@ -47,14 +58,20 @@ class Piece:
     def wire(self) -> str:
         return self.param.wire
 
-    def place(self, whole: Tensor) -> Place:
-        """Its memory in a contiguous CPU tensor of the parameter's shape."""
-        return self.place_in((self.param.index, whole.data_ptr(), whole.numel(), DTYPES[whole.dtype]))
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks whose model has it."""
+        return self.replicas or (self.rank,)
 
-    def place_in(self, whole: Place) -> Place:
-        """Its memory in that of its parameter."""
-        _, address, _, wire = whole
-        return (self.index, address + self.start * (4 if wire == "fp32" else 2), self.elements, wire)
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Its elements in a contiguous tensor of the parameter's shape, where they lie."""
+        if self.box is None:
+            return whole.view(-1)[self.start : self.start + self.elements]
+        return whole[tuple(slice(first, end) for first, end in self.box)]
+
+    def place(self, part: Tensor) -> Place:
+        """The memory of its elements, which are end to end in a CPU tensor."""
+        return (self.index, part.data_ptr(), self.elements, DTYPES[part.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +112,16 @@ class Layout:
         return found
 
 
-def layout(params: list[Param], world_size: int, by_rows: bool) -> Layout:
+#: The pieces of a parameter in the order of its elements, before they have a place in the job.
+Cut = Callable[[Param], list[Piece]]
+
+
+def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layout:
     """Cuts the parameters for so many ranks.
 
     Args:
-        by_rows: cut between rows alone, as FSDP2 does. Else a parameter whose rows cannot be dealt evenly is cut between any
-            elements.
+        cut: cuts a parameter, of which a rank sends one piece at most. Without it each rank has as much of it as the next one, of
+            whole rows where these can be dealt evenly.
 
     Raises:
         InvalidError: where a rank would have nothing, or where there are more pieces than servers take.
@@ -116,29 +137,23 @@ def layout(params: list[Param], world_size: int, by_rows: bool) -> Layout:
     partitions: list[tuple[int, int]] = []
     index = 0
     for group in _grouped(params, world_size):
-        cuts = [(param, _cut(param, world_size, by_rows)) for param in group]
-        offsets, slot = [], 0
-        for _, cut in cuts:
-            offsets.append(slot)
-            slot += max(elements for _, elements in cut)
-        dealt: list[list[Piece]] = []
-        for rank in range(world_size):
-            mine = []
-            for (param, cut), offset in zip(cuts, offsets, strict=True):
-                start, elements = cut[rank]
-                if elements:
-                    name = _name(param, rank, world_size)
-                    shape = _shape(param, start, elements)
-                    mine.append(Piece(index + len(mine), name, param, rank, shape, start, elements, offset))
+        dealt: list[list[Piece]] = [[] for _ in range(world_size)]
+        slot = 0
+        for param in group:
+            pieces = cut(param) if cut is not None else _evenly(param, world_size)
+            for piece in pieces:
+                dealt[piece.rank].append(dataclasses.replace(piece, offset=slot))
+            slot += max(piece.elements for piece in pieces)
+        for rank, mine in enumerate(dealt):
             if mine:
                 partitions.append((index, rank))
+            mine[:] = [dataclasses.replace(piece, index=index + place) for place, piece in enumerate(mine)]
             index += len(mine)
-            dealt.append(mine)
         dtype = group[0].dtype
         for param in group:
             dtype = torch.promote_types(dtype, param.dtype)
         buckets.append(Bucket(len(buckets), group, dealt, slot, dtype))
-    _check_ranks(params, partitions, world_size)
+    _check_ranks(partitions, world_size)
     return Layout(buckets, partitions)
 
 
@@ -157,40 +172,51 @@ def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int,
             yield piece.index, first - piece.start, end - first
 
 
-def by_rows(params: list[Param], world_size: int, first: int) -> list[Piece]:
-    """Cuts parameters that no rank contributes to, between rows. Their pieces lie one after the other in the job, from ``first`` on."""
-    pieces: list[Piece] = []
-    for param in params:
-        for rank, (start, elements) in enumerate(_cut(param, world_size, by_rows=True)):
-            if elements:
-                shape, name = _shape(param, start, elements), _name(param, rank, world_size)
-                pieces.append(Piece(first + len(pieces), name, param, rank, shape, start, elements, 0))
-    return pieces
+@contextlib.contextmanager
+def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[list[Place]]]:
+    """Within it values can be written to what it gives: by array the place of each piece, none for an array without tensors. At its end
+    they are in the arrays' tensors, which are contiguous ones of the CPU, one for each parameter. Pieces that are no run of their
+    parameter have memory of their own until then."""
+    apart: list[tuple[Tensor, Tensor]] = []
+
+    def place(piece: Piece, whole: Tensor) -> Place:
+        part = piece.part_of(whole)
+        if piece.box is not None:
+            own = torch.empty(piece.shape, dtype=whole.dtype)
+            apart.append((part, own))
+            part = own
+        return piece.place(part)
+
+    yield [[place(piece, tensors[piece.param.index]) for piece in pieces] if tensors else [] for tensors in arrays]
+    while apart:
+        part, own = apart.pop()
+        part.copy_(own)
 
 
-def _name(param: Param, rank: int, world_size: int) -> str:
-    return f"{param.name}#{rank}/{world_size}"
-
-
-def _check_ranks(params: list[Param], partitions: list[tuple[int, int]], world_size: int) -> None:
+def _check_ranks(partitions: list[tuple[int, int]], world_size: int) -> None:
     idle = set(range(world_size)) - {rank for _, rank in partitions}
     if idle:
         raise invalid(
             "partition",
             f"nothing for rank {min(idle)}",
             "a part of some parameter for each rank",
-            f"no parameter is as long as the world size, {world_size}: train with fewer ranks, or let the servers sum "
-            "(partition=None, without fully_shard)",
+            f"the model has too few parts for {world_size} ranks, each of which sends some: train with fewer ranks, or let the servers sum "
+            "(partition=None, with plain parameters)",
         )
 
 
-def _cut(param: Param, world_size: int, by_rows: bool) -> list[tuple[int, int]]:
-    """Start and elements of each rank's part."""
+def _evenly(param: Param, world_size: int) -> list[Piece]:
+    """A piece for each rank for which there are elements."""
     rows = param.shape[0] if param.shape else 1
-    unit = param.elements // rows if by_rows or rows % world_size == 0 else 1
+    unit = param.elements // rows if rows % world_size == 0 else 1
     step = math.ceil(param.elements // unit / world_size) * unit
-    starts = [min(rank * step, param.elements) for rank in range(world_size + 1)]
-    return [(start, end - start) for start, end in zip(starts, starts[1:], strict=False)]
+    pieces = []
+    for rank in range(world_size):
+        start, end = (min(edge * step, param.elements) for edge in (rank, rank + 1))
+        if start < end:
+            shape = _shape(param, start, end - start)
+            pieces.append(Piece(0, f"{param.name}#{rank}/{world_size}", param, rank, shape, start, end - start, 0))
+    return pieces
 
 
 def _shape(param: Param, start: int, elements: int) -> tuple[int, ...]:

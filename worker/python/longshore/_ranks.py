@@ -1,21 +1,18 @@
 """Ranks that reduce gradients among themselves: each sends its own partition, and reads it.
 
-Two ways are here: gradients that another has reduced (:class:`Reduced`, as DistributedDataParallel does), and parameters that are
-sharded already (:class:`Sharded`, as FSDP2 does). ``_scattered.py`` has the third.
+One way is here: gradients that another has reduced (:class:`Reduced`, as DistributedDataParallel does). ``_scattered.py`` has the one where
+this package reduces them, and ``_sharded.py`` the one of parameters that are sharded already, as FSDP2 does.
 """
 
 import contextlib
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from longshore import _agree, _longshore, _opening, _params, _sharding, _waits
-from longshore._amending import Amending
+from longshore import _agree, _longshore, _opening, _params, _waits
 from longshore._filling import Filling
 from longshore._frozen import Kept, give
 from longshore._gathered import Gathered, gather_frozen
@@ -23,8 +20,7 @@ from longshore._held import Held
 from longshore._host import Place, is_plain
 from longshore._outgoing import Outgoing
 from longshore._params import Param
-from longshore._partition import Layout, Piece, layout, piece_param
-from longshore._weights import Weights
+from longshore._partition import Layout, exported, layout, piece_param
 from longshore.errors import GradientError, UsageError, invalid
 
 #: How many exports a job may have at once.
@@ -37,10 +33,10 @@ CheckMissing = Callable[[list[Param]], None]
 class Ranks(ABC):
     """One rank's part in a job of partitions. Its methods are called on all ranks, in the same order."""
 
-    def __init__(self, params: list[Param], by_rows: bool) -> None:
+    def __init__(self, params: list[Param], cut: Layout) -> None:
         self.rank, self.world_size = _agree.place()
         self.params = params
-        self.layout: Layout = layout(params, self.world_size, by_rows)
+        self.layout = cut
         self._pieces = self.layout.of_params()
         self._mine = {piece.param.index: piece for piece in self.layout.of_rank(self.rank)}
         self._taken: set[int] = set()
@@ -141,27 +137,39 @@ class Ranks(ABC):
             tensor = filling.read(array, piece.param)
             if tensor is piece.param.tensor:
                 return weights[index], None
-            memory = tensor.detach().to("cpu").contiguous()
-            return piece.place(memory), memory
+            part = piece.part_of(tensor.detach().to("cpu").contiguous()).contiguous()
+            return piece.place(part), part
 
         return place
 
-    def export_state(self, job: Any, arrays: list[list[Place]]) -> int:
-        """Writes all state to where each array's values go, parameter by parameter. Returns how many updates made it."""
-        cut = [self.of_pieces(places) for places in arrays]
+    def export_state(self, job: Any, arrays: list[list[Tensor]], *, alone: bool) -> int:
+        """Writes all state into each array's tensors, one for each parameter. Returns how many updates made it.
+
+        Args:
+            alone: this rank does so, and no other. Else all do, a few at a time.
+        """
+
+        def export() -> int:
+            with exported(list(self.layout.pieces()), arrays) as places:
+                applied: int = job.export_state(places)[1]
+            return applied
+
+        if alone:
+            return export()
         applied = 0
         for turn in range(0, self.world_size, _EXPORTS):
             mine = range(turn, turn + _EXPORTS)
-            applied = _agree.together(lambda: job.export_state(cut)[1] if self.rank in mine else 0)[turn]
+            applied = _agree.together(lambda: export() if self.rank in mine else 0)[turn]
         return applied
 
-    def of_pieces(self, places: list[Place]) -> list[Place]:
-        """Where the values of all pieces go, in the job's order, of where those of parameters go. None of none."""
-        return [piece.place_in(places[piece.param.index]) for piece in self.layout.pieces()] if places else []
+    def export_weights(self, job: Any, dtype: str, tensors: list[Tensor]) -> None:
+        """Writes the newest master weights into tensors of one type, one for each parameter."""
+        with exported(list(self.layout.pieces()), [tensors]) as [places]:
+            job.export_weights(dtype, places)
 
     def places_of(self, param: Param, memory: Tensor) -> list[Place]:
         """Where the pieces of a parameter go, in memory of its shape."""
-        return [piece.place(memory) for piece in self._pieces[param.index]]
+        return [piece.place(piece.part_of(memory)) for piece in self._pieces[param.index]]
 
     def of_params(self, of_pieces: dict[int, int]) -> dict[int, int]:
         """By parameter what is so of all its pieces."""
@@ -247,7 +255,7 @@ class Reduced(Ranks):
     """Gradients come reduced, the same on all ranks. Each rank sends its part of them, and gathers the weights."""
 
     def __init__(self, params: list[Param]) -> None:
-        super().__init__(params, by_rows=False)
+        super().__init__(params, layout(params, _agree.place()[1]))
         self._gathered = Gathered(self.layout, self.rank, self.world_size)
         #: The parameters whose gradients ranks have compared, or could have.
         self._compared: set[int] = set()
@@ -259,7 +267,7 @@ class Reduced(Ranks):
         for param in self.params:
             memory = param.tensor.detach()
             whole.append(memory if is_plain(memory) else memory.to("cpu").contiguous())
-        return [piece.place(whole[piece.param.index]) for piece in self.layout.pieces()], whole
+        return [piece.place(piece.part_of(whole[piece.param.index])) for piece in self.layout.pieces()], whole
 
     def amend_with(self, held: Held | None) -> None:
         super().amend_with(held)
@@ -306,59 +314,3 @@ class Reduced(Ranks):
         if piece is not None:
             part = gradient.reshape(-1)[piece.start : piece.start + piece.elements]
             self._outgoing.send(job, piece_param(piece, part, param.dtype), part, scale)
-
-
-class Sharded(Ranks):
-    """Parameters are DTensors, and so are their gradients. The local shard is this rank's part."""
-
-    def __init__(self, params: list[Param]) -> None:
-        for param in params:
-            _sharding.check(param.name, param.tensor, _agree.place()[1])
-        super().__init__(params, by_rows=True)
-        self._locals: list[Param] = []
-        self._weights: Weights | None = None
-
-    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
-        return _sharding.to_first_rank(self.layout.pieces(), self.rank)
-
-    def keep(self, frozen: list[Param]) -> Kept:
-        return _sharding.KeptShards(frozen, self.layout.count(), self.rank, self.world_size)
-
-    def read(self, job: Any) -> None:
-        locals_ = [
-            dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape)
-            for param in self.params
-            if (piece := self._mine.get(param.index)) is not None
-            for local in [_sharding.local(param.tensor)]
-        ]
-        before = [param.tensor.data_ptr() for param in self._locals]
-        if self._weights is None or [param.tensor.data_ptr() for param in locals_] != before:
-            # FSDP2 makes other shards where the model is moved or loaded.
-            held = self._outgoing.held
-            self._locals, self._weights = locals_, Weights(locals_, job) if held is None else Amending(locals_, job, held)
-        self._weights.read()
-
-    def places_of(self, param: Param, memory: Tensor) -> list[Place]:
-        piece = self._mine[param.index]
-        return [(piece.index, memory.data_ptr(), piece.elements, piece.wire)]
-
-    def forget_weights(self) -> None:
-        self._locals, self._weights = [], None
-
-    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
-        _params.check_gradient(param, gradient)
-        if not isinstance(gradient, DTensor) or gradient.placements != param.tensor.placements:  # type: ignore[attr-defined]
-            raise invalid(
-                f"{param.name}.grad",
-                "not sharded as its parameter is",
-                "what fully_shard makes of it",
-                "let backward make it, in the model that was given to fully_shard",
-                GradientError,
-            )
-        piece = self._mine.get(param.index)
-        local = gradient.to_local()
-        if piece is None:
-            return
-        if local.numel() != piece.elements:
-            raise UsageError(f"{param.name} has another shard than when the optimizer was built: build it after fully_shard")
-        self._outgoing.send(job, dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape), local, scale)

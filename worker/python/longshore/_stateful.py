@@ -172,7 +172,7 @@ class Stateful(torch.optim.Optimizer):
                 if _params.is_sharded(param.tensor):
                     from longshore import _sharding  # which needs torch.distributed
 
-                    _sharding.fill(param.tensor, weights)
+                    _sharding.fill(param, weights)
                 else:
                     param.tensor.copy_(weights)
 

@@ -5,8 +5,9 @@ import torch
 from longshore import _agree, _ddp, _waits
 from longshore._options import Options
 from longshore._params import Param
-from longshore._ranks import Ranks, Reduced, Sharded
+from longshore._ranks import Ranks, Reduced
 from longshore._scattered import Scattered
+from longshore._sharded import Sharded
 from longshore.errors import invalid
 
 
@@ -31,9 +32,13 @@ def _ranks(options: Options, params: list[Param], is_sharded: bool, place: tuple
         raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
     if is_sharded:
         if options.partition is not None:
-            limit = "None with parameters of fully_shard"
+            limit = "None with parameters that are DTensors"
             raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
-        return Sharded(params)
+        sharded = Sharded(params)
+        if sharded.has_replicas and options.delay and options.correction.startswith("worker-local"):
+            limit = "another one where ranks hold the same as others (Replicate)"
+            raise invalid("correction", repr(options.correction), limit, "leave it out, and servers amend the weights, or shard over all ranks")
+        return sharded
     if options.partition == "all-reduced":
         return Reduced(params)
     if _ddp.has_any(param.tensor for param in params):
