@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -183,10 +181,6 @@ def refused(case: str, options: dict[str, Any]) -> str:
         model = DistributedDataParallel(model)
     if case == "fsdp layer":
         fully_shard(model.odd)
-    if case == "fsdp hybrid":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    if case == "fsdp placement":
-        fully_shard(model, shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (WIDTH, 64) else None)
     if case == "fsdp written":
         fully_shard(model)
     if case == "short":

@@ -64,7 +64,7 @@ def test_partitions_equal_a_plain_loop(trained: dict[str, list[dict[str, Any]]])
     found = trained["scatter host"][0]
     model = list(net().parameters())
     table = _params.table([{"params": model}])
-    by_param = layout(table, RANKS, by_rows=False).of_params()
+    by_param = layout(table, RANKS).of_params()
     for index, parameter in enumerate(model):
         for piece in by_param[index]:
             part = slice(piece.start, piece.start + piece.elements)

@@ -1,4 +1,4 @@
-"""How parameters are cut for ranks: every element has one place, and pieces are torch.chunk's where rows are cut."""
+"""How parameters are cut for ranks that hold them whole: every element has one place."""
 
 import math
 import random
@@ -22,12 +22,11 @@ def drawn(chance: random.Random) -> list[Param]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_every_element_has_one_place(world_size: int, by_rows: bool) -> None:
+def test_every_element_has_one_place(world_size: int) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     params = drawn(random.Random(seed))
-    cut = layout(params, world_size, by_rows)
+    cut = layout(params, world_size)
     pieces = list(cut.pieces())
     assert [piece.index for piece in pieces] == list(range(len(pieces)))
     assert all(math.prod(piece.shape) == piece.elements for piece in pieces)
@@ -36,9 +35,6 @@ def test_every_element_has_one_place(world_size: int, by_rows: bool) -> None:
         ends = [piece.start + piece.elements for piece in by_param[each.index]]
         assert [piece.start for piece in by_param[each.index]] == [0, *ends[:-1]]
         assert ends[-1] == each.elements
-        if by_rows and each.shape:
-            chunks = torch.chunk(each.tensor, world_size)
-            assert [piece.shape for piece in by_param[each.index]] == [tuple(chunk.shape) for chunk in chunks]
     for bucket in cut.buckets:
         slots = torch.zeros(world_size, bucket.slot, dtype=bucket.dtype)
         for each in bucket.params:
@@ -51,7 +47,7 @@ def test_every_element_has_one_place(world_size: int, by_rows: bool) -> None:
 
 def test_buckets_are_large_enough_and_partitions_in_forward_order() -> None:
     params = [param(index, torch.empty(1024, 1024)) for index in range(40)]
-    cut = layout(params, 4, by_rows=False)
+    cut = layout(params, 4)
     assert len(cut.buckets) == 10
     assert [rank for _, rank in cut.partitions] == 10 * [0, 1, 2, 3]
     assert [each.index for bucket in cut.buckets for each in bucket.params] == list(range(40))
@@ -59,4 +55,4 @@ def test_buckets_are_large_enough_and_partitions_in_forward_order() -> None:
 
 def test_more_ranks_than_elements_are_refused() -> None:
     with pytest.raises(errors.InvalidError, match=r"partition is nothing for rank 2, .*train with fewer ranks"):
-        layout([param(0, torch.empty(1, 2))], 4, by_rows=False)
+        layout([param(0, torch.empty(1, 2))], 4)

@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "partial": ({}, r"InvalidError: weight is placed as \[Partial\(sum\)\], but must be placed by Shard and Replicate: redistribute"),
     "few": ({}, r"InvalidError: partition is nothing for rank 2, .*train with fewer ranks"),
     "unreduced": ({}, r"GradientError: 0\.weight\.grad is another on rank 2 than on rank 0.*call fully_shard on the whole model"),
-    "written": ({}, r"UsageError: (rank 3 failed, .*)?0\.weight is another in the model than on the servers"),
+    "written": ({}, r"UsageError: 0\.weight is another in the model than on the servers"),
     "amended": ({"delay": 1, "correction": "worker-local"}, r"InvalidError: correction is 'worker-local', .*\(Replicate\)"),
 }
 
@@ -43,7 +43,8 @@ def trained(folder: Path) -> Found:
             parted = {**options, "job": f"parted-{way}", "streaming": True}
             runs[f"{way} first"] = (way, {**parted, "steps": STEPS // 2})
             runs[f"{way} then"] = (way, {**parted, "seed": 1})
-            runs[f"{way} delayed"] = (way, {**options, "job": f"delayed-{way}", "delay": 1, "warmup_steps": 1})
+            if way != "tensor":
+                runs[f"{way} delayed"] = (way, {**options, "job": f"delayed-{way}", "delay": 1, "warmup_steps": 1, "streaming": way == "both"})
         runs["both"][1]["folder"] = str(folder)
         runs["resumed"] = ("both", {**options, "job": "resumed", "resume": "hybrid", "seed": 1, "steps": 0, "keep": True})
         runs["fills"] = ("fills", {"seed": random.randrange(2**32)})
@@ -90,16 +91,16 @@ def test_each_piece_is_sent_once(trained: Found, way: str) -> None:
         assert max(sent) < 0.3 * sum(sent)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hybrid", "both"])
 def test_ranks_that_hold_the_same_have_the_same_bits(trained: Found, way: str) -> None:
     """Also after steps with a delay, whose weights are others than those of exact ones."""
     delayed = trained[f"{way} delayed"]
     for rank in delayed:
         assert all(torch.equal(weight, rank["weights"][name]) for name, weight in delayed[0]["weights"].items())
     assert not are_equal(delayed[0]["own"], trained[way][0]["own"])
-    copies = {"hybrid": [(0, 2), (1, 3)]}.get(way, [])
-    for one, other in copies:
-        assert are_equal(trained[way][one]["own"], trained[way][other]["own"])
+    for one, other in ((0, 2), (1, 3)):
+        assert are_equal(trained["hybrid"][one]["own"], trained["hybrid"][other]["own"])
+        assert are_equal(trained["tensor"][one]["own"][:2], trained["tensor"][other]["own"][:2])
 
 
 def are_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
