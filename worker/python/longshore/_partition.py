@@ -126,12 +126,14 @@ def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layo
     Raises:
         InvalidError: where a rank would have nothing, or where there are more pieces than servers take.
     """
-    if len(params) * world_size > _MOST_PIECES:
+    cuts = {param.index: cut(param) if cut is not None else _evenly(param, world_size) for param in params}
+    pieces = sum(map(len, cuts.values()))
+    if pieces > _MOST_PIECES:
         raise invalid(
             "partition",
-            f"{len(params)} parameters in {world_size} pieces each",
+            f"{len(params)} parameters in {pieces} pieces",
             f"at most {_MOST_PIECES} pieces",
-            "let the servers sum (partition=None, or fewer ranks that push)",
+            "shard over fewer ranks, or let the servers sum (partition=None, with plain parameters)",
         )
     buckets: list[Bucket] = []
     partitions: list[tuple[int, int]] = []
@@ -140,10 +142,9 @@ def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layo
         dealt: list[list[Piece]] = [[] for _ in range(world_size)]
         slot = 0
         for param in group:
-            pieces = cut(param) if cut is not None else _evenly(param, world_size)
-            for piece in pieces:
+            for piece in cuts[param.index]:
                 dealt[piece.rank].append(dataclasses.replace(piece, offset=slot))
-            slot += max(piece.elements for piece in pieces)
+            slot += max(piece.elements for piece in cuts[param.index])
         for rank, mine in enumerate(dealt):
             if mine:
                 partitions.append((index, rank))

@@ -21,7 +21,7 @@ from longshore._host import Place, is_plain
 from longshore._outgoing import Outgoing
 from longshore._params import Param
 from longshore._partition import Layout, exported, layout, piece_param
-from longshore.errors import GradientError, UsageError, invalid
+from longshore.errors import GradientError, LongshoreError, UsageError, invalid
 
 #: How many exports a job may have at once.
 _EXPORTS = 4
@@ -314,3 +314,15 @@ class Reduced(Ranks):
         if piece is not None:
             part = gradient.reshape(-1)[piece.start : piece.start + piece.elements]
             self._outgoing.send(job, piece_param(piece, part, param.dtype), part, scale)
+
+
+def on_all(check_missing: CheckMissing) -> CheckMissing:
+    """The same, which raises on all ranks where it does: they know of each other which parameters have a gradient."""
+
+    def check(missing: list[Param]) -> None:
+        try:
+            check_missing(missing)
+        except LongshoreError as error:
+            raise _waits.known(error) from None
+
+    return check

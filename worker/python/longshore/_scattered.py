@@ -9,8 +9,7 @@ from torch import Tensor, distributed
 from longshore import _agree, _params, _partition, _waits
 from longshore._params import Param
 from longshore._partition import Bucket, piece_param
-from longshore._ranks import CheckMissing, Reduced
-from longshore.errors import LongshoreError
+from longshore._ranks import CheckMissing, Reduced, on_all
 
 
 class Scattered(Reduced):
@@ -39,7 +38,7 @@ class Scattered(Reduced):
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         self._scale = scale
         with self.telling():
-            return super().push(job, scale, _on_all(check_missing))
+            return super().push(job, scale, on_all(check_missing))
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         return _waits.telling()
@@ -47,7 +46,7 @@ class Scattered(Reduced):
     def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
         # Ranks that have no more gradients reduce with the others all the same, so that none waits for another.
         self._reduce_rest()
-        if super().end_micro_step(job, _on_all(check_missing)):
+        if super().end_micro_step(job, on_all(check_missing)):
             return True
         for _, work, part in self._reducing:
             _waits.wait(work, part.device, "gradients that ranks reduce")
@@ -128,15 +127,3 @@ class Scattered(Reduced):
         if not any(counts):
             return self.params
         return [param for param, count in zip(self.params, counts, strict=True) if count < self.world_size]
-
-
-def _on_all(check_missing: CheckMissing) -> CheckMissing:
-    """The same, which raises on all ranks where it does: they know of each other which parameters have a gradient."""
-
-    def check(missing: list[Param]) -> None:
-        try:
-            check_missing(missing)
-        except LongshoreError as error:
-            raise _waits.known(error) from None
-
-    return check

@@ -15,7 +15,7 @@ from longshore._frozen import Kept
 from longshore._host import Place
 from longshore._params import Param
 from longshore._partition import Piece, layout, piece_param
-from longshore._ranks import CheckMissing, Ranks
+from longshore._ranks import CheckMissing, Ranks, on_all
 from longshore._weights import Weights
 from longshore.errors import GradientError, UsageError, invalid
 
@@ -63,7 +63,8 @@ class Sharded(Ranks):
             own = [param for param in locals_ if param.index in sent]
             replicas = [param for param in locals_ if param.index not in sent]
             # The own ones come meanwhile, and while any of them is unread the others can be read again.
-            self._weights = [Weights(replicas, _Fetched(job))] if replicas else []
+            fetched: Any = _Fetched(job)
+            self._weights = [Weights(replicas, fetched)] if replicas else []
             self._weights.append(Weights(own, job) if held is None else Amending(own, job, held))
         for weights in self._weights:
             weights.read()
@@ -76,7 +77,10 @@ class Sharded(Ranks):
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         with self.telling():
-            return super().push(job, scale, check_missing)
+            return super().push(job, scale, on_all(check_missing))
+
+    def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
+        return super().end_micro_step(job, on_all(check_missing))
 
     def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         _params.check_gradient(param, gradient)

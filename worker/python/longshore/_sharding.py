@@ -64,14 +64,14 @@ def box_of(param: Param) -> Box:
         parts = int(getattr(placement, "split_factor", 1))
         of_each = [_cut(_cut(runs[placement.dim], parts, part), mesh.size(place), coordinate[place]) for part in range(parts)]
         runs[placement.dim] = [run for of_part in of_each for run in of_part]
-    box = tuple((held[0].start, held[-1].stop) if held else (0, 0) for held in runs)
-    lengths = [sum(map(len, held)) for held in runs]
-    shape = tuple(local(tensor).shape)
-    is_whole = lengths == [end - first for first, end in box] and shape == tuple(lengths)
-    if math.prod(lengths) != math.prod(shape) or (math.prod(shape) and not is_whole):
+    box = tuple((of_dim[0].start, of_dim[-1].stop) if of_dim else (0, 0) for of_dim in runs)
+    held = local(tensor)
+    lengths = [sum(map(len, of_dim)) for of_dim in runs]
+    is_box = list(held.shape) == lengths == [end - first for first, end in box]
+    if held.numel() != math.prod(lengths) or (held.numel() and not is_box):
         raise invalid(
             param.name,
-            f"placed as {list(placements)}, of {list(param.shape)} with {list(shape)} on rank {distributed.get_rank()}",
+            f"placed as {list(placements)}, of {list(param.shape)} with {list(held.shape)} on rank {distributed.get_rank()}",
             "cut so that each rank holds neighbours",
             "shard dimensions whose size the ranks divide",
         )
@@ -102,6 +102,8 @@ def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
     Raises:
         InvalidError: naming the parameter and the remedy, on all ranks, for what cannot be trained so.
     """
+    if not params:
+        return {}
     everyones: list[dict[str, Box]] = _agree.together(lambda: {param.name: box_of(param) for param in params})
     loads = [0] * world_size
     found: dict[int, list[Piece]] = {}
@@ -131,7 +133,7 @@ def _name(param: Param, at: list[int]) -> str:
     parts = [0] * len(at)
     if isinstance(param.tensor, DTensor):
         for place, placement in enumerate(param.tensor.placements):
-            if not isinstance(placement, Replicate):
+            if isinstance(placement, Shard | _StridedShard):
                 parts[placement.dim] = max(parts[placement.dim], 1) * param.tensor.device_mesh.size(place)
     last = max((dim for dim, of in enumerate(parts) if of), default=-1)
     return param.name + "".join(f"#{at[dim]}/{max(parts[dim], 1)}" for dim in range(last + 1))
