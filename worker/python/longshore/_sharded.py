@@ -19,9 +19,11 @@ from longshore._ranks import CheckMissing, Ranks, on_all
 from longshore._weights import Weights
 from longshore.errors import GradientError, UsageError, invalid
 
-#: How many elements of a gradient are compared between the ranks that have it, and how far apart they may be, of the largest one.
+#: How many elements of a gradient are compared between the ranks that have it; and how far apart they may be, of the largest one of them,
+#: or of the largest one of all gradients, since one that is zero in theory is rounding alone.
 _SAMPLES = 64
 _APART = 0.05
+_NOISE = 1e-5
 
 
 class Sharded(Ranks):
@@ -148,12 +150,13 @@ def _compare(pieces: list[Piece], everyones: list[Any]) -> None:
     Args:
         everyones: by rank, what :func:`_sample` gave by parameter.
     """
+    noise = _NOISE * _largest([value for sample in everyones[0].values() for value in sample])
     for piece in pieces:
         first, *others = piece.holders
         ours = everyones[first].get(piece.param.name, [])
         for rank in others:
             theirs = everyones[rank].get(piece.param.name, [])
-            if len(ours) != len(theirs) or _are_apart(ours, theirs):
+            if len(ours) != len(theirs) or _are_apart(ours, theirs, noise):
                 error = invalid(
                     f"{piece.param.name}.grad",
                     f"another on rank {rank} than on rank {first}",
@@ -165,8 +168,12 @@ def _compare(pieces: list[Piece], everyones: list[Any]) -> None:
                 raise _waits.known(error)
 
 
-def _are_apart(ours: list[float], theirs: list[float]) -> bool:
+def _are_apart(ours: list[float], theirs: list[float], noise: float) -> bool:
     """Whether these are not the same but for rounding. What overflowed says nothing."""
     pairs = [pair for pair in zip(ours, theirs, strict=True) if all(map(math.isfinite, pair))]
-    largest = max((abs(value) for pair in pairs for value in pair), default=0.0)
-    return any(abs(one - other) > _APART * largest for one, other in pairs)
+    allowed = max(_APART * _largest([value for pair in pairs for value in pair]), noise)
+    return any(abs(one - other) > allowed for one, other in pairs)
+
+
+def _largest(values: list[float]) -> float:
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
