@@ -82,11 +82,18 @@ test_package() {
     DS_BUILD_OPS=0 install_beside deepspeed --no-build-isolation --no-binary=deepspeed
     install_beside fine-tuning
     install_beside types
+    install_beside xdist
     install_package
     took "installed the Python package"
+    # Half of a test is waiting for processes to start. A file's tests stay in one process, since they share what they have started.
+    local parallel=()
+    if [[ ${TEST_XDIST:-} ]]; then
+        export PYTHONPATH=$PYTHONPATH:$TEST_XDIST
+        parallel=(-n 2 --dist loadfile)
+    fi
     # From another folder, so that the installed package is tested and not its sources. The exit status also tells of errors
     # outside of tests.
-    (cd "$cache" && "$package_python" -m pytest -o cache_dir="$cache/pytest" --junitxml="$results" "$root/worker/python/tests" "$@") ||
+    (cd "$cache" && "$package_python" -m pytest ${parallel[@]+"${parallel[@]}"} --durations 15 -o cache_dir="$cache/pytest" --junitxml="$results" "$root/worker/python/tests" "$@") ||
         package_failed=1
     read -r own_passed own_failed own_skipped < <(
         "$package_python" - "$results" "$LONGSHORE_TEST_SKIPPED" <<'PY'

@@ -237,7 +237,7 @@ def test_a_job_that_could_not_be_given_up_is_given_up_again(tmp_path: pathlib.Pa
         optimizer.flush()
         process.kill()
         process.wait()
-        with pytest.raises(errors.UnreachableError):
+        with pytest.raises(errors.RefusedError, match="DeleteJob of job given-up on server .* failed"):
             optimizer.adopt("another")
         assert not optimizer.is_closed
         process, _ = serve(*flags, listen=address)
