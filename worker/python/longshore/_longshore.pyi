@@ -18,12 +18,10 @@ class Server:
     def __init__(
         self,
         *,
+        nvme: tuple[Sequence[str | os.PathLike[str]], int, str],
         memory: int | None = None,
         threads: int | None = None,
         checkpoints: tuple[str | os.PathLike[str], int] | None = None,
-        state_dirs: Sequence[str | os.PathLike[str]] = ...,
-        resident: int = 0,
-        spill: str = "state",
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None: ...
     @property

@@ -53,9 +53,7 @@ class Server:
             memory=memory,
             threads=threads,
             checkpoints=None if checkpoint_dir is None else (checkpoint_dir, checkpoint_keep),
-            state_dirs=[state_dirs] if isinstance(state_dirs, (str, os.PathLike)) else list(state_dirs),
-            resident=resident,
-            spill=spill,
+            nvme=([state_dirs] if isinstance(state_dirs, (str, os.PathLike)) else list(state_dirs), resident, spill),
             shm_dir=shm_dir,
         )
 

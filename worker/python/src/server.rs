@@ -28,17 +28,16 @@ pub(crate) struct Server {
 #[pymethods]
 impl Server {
     #[new]
-    #[pyo3(signature = (*, memory=None, threads=None, checkpoints=None, state_dirs=Vec::new(), resident=0, spill="state", shm_dir=None))]
+    #[pyo3(signature = (*, nvme, memory=None, threads=None, checkpoints=None, shm_dir=None))]
     fn new(
         py: Python<'_>,
+        nvme: (Vec<PathBuf>, u64, String),
         memory: Option<u64>,
         threads: Option<usize>,
         checkpoints: Option<(PathBuf, usize)>,
-        state_dirs: Vec<PathBuf>,
-        resident: u64,
-        spill: &str,
         shm_dir: Option<PathBuf>,
     ) -> PyResult<Server> {
+        let (state_dirs, resident, spill) = nvme;
         let spill: Spill = spill.parse().map_err(|fault: Fault| invalid(py, &fault.to_string(), &fault))?;
         let (checkpoint_dir, checkpoint_keep) = checkpoints.unzip();
         let change = move |defaults: Config| Config {

@@ -3,6 +3,7 @@
 
 use longshore_engine::tier;
 use longshore_proto::{JobSpec, Placement, ServerId, TierKind};
+use longshore_worker::Transport;
 
 use super::Args;
 use crate::plan::{DriveTraffic, Hardware, Run, Stage, Step, Unit, update_bytes};
@@ -36,10 +37,13 @@ pub(super) fn predict(
         None if run.drives.update > 0.0 => return Ok(None),
         None => f64::INFINITY,
     };
+    // In shared memory servers read gradients where they lie, and a worker maps images: the update's traffic has both already.
+    let is_mapped = uses.room.is_none() && args.transport() == Transport::Memfd;
+    let alone_link = if is_mapped { f64::INFINITY } else { alone.wire };
     let hardware = Hardware {
         // Units say how long they compute.
         gpu_flops: f64::INFINITY,
-        link: args.link.map_or(alone.wire, |speed| speed as f64),
+        link: args.link.map_or(alone_link, |speed| speed as f64),
         server_link: args.server_link.map_or(f64::INFINITY, |speed| speed as f64),
         server_memory: args.server_memory.map_or(alone.memory / run.servers, |speed| speed as f64),
         drives,
