@@ -193,8 +193,7 @@ class Amending(Weights):
                 check_unchanged(ours, [])
                 self._amend(coming, ours)
             self._job.have_weights([param.index for param in ours])
-            for param in ours:
-                self._arrived(param)
+            self._arrived(ours)
         others = [param for param in params if coming is None or param not in coming]
         if others:
             super()._read(others)

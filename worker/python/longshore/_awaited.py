@@ -6,7 +6,7 @@ What reaches its memory past torch's functions does not: see :func:`longshore._w
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class AwaitedTensor(_Awaited, Tensor):
 
 
 _KINDS: dict[type, type] = {nn.Parameter: AwaitedParameter, Tensor: AwaitedTensor}
+_PLAIN = {awaited: plain for plain, awaited in _KINDS.items()}
 
 
 def can_await(tensor: Tensor) -> bool:
@@ -82,16 +83,18 @@ def can_await(tensor: Tensor) -> bool:
     return type(tensor) in _KINDS
 
 
-def begin(tensor: Tensor, reader: Callable[[], None]) -> None:
-    """From now on ``reader`` is called before the tensor's elements are used. It calls :func:`end`."""
-    _readers[id(tensor)] = reader
-    tensor.__class__ = _KINDS[type(tensor)]
+def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
+    """From now on ``reader`` is called before the elements of one of these are used. It calls :func:`end`."""
+    _readers.update(dict.fromkeys(map(id, tensors), reader))
+    for tensor in tensors:
+        tensor.__class__ = _KINDS[type(tensor)]
 
 
-def end(tensor: Tensor) -> None:
-    """The tensor has its weights."""
-    tensor.__class__ = type(tensor).__bases__[-1]
-    _readers.pop(id(tensor), None)
+def end(tensors: Sequence[Tensor]) -> None:
+    """These have their weights."""
+    for tensor in tensors:
+        tensor.__class__ = _PLAIN.get(type(tensor), type(tensor))
+        _readers.pop(id(tensor), None)
 
 
 def read(tensor: Any) -> None:

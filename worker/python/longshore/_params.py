@@ -214,9 +214,10 @@ def check_has_no_graph(param: Param, gradient: Tensor) -> None:
 
 
 def check_gradient(param: Param, gradient: Tensor) -> None:
-    """Refuses a gradient that is not the parameter's."""
+    """Refuses a gradient that is not the parameter's, as that of one that was changed under the optimizer."""
     if gradient.dtype is param.dtype and gradient.layout is torch.strided and gradient.shape == param.shape:
         return
+    check_unchanged([param], [])
     if gradient.layout is not torch.strided:
         raise invalid(
             f"{param.name}.grad",

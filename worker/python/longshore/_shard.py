@@ -128,7 +128,7 @@ def shard(
     copies = 2 if _is_on_device(members, device) else 1
     cut = _cut(is_gathered, lambda: _units.cut(model, members, named, room, copies), room)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
-    if whole is not None and copies > 1 and optimizer._stream is not None:
+    if whole is not None and optimizer._stream is not None:
         optimizer._stream.room = reserve
     room = None if room is None else room - copies * reserve
     _ddp.refuse_models_in_units()

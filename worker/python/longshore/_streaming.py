@@ -12,6 +12,7 @@ from longshore import _ddp, _device, _params
 from longshore._host import Gradients
 from longshore._params import Param
 from longshore._pusher import Pusher
+from longshore._together import Together
 from longshore.errors import GradientError, UsageError, invalid
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class Stream:
         self.is_refused = False
         #: What pushes gradients that a device has to copy first.
         self._pusher: Pusher | None = None
-        #: How many bytes of gradients a device may hold that are on their way; None for no limit.
+        #: Gradients of the host that were taken and have not left.
+        self._together = Together(optimizer._gradients)
+        #: How many bytes of gradients that are on their way may be held where the model is; None for no limit.
         self.room: int | None = None
         self._is_checked = False
         self.hook()
@@ -84,6 +87,7 @@ class Stream:
     def unhook(self) -> None:
         if self._pusher is not None:
             self._pusher.close()
+        self._together.forget()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -125,9 +129,15 @@ class Stream:
                 self._pusher = Pusher(connection.job)
         return optimizer, connection
 
-    @torch.no_grad()
     def _take(self, tensor: Tensor) -> None:
-        """Sends the gradient that backward has just made, and frees it."""
+        """Sends the gradient that backward has just made, and frees it: now, or with the next ones if it is small."""
+        param, connection = self._by_tensor.get(id(tensor)), self._together.connection
+        if connection is not None and param is not None and param.index not in self._taken:
+            # All but this gradient itself was looked at for the first of them, and is again when they leave.
+            gradient = tensor.grad
+            if gradient is not None:
+                self._add(connection, param, gradient)
+            return
         optimizer, connection = self._open()
         if optimizer._options.trains_later and not self._taken:
             for other in self.hook():
@@ -135,7 +145,7 @@ class Stream:
                 # stream, which nothing here waits for: it leaves when backward has ended.
                 if not _device.accelerator.has(other):
                     self._take(other)
-        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
+        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
             self._leave(optimizer, connection, tensor)
 
     def _leave(self, optimizer: Streamed, connection: "Connection", tensor: Tensor) -> None:
@@ -163,16 +173,14 @@ class Stream:
                 "interrupted",
                 GradientError,
             )
+        if connection.ranks is None and self._pusher is None:
+            self._add(connection, param, gradient)
+            return
         _params.check_unchanged([param], [])
-        _params.check_has_no_graph(param, gradient)
-        _check_read(connection, param)
+        _check(connection, param, gradient)
         if connection.ranks is not None:
             connection.ranks.take(connection.job, param, gradient)
-        elif self._pusher is None:
-            place = optimizer._gradients.take(param, gradient)
-            connection.job.push([place])
-            optimizer._gradients.release()
-        else:
+        elif self._pusher is not None:
             self._pusher.wait_for(param.index)
             if self.room is not None:
                 self._pusher.wait_for_room(gradient.nbytes, self.room)
@@ -183,12 +191,31 @@ class Stream:
         if len(self._taken) == len(connection.params):
             self._end_micro_step(optimizer, connection)
 
+    def _add(self, connection: "Connection", param: Param, gradient: Tensor) -> None:
+        """Takes a gradient of the host. It leaves with those before it once they are enough, or it is the last one."""
+        if gradient.requires_grad or connection.weights.is_awaited(param):
+            _check(connection, param, gradient)
+        self._together.add(connection, param, gradient)
+        self._taken.add(param.index)
+        param.tensor.grad = None
+        if len(self._taken) == len(connection.params):
+            self._end_micro_step(*self._open())
+        elif self.room is not None or self._together.is_enough:
+            self._push_together()
+
+    def _push_together(self) -> None:
+        """Sends the gradients of the host that were taken and have not left."""
+        optimizer, connection = self._open()
+        optimizer._check_whole(connection)
+        self._together.push(connection.job)
+
     def _end_micro_step(self, optimizer: Streamed, connection: "Connection") -> None:
         if connection.ranks is not None:
             connection.weights.meet()
             self._micro_steps += connection.ranks.end_micro_step(connection.job, optimizer._check_missing)
             self._taken.clear()
             return
+        self._push_together()
         missing = [param for param in connection.params if param.index not in self._taken]
         self.is_refused = True
         optimizer._check_missing(missing)
@@ -268,8 +295,9 @@ def _end(job: Any, absent: list[int]) -> None:
     job.end_micro_step()
 
 
-def _check_read(connection: "Connection", param: Param) -> None:
-    """Refuses a gradient that was computed with older weights than its step's."""
+def _check(connection: "Connection", param: Param, gradient: Tensor) -> None:
+    """Refuses a gradient with a graph, and one that was computed with older weights than its step's."""
+    _params.check_has_no_graph(param, gradient)
     if connection.weights.is_awaited(param):
         raise invalid(
             f"{param.name}.grad",

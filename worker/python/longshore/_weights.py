@@ -33,11 +33,11 @@ class Weights:
         #: By device: the stream of these copies, and what the device had to do when the weights were asked for.
         self._streams: dict[torch.device, Any] = {}
         self._before: dict[torch.device, tuple[Any, Any]] = {}
-        #: Parameters that have not been read, and by parameter what reads those of its group.
+        #: Parameters that have not been read, and what reads those of a group.
         self._awaited: set[int] = set()
         #: Called with parameters that have got their weights.
         self.when_read: Callable[[list[Param]], None] | None = None
-        self._readers = {param.index: _Reader(self, group) for group in groups_of(params) for param in group}
+        self._readers = [_Reader(self, group) for group in groups_of(params)]
         #: Two threads may use parameters at a time.
         self._lock = threading.RLock()
 
@@ -54,15 +54,14 @@ class Weights:
         """New weights come, for all parameters. Those whose use cannot be noticed are read at once."""
         with self._lock:
             self._note_what_came_before()
-            at_once = []
-            for param in self._params:
-                if param.index in self._awaited:
-                    continue
-                if not _awaited.can_await(param.tensor):
-                    at_once.append(param)
-                    continue
-                self._awaited.add(param.index)
-                _awaited.begin(param.tensor, self._readers[param.index])
+            at_once: list[Param] = []
+            for reader in self._readers:
+                expected = [param for param in reader.group if _awaited.can_await(param.tensor)]
+                if len(expected) < len(reader.group):
+                    others = [param for param in reader.group if not _awaited.can_await(param.tensor)]
+                    at_once += [param for param in others if param.index not in self._awaited]
+                self._awaited.update([param.index for param in expected])
+                _awaited.begin([param.tensor for param in expected], reader)
             if at_once:
                 self._read(at_once)
 
@@ -105,39 +104,32 @@ class Weights:
     def forget(self) -> None:
         """Lets the parameters be as they are."""
         with self._lock:
-            for index in list(self._awaited):
-                self._arrived(self._params[index])
+            self._arrived(self._params)
 
-    def _arrived(self, param: Param) -> None:
-        if param.index in self._awaited:
-            self._awaited.remove(param.index)
-            _awaited.end(param.tensor)
+    def _arrived(self, params: list[Param]) -> None:
+        """These have their weights, or nobody reads them any more. Where Ctrl-C ends this, those that are left are read again."""
+        if self._awaited:
+            here = [param for param in params if param.index in self._awaited]
+            _awaited.end([param.tensor for param in here])
+            self._awaited.difference_update([param.index for param in here])
 
     @torch.no_grad()
     def _read(self, params: list[Param]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             # Weights are written by address: a tensor that has become smaller would not hold them.
             check_unchanged(params, [])
-            staged: list[Param] = []
-            plain: list[Tensor] = []
-            places: list[Place] = []
-            for param in params:
-                memory = param.tensor
-                if is_plain(memory):
-                    plain.append(memory)
-                else:
-                    self._free(param)
-                    staged.append(param)
-                    memory = self._staged[param.index]
-                places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+            staged = {param.index: param for param in params if not is_plain(param.tensor)}
+            for param in staged.values():
+                self._free(param)
+            memory = [self._staged[param.index] if param.index in staged else param.tensor for param in params]
+            places = [(param.index, at.data_ptr(), param.elements, param.wire) for param, at in zip(params, memory, strict=True)]
             if self._job.read_weights(places) is not None:
-                self._copy(staged)
+                self._copy(list(staged.values()))
                 # Autograd learns that they have changed.
-                torch.autograd.graph.increment_version(plain)
+                torch.autograd.graph.increment_version([param.tensor for param in params if param.index not in staged])
                 if self.when_read is not None:
                     self.when_read(params)
-            for param in params if self._awaited else []:
-                self._arrived(param)
+            self._arrived(params)
 
     def _free(self, param: Param) -> None:
         """Sees to it that a parameter has staging memory that no copy reads any more."""
@@ -204,13 +196,13 @@ def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
 class _Reader:
     """Reads a group's weights when one of its parameters is used."""
 
-    __slots__ = ("_group", "_weights")
+    __slots__ = ("_weights", "group")
 
     def __init__(self, weights: Weights, group: list[Param]) -> None:
-        self._weights, self._group = weights, group
+        self._weights, self.group = weights, group
 
     def __call__(self) -> None:
-        self._weights.read_group(self._group)
+        self._weights.read_group(self.group)
 
 
 def groups_of(params: list[Param]) -> list[list[Param]]:

@@ -128,7 +128,7 @@ class _Clocked:
 
 
 def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]) -> Callable[[], None]:
-    """A step whose gradients leave one after the other, as backward's hooks send them."""
+    """A step whose gradients come one after the other, as backward's hooks take them."""
     stream = optimizer._stream
     assert stream is not None
     gradients = [parameter.grad for _, parameter in params]
@@ -186,7 +186,7 @@ def main() -> None:
     )
     part = commands.add_parser("overhead", help="Python's share of a step")
     part.add_argument("--tensors", type=int, default=400)
-    part.add_argument("--streaming", action="store_true", help="gradients leave one by one, and weights are read as they are used")
+    part.add_argument("--streaming", action="store_true", help="gradients are taken one by one, and weights are read as they are used")
     given = parser.parse_args()
     if given.command == "peers":
         torch.set_num_threads(given.threads)

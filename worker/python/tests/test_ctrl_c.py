@@ -97,7 +97,7 @@ CASES = {
     "flush": Case("flush", step_and_flush, lambda optimizer, _: optimizer.flush(), {"delay": 1, "warmup_steps": 3, "streaming": False}),
     "checkpoint": Case("checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),
     "full state": Case("left_out", full_state, lambda *given: (full_state(*given), step(*given))),
-    "backward": Case("_leave", backward, give_up, depth=32),
+    "backward": Case("push", backward, give_up, depth=32),
     "step": Case("_commit", step, lambda optimizer, _: optimizer.flush(), {"streaming": False}),
 }
 

@@ -332,3 +332,29 @@ def test_compiled_code_gets_the_newest_weights() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert same_bits(safe, ours)
+
+
+def test_a_read_that_ctrl_c_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some parameters of a group have their weights then, and the others are awaited still."""
+    found = []
+    for is_interrupted in (False, True):
+        model, _ = pair("mlp")
+        optimizer = streaming(model)
+        if is_interrupted:
+            end = _awaited.end
+
+            def interrupted(tensors: Any) -> None:
+                end(tensors[:2])
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(_awaited, "end", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    model.loss(2)
+            assert len(awaited(model)) == len(list(model.parameters())) - 2
+        for step in (2, 3):
+            model.loss(step).backward()
+            optimizer.step()
+        assert optimizer.flush() == 4
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -8,8 +8,8 @@ from longshore.bench import overhead
 
 
 def fixed() -> float:
-    """The CPU time of a loop that is always the same: what this host's cores and this Python take for it now. It was 1 ms where the shares
-    below were measured."""
+    """The CPU time of a loop that is always the same: what this host's cores and this Python take for it now. Where it was 1.2 ms
+    Python's share was 0.7 ms in safe mode and 1.9 ms in streaming mode."""
     start, found = time.thread_time(), {}
     for number in range(LOOP):
         found[number % 64] = str(number)
@@ -19,7 +19,7 @@ def fixed() -> float:
 LOOP = 18_000
 
 
-@pytest.mark.parametrize(("streaming", "most"), [(False, 1.5), (True, 6.0)])
+@pytest.mark.parametrize(("streaming", "most"), [(False, 1.5), (True, 2.5)])
 def test_what_python_takes_of_a_step_with_400_tensors(streaming: bool, most: float) -> None:
     # A busy host's cores are half as fast at times, so each is compared with a loop that runs beside it, and the least of ten counts.
     assert min(overhead(400, rounds=30, streaming=streaming) / min(fixed() for _ in range(5)) for _ in range(10)) < most

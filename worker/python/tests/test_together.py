@@ -1,0 +1,114 @@
+"""Small gradients of the host leave together in streaming mode, and nothing else changes with that."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from units import Deep, optimizer_of, train, weight_bytes
+
+import longshore
+from longshore import errors
+from longshore._together import ENOUGH
+
+
+class Listening:
+    """A job that notes what is pushed, and fails where it is told to."""
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+        self.calls: list[Any] = []
+        self.fails = False
+
+    def push(self, places: Any) -> None:
+        self.calls.append([index for index, *_ in places])
+        if self.fails:
+            raise KeyboardInterrupt
+        self._job.push(places)
+
+    def end_micro_step(self) -> None:
+        self.calls.append("end")
+        self._job.end_micro_step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+
+def listen(optimizer: longshore.AdamW) -> Listening:
+    optimizer.open()
+    connection = optimizer._connection
+    assert connection is not None
+    connection.job = Listening(connection.job)
+    return connection.job
+
+
+def vectors(*lengths: int) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of these lengths, whose gradients come in the opposite order."""
+    return [(f"p{place}", nn.Parameter(torch.linspace(-1, 1, length))) for place, length in enumerate(lengths)]
+
+
+def backward(params: list[tuple[str, nn.Parameter]]) -> None:
+    loss = torch.zeros(())
+    for _, param in params:
+        loss = (loss + param.square().sum()).tanh()
+    loss.backward()
+
+
+def test_small_gradients_leave_in_one_push_in_their_order() -> None:
+    params = vectors(8, 8, ENOUGH, 8, ENOUGH // 2, ENOUGH // 2)
+    optimizer = longshore.AdamW(params, streaming=True, accumulate=2)
+    job = listen(optimizer)
+    for _ in range(2):
+        backward(params)
+        assert all(param.grad is None for _, param in params)
+    assert job.calls == [[5, 4], [3, 2], [1, 0], "end"] * 2
+
+
+def test_those_of_a_pass_that_leaves_parameters_out_leave_with_it() -> None:
+    params = vectors(8, 8, 8)
+    optimizer = longshore.AdamW(params, streaming=True, missing_gradients="zeros")
+    job = listen(optimizer)
+    backward(params[1:])
+    assert job.calls == []
+    optimizer.step()
+    assert job.calls == [[2, 1], "end"]
+    with pytest.raises(errors.GradientError, match="backward pass 2"):
+        backward(params)
+        backward(params)
+
+
+def test_a_push_that_failed_is_made_again() -> None:
+    found = []
+    for fails in (False, True):
+        params = vectors(8, 8)
+        optimizer = longshore.AdamW(params, streaming=True)
+        job = listen(optimizer)
+        if fails:
+            job.fails = True
+            with pytest.raises(KeyboardInterrupt):
+                backward(params)
+            job.fails = False
+        else:
+            backward(params)
+        optimizer.step()
+        assert optimizer.flush() == 1
+        found.append([param.detach().clone() for _, param in params])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_each_leaves_at_once_where_memory_is_counted() -> None:
+    model = Deep(depth=4)
+    optimizer = optimizer_of(model)
+    job = listen(optimizer)
+    longshore.shard(model, optimizer, weight_bytes(model) * 3 // 4)
+    train(model, optimizer, steps=1)
+    assert [len(call) for call in job.calls[:-1]] == [1] * 8 and job.calls[-1] == "end"
+
+
+def test_a_parameter_that_was_changed_is_named() -> None:
+    params = vectors(8, 8, 8)
+    optimizer = longshore.AdamW(params, streaming=True)
+    optimizer.open()
+    params[1][1].data = torch.zeros(4)
+    with pytest.raises(errors.UsageError, match=r"p1.*\[4\].*\[8\], as when the job was opened"):
+        backward(params)
