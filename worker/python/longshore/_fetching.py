@@ -262,7 +262,8 @@ class Fetcher:
             address += elements * memory.element_size()
         return places
 
-    def _stream(self, device: torch.device) -> Any:
+    def stream(self, device: torch.device) -> Any:
+        """The stream that weights come to a device on."""
         if device not in self._streams:
             self._streams[device] = _device.accelerator.new_stream(device)
         return self._streams[device]
@@ -283,10 +284,15 @@ class Fetch:
         self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
-        #: By device: what it had to do when the memory was allocated, which another may have had before.
-        self._before: dict[torch.device, Any] = {}
+        #: By device: the stream that the memory was allocated for, and what it had to do then with memory that another had before.
+        self._before: dict[torch.device, tuple[Any, Any]] = {}
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
-            self._before[device] = _device.accelerator.record(_device.accelerator.current_stream(device))
+            stream = _device.accelerator.current_stream(device)
+            self._before[device] = stream, _device.accelerator.record(stream)
+
+    def owners(self) -> dict[torch.device, Any]:
+        """By device, the stream that the members' memory belongs to."""
+        return {device: stream for device, (stream, _) in self._before.items()}
 
     def has_come(self) -> bool:
         """Whether all is in the host's memory."""
@@ -332,7 +338,9 @@ class Fetch:
     def finish_alone(self) -> None:
         """Fetches all of the members, where this is a rank's part."""
         self.give_up()
-        self._fetcher.begin(self.members, ahead=False).finish()
+        again = self._fetcher.begin(self.members, ahead=False)
+        again._before = self._before  # it is the same memory
+        again.finish()
 
     def give_up(self) -> None:
         """Nobody needs the members any more. Nothing writes to them after this."""
@@ -347,24 +355,23 @@ class Fetch:
                 # It ends soon. Ctrl-C once more must not free what it writes to.
                 with contextlib.suppress(KeyboardInterrupt):
                     wait([self.read])
-        for device in self._before:
-            copies = _device.accelerator.record(self._fetcher._stream(device))
-            _device.accelerator.let_wait(_device.accelerator.current_stream(device), copies)
+        for device, (owner, _) in self._before.items():
+            _device.accelerator.let_wait(owner, _device.accelerator.record(self._fetcher.stream(device)))
 
     def _copy(self) -> None:
         if self._copied is not None:
             return
         copied: dict[torch.device, Any] = {}
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for device, before in self._before.items():
-                _device.accelerator.let_wait(self._fetcher._stream(device), before)
+            for device, (_, before) in self._before.items():
+                _device.accelerator.let_wait(self._fetcher.stream(device), before)
             for target, source in self.sources:
                 if _device.accelerator.has(target):
-                    _device.accelerator.copy(target, source, self._fetcher._stream(target.device))
+                    _device.accelerator.copy(target, source, self._fetcher.stream(target.device))
                 else:
                     target.copy_(source)
             for device in self._before:
-                copied[device] = _device.accelerator.record(self._fetcher._stream(device))
+                copied[device] = _device.accelerator.record(self._fetcher.stream(device))
             self._copied = copied
             for staged, device in self.staged:
                 self._fetcher._staging.give_back(staged, copied.get(device))

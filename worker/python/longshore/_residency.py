@@ -13,6 +13,7 @@ from longshore import _unit_tensors
 from longshore._fetching import Fetch, Fetcher
 from longshore._unit_nodes import Nodes, is_in_backward
 from longshore._unit_order import Order
+from longshore._unit_streams import UnitStreams
 from longshore._units import Member, Unit
 from longshore.errors import ShortageError, UsageError, invalid
 
@@ -49,6 +50,7 @@ class Residency:
         self.unwind: Callable[[], None] = lambda: None
         self._fetcher = fetcher
         self._order = Order()
+        self._streams = UnitStreams(fetcher.stream)
         self._under_way: dict[Unit, Fetch] = {}
         self._by_storage = {
             member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members
@@ -112,6 +114,7 @@ class Residency:
             if missing:
                 self._make_room(sum(member.nbytes for member in missing), unit)
                 self._finish(unit, self._begin_fetch(missing, ahead=False, shared=together), together)
+            self._streams.use(unit, waits=under_way is not None or bool(missing))
             self._fetch_ahead(shared=trains)
 
     def pin(self, unit: Unit, *, alone: bool = False) -> None:
@@ -268,9 +271,12 @@ class Residency:
     def _free(self, member: Member) -> None:
         if member.tensor._version != member.changes:
             self.changed(member)
+        self._streams.leave(member.unit)
         member.is_here = False
         member.memory.resize_(0)
         self.here -= member.nbytes
+        if not any(other.is_here for other in member.unit.members):
+            self._streams.forget(member.unit)
 
     def _begin_fetch(self, missing: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         try:
@@ -280,7 +286,9 @@ class Residency:
                 self.here += member.nbytes
                 self.fetched += member.nbytes
             self.peak = max(self.peak, self.here)
-            return self._fetcher.begin(missing, ahead=ahead, shared=shared)
+            fetch = self._fetcher.begin(missing, ahead=ahead, shared=shared)
+            self._streams.begin(missing[0].unit, fetch.owners())
+            return fetch
         except BaseException:
             self._take_back(missing)
             raise

@@ -335,7 +335,7 @@ class Layers(nn.Module):
 
     def __init__(self, device: Simulated, width: int = 24, depth: int = 3, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.device, self.dtype = device, dtype
+        self.device, self.width, self.dtype = device, width, dtype
         generator = torch.Generator().manual_seed(0)
 
         def made(*shape: int) -> nn.Parameter:
@@ -353,7 +353,7 @@ class Layers(nn.Module):
 
     def batch(self, step: int, outputs: bool = False) -> Tensor:
         generator = torch.Generator().manual_seed(2 * step + outputs)
-        return self.device.to_device(torch.randn(6, self.weights[0].shape[0], generator=generator).tanh().to(self.dtype))
+        return self.device.to_device(torch.randn(6, self.width, generator=generator).tanh().to(self.dtype))
 
     def loss(self, step: int) -> Tensor:
         return Loss.apply(self.device, self(self.batch(step)), self.batch(step, outputs=True))

@@ -1,0 +1,126 @@
+"""A model in units is right under any legal order of a device's work, and each wait for that is needed."""
+
+import gc
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from units import weight_bytes
+from units_on_a_device import Cut, ImmediateStorages, LateStorages, on
+
+import longshore
+from longshore import _fetching
+
+STEPS = 3
+SEEDS = 4
+DEPTH = 7
+
+
+def train(device: Any, part: float, **options: Any) -> list[Tensor]:
+    """Trains with a part of the model's bytes as its budget, with evaluations that nobody waits for: on another stream before
+    and after forward, and after backward. Returns these, the weights, and what lies in memory that units have given up."""
+    model = Cut(device, DEPTH)
+    device.synchronize()
+    optimizer = longshore.AdamW(
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, missing_gradients="zeros", streaming=True, **options
+    )
+    sharded = longshore.shard(model, optimizer, int(part * weight_bytes(model)))
+    other = device.new_stream(torch.device("cpu"))
+    results = []
+    for step in range(STEPS):
+        # The caller orders what plain weights would ask for: the step writes them, and the streams between two steps only read.
+        device.let_wait(other, device.record(device.main))
+        first = (device.main, other)[step % 2]
+        with device.on(first):
+            for _ in range(2):
+                model.part(step, slice(1))  # what comes next is on its way then, and is given up
+        sharded.release()
+        with device.on(first):
+            results.append(device.to_device(torch.full((model.width, model.width), float(step))))
+        with device.on(other):
+            results.append(model.evaluate(STEPS + step))
+        loss = model.loss(step)
+        with device.on(other):
+            results.append(model.part(step, slice(-2, None)))
+        loss.backward()
+        if "delay" not in options:  # there servers have newer weights by now
+            results.append(model.evaluate(step))
+        device.let_wait(device.main, device.record(other))
+        optimizer.step()
+    optimizer.flush()
+    for parameter in model.parameters():
+        with longshore.GatheredParameters(parameter):
+            results.append(parameter.detach())
+            device.synchronize()
+            results[-1] = device.alias(results[-1]).clone()
+    device.synchronize()
+    found = [device.alias(result).clone() for result in results]
+    optimizer.close()
+    return found
+
+
+def advance(fetch: _fetching.Fetch) -> None:
+    """Does what the package's own does where all has come to the host always."""
+    if fetch.read is not None:
+        wait([fetch.read])
+    fetch._copy()
+
+
+def run(device: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> list[Tensor]:
+    with on(device, monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(_fetching.Fetch, "advance", advance)
+        found = train(device, **MODES[mode])
+        gc.collect()
+    return found
+
+
+#: Rooms for one unit, for some and for all of them, beside gradients.
+MODES: dict[str, dict[str, Any]] = {
+    "one": {"part": 0.4},
+    "some": {"part": 0.7},
+    "all": {"part": 1.3},
+    "delayed": {"part": 0.7, "delay": 1, "warmup_steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Tensor]]:
+    """What each mode gives where nothing is late."""
+    with pytest.MonkeyPatch.context() as patch:
+        return {mode: run(ImmediateStorages(0), patch, mode) for mode in MODES}
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("mode", MODES)
+def test_any_legal_order_gives_the_same_bits(
+    mode: str, seed: int, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(result.isfinite().all() for result in expected[mode])
+    assert same(run(LateStorages(seed), monkeypatch, mode), expected[mode]), f"seed {seed}"
+
+
+#: What is left out, and the mode in which that shows.
+WITHOUT = {
+    "the copy in waits for those who had its memory": ("_copy.let_wait", "some"),
+    "those who use a unit wait for the copy in": ("finish.let_wait", "some"),
+    "memory of what is given up waits for its copy in": ("_end.let_wait", "some"),
+    "staging memory waits for the copy in before": ("take.wait", "some"),
+    "another stream that uses a unit waits for its copy in": ("use.let_wait", "all"),
+    "memory waits for other streams that use what was in it": ("leave.let_wait", "some"),
+    "the copy out waits for the gradient": ("start.let_wait", "some"),
+    "the push waits for the copy out": ("wait.wait", "some"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:step")  # a gradient of memory that nobody wrote is not finite
+@pytest.mark.parametrize("left_out", WITHOUT)
+def test_each_wait_is_needed(left_out: str, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    what, mode = WITHOUT[left_out]
+    seeds = range(4 * SEEDS)
+    assert any(not same(run(LateStorages(seed, ignored=what), monkeypatch, mode), expected[mode]) for seed in seeds)

@@ -1,0 +1,129 @@
+"""A model in units on the simulated accelerator of accelerator.py: memory of the device that storages give up and get again."""
+
+import collections
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerator import Immediate, Layers, Linear, Simulated, Stream, fill_with_nan
+from torch import Tensor, nn
+
+from longshore import _device
+
+
+class _OfStorages(Simulated):
+    """Its storages can change their size, as those of torch's devices can. What a tensor's address finds then is told by :meth:`alias`:
+    memory that was given up is the stream's that it was allocated for, and what comes next on that one may write to it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        #: By the address of a storage: its memory now and the stream that it belongs to; None while it has none.
+        self.memory: dict[int, tuple[np.ndarray, Stream] | None] = {}
+        #: What storages gave up, by stream and number of elements. It is used again first.
+        self.free: dict[tuple[Stream, int], list[np.ndarray]] = collections.defaultdict(list)
+
+    @staticmethod
+    def _address(tensor: Tensor) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage().data_ptr()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        stream = self.current_stream(torch.device("cpu"))
+        free = self.free[stream, int(np.prod(shape))] if dtype is torch.float32 else []
+        if not free:
+            return super().empty(shape, dtype, device)
+        memory = free.pop()
+        self.blocks[memory.ctypes.data] = memory
+        return torch.from_numpy(memory).view(tuple(shape))
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        base = self._address(tensor)
+        if base not in self.memory:
+            return super().alias(tensor)
+        found = self.memory[base]
+        assert found is not None, "it is used while its memory is away"
+        with torch._C.DisableTorchFunctionSubclass():
+            start = (tensor.data_ptr() - base) // tensor.element_size()
+        raw = torch.from_numpy(found[0])[start : start + tensor.numel()]
+        return (raw.view(tensor.dtype) if tensor.dtype is torch.bfloat16 else raw).view(tensor.shape)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Takes a storage's memory, or gives it other memory of this thread's stream, which was somebody else's before."""
+        base = storage.data_ptr()
+        before = self.memory.get(base, (self.blocks[base], self.main))
+        if before is not None and not nbytes:
+            self.memory[base] = None
+            if before[0] is not self.blocks[base]:  # whose address names the storage
+                self.free[before[1], len(before[0])].append(before[0])
+            self.give(before[1], functools.partial(fill_with_nan, before[0]))
+        elif before is None and nbytes:
+            stream, like = self.current_stream(torch.device("cpu")), self.blocks[base]
+            free = self.free[stream, len(like)]
+            memory = free.pop() if free else np.empty_like(like)
+            self.memory[base] = memory, stream
+            self.give(stream, functools.partial(fill_with_nan, memory))
+
+
+class LateStorages(_OfStorages):
+    """Does everything late, in a random legal order."""
+
+
+class ImmediateStorages(_OfStorages, Immediate):
+    """Does everything at once."""
+
+
+@contextlib.contextmanager
+def on(device: _OfStorages, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the block the package takes the simulated accelerator for its own, and its tensors' storages can change their size."""
+    resize, resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+
+    def is_there(storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() in device.blocks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_device, "accelerator", device)
+        patch.setattr(
+            torch.UntypedStorage, "resize_", lambda storage, n: device.resize(storage, n) if is_there(storage) else resize(storage, n)
+        )
+        patch.setattr(torch.UntypedStorage, "resizable", lambda storage: is_there(storage) or resizable(storage))
+        yield
+
+
+class Layer(nn.Module):
+    def __init__(self, device: Simulated, weight: nn.Parameter, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.device, self.weight, self.bias = device, weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Linear.apply(self.device, x, self.weight, self.bias)
+
+
+class Cut(Layers):
+    """The layers of :class:`Layers` as modules."""
+
+    def __init__(self, device: Simulated, depth: int) -> None:
+        super().__init__(device, depth=depth)
+        self.layers = nn.ModuleList(Layer(device, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True))
+        self.last = Layer(device, self.head, self.head_bias)
+        del self.weights, self.biases, self.head, self.head_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        return self.last(self(self.batch(step)))
+
+    @torch.no_grad()
+    def part(self, step: int, layers: slice) -> Tensor:
+        """What some of the layers make of a batch."""
+        x = self.batch(step)
+        for layer in self.layers[layers]:
+            x = layer(x)
+        return x
