@@ -3,8 +3,8 @@
 
 Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
 needs root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing,
-and prints what `configurations` runs. `hosts` needs a Python that has the package and PyTorch.
-Usage: docs/plan.py links | configurations | commands | scaling | hosts | papers | largest
+and prints what `configurations` runs. `hosts` and `prefetch` need a Python that has the package and PyTorch.
+Usage: docs/plan.py links | configurations | commands | scaling | hosts | prefetch | papers | largest
                     [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
 """
 
@@ -302,6 +302,30 @@ def hosts(args):
         print(f"| {count} | {took:.2f} | {least:.2f} | {alone / took:.2f} |", flush=True)
 
 
+def prefetch(args):
+    """How much of the pulls at stage 3 PyTorch's compute hides, behind a link that binds."""
+    link = 100_000_000
+    print("| compute of a use, of its transfer | delay | units | pulled | step s | of the transfer | waited for, of the pulls' time | hidden |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for compute, delay, units in ((1.5, 0, 24), (1.5, 1, 24), (0.5, 0, 24), (0.5, 1, 24)):
+        with Servers(args.programs, 1, link, ["--memory", "4GiB"]) as servers:
+            script = pathlib.Path(__file__).with_name("plan_units.py")
+            command = [args.python, script, servers.addresses(), link, units, compute, delay]
+            done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        found = json.loads(done.stdout)
+        # Units that stay from forward to backward are pulled once.
+        pulled = 2 * units - found["room"]
+        transfer = pulled * found["unit_bytes"] / link
+        waited = max(0.0, found["step_s"] - found["alone_s"])
+        print(
+            f"| {compute} | {delay} | {units} | {pulled} | {found['step_s']:.2f} | {found['step_s'] / transfer:.2f} | "
+            f"{waited / transfer:.2f} | {1 - waited / transfer:.2f} |",
+            flush=True,
+        )
+
+
 #: A host has 16 GPUs and a server.
 HOST = ["--context", 1024, "--gpu-memory", "32GB", "--memory", "1500GB"]
 MANY = ["--fabric", 100, "--units", "tensors"]
@@ -365,7 +389,7 @@ def largest(args):
 
 
 WHAT = {
-    "links": links, "configurations": configurations, "commands": commands, "scaling": scaling, "hosts": hosts,
+    "links": links, "configurations": configurations, "commands": commands, "scaling": scaling, "hosts": hosts, "prefetch": prefetch,
     "papers": papers, "largest": largest,
 }  # fmt: skip
 
@@ -377,7 +401,7 @@ def main():
     parser.add_argument("--only", nargs="+", help="only cases of these names")
     parser.add_argument("--state-dir", help="a folder of the drive that the nvme tier is measured on")
     parser.add_argument("--drives", type=float, help="GB/s of that drive, as `longshore plan --probe` says")
-    parser.add_argument("--python", default=sys.executable, help="a Python that has Longshore's package, for hosts")
+    parser.add_argument("--python", default=sys.executable, help="a Python that has Longshore's package, for hosts and prefetch")
     args = parser.parse_args()
     # Servers and namespaces are removed then as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
