@@ -297,7 +297,7 @@ def release(tensors: Iterable[int]) -> None:
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
     """Whether both have the same bits, those of NaN as well."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def is_image(mine: Tensor, theirs: Tensor, image: torch.dtype) -> bool:

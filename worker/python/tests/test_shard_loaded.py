@@ -81,6 +81,21 @@ def test_weights_that_are_loaded_before_the_job_is_opened_count() -> None:
 DELAYED = {"delay": 1, "warmup_steps": 0}
 
 
+def test_weights_whose_elements_lie_apart_are_compared_too() -> None:
+    model = deep(dtype=torch.float32)
+    with torch.no_grad():
+        bias = model.layers[2].bias
+        bias.data = torch.stack([bias, bias], 1)[:, 0]
+    optimizer = optimizer_of(model)
+    optimizer.open()
+    by_load_state_dict(model)
+    with pytest.raises(errors.UsageError, match=SAID):
+        longshore.shard(model, optimizer, weight_bytes(model))
+    with torch.no_grad():
+        model.layers[1].weight.copy_(deep(dtype=torch.float32).layers[1].weight)
+    longshore.shard(model, optimizer, 2 * weight_bytes(model))
+
+
 @pytest.mark.parametrize("options", [{}, {"image_dtype": "bf16"}, DELAYED, {**DELAYED, "correction": "look-ahead"}])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("flushes", [False, True])
