@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
@@ -273,7 +274,7 @@ class Residency:
             self.changed(member)
         self._streams.leave(member.unit)
         member.is_here = False
-        member.memory.resize_(0)
+        _size(member, 0)
         self.here -= member.nbytes
         if not any(other.is_here for other in member.unit.members):
             self._streams.forget(member.unit)
@@ -281,7 +282,7 @@ class Residency:
     def _begin_fetch(self, missing: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         try:
             for member in missing:
-                member.memory.resize_(member.nbytes)
+                _size(member, member.nbytes)
                 member.is_here = True
                 self.here += member.nbytes
                 self.fetched += member.nbytes
@@ -302,7 +303,7 @@ class Residency:
     def _take_back(self, members: list[Member], *, have_come: bool = False) -> None:
         """These are not wanted, or did not come, so they are not here."""
         for member in members:
-            member.memory.resize_(0)
+            _size(member, 0)
             if member.is_here:
                 member.is_here = False
                 self.here -= member.nbytes
@@ -375,6 +376,19 @@ class Residency:
                     "move and cast the model before the optimizer is built",
                     UsageError,
                 )
+
+
+def _size(member: Member, nbytes: int) -> None:
+    """Gives a member memory, or takes it. What NumPy has got within a forward, where nobody is asked, torch does not let go of: it stays."""
+    if member.memory.resizable():
+        member.memory.resize_(nbytes)
+    elif not nbytes:
+        warnings.warn(
+            f"an array of NumPy has the memory of {member.name} of unit {member.unit.name}, which stays on the device beside the budget, and new "
+            "weights are written there: copy the weights with .clone() before .numpy()",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _check_here(members: list[Member]) -> None:

@@ -17,6 +17,9 @@ _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 #: What makes a view of all of it, and needs no memory for that.
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
+#: What lends the memory to arrays of others, which would have it when it is away or another's.
+_LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
 
 class Member(Protocol):
     """What is asked of a :class:`longshore._units.Member` here."""
@@ -45,6 +48,8 @@ class _OfUnit:
                 return func(*args, **kwargs)
             if func == _SETS_DATA:
                 return _set_data(*args)
+            if func in _LENDS:
+                return func(_clone_of(args[0]), *args[1:], **kwargs)
             found = list(among((args, kwargs)))
             if func in _DETACHES:
                 view = func(*args, **kwargs)
@@ -102,6 +107,13 @@ def _set_data(tensor: Any, value: Tensor) -> None:
     raise UsageError(
         f"{name} got other memory after shard(): move and cast the model before the optimizer is built, and load weights before shard()"
     )
+
+
+def _clone_of(tensor: Any) -> Tensor:
+    """A plain tensor with memory of its own, where the weights are."""
+    with tensor._longshore_home.using([tensor._longshore_member]), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        cloned: Tensor = tensor.detach().clone()
+        return cloned.requires_grad_(tensor.requires_grad)
 
 
 def copy_of(tensor: Any) -> Any:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -305,6 +306,36 @@ def test_copies_and_files_are_whole() -> None:
     cut.loss(0)
     for view, parameter in zip(views, whole.blocks[0].parameters(), strict=True):
         assert torch.equal(view.clone(), parameter.t()), "views of weights that have gone come again"
+
+
+def test_arrays_of_weights_have_memory_of_their_own() -> None:
+    """As a histogram that is logged. What has them keeps what was there, and the budget holds."""
+    model = Deep(depth=4, dtype=torch.float32)
+    optimizer = optimizer_of(model)
+    home = longshore.shard(model, optimizer, weight_bytes(model) // 2)
+    for step in range(2):
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        arrays = [make(parameter.detach()) for make in (Tensor.numpy, np.asarray, np.from_dlpack) for parameter in model.parameters()]
+        with pytest.raises(RuntimeError, match="requires grad"):
+            model.layers[0].weight.numpy()
+        train(model, optimizer, steps=1, first=step)
+        assert all(np.array_equal(array, weights) for array, weights in zip(arrays, 3 * expected, strict=True))
+    assert home.peak_weight_bytes <= weight_bytes(model) // 2
+
+
+def test_an_array_that_a_forward_makes_keeps_its_memory() -> None:
+    """There the weights are plain tensors, and nobody is asked."""
+    whole, cut = pair(Deep, depth=4)
+    whole.float(), cut.float()
+    whole.dtype = cut.dtype = torch.float32
+    arrays = []
+    cut.layers[1].register_forward_hook(lambda layer, *_: arrays.append(layer.weight.detach().numpy()))
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, weight_bytes(cut) // 2)
+    with pytest.warns(UserWarning, match=r"an array of NumPy has the memory of layers\.1\.weight.*\.clone\(\) before \.numpy\(\)"):
+        train(cut, optimizer)
+    train(whole, optimizer_of(whole))
+    same(whole, cut)
 
 
 def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
