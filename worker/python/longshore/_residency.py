@@ -397,5 +397,5 @@ def _check_here(members: list[Member]) -> None:
         if not member.is_here:
             raise UsageError(
                 f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
-                "the weights that it was computed with: call step() first, or flush()"
+                "the weights that it was computed with: call step() first, or zero_grad(), which gives the step up"
             )
