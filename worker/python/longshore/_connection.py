@@ -81,7 +81,9 @@ class Connection:
         self.joined: int | None = None
         #: Who has written to parameters since they had the job's weights.
         self._writes = Writes(params)
-        self._looks_for_writes = options.written_weights == "error" and self._held is None
+        # Weights that this process amends are no version's of the servers.
+        amends = settings_.delay and settings_.correction.startswith("worker-local")
+        self._looks_for_writes = options.written_weights == "error" and not amends
 
     def keep(self, param: Param, gradient: Tensor, scale: float = 1.0) -> None:
         """A gradient leaves, times ``scale``. It is kept where weights are amended with it."""
