@@ -100,7 +100,8 @@ def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]
 def of_torch(
     state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str, *, later: bool
 ) -> Filling | None:
-    """The state of a torch optimizer, or all of one of this package. None where it was saved before the first update.
+    """The state of a torch optimizer, or all of one of this package. Where it was saved before the first update it is the master weights
+    alone, and None where it has none of these.
 
     Args:
         state_dict: what ``state_dict`` returned, checked by :func:`check_groups`.
@@ -130,19 +131,21 @@ def of_torch(
     steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
     # Momentum has no step count in torch: it goes on as after any update.
     applied, fewer = steps_of(steps, where) if steps else (1, {})
-    if applied == 0 or not any(state.get(key) is not None for state in states.values() for key in moments):
+    with_master = any("master" in states.get(number, {}) for number in trained)
+    has_begun = applied > 0 and any(state.get(key) is not None for state in states.values() for key in moments)
+    if not has_begun and not with_master:
         return None
+    wanted = [*(("master",) if with_master else ()), *(moments if has_begun else ())]
     fewer |= {names[number]: applied for number in begin}
     none_yet = {id(trained[number]) for number in begin}
     by_tensor = {id(tensor): states.get(number, {}) for number, tensor in trained.items()}
-    with_master = any("master" in state for state in by_tensor.values())
 
     def check(params: list[Param]) -> None:
         for param in params:
             if id(param.tensor) in none_yet:
                 continue
             state = by_tensor.get(id(param.tensor), {})
-            for key in (*moments, "master") if with_master else moments:
+            for key in wanted:
                 check_tensor(f"{param.name}.{key}", state.get(key), param.shape, where)
             if steps and "step" not in state:
                 raise invalid(f"{param.name}.step", "absent", str(applied), "take a state in which every parameter has it", StateError)
@@ -153,7 +156,7 @@ def of_torch(
             return state.get("master", param.tensor)
         return torch.zeros(param.shape) if id(param.tensor) in none_yet else state[moments[array - 1]]
 
-    return Filling(applied, read, check, fewer=fewer)
+    return Filling(applied if has_begun else None, read, check, fewer=fewer if has_begun else {})
 
 
 def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:

@@ -146,7 +146,7 @@ class Stateful(torch.optim.Optimizer):
         names = dict(zip(numbers, (name for name, _ in _params.named(self.param_groups)), strict=True))
         filling = _filling.of_torch(state_dict, tensors, names, self.rule, later=self._options.trains_later)
         if self._connection is not None:
-            applied = filling.applied if filling else 0
+            applied = (filling.applied if filling else None) or 0
             # A process that was killed after the job was filled comes here again.
             if self.version != 0 or applied != int(self._applied):
                 raise _state.refuse_to_fill(self._job_name, self.version)

@@ -137,6 +137,32 @@ def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
     check_same_state(second.state_dict(full=True), first.state_dict(full=True))
 
 
+@pytest.mark.filterwarnings("ignore:step 1 was skipped")
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("kind", [longshore.AdamW, longshore.SGD])
+def test_a_state_from_before_the_first_update_has_the_master_weights(kind: Any, skipped: bool) -> None:
+    """It has no moments that count, and the model that takes it has been made of other numbers."""
+    first, second = pair("mlp")
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1.0)
+    optimizer = kind(first.named_parameters(), lr=1e-2)
+    optimizer.open()
+    if skipped:
+        (first.loss(0) * float("nan")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other = kind(second.named_parameters(), lr=1e-2)
+    other.load_state_dict(optimizer.state_dict(full=True))
+    for step in range(2):
+        for model, one in ((first, optimizer), (second, other)):
+            one.zero_grad()
+            model.loss(step).backward()
+            one.step()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert [one.state_dict(full=True)["state"][0]["step"].item() for one in (optimizer, other)] == [2, 2]
+
+
 CHILD = """
 import os, re, signal, subprocess, sys, time
 sys.path.insert(0, {tests!r})
