@@ -187,6 +187,7 @@ class Back:
         if self.version != wanted[0]:
             self.flush()  # a checkpoint is written after a flush, too
         self._checkpointed = (wanted[0], name)
+            old.weights.forget()  # its last step is given up, and nobody is to wait for the weights of that
         self._stream_anew()
 
 

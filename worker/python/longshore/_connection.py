@@ -56,6 +56,8 @@ class Connection:
         self._kept = self.ranks.keep(frozen or []) if self.ranks else Kept(frozen or [], len(params), options.place()[0] == 0)
         settings_ = settings(options, job, rule, of_job, groups, partitions, self._kept.described())
         self.params = params
+        #: These, and the frozen ones that servers keep.
+        self.table = params, frozen or []
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
         #: What servers round weights to before workers read them.

@@ -49,6 +49,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         self._connection: Connection | None = None
         #: What a new job is filled with instead of the parameters' weights.
         self._filling: Filling | None = None
+        self._table: tuple[list[Param], list[Param]] | None = None
         self._stream: Stream | None = None
         #: What weights come through once the model is in units.
         self._units: UnitWeights | None = None
@@ -156,8 +157,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         tensors = [tensor for _, tensor in _params.named(self.param_groups)]
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard()")
-        params = self._params_of_job()
-        frozen = _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
+        params, frozen = self._table_of_job()
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
         if any(map(is_built, tensors)):
             if connection.ranks is not None:
@@ -214,7 +214,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)
             raise
-        self._connection, self._filling = connection, None
+        self._connection, self._filling, self._table = connection, None, connection.table
         trained = {id(param.tensor) for param in connection.params}
         self._frozen = [
             (name, tensor)
@@ -402,6 +402,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         connection.read()
         self._report(connection)
         if self._stream is not None and self._stream.is_broken_off and self._can_start_over():
+            super().zero_grad()  # what was made and has not left
             self._start_over()
         return self.version
 

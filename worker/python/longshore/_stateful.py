@@ -24,6 +24,8 @@ class Stateful(torch.optim.Optimizer):
     _connection: Connection | None
     #: What a new job is filled with instead of the parameters' weights.
     _filling: Filling | None
+    #: The job's parameters, trained and frozen, since it was opened.
+    _table: tuple[list[Param], list[Param]] | None
     #: How many updates the weights have behind them.
     _applied: Tensor
     #: A version and the checkpoint that the servers have of it.
@@ -117,9 +119,13 @@ class Stateful(torch.optim.Optimizer):
         finally:
             vars(self).update(hooks)
 
-    def _params_of_job(self) -> list[Param]:
-        """The parameters that servers train, now or later."""
-        return _params.table(self.param_groups, later=self._options.trains_later)
+    def _table_of_job(self) -> tuple[list[Param], list[Param]]:
+        """The parameters that servers train, now or later, and the frozen ones that they keep. Once the job was opened they stay what they
+        are, whatever requires a gradient when it is joined again."""
+        if self._table is not None:
+            return self._table
+        params = _params.table(self.param_groups, later=self._options.trains_later)
+        return params, _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         if not _state.is_of_job(state_dict, self._job_name) or (self._connection is None and self._has_moments(state_dict)):
@@ -158,7 +164,7 @@ class Stateful(torch.optim.Optimizer):
         """Has a new job filled with this, and gives the parameters its weights."""
         if self._connection is not None:
             raise _state.refuse_to_fill(self._job_name, self.version)
-        params = self._params_of_job()
+        params, _ = self._table_of_job()
         filling.check(params)
         self._filling = filling
         self._applied.fill_(filling.applied or 0)

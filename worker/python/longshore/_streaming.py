@@ -84,6 +84,10 @@ class Stream:
                         new.append(tensor)
         return new
 
+    def _watches_all(self) -> bool:
+        """Whether each of the job's parameters is watched: what required no gradient when others were watched may train now."""
+        return bool(self._by_tensor) and self._by_tensor.keys() <= self._hooks.keys()
+
     def unhook(self) -> None:
         if self._pusher is not None:
             self._pusher.close()
@@ -139,10 +143,10 @@ class Stream:
                 self._add(connection, param, gradient)
             return
         optimizer, connection = self._open()
-        if optimizer._options.trains_later and not self._taken:
+        if not self._taken and not self._watches_all():
             for other in self.hook():
-                # It has begun to train, and this backward may have made its gradient already. That of an accelerator may be of another
-                # stream, which nothing here waits for: it leaves when backward has ended.
+                # It trains since it was looked at last, and this backward may have made its gradient already. That of an accelerator may be
+                # of another stream, which nothing here waits for: it leaves when backward has ended.
                 if not _device.accelerator.has(other):
                     self._take(other)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
@@ -170,7 +174,8 @@ class Stream:
                 f"of backward pass {self._micro_steps + 1} of this step",
                 f"of one of {optimizer._options.accumulate}",
                 "pass accumulate= with the number of backward passes between two calls of step, or call zero_grad() where a step was "
-                "interrupted",
+                "interrupted. Where one backward reaches this parameter from several blocks of a reentrant checkpoint, pass it "
+                "use_reentrant=False: each of them makes a gradient of its own",
                 GradientError,
             )
         if connection.ranks is None and self._pusher is None:
@@ -223,11 +228,14 @@ class Stream:
         self._end_pass(connection, missing)
         self._taken.clear()
 
-    def _take_unwatched(self, optimizer: Streamed) -> None:
-        """Sends the gradients of parameters that have begun to train, where nobody watched them yet when backward made these."""
-        self.hook()
+    def _take_left(self, optimizer: Streamed) -> None:
+        """Sends the gradients that are there and that nobody has seen: backward made them of parameters that were not watched yet, or somebody
+        has put them there."""
+        if not self._watches_all():
+            self.hook()
         with torch._C.DisableTorchFunctionSubclass():
-            left = [tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.grad is not None]
+            tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+            left = [tensor for tensor in tensors if tensor.grad is not None and tensor.numel()]
         for tensor in left:
             if id(tensor) not in self._by_tensor or self._by_tensor[id(tensor)].index not in self._taken:
                 self._take(tensor)
@@ -240,10 +248,9 @@ class Stream:
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        if optimizer._options.trains_later:
-            self._take_unwatched(optimizer)
-        elif optimizer._connection is not None:
+        if optimizer._connection is not None:
             _params.check_unchanged([], optimizer._frozen)
+        self._take_left(optimizer)
         is_alone = optimizer._options.partition is None and not optimizer._options.may_differ()
         if not self._taken and not self._micro_steps and is_alone:
             return False

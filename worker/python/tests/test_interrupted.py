@@ -105,6 +105,63 @@ def test_giving_up_may_be_interrupted(
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("frozen", ["leave", "keep"])
+@pytest.mark.parametrize("give_up", [zero_grad, flush])
+def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(give_up: Callable[[longshore.AdamW], None], frozen: str) -> None:
+    """One that was frozen meanwhile is still one of them, and trains once it is not any more."""
+    found = []
+    for is_interrupted in (False, True):
+        model = net()
+        model[1].bias.requires_grad_(False)
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, frozen=frozen)
+        for batch in range(8):
+            model[0].requires_grad_(not 2 <= batch < 5)
+            if batch == 3 and is_interrupted:
+                model[1].bias.requires_grad_(True)  # which the step refuses
+                with pytest.raises(errors.UsageError, match=r"1\.bias is trained now"):
+                    model(inputs(99)).sum().backward()
+                    optimizer.step()
+                model[1].bias.requires_grad_(False)
+                optimizer.zero_grad()
+                model[0].requires_grad_(True)
+                in_backward(model, optimizer)
+                model[0].requires_grad_(False)
+                give_up(optimizer)
+            model(inputs(batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.flush() == 8
+        found.append([weight.clone() for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_flush_gives_up_what_has_not_left_as_well() -> None:
+    """A hook of somebody else's that comes before ours raises once the last layer's gradients have left."""
+    found = []
+    for is_interrupted in (False, True):
+        model = net()
+        raises = [False]
+
+        def maybe(_: torch.Tensor, raises: list[bool] = raises) -> None:
+            if raises[0]:
+                raise KeyboardInterrupt
+
+        model[0].bias.register_post_accumulate_grad_hook(maybe)
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+        for batch in range(4):
+            if batch == 2 and is_interrupted:
+                raises[0] = True
+                with pytest.raises(KeyboardInterrupt):
+                    model(inputs(99)).square().mean().backward()
+                raises[0] = False
+                assert optimizer.flush() == 2
+            model(inputs(batch)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.flush() == 4
+        found.append([weight.clone() for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 

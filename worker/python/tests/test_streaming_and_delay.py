@@ -100,6 +100,39 @@ def test_more_backward_passes_than_were_said_are_refused() -> None:
     assert optimizer.version == 1
 
 
+def test_what_is_unfrozen_before_the_first_step_trains() -> None:
+    """It could not be watched when the optimizer was built."""
+    safe, streamed = pair("mlp")
+    for model, streaming in ((safe, False), (streamed, True)):
+        model.layers[3].requires_grad_(False)
+        model.layers[5].weight.requires_grad_(False)
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=streaming)
+        model.requires_grad_(True)
+        for step in range(3):
+            model.loss(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(safe, streamed)
+
+
+def test_gradients_that_somebody_puts_there_leave_in_the_step() -> None:
+    """All of them, or some beside those of backward."""
+    safe, streamed = pair("mlp")
+    for model, streaming in ((safe, False), (streamed, True)):
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=streaming)
+        for step in range(4):
+            first, *others = model.parameters()
+            made = torch.autograd.grad(model.loss(step), [first, *others] if step % 2 else [first])
+            if step % 2 == 0:
+                model.loss(step).backward(inputs=others)
+            for parameter, gradient in zip([first, *others], made, strict=False):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.version == 4
+    assert same_bits(safe, streamed)
+
+
 def test_streaming_with_zeros_for_parameters_without_a_gradient() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
