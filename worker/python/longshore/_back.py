@@ -167,9 +167,15 @@ class Back:
     def _go_back(self, state_dict: dict[str, Any]) -> None:
         wanted = _wanted(state_dict, self._job_name)
         is_other = wanted is not None and self._may_be_other(*wanted)
-        if wanted is None or (wanted[0] == self.version and not is_other):
+        if wanted is None:
             return
-        if self._connection is not None and self._connection.joined == wanted[0] and not is_other:
+        connection = self._connection
+        # A delayed job whose parameters have this version may have made a step more.
+        made = _state.made(state_dict[_state.KEY])
+        is_here = wanted[0] == self.version and (connection is None or (connection.made == made and not connection.is_torn))
+        if is_here and not is_other:
+            return
+        if connection is not None and connection.joined == wanted[0] and not is_other:
             # The servers are there, but a delayed step would read the version before. The handle was saved after a flush, and
             # the step that followed would have read this one.
             self.flush()
@@ -181,13 +187,13 @@ class Back:
         _go(connection, old, self._options.place()[0], wanted[0], name)
         if old is not None:
             self._finalizer.detach()
+            old.weights.forget()  # its last step is given up, and nobody is to wait for the weights of that
         tensors = [id(param.tensor) for param in connection.params]
         _params.release(tensors)
         self._start(connection, found=True)
         if self.version != wanted[0]:
             self.flush()  # a checkpoint is written after a flush, too
         self._checkpointed = (wanted[0], name)
-            old.weights.forget()  # its last step is given up, and nobody is to wait for the weights of that
         self._stream_anew()
 
 
@@ -224,7 +230,7 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
     job = connection.name
     if old is not None:
         warnings.warn(
-            f"job {job} goes back from version {old.version} to {version}, as the state that is loaded says: the steps between are "
+            f"job {job} goes back from version {old.made} to {version}, as the state that is loaded says: the steps between are "
             f"given up. Checkpoint {name} stays",
             UserWarning,
             stacklevel=4,

@@ -79,6 +79,8 @@ class Connection:
         #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
         self.version = 0
         self.is_torn = False
+        #: How many steps were made. In a delayed job the parameters have an older version than that.
+        self.made = 0
         #: The servers' newest version when the job was opened here, until a step is made.
         self.joined: int | None = None
         #: Who has written to parameters since they had the job's weights.
@@ -130,7 +132,7 @@ class Connection:
                 "name another job=, or go on from this one without loading a state",
                 StateError,
             )
-        self.joined = version
+        self.joined = self.made = version
         self.read()
         if self.ranks is not None:
             self.ranks.read_kept(self.job, version, self._kept, self.weights.read_frozen)

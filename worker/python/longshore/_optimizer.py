@@ -357,7 +357,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         connection.end_step()
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
-        connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
+        connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
         connection.expect()
         self._report(connection)
         self._warn_of_unused(connection)
@@ -398,7 +398,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         if connection is None:
             return 0
         self._opened()
-        connection.job.drain()
+        connection.made = connection.job.drain()
         connection.read()
         self._report(connection)
         if self._stream is not None and self._stream.is_broken_off and self._can_start_over():

@@ -8,9 +8,20 @@ KEY = "longshore"
 _FORMAT = 1
 
 
-def handle(job: str, version: int, rule: str, fingerprint: str | None) -> dict[str, Any]:
-    """What names a version of a job. The fingerprint is of its parameters, once the job is open."""
-    return {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
+def handle(job: str, version: int, made: int, rule: str, fingerprint: str | None) -> dict[str, Any]:
+    """What names a version of a job. The fingerprint is of its parameters, once the job is open.
+
+    Args:
+        made: how many steps were made, which is noted where a delayed job has more of them than the version that is held.
+    """
+    found = {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
+    return found if made == version else {**found, "made": made}
+
+
+def made(handle: dict[str, Any]) -> int:
+    """How many steps had been made."""
+    steps: int = handle.get("made", handle["version"])
+    return steps
 
 
 def note(state_dict: dict[str, Any]) -> None:
@@ -101,11 +112,11 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
                 "build the optimizer with the parameters and groups that the job has",
                 StateError,
             )
-    if theirs["version"] != mine["version"]:
+    if theirs["version"] != mine["version"] or made(theirs) < made(mine):
         raise invalid(
             "state_dict['longshore']['version']",
             theirs["version"],
-            f"{mine['version']}, which the servers have",
+            f"{made(mine)}, which the servers have",
             "go on from the servers' version, or load a state of whose version the servers have a checkpoint: "
             "optimizer.checkpoint() writes one where a server has a folder for them (--checkpoint-dir)",
             StateError,

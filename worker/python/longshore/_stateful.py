@@ -59,7 +59,7 @@ class Stateful(torch.optim.Optimizer):
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
-        state[_state.KEY] = _state.handle(self._job_name, self.version, self.rule, fingerprint)
+        state[_state.KEY] = self._handle(fingerprint)
         if self._checkpointed is not None and self._checkpointed[0] == self.version:
             state[_state.KEY]["checkpoint"] = self._checkpointed[1]
         if self.saves_all if full is None else full:
@@ -68,6 +68,10 @@ class Stateful(torch.optim.Optimizer):
         else:
             _state.note(state)
         return state
+
+    def _handle(self, fingerprint: str | None) -> dict[str, Any]:
+        made = self._connection.made if self._connection else self.version
+        return _state.handle(self._job_name, self.version, made, self.rule, fingerprint)
 
     def _full_state(self) -> dict[int, dict[str, Any]]:
         connection = self._opened()
@@ -133,7 +137,7 @@ class Stateful(torch.optim.Optimizer):
         _filling.check_sizes(state_dict, self.param_groups)
         self._go_back(state_dict)
         fingerprint = self._connection.fingerprint if self._connection else None
-        _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, fingerprint))
+        _state.check(state_dict, self._handle(fingerprint))
         self._take_hyperparameters(state_dict)
 
     def _has_moments(self, state_dict: dict[str, Any]) -> bool:
@@ -142,7 +146,7 @@ class Stateful(torch.optim.Optimizer):
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         """Has the new job filled with this when it is opened."""
         if _state.KEY in state_dict and not self._has_moments(state_dict):
-            return _state.check(state_dict, _state.handle(self._job_name, self.version, self.rule, None))
+            return _state.check(state_dict, self._handle(None))
         _filling.check_groups(state_dict, self.param_groups, self.rule)
         _state.check_is_whole(state_dict, has_moments=self._has_moments(state_dict))
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):

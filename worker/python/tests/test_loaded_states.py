@@ -149,6 +149,64 @@ def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:job .* goes back")
+def test_going_back_leaves_no_parameter_that_waits_for_the_step_that_was_given_up(tmp_path: Path) -> None:
+    """In streaming mode weights come when they are used: those of the last step never do."""
+    ours, undisturbed = pair("mlp")
+    with longshore.Server(checkpoint_dir=tmp_path) as server:
+        for model, goes_back in ((ours, True), (undisturbed, False)):
+            optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, servers=server, job=f"back-{goes_back}")
+            for step in range(6):
+                if goes_back and step == 3:
+                    optimizer.checkpoint("three")
+                    saved = optimizer.state_dict()
+                    model.loss(99).backward()
+                    optimizer.step()
+                    optimizer.load_state_dict(saved)
+                model.loss(step).backward()
+                optimizer.step()
+            optimizer.close()
+    assert same_bits(ours, undisturbed)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_delayed_job_goes_back_to_the_version_that_its_parameters_have(tmp_path: Path, streaming: bool) -> None:
+    """A step was made after the one that they have."""
+    ours, undisturbed = pair("mlp")
+    options: dict[str, Any] = {"delay": 1, "warmup_steps": 1, "streaming": streaming}
+    with longshore.Server(checkpoint_dir=tmp_path) as server:
+        for model, goes_back in ((ours, True), (undisturbed, False)):
+            optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, servers=server, job=f"back-{goes_back}", **options)
+
+            def step(number: int, model: nn.Module = model, optimizer: longshore.AdamW = optimizer) -> None:
+                optimizer.zero_grad()
+                model.loss(number).backward()
+                optimizer.step()
+
+            for number in range(6):
+                if number == 3:
+                    optimizer.flush()
+                if goes_back and number == 3:
+                    flushed = optimizer.state_dict()
+                    step(99)
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    assert optimizer.version == 3
+                    with pytest.raises(errors.StateError, match=r"version'\] is 3, but must be 4, which the servers have"):
+                        optimizer.load_state_dict(flushed)
+                    optimizer.checkpoint("four")
+                    flushed = optimizer.state_dict()
+                    step(98)
+                    with pytest.warns(UserWarning, match="goes back from version 5 to 4"):
+                        optimizer.load_state_dict(flushed)
+                elif number == 3:
+                    step(99)
+                    optimizer.flush()
+                step(number)
+            assert optimizer.flush() == 7
+            optimizer.close()
+    assert same_bits(ours, undisturbed)
+
+
 def test_a_handle_that_has_lost_its_job_is_refused() -> None:
     """Flattened, a state keeps what torch's own optimizers have. A new job would take this for a state from before the first step."""
     ours, other = pair("mlp")
