@@ -147,7 +147,7 @@ class Back:
             self._connection = None
         connection = self._start(self._new_connection(), found=True)
         # A delayed step would read the version before.
-        connection.job.drain()
+        connection.drain()
         connection.read()
         self._stream_anew()
 

@@ -94,6 +94,10 @@ class Connection:
         if self._held is not None:
             self._held.keep(param.index, gradient, scale)
 
+    def drain(self) -> None:
+        """Waits until every step is decided and safe, and asks for the newest weights."""
+        self.made = self.job.drain()
+
     def end_step(self) -> None:
         """All gradients of the step have left, and the step is decided next."""
         self.is_torn = True
@@ -218,7 +222,7 @@ class Connection:
         Returns:
             How many updates made each parameter.
         """
-        self.job.drain()
+        self.drain()
         if not (alone and self.ranks is not None):
             self.read()
         arrays = _full.arrays(rule, states)
@@ -231,7 +235,7 @@ class Connection:
 
     def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:
         """Writes the newest version's master weights into contiguous tensors of one type, by parameter. Of several ranks one does so."""
-        self.job.drain()
+        self.drain()
         if self.ranks is None:
             self.job.export_weights(dtype, _full.targets(self.params, tensors))
         else:

@@ -398,7 +398,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         if connection is None:
             return 0
         self._opened()
-        connection.made = connection.job.drain()
+        connection.drain()
         connection.read()
         self._report(connection)
         if self._stream is not None and self._stream.is_broken_off and self._can_start_over():
@@ -415,7 +415,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         if connection.ranks is None:
             self.flush()
         else:
-            connection.job.drain()
+            connection.drain()
             self._report(connection)
         return connection
 

@@ -16,7 +16,6 @@ from longshore.errors import UsageError
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 #: What makes a view of all of it, and needs no memory for that.
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-
 #: What lends the memory to arrays of others, which would have it when it is away or another's.
 _LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
