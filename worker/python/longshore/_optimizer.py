@@ -1,6 +1,8 @@
 """The base of this package's optimizers: a ``torch.optim.Optimizer`` whose step is made by servers."""
 
 import contextlib
+import dataclasses
+import math
 import os
 import warnings
 import weakref
@@ -65,6 +67,8 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
         self._starts_over = False
+        #: Whether all of a step's gradients have left, and its commit did not come to an end.
+        self._is_pushed = False
         super().__init__(params, defaults)
         if self._options.servers is not None:
             self._warn_of_no_name()
@@ -116,6 +120,10 @@ class Optimizer(Back, Scaling, Watching, Stateful):
                 UsageError,
             )
         self._check_hyper(group)
+        # Servers would refuse the step once its gradients have left.
+        for name, value in dataclasses.asdict(self._hyper(group)).items():
+            if not math.isfinite(value):
+                raise invalid(name, value, "finite", "look at the scheduler, and call step() again with a number")
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Refuses what the servers' rule does not have."""
@@ -354,10 +362,12 @@ class Optimizer(Back, Scaling, Watching, Stateful):
 
     def _commit(self) -> None:
         connection = self._opened()
+        self._is_pushed = True
         connection.end_step()
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
         connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
+        self._is_pushed = False
         connection.expect()
         self._report(connection)
         self._warn_of_unused(connection)
@@ -398,10 +408,12 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         if connection is None:
             return 0
         self._opened()
+        made = connection.made
         connection.drain()
         connection.read()
         self._report(connection)
-        if self._stream is not None and self._stream.is_broken_off and self._can_start_over():
+        is_left, self._is_pushed = self._is_pushed and connection.made == made, False
+        if (is_left or (self._stream is not None and self._stream.is_broken_off)) and self._can_start_over():
             super().zero_grad()  # what was made and has not left
             self._start_over()
         return self.version

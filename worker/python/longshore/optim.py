@@ -203,10 +203,11 @@ class SGD(Optimizer):
         super().__init__(params, defaults, dict(options))
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
-        momentum, decay = group["momentum"], group["weight_decay"]
+        momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
         _check_lr(group["lr"])
         _check(
             momentum=(momentum, 0.0 <= _number(momentum) <= 1.0, "momentum value"),
+            dampening=(dampening, 0.0 <= _number(dampening) <= 1.0, "dampening value"),
             decay=(decay, 0.0 <= _number(decay), "weight_decay value"),
         )
         if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):

@@ -94,7 +94,7 @@ def full_state(optimizer: longshore.AdamW, _: Any) -> dict[str, Any]:
 
 #: By name. Each begins when two steps were made, and ends when three were.
 CASES = {
-    "flush": Case("flush", step_and_flush, lambda optimizer, _: optimizer.flush(), {"delay": 1, "warmup_steps": 3, "streaming": False}),
+    "flush": Case("drain", step_and_flush, lambda optimizer, _: optimizer.flush(), {"delay": 1, "warmup_steps": 3, "streaming": False}),
     "checkpoint": Case("checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),
     "full state": Case("left_out", full_state, lambda *given: (full_state(*given), step(*given))),
     "backward": Case("push", backward, give_up, depth=32),

@@ -162,6 +162,38 @@ def test_flush_gives_up_what_has_not_left_as_well() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_step_that_was_not_committed_is_given_up(delay: int, streaming: bool) -> None:
+    """A wrong rate is refused before anything leaves. What the caller's own function raises between the gradients and their commit is not."""
+    found = []
+    for is_interrupted in (False, True):
+        model = net()
+        optimizer = longshore.SGD(model.named_parameters(), lr=1e-2, momentum=0.9, streaming=streaming, delay=delay, warmup_steps=1)
+        group = optimizer.param_groups[0]
+        for batch in range(5):
+            optimizer.flush()
+            model(inputs(batch)).square().mean().backward()
+            if batch == 2 and is_interrupted:
+                for name, wrong in (("lr", float("inf")), ("weight_decay", float("inf")), ("dampening", 1.5)):
+                    right, group[name] = group[name], wrong
+                    with pytest.raises(errors.InvalidError, match=name.split("_")[0]):
+                        optimizer.step()
+                    group[name] = right
+                optimizer.resume_data = interrupted
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+                optimizer.resume_data = None
+                assert optimizer.flush() == 2
+                optimizer.zero_grad()
+                model(inputs(batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.flush() == 5
+        found.append([weight.clone() for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
