@@ -64,7 +64,7 @@ def test_weights_of_the_host_are_gathered_where_the_group_is_of_devices(without_
     [(_, frozen)] = gather_frozen(Stub(), 0, [param()], 0, 1)
     assert torch.equal(frozen, expected())
     trained = param()
-    Gathered(layout([trained], 1, False), 0, 1).read(Stub())
+    Gathered(layout([trained], 1), 0, 1).read(Stub())
     assert torch.equal(trained.tensor.detach(), expected())
 
 
