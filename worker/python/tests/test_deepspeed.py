@@ -89,7 +89,7 @@ def test_the_engine_goes_back_to_a_checkpoint(delay: int, tmp_path: pathlib.Path
     train(engine, model, range(3))
     engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
     undisturbed = train(engine, model, range(3, 7))
-    with pytest.warns(UserWarning, match=f"goes back from version {7 - delay} to 3"):
+    with pytest.warns(UserWarning, match="goes back from version 7 to 3"):
         path, client = engine.load_checkpoint(tmp_path)
     assert path is not None and client == {"epoch": 3}
     assert (engine.global_steps, engine.global_samples, optimizer.version) == (3, 24, 3)
