@@ -1,7 +1,10 @@
 //! `longshore top` in a terminal: keys, sizes, a server that falls silent, and a terminal that is as it was before.
 
+use std::{fs, process::Command};
+
 use longshore_tests::{
     binaries,
+    conformance::cluster::eventually,
     server::{Longshored, ServerOptions},
     skip,
     terminal::{Size, Terminal},
@@ -83,6 +86,31 @@ fn an_interrupt_gives_the_terminal_back() {
     terminal.until("an empty server", |text| text.contains("no jobs: a worker opens one"));
     terminal.keys("\x03");
     assert_eq!(terminal.ended(), 0);
+}
+
+/// Whether a process watches this server.
+fn is_watched(server: &Longshored) -> bool {
+    let processes = fs::read_dir("/proc").expect("processes");
+    let lines = processes.filter_map(|entry| fs::read_to_string(entry.ok()?.path().join("cmdline")).ok());
+    let watches = format!("top\0--servers\0{}\0", server.address());
+    lines.into_iter().any(|line| line.ends_with(&watches))
+}
+
+/// Who ignores SIGHUP, as under `nohup`, is not ended with its terminal.
+#[test]
+fn a_terminal_that_is_gone_ends_it() {
+    let server = ServerOptions::new().start();
+    let program = binaries::command("longshore").get_program().to_owned();
+    let mut ignoring = Command::new("sh");
+    ignoring.args(["-c", "trap \"\" HUP; exec \"$0\" \"$@\""]);
+    ignoring.arg(program).args(["top", "--servers", server.address()]);
+    let Some(terminal) = Terminal::start(&ignoring, SIZE) else {
+        return skip::skipped("there is no script: install Debian's packages bsdutils and util-linux");
+    };
+    terminal.until("an empty server", |text| text.contains("no jobs: a worker opens one"));
+    assert!(is_watched(&server));
+    drop(terminal);
+    eventually("its end", || (!is_watched(&server)).then_some(()));
 }
 
 #[test]

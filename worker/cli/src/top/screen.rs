@@ -15,6 +15,10 @@ use ratatui::{
         terminal,
     },
 };
+use rustix::{
+    event::{PollFd, PollFlags, Timespec},
+    io::Errno,
+};
 
 use super::{
     draw::{Chosen, draw},
@@ -24,8 +28,8 @@ use super::{
 
 /// How often servers are asked.
 const PERIOD: Duration = Duration::from_secs(1);
-/// How long a key waits at most.
-const KEYS: Duration = Duration::from_millis(50);
+/// How long a change that is no key waits at most, as of the window's size.
+const KEYS: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// The size of a frame where there is no terminal.
 const SIZE: (u16, u16) = (80, 24);
 
@@ -75,7 +79,8 @@ pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
                 }
             }
             terminal.draw(|frame| draw(frame, &view, chosen, failed.as_deref()))?;
-            if event::poll(KEYS)?
+            wait_for_keys()?;
+            if event::poll(Duration::ZERO)?
                 && let Event::Key(key) = event::read()?
                 && key.kind != KeyEventKind::Release
                 && !chosen.take(key, view.jobs.len())
@@ -89,6 +94,28 @@ pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
     // It may be waiting for a silent server, for which nobody waits any more.
     drop(asking);
     drawn
+}
+
+/// Waits until keys have come, or for a moment.
+///
+/// # Errors
+/// Where the terminal is gone. crossterm would read the end of its keys again and again, for ever: a program that ignores SIGHUP, as under
+/// `nohup`, is not ended with its terminal.
+fn wait_for_keys() -> anyhow::Result<()> {
+    let (keys, screen) = (io::stdin(), io::stdout());
+    // A terminal that is hung up is said whatever is asked for.
+    let mut fds = vec![PollFd::new(&screen, PollFlags::empty())];
+    if keys.is_terminal() {
+        fds.push(PollFd::new(&keys, PollFlags::IN));
+    }
+    match rustix::event::poll(&mut fds, Some(&KEYS)) {
+        // The window's size has changed, which crossterm is told.
+        Err(Errno::INTR) => return Ok(()),
+        other => other?,
+    };
+    let is_gone = fds.iter().any(|fd| fd.revents().intersects(PollFlags::HUP | PollFlags::ERR));
+    anyhow::ensure!(!is_gone, "the terminal is gone: start it again in another one");
+    Ok(())
 }
 
 impl Chosen {
