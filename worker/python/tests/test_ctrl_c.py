@@ -30,6 +30,8 @@ class Stopped:
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # until then a thread of it may still answer
 
 
 @pytest.fixture
