@@ -361,3 +361,8 @@ class Layers(nn.Module):
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         return Linear.apply(self.device, self(self.batch(step)), self.head, self.head_bias)
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether these are equal, bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,12 +1,9 @@
 """What one rank of test_amended_ranks.py does: it is started as torchrun starts a process."""
 
-import json
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
 from rank import loss, mean_gradients, prepare, whole
 from torch import Tensor, distributed
@@ -78,15 +75,5 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [way, options]."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    found = [train(way, options) for way, options in runs]
-    torch.save(found, out / f"{os.environ['RANK']}.pt")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    rank_program.main(train)

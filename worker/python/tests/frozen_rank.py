@@ -1,12 +1,8 @@
 """What one rank of test_frozen_ranks.py does: low-rank adapters over a frozen base. It is started as torchrun starts a process."""
 
-import json
-import os
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
 from rank import whole
 from torch import Tensor, distributed, nn
@@ -116,18 +112,5 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [way, options]."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    torch.save([train(way, options) for way, options in runs], out / f"{os.environ['RANK']}.pt")
-    distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
+    rank_program.main(train)

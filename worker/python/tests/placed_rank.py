@@ -1,14 +1,11 @@
 """What one rank of test_placed_ranks.py does: parameters on meshes of several dimensions. It is started as torchrun starts a process."""
 
-import json
 import math
-import os
 import random
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
 from rank import whole
 from torch import Tensor, distributed, nn
@@ -203,24 +200,12 @@ def refused(case: str, options: dict[str, Any]) -> str:
     return "nothing"
 
 
-def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [way, options]; a way of "!" and a case is refused."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    found: list[Any] = []
-    for way, options in runs:
-        if way == "fills":
-            found.append(fills(**options))
-        else:
-            found.append(refused(way[1:], options) if way.startswith("!") else train(way, options))
-    torch.save(found, out / f"{os.environ['RANK']}.pt")
-    distributed.destroy_process_group()
+def make(way: str, options: dict[str, Any]) -> Any:
+    """A way of "!" and a case is refused."""
+    if way == "fills":
+        return fills(**options)
+    return refused(way[1:], options) if way.startswith("!") else train(way, options)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
+    rank_program.main(make)

@@ -1,11 +1,9 @@
 """What one rank of test_ranks.py does: it is started as torchrun starts a process."""
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -202,18 +200,12 @@ def refused(case: str, options: dict[str, Any]) -> str:
     return "nothing"
 
 
-def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [way, options]; a way of "!" and a case is refused."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    if runs[0][0] == "opens":
-        found: list[Any] = [opens(options) for _, options in runs]
-    else:
-        found = [refused(way[1:], options) if way.startswith("!") else train(way, options) for way, options in runs]
-    torch.save(found, out / f"{os.environ['RANK']}.pt")
-    distributed.destroy_process_group()
+def make(way: str, options: dict[str, Any]) -> Any:
+    """A way of "!" and a case is refused."""
+    if way == "opens":
+        return opens(options)
+    return refused(way[1:], options) if way.startswith("!") else train(way, options)
 
 
 if __name__ == "__main__":
-    main()
+    rank_program.main(make)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import Immediate, Layers, Simulated
+from accelerator import Immediate, Layers, Simulated, same
 from torch import Tensor
 
 import longshore
@@ -76,10 +76,6 @@ MODES: dict[str, dict[str, Any]] = {
 def expected() -> dict[str, list[Tensor]]:
     """What each mode gives where the host has the memory and nothing is late."""
     return {mode: train(Immediate(0), **{**options, "is_held": False}) for mode, options in MODES.items()}
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import same
 from torch import Tensor
 from units import weight_bytes
 from units_on_a_device import Cut, ImmediateStorages, LateStorages, on
@@ -90,10 +91,6 @@ def expected() -> dict[str, list[Tensor]]:
     """What each mode gives where nothing is late."""
     with pytest.MonkeyPatch.context() as patch:
         return {mode: run(ImmediateStorages(0), patch, mode) for mode in MODES}
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -1,12 +1,8 @@
 """What one rank of test_train_later.py does: gradual unfreezing. It is started as torchrun starts a process."""
 
-import json
-import os
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
 from rank import whole
 from torch import Tensor, distributed, nn
@@ -101,19 +97,9 @@ def unreduced(options: dict[str, Any]) -> dict[str, Any]:
     return {"error": "none", "version": optimizer.version}
 
 
-def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [way, options]."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    out, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    found = [unreduced(options) if way == "unreduced" else run(way, options) for way, options in runs]
-    torch.save(found, out / f"{os.environ['RANK']}.pt")
-    distributed.destroy_process_group()
+def make(way: str, options: dict[str, Any]) -> Any:
+    return unreduced(options) if way == "unreduced" else run(way, options)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
+    rank_program.main(make)
