@@ -60,12 +60,8 @@ impl FromStr for Spill {
     type Err = Fault;
 
     fn from_str(text: &str) -> Result<Spill, Fault> {
-        match text {
-            "state" => Ok(Spill::State),
-            "images" => Ok(Spill::Images),
-            "all" => Ok(Spill::All),
-            _ => Err(Fault::invalid("spill", text, "one of state, images, all", "name one of them")),
-        }
+        <Spill as clap::ValueEnum>::from_str(text, false)
+            .map_err(|_| Fault::invalid("spill", text, "one of state, images, all", "name one of them"))
     }
 }
 

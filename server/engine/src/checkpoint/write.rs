@@ -23,9 +23,9 @@ use crate::{
 };
 
 /// Writes each copied piece.
-struct Sink<'a> {
+struct Sink {
     job: Arc<Job>,
-    under_way: &'a PartUnderWay<'a>,
+    under_way: PartUnderWay,
     draft: Draft,
     sequence: u64,
     data_start: u64,
@@ -67,9 +67,7 @@ impl Store {
         remove_drafts(&target);
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let plan = plan(job, &spec);
-        let Room { data_start, bytes } = room(&plan, &target)?;
-        let under_way = job.parts().begin(bytes);
-        let sink = Sink::prepare(job, &plan, (target, bytes), (sequence, data_start), &under_way)?;
+        let sink = Sink::prepare(job, &plan, target, sequence)?;
         let written = sink.record(&plan, &spec, expected, deadline);
         if written.is_err() {
             sink.draft.discard();
@@ -109,15 +107,10 @@ pub(super) fn room(plan: &PartPlan<'_>, target: &Path) -> Result<Room, Fault> {
     Ok(Room { data_start, bytes: data_start + header.data })
 }
 
-impl<'a> Sink<'a> {
-    fn prepare(
-        job: &Arc<Job>,
-        plan: &PartPlan<'_>,
-        (target, bytes): (PathBuf, u64),
-        (sequence, data_start): (u64, u64),
-        under_way: &'a PartUnderWay<'a>,
-    ) -> Result<Sink<'a>, Fault> {
+impl Sink {
+    fn prepare(job: &Arc<Job>, plan: &PartPlan<'_>, target: PathBuf, sequence: u64) -> Result<Sink, Fault> {
         let largest = plan.largest();
+        let Room { data_start, bytes } = room(plan, &target)?;
         let mut places = vec![Vec::new(); plan.shards.len()];
         let index = |shard| plan.shards.binary_search(&shard).unwrap_or_default();
         for (shard, array, offset) in plan.arrays(largest.images) {
@@ -125,6 +118,7 @@ impl<'a> Sink<'a> {
         }
         let draft = Draft::create(target)?;
         draft.reserve(bytes)?;
+        let under_way = job.parts().begin(bytes);
         Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, places })
     }
 

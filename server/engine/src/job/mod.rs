@@ -74,7 +74,7 @@ pub struct Job {
     compute: Arc<Compute>,
     load: Mutex<Load>,
     snapshots: Snapshots,
-    parts: PartsUnderWay,
+    parts: Arc<PartsUnderWay>,
     pushed_bytes: AtomicU64,
     pulled_bytes: AtomicU64,
     reservation: Reservation,
@@ -190,7 +190,7 @@ impl Job {
     }
 
     /// The parts of checkpoints that are being written, for whoever writes one.
-    pub(crate) fn parts(&self) -> &PartsUnderWay {
+    pub(crate) fn parts(&self) -> &Arc<PartsUnderWay> {
         &self.parts
     }
 

@@ -11,7 +11,7 @@ use super::{
     images::{Images, Rates, Window},
     load::Load,
     protocol::{Protocol, Signal},
-    snapshots::{PartsUnderWay, Snapshots},
+    snapshots::Snapshots,
     space::{Buffers, Shape, Space},
 };
 use crate::{
@@ -88,7 +88,7 @@ impl Job {
             compute,
             load: Mutex::new(load),
             snapshots: Snapshots::default(),
-            parts: PartsUnderWay::default(),
+            parts: Arc::default(),
             pushed_bytes: AtomicU64::new(0),
             pulled_bytes: AtomicU64::new(0),
             reservation,

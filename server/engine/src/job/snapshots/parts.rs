@@ -1,6 +1,9 @@
 //! How far the parts of checkpoints that are being written have come.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 /// The bytes of a job's parts that are being written. Two may be under way, and count together.
 #[derive(Debug, Default)]
@@ -11,9 +14,9 @@ pub(crate) struct PartsUnderWay {
 
 impl PartsUnderWay {
     /// A part of about so many bytes begins. It counts until the answer is dropped.
-    pub(crate) fn begin(&self, bytes: u64) -> PartUnderWay<'_> {
+    pub(crate) fn begin(self: &Arc<Self>, bytes: u64) -> PartUnderWay {
         self.all.fetch_add(bytes, Relaxed);
-        PartUnderWay { of: self, written: AtomicU64::new(0), bytes }
+        PartUnderWay { of: Arc::clone(self), written: AtomicU64::new(0), bytes }
     }
 
     /// How many bytes are written, of how many. None while no part is being written.
@@ -24,20 +27,20 @@ impl PartsUnderWay {
 }
 
 /// One part that is being written.
-pub(crate) struct PartUnderWay<'a> {
-    of: &'a PartsUnderWay,
+pub(crate) struct PartUnderWay {
+    of: Arc<PartsUnderWay>,
     written: AtomicU64,
     bytes: u64,
 }
 
-impl PartUnderWay<'_> {
+impl PartUnderWay {
     pub(crate) fn add(&self, bytes: u64) {
         self.written.fetch_add(bytes, Relaxed);
         self.of.written.fetch_add(bytes, Relaxed);
     }
 }
 
-impl Drop for PartUnderWay<'_> {
+impl Drop for PartUnderWay {
     fn drop(&mut self) {
         self.of.all.fetch_sub(self.bytes, Relaxed);
         self.of.written.fetch_sub(self.written.load(Relaxed), Relaxed);
@@ -50,7 +53,7 @@ mod tests {
 
     #[test]
     fn parts_count_together_and_leave_nothing() {
-        let parts = PartsUnderWay::default();
+        let parts = Arc::<PartsUnderWay>::default();
         assert_eq!(parts.now(), None);
         let first = parts.begin(100);
         first.add(30);
