@@ -13,8 +13,9 @@ use longshore_engine::step::Work;
 pub(crate) struct Busy {
     sums: AtomicU64,
     updates: AtomicU64,
-    /// Works of the compute thread's own queue, and those that were handed to it since it looked.
+    /// Works in the compute thread's own queue.
     queued: AtomicUsize,
+    /// Works that were handed to it, and that it has not put there yet.
     handed: AtomicUsize,
 }
 

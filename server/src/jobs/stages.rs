@@ -41,9 +41,9 @@ impl StepStage {
 /// How many steps are watched at once: a delayed job receives one, decides the one before and sends weights of that before it.
 const WATCHED: usize = 4;
 
-/// How long each stage took, over all steps since the job was opened here. `now` is by the caller's clock, and may be a little before what
-/// another one has marked: then nothing has passed. A chunk or slice, of a MiB mostly, pays for a look at the
-/// clock and a lock that hardly anyone else wants.
+/// How long each stage took, over all steps since the job was opened here. A chunk or slice, of a MiB mostly, pays for a look at the
+/// clock and for a lock that hardly anyone else wants. Callers look at the clock before they take the lock, so that times may come
+/// out of order: no time counts twice then.
 #[derive(Default)]
 pub(crate) struct Stages {
     steps: Mutex<[Marks; WATCHED]>,

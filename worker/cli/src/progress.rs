@@ -77,7 +77,7 @@ pub(crate) struct Followed {
 impl Drop for Followed {
     fn drop(&mut self) {
         drop(self.end.take());
-        // A look that has panicked ends the bar alone.
+        // A look that panics ends the bar, and nothing else.
         let _ = self.looking.take().map(JoinHandle::join);
     }
 }

@@ -175,8 +175,8 @@ impl Servers {
         self.servers.iter().zip(answers).map(answer).collect()
     }
 
-    /// What follows the job on all servers: a call of it asks each of them, and adds up what `of` makes of the answers. It may be called from
-    /// another thread while this one waits for an answer. None where no server says anything.
+    /// Returns a function that asks all servers how far they are with the job, and adds up what `of` makes of each answer. Another thread
+    /// may call it while this one waits for them. It returns None where no server says anything.
     pub(crate) fn follow(
         &self,
         job: &str,
