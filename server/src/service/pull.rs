@@ -49,6 +49,11 @@ pub(super) async fn answer(
     let (request, mark) = request(body).await?;
     let job = request.job.clone();
     caller.permit(&job).map_err(|fault| refuse("Pull", &job, fault))?;
+    // A rank may pull on a connection on which it has not pushed yet, and is not to wait there for readers that take nothing. TLS
+    // alone shows who it is; without TLS a rank's weights are lent, and need no room.
+    if let Some(taps) = taps.filter(|_| caller.trains(&job)) {
+        taps.vouch();
+    }
     let room = Room::new(&services.bounds, taps);
     let pull = Pull::new(services, request, room).map_err(|fault| refuse("Pull", &job, fault))?;
     let (sender, pieces) = mpsc::channel(MESSAGES_AHEAD);

@@ -8,7 +8,7 @@ use longshore_wire::direct::Connection;
 
 use super::{
     calls::{Call, Scope},
-    identities::{Credential, Identity},
+    identities::{Credential, Identity, Role},
     register::Register,
 };
 
@@ -91,6 +91,14 @@ impl Caller {
     /// Whether the caller is told that there is such a job.
     pub(crate) fn sees(&self, job: &str) -> bool {
         self.check(Some(job)).is_ok()
+    }
+
+    /// Whether the caller's identity trains the job, so that its connections are a rank's. Nobody knows that of a caller without an identity.
+    pub(crate) fn trains(&self, job: &str) -> bool {
+        let Who::Listed { register, credential } = &self.0.who else { return false };
+        let known = register.now();
+        let identity = known.identities.find(credential);
+        identity.is_some_and(|identity| identity.has_one_of(&[Role::Worker]) && identity.has_job(job))
     }
 
     /// Who owns what the caller makes; None where callers show no identity.

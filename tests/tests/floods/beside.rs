@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::limits::{SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
+use longshore_proto::limits::{MAX_CALLS, SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
 use longshore_tests::{
     http::{self, FLAGS},
     peer::{
@@ -37,6 +37,8 @@ const PUSH: &str = "/longshore.v1.Tensors/Push";
 const PULL: &str = "/longshore.v1.Tensors/Pull";
 /// The job that trains before any flood. It stays, and slow readers pull its weights.
 const BEFORE: &str = "before";
+/// How many calls a slow reader has open.
+const READS: u32 = 50;
 /// While a job trains a flood rests for so long between strangers: the test measures what floods do to the server, and
 /// not what making them costs the processor.
 const REST: Duration = Duration::from_millis(20);
@@ -74,7 +76,8 @@ impl Flood {
         match self {
             Flood::Connections | Flood::HalfOpen => soak::pick(300, 2000),
             Flood::GiantHeaders => soak::pick(100, 1000),
-            Flood::SlowReaders => soak::pick(16, 100),
+            // So many that other calls find no room beside them.
+            Flood::SlowReaders => 100,
             Flood::RapidReset | Flood::Frames => 6,
         }
     }
@@ -146,7 +149,7 @@ impl Target<'_> {
                 // A stream takes 1000 bytes, and never more.
                 guest.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 3, 232]))?;
                 let pull = encode(&self.pull()).head;
-                let calls = streams(50)
+                let calls = streams(READS)
                     .map(|at| [self.headers(END_HEADERS, at, PULL), frame(DATA, END_STREAM, at, &pull)]);
                 guest.flood(calls.map(|call| call.concat()));
             }
@@ -253,7 +256,9 @@ fn beside(target: &Target<'_>, flood: Flood) -> (Run, usize) {
             Flood::Connections => flood.held().min(SPARE_CONNECTIONS),
             // A handshake is no connection yet, and HTTP/2's beginning is on one.
             Flood::HalfOpen if target.tls.is_some() => 0,
-            Flood::HalfOpen | Flood::GiantHeaders | Flood::SlowReaders => flood.held().min(SPARE_CONNECTIONS),
+            // Connections with more calls than may be open in all are ended.
+            Flood::SlowReaders => flood.held().min(MAX_CALLS / READS as usize),
+            Flood::HalfOpen | Flood::GiantHeaders => flood.held().min(SPARE_CONNECTIONS),
             Flood::RapidReset | Flood::Frames => 0,
         };
         let connections = target.connections();
