@@ -76,8 +76,8 @@ impl Flood {
         match self {
             Flood::Connections | Flood::HalfOpen => soak::pick(300, 2000),
             Flood::GiantHeaders => soak::pick(100, 1000),
-            // So many that other calls find no room beside them.
-            Flood::SlowReaders => 100,
+            // A hundred have as many calls as may be open, and leave no room for those of others.
+            Flood::SlowReaders => soak::pick(16, 100),
             Flood::RapidReset | Flood::Frames => 6,
         }
     }
