@@ -4,10 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use longshore_proto::{Fault, FaultKind, limits::MAX_UNFINISHED_BYTES};
 use longshore_wire::direct::{Bounds, Held, Taps};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout_at};
 
-/// How long a call that finds no room waits before it looks again. What holds the room is sent meanwhile, 1 MiB of it in a
-/// millisecond where its reader takes it.
+/// How long the call whose turn it is waits before it looks again. What holds the room is sent meanwhile, 1 MiB of it in a
+/// millisecond where its reader takes it. When all that wait looked so often, 4096 calls took a core.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// What strangers share. A rank's connection has room of its own, which was counted when its job was admitted.
@@ -27,17 +27,32 @@ impl Room {
     /// # Errors
     /// `Unavailable` at the deadline.
     pub(super) async fn hold(&self, bytes: usize, deadline: Instant) -> Result<Option<Held>, Fault> {
+        let room = async {
+            tokio::select! {
+                biased;
+                () = self.vouched() => None,
+                held = self.in_turn(bytes) => Some(held),
+            }
+        };
+        timeout_at(deadline, room).await.map_err(|_| {
+            let value = format!("{bytes} bytes, among others that their readers do not take");
+            let limit = format!("within {MAX_UNFINISHED_BYTES} bytes with them");
+            Fault::new(FaultKind::Unavailable, "pull", value, limit, "try again")
+        })
+    }
+
+    async fn vouched(&self) {
+        match &self.connection {
+            Some(connection) => connection.vouched().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    async fn in_turn(&self, bytes: usize) -> Held {
+        let _turn = self.bounds.turn().await;
         loop {
-            if self.connection.as_ref().is_some_and(Taps::is_vouched) {
-                return Ok(None);
-            }
             if let Some(held) = self.bounds.hold(bytes) {
-                return Ok(Some(held));
-            }
-            if Instant::now() >= deadline {
-                let value = format!("{bytes} bytes, among others that their readers do not take");
-                let limit = format!("within {MAX_UNFINISHED_BYTES} bytes with them");
-                return Err(Fault::new(FaultKind::Unavailable, "pull", value, limit, "try again"));
+                return held;
             }
             sleep(PAUSE).await;
         }
@@ -58,9 +73,16 @@ mod tests {
         let refused = room.hold(1, deadline).await.err().map(|fault| fault.kind);
         assert_eq!(refused, Some(FaultKind::Unavailable));
         assert!(Instant::now() >= deadline, "it did not wait");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let waits = tokio::spawn(async move { room.hold(1, deadline).await.unwrap().is_none() });
+        // It waits behind another stranger by now, and not for what that one waits for.
+        let stranger = Room::new(&bounds, None);
+        let behind = tokio::spawn(async move { stranger.hold(1, deadline).await.is_ok() });
+        tokio::task::yield_now().await;
         known.vouch();
-        assert!(room.hold(1, deadline).await.unwrap().is_none());
+        assert!(waits.await.unwrap(), "a rank's connection needed room");
         drop(all);
+        assert!(behind.await.unwrap(), "it was not its turn when there was room");
         assert!(Room::new(&bounds, None).hold(MAX_UNFINISHED_BYTES, deadline).await.unwrap().is_some());
     }
 }

@@ -27,6 +27,7 @@ use longshore_wire::{
     frame::encode,
     v1::{Dtype, PullRequest, Slice},
 };
+use rustix::process::setpriority_process;
 
 use super::{
     mib,
@@ -180,6 +181,8 @@ impl Target<'_> {
     /// Brings as many strangers as there are to be at once, says so, and then brings others in place of the oldest ones
     /// until it is over. Returns how many came in all.
     fn flood(&self, flood: Flood, filled: &mpsc::Sender<()>, over: &AtomicBool) -> usize {
+        // On another host, where strangers are, this would take nothing of the server's processors.
+        setpriority_process(None, 19).expect("a thread may be nicer");
         let mut held = VecDeque::new();
         let mut came = 0;
         for turn in 0.. {

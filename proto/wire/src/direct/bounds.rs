@@ -9,6 +9,7 @@ use std::{
 };
 
 use longshore_proto::limits::{CALLS_SHARE, MAX_CALLS, MAX_UNFINISHED_BYTES};
+use tokio::sync::{Mutex, MutexGuard};
 
 use super::tap::{Line, Taps};
 
@@ -19,6 +20,7 @@ pub struct Bounds {
     calls: AtomicUsize,
     /// How many bytes of frames and messages there are that have not ended.
     unfinished: AtomicUsize,
+    turn: Mutex<()>,
 }
 
 impl Bounds {
@@ -34,6 +36,11 @@ impl Bounds {
     pub fn hold(self: &Arc<Self>, bytes: usize) -> Option<Held> {
         let mut held = Held { bounds: Arc::clone(self), bytes: 0 };
         held.resize(bytes).then_some(held)
+    }
+
+    /// The turn of who waits for room, first come, first served. It is over when this is dropped.
+    pub async fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().await
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{
     collections::{HashMap, VecDeque},
     io, mem,
+    pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -11,6 +12,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
+use tokio::sync::Notify;
 
 use super::outlet::Outlet;
 use crate::{
@@ -197,6 +199,7 @@ struct Meeting {
     /// Likewise, of calls whose answer is large.
     outlets: Mutex<HashMap<Mark, Arc<Outlet>>>,
     vouched: AtomicBool,
+    vouching: Notify,
 }
 
 impl Taps {
@@ -215,11 +218,21 @@ impl Taps {
 
     /// Called on a server: the connection is a rank's that was admitted, and so is what it may have under way.
     pub fn vouch(&self) {
-        self.0.vouched.store(true, Ordering::Relaxed);
+        self.0.vouched.store(true, Ordering::Release);
+        self.0.vouching.notify_waiters();
     }
 
     pub fn is_vouched(&self) -> bool {
-        self.0.vouched.load(Ordering::Relaxed)
+        self.0.vouched.load(Ordering::Acquire)
+    }
+
+    /// Waits until somebody vouches for the connection.
+    pub async fn vouched(&self) {
+        let mut vouching = pin!(self.0.vouching.notified());
+        vouching.as_mut().enable();
+        if !self.is_vouched() {
+            vouching.await;
+        }
     }
 
     pub(super) fn is_empty(&self) -> bool {
