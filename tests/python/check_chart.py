@@ -23,7 +23,7 @@ CASES = {
     "the defaults": {},
     "everything": {
         "replicas": 3,
-        "tls": {"secretName": "longshore-tls"},
+        "tls": {"secretName": "longshore-tls", "http": True},
         "checkpoints": {"existingClaim": "shared", "keep": 2, "onDrain": True},
         "state": {"size": "2Ti", "storageClass": "local-nvme", "resident": "16GiB"},
         "image": {"tag": "test", "pullSecrets": [{"name": "registry"}]},
@@ -85,6 +85,8 @@ def check_paths(server):
     ports = {port["name"] for port in container["ports"]}
     for probe in ["startupProbe", "livenessProbe", "readinessProbe"]:
         assert container[probe]["httpGet"]["port"] in ports, probe
+        scheme = container[probe]["httpGet"].get("scheme", "HTTP")
+        assert (scheme == "HTTPS") == ("--http-tls" in container["args"]), f"{probe} asks by {scheme}"
     assert "lifecycle" not in container, "a hook before SIGTERM, which would then break off the drain that the hook began"
     return container["args"]
 

@@ -24,7 +24,8 @@ pub fn address(server: &Longshored) -> String {
     let urls: Vec<String> =
         server.log().iter().filter_map(|line| Some(line["fields"]["url"].as_str()?.to_string())).collect();
     let url = urls.last().expect("the server says where its status page is");
-    url.strip_prefix("http://").and_then(|rest| rest.strip_suffix('/')).expect("a URL").to_string()
+    let host = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
+    host.and_then(|rest| rest.strip_suffix('/')).expect("a URL").to_string()
 }
 
 /// The status code, headers and body of `GET path`.
@@ -39,6 +40,11 @@ pub fn ask(address: &str, request: &str) -> (u16, String, String) {
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap_or_else(|error| panic!("{error} after {answer:?}"));
+    parts(&answer)
+}
+
+/// The status code, headers and body of an answer.
+pub fn parts(answer: &str) -> (u16, String, String) {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {answer:?}"));
     let code = head.split(' ').nth(1).and_then(|code| code.parse().ok());
     (code.unwrap_or_else(|| panic!("no code in {head:?}")), head.to_lowercase(), body.to_string())

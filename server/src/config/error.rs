@@ -20,9 +20,14 @@ pub enum ConfigError {
     Exposed { listen: SocketAddr },
     #[error(
         "http is {http}, which is not a loopback address, and whoever can reach it could read what the status page shows, as jobs, identities and paths of folders: \
-         keep it on a trusted network and say --http-open, or serve it on 127.0.0.1"
+         serve it over TLS to identities with --http-tls and --tls-dir, or keep it on a trusted network and say --http-open, or serve it on 127.0.0.1"
     )]
     HttpExposed { http: SocketAddr },
+    #[error(
+        "http_tls needs tls_dir, which has the certificate and the identities that may read, and contradicts http_open: name the folder with --tls-dir, \
+         and leave http_open out"
+    )]
+    HttpTls,
     #[error("tls_dir and insecure contradict each other: leave one of them out")]
     InsecureTls,
     #[error("{field} is {value}, but must be {limit}")]

@@ -17,6 +17,7 @@ pub(super) struct File {
     pub(super) unix_group: Option<String>,
     pub(super) http: Option<SocketAddr>,
     pub(super) http_open: Option<bool>,
+    pub(super) http_tls: Option<bool>,
     pub(super) memory: Option<ByteSize>,
     pub(super) threads: Option<usize>,
     pub(super) state_dir: Option<Vec<PathBuf>>,
@@ -42,12 +43,13 @@ pub(super) struct File {
 }
 
 /// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 27] = [
+const KEYS: [&str; 28] = [
     "listen",
     "listen_unix",
     "unix_group",
     "http",
     "http_open",
+    "http_tls",
     "memory",
     "threads",
     "state_dir",

@@ -31,6 +31,9 @@ pub struct Flags {
     /// Allow a --http address that is not loopback: anyone who can reach it can read what the status page shows: jobs, identities and their quotas, paths of folders
     #[arg(long, env = "LONGSHORED_HTTP_OPEN")]
     pub http_open: bool,
+    /// Serve --http over TLS, with the certificate of --tls-dir, to identities of its identities.toml that have all jobs
+    #[arg(long, env = "LONGSHORED_HTTP_TLS")]
+    pub http_tls: bool,
     /// Memory for jobs, as in 512GiB [default: 80% of what is available]
     #[arg(long, env = "LONGSHORED_MEMORY", value_name = "SIZE")]
     pub memory: Option<ByteSize>,

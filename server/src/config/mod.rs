@@ -31,6 +31,8 @@ pub struct Config {
     pub http: Option<SocketAddr>,
     /// Serve them beyond loopback.
     pub http_open: bool,
+    /// Serve them over TLS, to identities that have all jobs.
+    pub http_tls: bool,
     /// The memory, in bytes, that jobs may be admitted to.
     pub memory: u64,
     /// Update threads.
@@ -68,6 +70,7 @@ impl Config {
             unix_group: None,
             http: None,
             http_open: false,
+            http_tls: false,
             memory: size::available_memory() / 5 * 4,
             threads: longshore_engine::threads::available_threads(),
             storage: StorageConfig::default(),
@@ -101,6 +104,7 @@ impl Config {
             unix_group: flags.unix_group.or(file.unix_group),
             http: flags.http.or(file.http),
             http_open: flags.http_open || file.http_open.unwrap_or(false),
+            http_tls: flags.http_tls || file.http_tls.unwrap_or(false),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
             storage,
@@ -131,7 +135,11 @@ impl Config {
         if !self.listen.ip().is_loopback() && !self.insecure && self.tls_dir.is_none() {
             return Err(ConfigError::Exposed { listen: self.listen });
         }
-        if let Some(http) = self.http.filter(|http| !http.ip().is_loopback() && !self.http_open) {
+        if self.http_tls && (self.tls_dir.is_none() || self.http_open) {
+            return Err(ConfigError::HttpTls);
+        }
+        let asks = self.http_tls || self.http_open;
+        if let Some(http) = self.http.filter(|http| !http.ip().is_loopback() && !asks) {
             return Err(ConfigError::HttpExposed { http });
         }
         if self.unix_group.is_some() && self.listen_unix.is_none() {
@@ -237,6 +245,10 @@ mod tests {
         assert!(resolve(&["--listen", "0.0.0.0:1", "--insecure"], "").is_ok());
         assert!(matches!(resolve(&["--http", "0.0.0.0:1"], ""), Err(ConfigError::HttpExposed { .. })));
         assert!(resolve(&["--http", "0.0.0.0:1", "--http-open"], "").is_ok());
+        let with = |flags: &[&str]| resolve(flags, "http = \"0.0.0.0:1\"\ntls_dir = \"/etc/longshore\"");
+        assert!(with(&["--http-tls"]).is_ok());
+        assert!(matches!(with(&["--http-tls", "--http-open"]), Err(ConfigError::HttpTls)));
+        assert!(matches!(resolve(&["--http-tls"], ""), Err(ConfigError::HttpTls)));
         assert_eq!(resolve(&[], "http = \"127.0.0.1:1\"").unwrap().http.map(|http| http.port()), Some(1));
         assert!(resolve(&["--listen", "0.0.0.0:1"], "tls_dir = \"/etc/longshore\"").is_ok());
         let both = resolve(&["--tls-dir", "/etc/longshore", "--insecure"], "");

@@ -6,10 +6,12 @@ use bytes::Bytes;
 use http::{
     HeaderValue, Method, Response, StatusCode, Uri,
     header::{
-        ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+        ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, WWW_AUTHENTICATE,
+        X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
     },
 };
 use http_body_util::Full;
+use longshore_proto::{Fault, FaultKind};
 use tokio::{sync::Semaphore, task::spawn_blocking};
 
 use super::{
@@ -42,18 +44,32 @@ impl Answers {
         Answers { services, listen, making: Arc::new(Semaphore::new(MAKING)) }
     }
 
-    pub(super) async fn to(&self, method: &Method, uri: &Uri, accept: &str) -> Response<Full<Bytes>> {
+    /// `admitted` says whether the reader may see names of jobs.
+    pub(super) async fn to(
+        &self,
+        method: &Method,
+        uri: &Uri,
+        accept: &str,
+        admitted: Result<(), Fault>,
+    ) -> Response<Full<Bytes>> {
         if method != Method::GET && method != Method::HEAD {
             let mut answer = answer(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD\n");
             answer.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
             return answer;
         }
-        match uri.path() {
+        match (uri.path(), admitted) {
+            ("/healthz", _) => answer(StatusCode::OK, TEXT, "ok\n"),
+            ("/readyz", admitted) => self.ready(admitted.is_ok()),
+            (_, Err(fault)) => refusal(&fault),
+            (path, Ok(())) => self.page(path, uri, accept).await,
+        }
+    }
+
+    async fn page(&self, path: &str, uri: &Uri, accept: &str) -> Response<Full<Bytes>> {
+        match path {
             "/" => answer(StatusCode::OK, "text/html; charset=utf-8", PAGE),
             "/page.js" => answer(StatusCode::OK, "text/javascript; charset=utf-8", SCRIPT),
             "/page.css" => answer(StatusCode::OK, "text/css; charset=utf-8", STYLE),
-            "/healthz" => answer(StatusCode::OK, TEXT, "ok\n"),
-            "/readyz" => self.ready(),
             "/metrics" => {
                 let format = Format::of(accept);
                 self.made(format.content_type(), move |services| metrics::text(services, format)).await
@@ -71,7 +87,7 @@ impl Answers {
     }
 
     /// Ready when every job that is kept here is served, and no drain has begun.
-    fn ready(&self) -> Response<Full<Bytes>> {
+    fn ready(&self, names: bool) -> Response<Full<Bytes>> {
         let mut reasons = String::new();
         if let Err(fault) = self.services.draining.refuse() {
             reasons += &format!("{fault}\n");
@@ -82,7 +98,7 @@ impl Answers {
         if reasons.is_empty() {
             return answer(StatusCode::OK, TEXT, "ready\n");
         }
-        answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, reasons)
+        answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, if names { reasons } else { "not ready\n".into() })
     }
 
     /// An answer for which jobs' locks are taken, so that no network thread waits for them.
@@ -106,6 +122,23 @@ impl Answers {
             }
         }
     }
+}
+
+/// For who speaks without TLS where there is TLS alone.
+pub(super) fn unencrypted() -> Response<Full<Bytes>> {
+    answer(StatusCode::BAD_REQUEST, TEXT, "this address speaks TLS: ask https://\n")
+}
+
+/// A browser that is told of Basic asks for a name and a password, and sends a token so.
+fn refusal(fault: &Fault) -> Response<Full<Bytes>> {
+    if fault.kind != FaultKind::Unauthenticated {
+        return answer(StatusCode::FORBIDDEN, TEXT, format!("{fault}\n"));
+    }
+    let mut answer = answer(StatusCode::UNAUTHORIZED, TEXT, format!("{fault}\n"));
+    for scheme in ["Bearer", "Basic realm=\"longshore\", charset=\"UTF-8\""] {
+        answer.headers_mut().append(WWW_AUTHENTICATE, HeaderValue::from_static(scheme));
+    }
+    answer
 }
 
 fn answer(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Response<Full<Bytes>> {

@@ -2,17 +2,25 @@
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
-use http::{Request, header::ACCEPT};
+use bytes::Bytes;
+use http::{Request, Response, header::ACCEPT};
+use http_body_util::Full;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use longshore_proto::{Fault, limits::HANDSHAKE_DEADLINE};
+use longshore_wire::tls::Read;
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
     task::{JoinSet, yield_now},
     time::{sleep, timeout},
 };
 
-use super::{answers::Answers, report::Listen};
-use crate::{accept::Accept, log::Seldom, places::Places, service::Services};
+use super::{
+    answers::{self, Answers},
+    report::Listen,
+};
+use crate::{accept::Accept, log::Seldom, places::Places, service::Services, trust::Readers};
 
 /// Connections at once. One that comes beyond it ends the oldest of the origin that has the most, so that who holds all of them keeps
 /// no probe waiting.
@@ -26,10 +34,17 @@ const GRACE: Duration = Duration::from_secs(5);
 const HEADER_BYTES: usize = 32 * 1024;
 /// The wait after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
+/// The first byte of a TLS record of a handshake.
+const TLS_HANDSHAKE: u8 = 0x16;
 
 /// Serves until it is dropped.
-pub(crate) async fn serve(mut listener: TcpListener, services: Services, listen: Listen) -> Infallible {
-    let answers = Arc::new(Answers::new(services, listen));
+pub(crate) async fn serve(
+    mut listener: TcpListener,
+    services: Services,
+    listen: Listen,
+    readers: Option<Readers>,
+) -> Infallible {
+    let (answers, readers) = (Arc::new(Answers::new(services, listen)), Arc::new(readers));
     let (mut places, full) = (Places::new(MOST), Seldom::default());
     let mut connections = JoinSet::new();
     loop {
@@ -39,8 +54,8 @@ pub(crate) async fn serve(mut listener: TcpListener, services: Services, listen:
             }
             accepted = Accept::accept(&mut listener) => match accepted {
                 Ok((socket, origin)) => {
-                    let answers = Arc::clone(&answers);
-                    let task = connections.spawn(async move { answer(socket, &answers).await });
+                    let (answers, readers) = (Arc::clone(&answers), Arc::clone(&readers));
+                    let task = connections.spawn(async move { answer(socket, &answers, readers.as_ref().as_ref()).await });
                     if places.take(origin, task) {
                         full.say(|| tracing::info!(most = MOST, "many HTTP connections at once: the oldest of the same origin are ended"));
                         yield_now().await;
@@ -55,15 +70,48 @@ pub(crate) async fn serve(mut listener: TcpListener, services: Services, listen:
     }
 }
 
-async fn answer(socket: TcpStream, answers: &Arc<Answers>) {
-    let service = service_fn(|request: Request<Incoming>| {
-        let answers = Arc::clone(answers);
-        async move {
-            let accept =
-                request.headers().get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-            Ok::<_, Infallible>(answers.to(request.method(), request.uri(), accept).await)
+/// With `readers` it is TLS, and they alone may read.
+async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Readers>) {
+    let Some(readers) = readers else {
+        return speak(socket, |request| answered(answers, request, Ok(()))).await;
+    };
+    let mut first = [0];
+    // Who only asks whether the port is open has begun no handshake.
+    match timeout(HANDSHAKE_DEADLINE, socket.peek(&mut first)).await {
+        Ok(Ok(1..)) if first[0] != TLS_HANDSHAKE => {
+            return speak(socket, |_| async { answers::unencrypted() }).await;
         }
-    });
+        Ok(Ok(1..)) => {}
+        _ => return,
+    }
+    // How a reader's connection ends concerns the reader alone.
+    if let Ok(Ok(Read { socket, certificate })) = timeout(HANDSHAKE_DEADLINE, readers.accept(socket)).await {
+        let certificate = certificate.as_deref();
+        let answered = |request: Request<Incoming>| {
+            let admitted = readers.admit(certificate, request.headers());
+            answered(answers, request, admitted)
+        };
+        speak(socket, answered).await;
+    }
+}
+
+async fn answered(
+    answers: &Answers,
+    request: Request<Incoming>,
+    admitted: Result<(), Fault>,
+) -> Response<Full<Bytes>> {
+    let accept = request.headers().get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    answers.to(request.method(), request.uri(), accept, admitted).await
+}
+
+/// Speaks HTTP/1.1 until the connection has lived for long enough.
+async fn speak<S, F>(socket: S, answered: impl Fn(Request<Incoming>) -> F)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    F: Future<Output = Response<Full<Bytes>>>,
+{
+    let answered = &answered;
+    let service = service_fn(|request| async move { Ok::<_, Infallible>(answered(request).await) });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADERS)

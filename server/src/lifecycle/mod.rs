@@ -48,7 +48,8 @@ impl Server {
         let serving = serving::Serving { services: services.clone(), register, linking, descriptors };
         let (serving, health) = serving.start(&config, listening, &stopped).await?;
         if let Some(http) = http {
-            tracing::info!(url = %format_args!("http://{http}/"), "status page and metrics");
+            let scheme = if config.http_tls { "https" } else { "http" };
+            tracing::info!(url = %format_args!("{scheme}://{http}/"), "status page and metrics");
         }
         tracing::info!(%address, threads = config.threads, %isa, memory = config.memory, "serving");
         // Recovery runs while calls are answered, so that whoever waits for a job is told what it waits for. It has a

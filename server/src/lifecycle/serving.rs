@@ -19,7 +19,7 @@ use crate::{
     descriptors, eviction, http, memfd,
     requests::Metered,
     service::Services,
-    trust::{Guard, Handshakes, Register, Trust},
+    trust::{Guard, Handshakes, Readers, Register, Trust},
 };
 
 pub(super) struct Serving {
@@ -65,6 +65,7 @@ impl Serving {
                 routes("tcp", &Trust::Anybody)?.serve_with_incoming_shutdown(incoming, stopping).boxed()
             }
         };
+        let readers = register.as_ref().filter(|_| config.http_tls).map(|of| Readers::new(Arc::clone(of)));
         let expiring = Arc::clone(&connections).watch_expiry();
         let unix = match listening.unix.map(|socket| accept::incoming(socket, connections)) {
             Some(incoming) => {
@@ -78,7 +79,8 @@ impl Serving {
         let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
         let linked = linking.is_some();
         let linking = linking.map(|listener| memfd::serve(listener, Arc::clone(&services.links), jobs));
-        let page = listening.page.map(|(listener, _)| http::serve(listener, services.clone(), listen));
+        let page =
+            listening.page.map(|(listener, _)| http::serve(listener, services.clone(), listen, readers));
         let evicting = eviction::watch(services)
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let serving = tokio::spawn(async move {

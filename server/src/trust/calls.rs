@@ -42,6 +42,9 @@ const fn without_job(path: &'static str) -> Call {
     Call { path, roles: ALL, scope: Scope::Nothing, audited: false }
 }
 
+/// To read the HTTP address, whose pages show all jobs. It is no call of gRPC, so that no path leads to it.
+pub(super) static PAGES: Call = Call { path: "/http", roles: ALL, scope: Scope::AllJobs, audited: false };
+
 /// Rank 0 of a job writes checkpoints, steps back and restores in the course of training, so these need no operator. What
 /// gives up state does.
 static CALLS: &[Call] = &[

@@ -144,7 +144,7 @@ impl Trust {
 }
 
 /// The token of an Authorization header. The scheme's name may be written either way.
-fn bearer(value: &[u8]) -> Option<&[u8]> {
+pub(super) fn bearer(value: &[u8]) -> Option<&[u8]> {
     let (scheme, token) = value.split_at_checked(b"Bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
 }

@@ -41,6 +41,7 @@ pub(super) struct Known {
     contents: Contents,
     pub(super) identities: Identities,
     pub(super) tls: tls::Server,
+    pub(super) pages: tls::Pages,
 }
 
 struct Seen {
@@ -173,5 +174,6 @@ fn read(dir: &Path, contents: Contents) -> Result<Known, Fault> {
     })?;
     let identities = Identities::parse(&text)?;
     let certificates = if identities.has_tokens() { Certificates::Optional } else { Certificates::Required };
-    Ok(Known { contents, identities, tls: tls::Server::read(dir, certificates)? })
+    let (tls, pages) = (tls::Server::read(dir, certificates)?, tls::Pages::read(dir)?);
+    Ok(Known { contents, identities, tls, pages })
 }

@@ -4,6 +4,7 @@ mod handshakes;
 mod identities;
 mod init;
 mod local;
+mod pages;
 mod quotas;
 mod record;
 mod rotation;

@@ -14,6 +14,7 @@ mod incoming;
 mod keys;
 mod messages;
 mod outgoing;
+mod pages;
 mod refusal;
 mod secured;
 mod server;
@@ -24,6 +25,7 @@ mod tests;
 pub use self::{
     client::{Client, Credentials},
     files::{CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN},
+    pages::{Pages, Read},
     refusal::{DialError, Untrusted},
     secured::Secured,
     server::{Certificates, Server},

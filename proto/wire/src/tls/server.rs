@@ -38,26 +38,7 @@ impl Server {
     /// # Errors
     /// Where a file of the folder is missing or cannot be used.
     pub fn read(dir: &Path, certificates: Certificates) -> Result<Server, Fault> {
-        let provider = Arc::new(ring::default_provider());
-        let roots = files::authorities(dir, &files::read(dir, CA)?)?;
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::clone(&provider));
-        let verifier = match certificates {
-            Certificates::Required => verifier,
-            Certificates::Optional => verifier.allow_unauthenticated(),
-        };
-        let verifier = verifier.build().map_err(|error| files::wrong(dir, CA, error))?;
-        let chain = files::shown(dir, SERVER_CERTIFICATE, &files::read(dir, SERVER_CERTIFICATE)?)?;
-        let key = files::key(dir, SERVER_KEY, &files::read(dir, SERVER_KEY)?)?;
-        let wrong = |error| files::wrong(dir, SERVER_CERTIFICATE, format!("not of {SERVER_KEY}: {error}"));
-        let mut config = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&TLS13])
-            .map_err(|error| files::wrong(dir, CA, error))?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(chain, key)
-            .map_err(wrong)?;
-        config.alpn_protocols = vec![ALPN.to_vec()];
-        config.session_storage = Arc::new(NoServerSessionStorage {});
-        config.send_tls13_tickets = 0;
+        let mut config = config(dir, certificates, ALPN)?;
         // The keys go from rustls' handshake to the stream.
         config.enable_secret_extraction = true;
         Ok(Server { config: Arc::new(config) })
@@ -79,7 +60,32 @@ impl Server {
     }
 }
 
-fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
+/// What a server of this folder shows, and what it asks of clients, for ends that speak one protocol (ALPN).
+pub(super) fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) -> Result<ServerConfig, Fault> {
+    let provider = Arc::new(ring::default_provider());
+    let roots = files::authorities(dir, &files::read(dir, CA)?)?;
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::clone(&provider));
+    let verifier = match certificates {
+        Certificates::Required => verifier,
+        Certificates::Optional => verifier.allow_unauthenticated(),
+    };
+    let verifier = verifier.build().map_err(|error| files::wrong(dir, CA, error))?;
+    let chain = files::shown(dir, SERVER_CERTIFICATE, &files::read(dir, SERVER_CERTIFICATE)?)?;
+    let key = files::key(dir, SERVER_KEY, &files::read(dir, SERVER_KEY)?)?;
+    let wrong = |error| files::wrong(dir, SERVER_CERTIFICATE, format!("not of {SERVER_KEY}: {error}"));
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS13])
+        .map_err(|error| files::wrong(dir, CA, error))?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)
+        .map_err(wrong)?;
+    config.alpn_protocols = vec![protocol.to_vec()];
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    Ok(config)
+}
+
+pub(super) fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
     let first = chain.first()?;
     Some(Shown { name: name_of(first)?, expires: expiry::of(first) })
 }

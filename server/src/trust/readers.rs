@@ -1,0 +1,101 @@
+//! Who may read the HTTP address where it has TLS: identities that have all jobs, since its pages show all of them.
+
+use std::{io, sync::Arc};
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use http::{HeaderMap, header::AUTHORIZATION};
+use longshore_proto::{Fault, FaultKind};
+use longshore_wire::tls::Read;
+use tokio::net::TcpStream;
+
+use super::{
+    audit,
+    caller::{Caller, Who},
+    calls::PAGES,
+    guard::bearer,
+    identities::Credential,
+    register::Register,
+};
+use crate::log::Seldom;
+
+/// The identities that may read.
+pub(crate) struct Readers {
+    register: Arc<Register>,
+    refused: Seldom,
+}
+
+impl Readers {
+    pub(crate) fn new(register: Arc<Register>) -> Readers {
+        Readers { register, refused: Seldom::default() }
+    }
+
+    /// Shakes hands, with the certificate that the folder has now. It has no deadline of its own.
+    ///
+    /// # Errors
+    /// Where the reader leaves, speaks otherwise, or shows a certificate that is not accepted.
+    pub(crate) async fn accept(&self, socket: TcpStream) -> io::Result<Read> {
+        self.register.now().pages.accept(socket).await
+    }
+
+    /// # Errors
+    /// `Unauthenticated` where the reader has shown no identity that is listed, and `Forbidden` where that one has not all jobs.
+    pub(crate) fn admit(&self, certificate: Option<&str>, headers: &HeaderMap) -> Result<(), Fault> {
+        let admitted = credential(certificate, headers).and_then(|credential| {
+            let who = Who::Listed { register: Arc::clone(&self.register), credential };
+            let caller = Caller::new(who, &PAGES);
+            caller.check(None).inspect_err(|fault| {
+                if fault.kind == FaultKind::Forbidden {
+                    self.refused.say(|| audit::refused(&caller, fault));
+                }
+            })
+        });
+        if let Err(fault) = admitted.as_ref()
+            && fault.kind == FaultKind::Unauthenticated
+        {
+            self.refused
+                .say(|| tracing::info!(target: "audit", call = "pages", %fault, "a stranger's request"));
+        }
+        admitted
+    }
+}
+
+/// What the reader shows: a token before a certificate, as with other calls.
+fn credential(certificate: Option<&str>, headers: &HeaderMap) -> Result<Credential, Fault> {
+    let shown = match headers.get(AUTHORIZATION) {
+        Some(value) => token(value.as_bytes()).map(|token| Credential::of_token(&token)),
+        None => certificate.map(|name| Credential::Certificate(name.to_string())),
+    };
+    shown.ok_or_else(|| {
+        let remedy = "show a client's certificate of this cluster, or send a token as `authorization: Bearer ...` or as the password of any user";
+        Fault::new(FaultKind::Unauthenticated, "identity", "not shown", "a certificate or a token", remedy)
+    })
+}
+
+/// The token of an Authorization header: itself, or where a browser has asked for a name and a password, the password.
+fn token(value: &[u8]) -> Option<Vec<u8>> {
+    if let Some(token) = bearer(value) {
+        return Some(token.to_vec());
+    }
+    let (scheme, both) = value.split_at_checked(b"Basic ".len())?;
+    let both =
+        scheme.eq_ignore_ascii_case(b"Basic ").then(|| BASE64_STANDARD.decode(both.trim_ascii()).ok())??;
+    let colon = both.iter().position(|&byte| byte == b':')?;
+    Some(both[colon + 1..].to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_comes_by_itself_or_as_a_password() {
+        assert_eq!(token(b"Bearer abc").as_deref(), Some(&b"abc"[..]));
+        let basic = |text: &str| token(format!("basic {}", BASE64_STANDARD.encode(text)).as_bytes());
+        assert_eq!(basic("me:a:b").as_deref(), Some(&b"a:b"[..]));
+        assert_eq!(basic(":abc").as_deref(), Some(&b"abc"[..]));
+        assert_eq!(basic("abc"), None);
+        for other in [&b"Basic ???"[..], b"Digest abc", b""] {
+            assert_eq!(token(other), None);
+        }
+    }
+}
