@@ -209,6 +209,13 @@ fn work(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     families.counter("job_stage", help, seconds(), stages)?;
     let queued = "Sums and updates that wait for the compute thread or are with it.";
     families.gauge("job_queued_work", queued, None, each(jobs, |job| job.handle.busy.queued()))?;
+    let share = "Weight of the job beside others, for the update threads.";
+    families.gauge(
+        "job_share",
+        share,
+        None,
+        each(jobs, |job| u64::from(job.handle.job.compute().share())),
+    )?;
     let moved = "Memory traffic of the updates since the job was opened here: state in and out, gradients in, images out.";
     let updated = |job: &Seen| job.handle.history.counts().0 * job.handle.job.update_bytes();
     families.counter("job_update", moved, bytes(), each(jobs, updated))?;

@@ -7,6 +7,7 @@ use std::{
 
 use longshore_tests::{
     conformance::cluster::eventually,
+    http::{self, FLAGS},
     process::DEADLINE,
     server::{Longshored, ServerOptions},
     status::ServerStatus,
@@ -78,6 +79,26 @@ fn a_job_beyond_the_quota_is_refused_and_nothing_is_taken() {
         assert_eq!(ask(&server, &operator, &["delete", "--job", job]).code, 0);
     }
     assert!(has(&server, &team).starts_with("identity team: 0 of 1 jobs, 0 B of"), "{}", has(&server, &team));
+}
+
+/// How the update threads divide their time by it is the engine's business, and tested there.
+#[test]
+fn a_job_has_its_owners_share_also_when_that_changes() {
+    let list = |share| {
+        let worker = identity("team", &["worker"], &["*"], &[]);
+        [worker, format!("share = {share}\n"), identity("other", &["worker"], &["*"], &[])].concat()
+    };
+    let folders = Folders::new(&list(3));
+    let server = ServerOptions::new().tls(&folders.server()).args(FLAGS).start();
+    for owner in ["team", "other"] {
+        train(3, &server, &folders.client(owner)).args(["--job", owner]).run();
+    }
+    let page = http::address(&server);
+    let share = |job: &str| http::metrics(&page)[&format!("longshore_job_share{{job=\"{job}\"}}")];
+    assert_eq!((share("team"), share("other")), (3.0, 1.0));
+    folders.list(&list(5));
+    eventually("the new share to be taken up", || (share("team") == 5.0).then_some(()));
+    assert_eq!(share("other"), 1.0);
 }
 
 #[test]

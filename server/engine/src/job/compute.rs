@@ -28,6 +28,10 @@ impl Compute {
         Compute { pool: Arc::clone(&self.pool), isa: self.isa, account: Account::new(share) }
     }
 
+    pub fn share(&self) -> u32 {
+        self.account.share()
+    }
+
     /// Changes the weight.
     pub fn set_share(&self, share: u32) {
         self.account.set_share(share);

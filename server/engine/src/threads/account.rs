@@ -31,6 +31,10 @@ impl Account {
         Arc::new(Account { used: AtomicU64::new(0), share: AtomicU32::new(share.max(1)) })
     }
 
+    pub fn share(&self) -> u32 {
+        self.share.load(Relaxed)
+    }
+
     pub fn set_share(&self, share: u32) {
         self.share.store(share.max(1), Relaxed);
     }
