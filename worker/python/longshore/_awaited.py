@@ -83,6 +83,11 @@ def can_await(tensor: Tensor) -> bool:
     return type(tensor) in _KINDS
 
 
+def is_awaited(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are still to be read."""
+    return id(tensor) in _readers
+
+
 def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
     """From now on ``reader`` is called before the elements of one of these are used. It calls :func:`end`."""
     _readers.update(dict.fromkeys(map(id, tensors), reader))

@@ -168,9 +168,9 @@ class Connection:
         """
         if not self._looks_for_writes or not isinstance(self.weights, Weights):
             return
-        written = self._writes.written()
-        if written:
-            self._writes.refuse(written, self._read_again, self.image_dtype, self.name)
+        written, looked_at = self._writes.written()
+        if written or looked_at:
+            self._writes.refuse(written, looked_at, self._read_again, self.image_dtype, self.name)
 
     def _read_again(self, param: Param, memory: Tensor) -> None:
         """Reads the weights of the version that the parameters have, into memory of a parameter's shape or its shard's."""

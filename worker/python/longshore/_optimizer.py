@@ -69,7 +69,10 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         self._starts_over = False
         #: Whether all of a step's gradients have left, and its commit did not come to an end.
         self._is_pushed = False
+        #: Whether another optimizer has taken the parameters over.
+        self._is_replaced = False
         super().__init__(params, defaults)
+        self._claim_at_once()
         if self._options.servers is not None:
             self._warn_of_no_name()
             self._join_if_there()
@@ -198,7 +201,39 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             self._is_refused = True
             _params.release([id(param.tensor) for param in connection.params])
 
+    def _claim_at_once(self) -> None:
+        """Claims the parameters before the first step where backward would send their gradients for another optimizer."""
+        trained = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad]
+        if self._options.streaming or any(other.accumulates[0] for _, other in _params.owners(trained, self)):
+            _params.claim(trained, self)
+
+    def give_way(self, tensors: set[int]) -> bool:
+        """Closes this optimizer for another one that updates all of its parameters from now on, as torch lets one follow the other. The
+        parameters have the last weights then.
+
+        Args:
+            tensors: what the other one updates, by ``id``.
+
+        Returns:
+            False where that cannot be, and nothing has changed: it updates others too, other ranks would not know, or its model is in units.
+        """
+        mine = {id(tensor) for tensor in self._tensors() if tensor.requires_grad}
+        if not mine <= tensors or self.rank[1] > 1 or self._units is not None or self._process != os.getpid():
+            return False
+        self.flush()
+        self.close()
+        if self._stream is not None:
+            self._stream.unhook()
+        _clip.release(mine)
+        self._is_replaced = True
+        return True
+
+    def _check_not_replaced(self) -> None:
+        if self._is_replaced:
+            raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
+
     def _opened(self) -> Connection:
+        self._check_not_replaced()
         if self._process != os.getpid():
             raise UsageError(
                 "the optimizer was built in another process, and a fork has none of its connections: build it in the process "
@@ -213,7 +248,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
 
     def _start(self, connection: Connection, *, found: bool = False) -> Connection:
         self.check_model()
-        _params.claim(connection.params, self)
+        _params.claim([(param.name, param.tensor) for param in connection.params], self)
         try:
             if self._units is not None:
                 # Not before this: a job that is only asked for its checkpoints has no weights to give.
@@ -282,6 +317,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             GradientError: for a gradient of another type, shape or layout.
             LongshoreError: any other of :mod:`longshore.errors`.
         """
+        self._check_not_replaced()
         loss = None
         if closure is not None:
             with torch.enable_grad():

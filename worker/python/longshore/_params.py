@@ -5,7 +5,7 @@ import hashlib
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,39 +254,43 @@ def check_missing(missing: list[Param], afterwards: str = "") -> None:
     )
 
 
-# Which open optimizer updates a parameter: two would overwrite each other's weights.
+# Which optimizer updates a parameter, once its job is open or it watches backward: two would overwrite each other's weights.
 _owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
 
 
-def claim(params: list[Param], optimizer: Any) -> None:
-    """Notes that an optimizer updates these from now on.
+def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any) -> None:
+    """Notes that an optimizer updates these from now on. One that updated some of them before is closed, if it can give way: that of a
+    notebook's cell that runs again may still be referred to by a scheduler or a traceback.
 
     Raises:
-        UsageError: where another one does.
+        UsageError: where another one does and cannot give way.
     """
-    if _claimed(params, optimizer) is not None:
+    if owners(named, optimizer):
         gc.collect()  # an optimizer that is gone may still wait for this
-    other = _claimed(params, optimizer)
-    if other is not None:
-        raise invalid(
-            other.name,
-            "updated by two optimizers",
-            "updated by one",
-            "give each its own parameters, or close() the other one first",
-            UsageError,
-        )
-    for param in params:
-        _owners[id(param.tensor)] = (weakref.ref(param.tensor), weakref.ref(optimizer))
+    tensors = {id(tensor) for _, tensor in named}
+    for name, other in owners(named, optimizer):
+        if not other.give_way(tensors):
+            raise invalid(
+                name,
+                "updated by two optimizers",
+                "updated by one",
+                "give each its own parameters, or close() the other one first",
+                UsageError,
+            )
+    for _, tensor in named:
+        _owners[id(tensor)] = (weakref.ref(tensor), weakref.ref(optimizer))
 
 
-def _claimed(params: list[Param], optimizer: Any) -> Param | None:
-    for param in params:
-        tensor, owner = _owners.get(id(param.tensor), (None, None))
-        if tensor is not None and owner is not None and tensor() is param.tensor:
+def owners(named: Sequence[tuple[str, Tensor]], optimizer: Any = None) -> list[tuple[str, Any]]:
+    """The optimizers that update some of these, but for this one, each with the name of the first that it updates."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, mine in named:
+        tensor, owner = _owners.get(id(mine), (None, None))
+        if tensor is not None and owner is not None and tensor() is mine:
             holder = owner()
             if holder is not None and holder is not optimizer:
-                return param
-    return None
+                found.setdefault(id(holder), (name, holder))
+    return list(found.values())
 
 
 def release(tensors: Iterable[int]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import Immediate, Layers
 from models import pair, same_bits
+from test_order_on_a_device import on
 from torch import nn
 
 import longshore
@@ -53,6 +55,45 @@ def test_a_write_that_the_next_step_would_lose_is_refused(mode: str, write: Call
         step(model, optimizer, 3)
 
 
+def clamp_past_the_count(model: nn.Module) -> None:
+    """As Wasserstein GANs do after each step."""
+    for weight in model.parameters():
+        weight.data.clamp_(-0.01, 0.01)
+
+
+def average_past_the_count(model: nn.Module) -> None:
+    """As who puts other tensors in the place of the weights."""
+    for weight in model.parameters():
+        weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize("write", [clamp_past_the_count, average_past_the_count])
+@pytest.mark.parametrize("mode", MODES)
+def test_writes_that_torch_does_not_count_are_found_after_some_steps(mode: str, write: Callable[[nn.Module], None]) -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **MODES[mode])
+    for number in range(3):
+        step(model, optimizer, number)
+    with pytest.raises(errors.UsageError, match="is another in the model than on the servers"):
+        for number in range(3, 3 + len(list(model.parameters()))):
+            write(model)
+            step(model, optimizer, number)
+
+
+@pytest.mark.parametrize("mode", ["safe", "streaming"])
+def test_writes_to_a_device_that_torch_does_not_count_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Immediate(0)
+    with on(device, monkeypatch):
+        model = Layers(device)
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **MODES[mode])
+        step(model, optimizer, 0)
+        with pytest.raises(errors.UsageError, match="is another in the model than on the servers"):
+            for number in range(1, 1 + len(list(model.parameters()))):
+                for weight in model.parameters():
+                    device.alias(weight).mul_(0.5)
+                step(model, optimizer, number)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_that_are_put_back_are_no_business_of_anybody(mode: str) -> None:
     """As an evaluation with averages does, before every step but the first."""
@@ -69,6 +110,9 @@ def test_weights_that_are_put_back_are_no_business_of_anybody(mode: str) -> None
                         weight.mul_(0.5)
                     for weight, before in zip(model.parameters(), kept, strict=True):
                         weight.copy_(before)
+                for weight, before in zip(model.parameters(), kept, strict=True):
+                    weight.data = torch.zeros_like(before)
+                    weight.data = before
             elif "delay" in MODES[mode]:
                 optimizer.flush()
             step(model, optimizer, number)

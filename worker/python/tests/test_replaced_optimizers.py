@@ -1,0 +1,90 @@
+"""An optimizer that is built over the parameters of another one, as where a notebook's cell runs again: the older one may still be
+referred to, by a scheduler or a traceback."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import distance, pair
+from torch import nn
+
+import longshore
+from longshore import errors
+
+MODES: dict[str, dict[str, Any]] = {"safe": {}, "streaming": {"streaming": True}, "delayed": {"delay": 1, "warmup_steps": 1}}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        model.loss(number).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("after", ["safe", "streaming"])
+@pytest.mark.parametrize("before", MODES)
+def test_the_newer_one_goes_on_from_the_last_weights(before: str, after: str) -> None:
+    ours, theirs = pair("mlp")
+    first = longshore.AdamW(ours.named_parameters(), lr=1e-2, **MODES[before])
+    train(ours, first, range(3))
+    first.flush()
+    theirs.load_state_dict(ours.state_dict())
+    second = longshore.SGD(ours.named_parameters(), lr=0.1, momentum=0.9, **MODES[after])
+    train(ours, second, range(3, 6))
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), range(3, 6))
+    second.flush()
+    assert distance(ours, theirs) < 1e-6
+    assert first.is_closed
+    with pytest.raises(errors.UsageError, match="another one took its parameters over"):
+        first.step()
+
+
+def test_weights_of_a_step_that_was_interrupted_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    ours, theirs = pair("mlp")
+    first = longshore.AdamW(ours.named_parameters(), lr=1e-2)
+    train(ours, first, range(2))
+    assert first._connection is not None
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(first._connection, "expect", interrupted)
+        train(ours, first, range(2, 3))
+    train(ours, longshore.SGD(ours.named_parameters(), lr=0.0), range(1))
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), range(3))
+    assert distance(ours, theirs) < 1e-6
+
+
+def test_one_that_has_made_no_step_takes_no_gradients() -> None:
+    """Its hooks would be the first ones that backward calls."""
+    ours, theirs = pair("mlp")
+    first = longshore.AdamW(ours.named_parameters(), streaming=True)
+    train(ours, longshore.AdamW(ours.named_parameters(), lr=1e-2), range(2))
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), range(2))
+    assert distance(ours, theirs) < 1e-6
+    with pytest.raises(errors.UsageError, match="another one took its parameters over"):
+        first.step()
+
+
+def test_a_job_of_a_server_goes_on_in_the_newer_one(servers: str) -> None:
+    model, _ = pair("mlp")
+    kept = []
+    for cell in range(3):
+        kept.append(longshore.AdamW(model.named_parameters(), servers=servers, job="cell"))
+        train(model, kept[-1], range(2 * cell, 2 * cell + 2))
+    assert [optimizer.version for optimizer in kept] == [2, 4, 6]
+
+
+def test_an_engine_is_made_again() -> None:
+    model, _ = pair("mlp")
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}}
+    kept = []
+    for _ in range(2):
+        kept.append(longshore.initialize(model=model, config=config)[0])
+        for number in range(3):  # the last step lacks a pass
+            kept[-1].backward(model.loss(number))
+            kept[-1].step()
+    assert kept[1].global_steps == 1
+    with pytest.raises(errors.UsageError, match="another one took its parameters over"):
+        kept[0].backward(model.loss(3))
+        kept[0].step()
