@@ -1,7 +1,9 @@
 """What an optimizer says of its state, and what it goes on from."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +34,12 @@ class Stateful(torch.optim.Optimizer):
     _checkpointed: tuple[int, str] | None
     #: Whether ``state_dict`` takes all state where it is not told. A framework's adapter sets it where the servers end with this process.
     saves_all: bool = False
+    #: Whether it is still to be said that a handle ends with this process. An adapter that puts all state in its place says no.
+    warns_of_handles: bool = True
+
+    @property
+    def passing_checkpoints(self) -> Path | None:
+        raise NotImplementedError
 
     @property
     def version(self) -> int:
@@ -54,20 +62,35 @@ class Stateful(torch.optim.Optimizer):
         Args:
             full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
                 same name loads it, and so does an optimizer of this package whose job is new. It takes 12 bytes a parameter of
-                this process; :mod:`longshore.checkpoint` writes files without that. None takes it where a framework saves, and the
-                server ends with this process.
+                this process; :mod:`longshore.checkpoint` writes files without that. None takes it where a framework's adapter saves, and
+                the server ends with this process; without an adapter a warning says that the handle ends with it too.
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[_state.KEY] = self._handle(fingerprint)
         if self._checkpointed is not None and self._checkpointed[0] == self.version:
             state[_state.KEY]["checkpoint"] = self._checkpointed[1]
+        if full is None and not self.saves_all:
+            self._warn_of_what_ends(state[_state.KEY])
         if self.saves_all if full is None else full:
             # What torch has packed is this object's own: a full state is another one.
             state["state"] = self._full_state()
         else:
             _state.note(state)
         return state
+
+    def _warn_of_what_ends(self, handle: dict[str, Any]) -> None:
+        """Says once that nobody can go on from a file of this handle."""
+        if not self.warns_of_handles or not self.version or "checkpoint" in handle or self.passing_checkpoints is None:
+            return
+        self.warns_of_handles = False
+        warnings.warn(
+            f"state_dict() of job {self._job_name} is a handle, without moments, and the job's server ends with this process: no other process can "
+            "go on from a file of it. Save state_dict(full=True), or name servers= and job=, or have the framework's adapter save all state "
+            "(longshore.huggingface.Callback, longshore.lightning.Callback, longshore.accelerate.attach). full=False says that a handle is wanted",
+            UserWarning,
+            stacklevel=3,
+        )
 
     def _handle(self, fingerprint: str | None) -> dict[str, Any]:
         made = self._connection.made if self._connection else self.version

@@ -45,6 +45,12 @@ class Callback(_Logging):
     def __init__(self, *, checkpoint: bool | None = None) -> None:
         self._saving = Saving(checkpoint)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        for _, optimizer in _ours(trainer):
+            # Lightning takes a handle before it asks for what is saved in its place.
+            optimizer.warns_of_handles = False
+
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         for index, optimizer in _ours(trainer):
             self._saving.save(optimizer, trainer.global_step)

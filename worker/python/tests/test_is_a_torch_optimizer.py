@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -205,6 +206,25 @@ def test_state_is_a_small_handle_of_plain_things() -> None:
     assert loaded["param_groups"][0]["params"] == list(range(len(list(model.parameters()))))
     step(model, optimizer)
     assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+def test_who_saves_a_handle_that_ends_with_this_process_hears_of_it_once() -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.state_dict()  # before the first step there is nothing to lose
+        step(model, optimizer)
+        optimizer.state_dict(full=True)
+        optimizer.state_dict(full=False)
+        optimizer.checkpoint("here")
+        optimizer.state_dict()  # this process may go back to it
+        assert not caught
+        step(model, optimizer)
+        optimizer.state_dict()
+        optimizer.state_dict()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert "Save state_dict(full=True)" in str(caught[0].message)
 
 
 def test_loading_its_own_handle_changes_nothing_but_hyperparameters() -> None:

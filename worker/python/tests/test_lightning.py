@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,19 @@ def test_the_strategy_saves_the_newest_weights_alone(tmp_path: pathlib.Path) -> 
     saved = torch.load(tmp_path / "only.ckpt", weights_only=False)
     assert "optimizer_states" not in saved
     assert torch.equal(saved["state_dict"]["layers.0.weight"], kept.newest())
+
+
+@pytest.mark.parametrize("way", ["alone", "callback", "strategy"])
+def test_a_save_without_an_adapter_says_what_it_lacks(tmp_path: pathlib.Path, way: str) -> None:
+    names = load("lit")
+    saves = pl.callbacks.ModelCheckpoint(str(tmp_path), every_n_train_steps=4)
+    given = {"callbacks": [saves, *([longshore.lightning.Callback()] if way == "callback" else [])]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = short(tmp_path, enable_checkpointing=True, strategy="longshore" if way == "strategy" else "auto", **given)
+        trainer.fit(names["Sorting"](None, None), names["data"]())
+    said = [str(warning.message) for warning in caught if "is a handle" in str(warning.message)]
+    assert len(said) == (way == "alone"), said
 
 
 @pytest.mark.parametrize("way", ["test", "predict"])
