@@ -96,6 +96,7 @@ class Engine(nn.Module):
             UsageError: if the step's backward passes are done, or one of them was interrupted.
         """
         self._check_whole()
+        self._notice_given_up()
         if self._passes == self._config.micro_steps:
             raise UsageError(
                 "the step's backward passes are done: call step() after each backward(), or zero_grad() where one was interrupted"
@@ -124,6 +125,7 @@ class Engine(nn.Module):
             UsageError: if no backward pass came before, or one was interrupted.
         """
         self._check_whole()
+        self._notice_given_up()
         if self._passes == self._calls:
             raise UsageError(
                 "no backward pass came before step(): call engine.backward(loss), or engine.scale(loss).backward()"
@@ -173,12 +175,23 @@ class Engine(nn.Module):
             return
         self.micro_steps -= passes
         if is_between:
-            warnings.warn(
-                f"zero_grad() gives up {passes} of the {self._config.micro_steps} backward passes of a step: call it after the step() that "
-                "ends one, or leave it out",
-                UserWarning,
-                stacklevel=2,
-            )
+            self._warn_of_given_up(passes)
+
+    def _notice_given_up(self) -> None:
+        """Begins the step anew where the optimizer's own zero_grad() has given up its backward passes."""
+        passes = self._passes
+        if passes and not self.optimizer.has_begun:
+            self._begin_anew()
+            self.micro_steps -= passes
+            self._warn_of_given_up(passes)
+
+    def _warn_of_given_up(self, passes: int) -> None:
+        warnings.warn(
+            f"zero_grad() gives up {passes} of the {self._config.micro_steps} backward passes of a step: call it after the step() that "
+            "ends one, or leave it out",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def _begin_anew(self) -> bool:
         """The next backward pass is the first one of a step, unless gradients that have left are still in the step in hand."""

@@ -285,13 +285,20 @@ def test_an_engine_says_what_to_do_after_a_pass_too_many() -> None:
         engine.backward(engine(inputs(0)).sum())
 
 
-def test_an_engine_warns_where_whole_passes_are_given_up() -> None:
-    engine = engine_of(net(), 2)
+@pytest.mark.parametrize("by_the_optimizer", [False, True])
+def test_an_engine_warns_where_whole_passes_are_given_up(by_the_optimizer: bool) -> None:
+    engine, other = engine_of(net(), 2), engine_of(net(), 2)
     train(engine, range(1))
     with pytest.warns(UserWarning, match="gives up 1 of the 2 backward passes"):
-        engine.zero_grad()
-    train(engine, range(2))
+        if by_the_optimizer:
+            engine.optimizer.zero_grad()
+            train(engine, range(2))  # the engine notices it in the next pass
+        else:
+            engine.zero_grad()
+            train(engine, range(2))
     assert counts(engine) == (1, 2)
+    train(other, range(2))
+    assert all(torch.equal(one, two) for one, two in zip(engine.module.parameters(), other.module.parameters(), strict=True))
 
 
 def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
