@@ -22,6 +22,11 @@ from longshore.errors import GradientError, InvalidError, StateError, UsageError
 
 __all__ = ["Client", "Transformation", "adamw"]
 
+#: Leaves, and elements of each, in which an update looks for changes that servers have not made.
+_LEAVES, _ELEMENTS = 8, 64
+#: How many roundings an element may be apart, where an update was added to it.
+_ROUNDINGS = 4
+
 Tree = Any
 """A pytree of arrays."""
 
@@ -202,6 +207,8 @@ class _Remote:
         #: How many updates make a step, and how many of the step in hand are done.
         self.accumulate = options.get("accumulate", 1)
         self._pushed = 0
+        #: Some elements of the parameters that the last update gave; None before the first.
+        self._given: list[np.ndarray[Any, Any]] | None = None
         self.error: Exception | None = None
 
     def opened(self) -> Client:
@@ -230,10 +237,10 @@ class _Remote:
             self._client = None
         decays = self._decays(params) if callable(self._decays) else self._decays
         self._client = Client(params, self._hyper, decays=decays, **self._options)
-        self._pushed = 0
+        self._pushed, self._given = 0, None
         return np.asarray(self._client.client.step * self.accumulate, np.int32)
 
-    def step(self, like: Tree, gradients: Tree, count: Any, lr: Any) -> Tree:
+    def step(self, like: Tree, gradients: Tree, count: Any, seen: list[Any], lr: Any) -> Tree:
         found = self.opened()
         done = found.client.step * self.accumulate + self._pushed
         if int(count) != done:
@@ -241,9 +248,11 @@ class _Remote:
                 "state.count",
                 int(count),
                 f"{done}, the updates of job {found.client.job}",
-                "servers make each step once: pass the state that the last update returned, to a transformation whose job it is",
+                "servers make each step once: pass the state that the last update returned, to a transformation whose job it is, and accumulate=n in "
+                "place of optax.MultiSteps",
                 StateError,
             )
+        self._check(seen)
         found.push(gradients, 1 / self.accumulate)
         self._pushed += 1
         if self._pushed < self.accumulate:
@@ -251,7 +260,33 @@ class _Remote:
             return jax.tree_util.tree_map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         self._pushed = 0
         found.commit(replace(self._hyper, lr=float(lr)))
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(gradients), list(found.client.pull().values()))
+        pulled = list(found.client.pull().values())
+        self._given = [np.array(some) for some in _some(pulled)]
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(gradients), pulled)
+
+    def _check(self, seen: list[Any]) -> None:
+        """Refuses parameters that are not what the last update gave: servers go on from theirs, and this change would be lost."""
+        if self._given is None or self._options.get("written_weights") == "drop":
+            return
+        for given, mine in zip(self._given, map(np.asarray, seen), strict=True):
+            # Old parameters and an update add up to one rounding, of the larger one of both.
+            limit = _ROUNDINGS * float(jnp.finfo(given.dtype).eps)
+            apart = np.abs(given.astype(np.float64) - mine.astype(np.float64))
+            if np.any(apart > limit * max(np.max(np.abs(given), initial=0.0), np.max(np.abs(mine), initial=0.0))):
+                raise invalid(
+                    "params",
+                    "other than what the last update gave",
+                    "those that optax.apply_updates made of it, since servers go on from their own",
+                    "put what changes updates before this transformation in optax.chain, not behind it; leave constraints on parameters out; or "
+                    "pass written_weights='drop' if what is written may be lost",
+                    UsageError,
+                )
+
+
+def _some(leaves: list[Any]) -> list[Any]:
+    """Some elements that lie side by side, of some leaves: a slice, so that no device has to gather a leaf."""
+    chosen = leaves[:: max(1, len(leaves) // _LEAVES)]
+    return [leaf[(0,) * (leaf.ndim - 1)][:_ELEMENTS] if leaf.ndim and leaf.size else leaf.reshape(-1) for leaf in chosen]
 
 
 def adamw(
@@ -272,7 +307,7 @@ def adamw(
 
     ``update`` returns new minus old parameters in fp32. For parameters of 16 bits ``optax.apply_updates`` then gives the
     servers' exactly, and for fp32 to one rounding, which does not add up: the servers' own parameters are the ones that are
-    updated.
+    updated. So what follows in an ``optax.chain`` and changes updates is refused in the next step: put it before this one.
 
     The state is a count. One that is not the job's is refused, so a state cannot be used twice. That is why ``accumulate=n``
     takes the place of ``optax.MultiSteps``, which updates in each micro-step and forgets most of them: a step is of the mean of
@@ -305,12 +340,13 @@ def adamw(
         if params is None:
             raise InvalidError("params is None, but must be given: call update(gradients, state, params)", field="params")
         like = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+        seen = _some([jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(params)])
         lr = learning_rate(state.count // remote.accumulate) if callable(learning_rate) else learning_rate
         if isinstance(lr, jax.Array):
-            new = remote.call(partial(remote.step, like), like, updates, state.count, lr)
+            new = remote.call(partial(remote.step, like), like, updates, state.count, seen, lr)
         else:
             # It goes as the number that it is, not as fp32.
-            new = remote.call(lambda updates, count: remote.step(like, updates, count, lr), like, updates, state.count)
+            new = remote.call(lambda updates, count, seen: remote.step(like, updates, count, seen, lr), like, updates, state.count, seen)
         count = state.count + 1
         moves = count % remote.accumulate == 0
 
