@@ -56,6 +56,16 @@ _FROM_TILES = {"TiledLinear", "tiled"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
 _MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "init", "jax", "lightning", "schedules"}
+#: What programs for DeepSpeed call beside ``initialize``, and what stands for it here.
+_OF_DEEPSPEED = {
+    "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
+    "checkpointing": "use torch.utils.checkpoint",
+    "comm": "use torch.distributed",
+    "get_accelerator": "use torch.accelerator",
+    "init_distributed": "call torch.distributed.init_process_group() where ranks reduce; where servers sum no group is needed",
+    "ops": "use longshore.AdamW, longshore.Lion or longshore.Adagrad",
+    "zero": "use longshore.Init and longshore.GatheredParameters",
+}
 
 if not TYPE_CHECKING:  # type checkers know all names from above, and others are errors
 
@@ -98,4 +108,5 @@ if not TYPE_CHECKING:  # type checkers know all names from above, and others are
             return LossScale
         if name in _MODULES:
             return importlib.import_module(f"longshore.{name}")
-        raise AttributeError(f"module 'longshore' has no attribute {name!r}")
+        remedy = f", which is DeepSpeed's: {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
+        raise AttributeError(f"module 'longshore' has no attribute {name!r}{remedy}")

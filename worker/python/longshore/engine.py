@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore import _engine_files, _engine_parts, optim
+from longshore import _engine_files, _engine_parts, _params, optim
 from longshore._config import Config
 from longshore.errors import InvalidError, UsageError, invalid
 
@@ -446,6 +446,8 @@ def initialize(
     settings = Config.of(config if isinstance(config, Mapping) else json.loads(Path(config).read_text()))
     if settings.dtype is not None:
         model.to(settings.dtype)
+    # Programs for DeepSpeed pass model.parameters(), which says no names.
+    _params.learn_names(model.named_parameters())
     params = model_parameters if model_parameters is not None else model.named_parameters()
     optimizer = _engine_parts.optimizer(optimizer, params, settings)
     optimizer.watch(model)

@@ -31,25 +31,26 @@ def _refuse(**flags: Any) -> None:
             raise invalid(name, value, "False", reasons[name])
 
 
-def _check(**limits: tuple[Any, bool, str]) -> None:
-    """Refuses values outside a rule's domain, in torch's words."""
-    for value, ok, what in limits.values():
-        if not ok:
-            raise invalid(what, value, "in the rule's domain", f"Invalid {what}: {value}")
+def _check(what: str, value: Any, *, at_most: float | None = None, below: float | None = None) -> None:
+    """Refuses a value outside a rule's domain, which begins at 0. The message has torch's words."""
+    number = _number(value)
+    if number >= 0.0 and (at_most is None or number <= at_most) and (below is None or number < below):
+        return
+    limit = "at least 0" if at_most is None else f"from 0 to {at_most:g}"
+    raise invalid(what, value, limit if below is None else f"at least 0 and below {below:g}", f"Invalid {what}: {value}")
 
 
 def _check_lr(lr: Any) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise invalid("lr", lr.tolist(), "one number", "Tensor lr must be 1-element")
-    _check(lr=(lr, _number(lr) >= 0.0, "learning rate"))
+    _check("learning rate", lr)
 
 
 def _check_betas(betas: tuple[Any, Any]) -> None:
     if isinstance(betas[0], Tensor) is not isinstance(betas[1], Tensor):
         raise invalid("betas", betas, "of one kind", "betas must be either both floats or both Tensors")
     for index, beta in enumerate(betas):
-        what = f"beta parameter at index {index}"
-        _check(beta=(beta, 0.0 <= _number(beta) < 1.0, what))
+        _check(f"beta parameter at index {index}", beta, below=1.0)
 
 
 class _AdamFamily(Optimizer):
@@ -85,10 +86,8 @@ class _AdamFamily(Optimizer):
     def _check_hyper(self, group: dict[str, Any]) -> None:
         eps, decay = group["eps"], group["weight_decay"]
         _check_lr(group["lr"])
-        _check(
-            eps=(eps, 0.0 <= _number(eps), "epsilon value"),
-            decay=(decay, 0.0 <= _number(decay), "weight_decay value"),
-        )
+        _check("epsilon value", eps)
+        _check("weight_decay value", decay)
         _check_betas(group["betas"])
         _refuse(**{name: group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")})
 
@@ -205,11 +204,9 @@ class SGD(Optimizer):
     def _check_hyper(self, group: dict[str, Any]) -> None:
         momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
         _check_lr(group["lr"])
-        _check(
-            momentum=(momentum, 0.0 <= _number(momentum) <= 1.0, "momentum value"),
-            dampening=(dampening, 0.0 <= _number(dampening) <= 1.0, "dampening value"),
-            decay=(decay, 0.0 <= _number(decay), "weight_decay value"),
-        )
+        _check("momentum value", momentum, at_most=1.0)
+        _check("dampening value", dampening, at_most=1.0)
+        _check("weight_decay value", decay)
         if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):
             raise invalid("nesterov", True, "False here", "Nesterov momentum requires a momentum and zero dampening")
         _refuse(**{name: group.get(name) for name in ("maximize", "differentiable")})
@@ -264,11 +261,9 @@ class Adagrad(Optimizer):
     def _check_hyper(self, group: dict[str, Any]) -> None:
         decay, eps, lr_decay = group["weight_decay"], group["eps"], group["lr_decay"]
         _check_lr(group["lr"])
-        _check(
-            lr_decay=(lr_decay, 0.0 <= _number(lr_decay), "lr_decay value"),
-            decay=(decay, 0.0 <= _number(decay), "weight_decay value"),
-            eps=(eps, 0.0 <= _number(eps), "epsilon value"),
-        )
+        _check("lr_decay value", lr_decay)
+        _check("weight_decay value", decay)
+        _check("epsilon value", eps)
         if group["initial_accumulator_value"] != 0:
             remedy = "servers start from 0: leave it out"
             raise invalid("initial_accumulator_value", group["initial_accumulator_value"], "0", remedy)
@@ -301,9 +296,7 @@ class Lion(Optimizer):
     def _check_hyper(self, group: dict[str, Any]) -> None:
         decay = group["weight_decay"]
         _check_lr(group["lr"])
-        _check(
-            decay=(decay, 0.0 <= _number(decay), "weight_decay value"),
-        )
+        _check("weight_decay value", decay)
         _check_betas(group["betas"])
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

@@ -15,6 +15,7 @@ import torch
 from conftest import serve
 from models import distance, pair, same_bits
 from programs import ranks
+from safetensors.torch import load_file
 
 import longshore
 from longshore import _config_keys, checkpoint, errors, schedules
@@ -99,6 +100,21 @@ def test_the_engine_goes_back_to_a_checkpoint(delay: int, tmp_path: pathlib.Path
     assert engine.load_checkpoint(tmp_path / "empty") == (None, {})
     with pytest.raises(errors.InvalidError, match="save_16bit_model"):
         engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+def test_parameters_that_are_passed_have_the_models_names(tmp_path: pathlib.Path) -> None:
+    model, _ = pair("mlp")
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
+    engine = longshore.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    checkpoint.save_safetensors(engine.optimizer, tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(saved) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["add_config_arguments", "init_distributed", "zero"])
+def test_what_else_programs_for_deepspeed_call_is_refused_with_what_stands_for_it(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}', which is DeepSpeed's: .*(config=|torch|longshore)"):
+        getattr(longshore, name)
 
 
 def test_another_process_goes_on_from_a_checkpoint(tmp_path: pathlib.Path) -> None:

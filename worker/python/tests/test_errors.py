@@ -176,8 +176,8 @@ def test_non_finite_gradients_are_skipped_refused_or_applied() -> None:
     [
         ({"amsgrad": True}, "amsgrad is True"),
         ({"maximize": True}, "negate the loss"),
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+        ({"lr": -1.0}, "must be at least 0: Invalid learning rate: -1.0"),
+        ({"betas": (1.0, 0.9)}, "must be at least 0 and below 1: Invalid beta parameter at index 0: 1.0"),
         ({"gradient_dtype": "fp8"}, "one of auto, fp32, bf16, fp16"),
         ({"accumulate": 4}, "1 without streaming"),
         ({"max_grad_norm": 0.0}, "use None for no clipping"),
