@@ -205,7 +205,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         """Claims the parameters before the first step where backward would send their gradients for another optimizer."""
         trained = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad]
         if self._options.streaming or any(other.accumulates[0] for _, other in _params.owners(trained, self)):
-            _params.claim(trained, self)
+            _params.claim(trained, self, is_begun=False)
 
     def give_way(self, tensors: set[int]) -> bool:
         """Closes this optimizer for another one that updates all of its parameters from now on, as torch lets one follow the other. The

@@ -258,9 +258,12 @@ def check_missing(missing: list[Param], afterwards: str = "") -> None:
 _owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
 
 
-def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any) -> None:
+def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any, *, is_begun: bool = True) -> None:
     """Notes that an optimizer updates these from now on. One that updated some of them before is closed, if it can give way: that of a
     notebook's cell that runs again may still be referred to by a scheduler or a traceback.
+
+    Args:
+        is_begun: the optimizer makes a step now. Otherwise one that cannot give way may still end before that, and nothing is noted.
 
     Raises:
         UsageError: where another one does and cannot give way.
@@ -268,17 +271,18 @@ def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any) -> None:
     if owners(named, optimizer):
         gc.collect()  # an optimizer that is gone may still wait for this
     tensors = {id(tensor) for _, tensor in named}
-    for name, other in owners(named, optimizer):
-        if not other.give_way(tensors):
-            raise invalid(
-                name,
-                "updated by two optimizers",
-                "updated by one",
-                "give each its own parameters, or close() the other one first",
-                UsageError,
-            )
-    for _, tensor in named:
-        _owners[id(tensor)] = (weakref.ref(tensor), weakref.ref(optimizer))
+    staying = [name for name, other in owners(named, optimizer) if not other.give_way(tensors)]
+    if staying and is_begun:
+        raise invalid(
+            staying[0],
+            "updated by two optimizers",
+            "updated by one",
+            "give each its own parameters, or close() the other one first",
+            UsageError,
+        )
+    if not staying:
+        for _, tensor in named:
+            _owners[id(tensor)] = (weakref.ref(tensor), weakref.ref(optimizer))
 
 
 def owners(named: Sequence[tuple[str, Tensor]], optimizer: Any = None) -> list[tuple[str, Any]]:

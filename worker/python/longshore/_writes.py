@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longshore import _awaited, _device
 from longshore._host import Place, is_plain
-from longshore._params import Param, is_image, is_sharded
+from longshore._params import Param, check_unchanged, is_image, is_sharded
 from longshore.errors import UsageError, invalid
 
 #: Comparisons in steps that follow each other after which somebody should know what they cost.
@@ -68,14 +68,14 @@ class Writes:
             return [], looked_at
         return [param for param, now, then in zip(self._params, versions, self._noted, strict=True) if now != then], looked_at
 
-    def _next(self) -> Param:
-        return self._params[self._looks % len(self._params)]
+    def _next(self) -> Param | None:
+        return self._params[self._looks % len(self._params)] if self._params else None
 
     def _keep_bytes(self, params: list[Param] | None) -> None:
         """Keeps what the next parameter to be looked at begins with, if it is one of these. No operation of torch does so: that would show
         in what the program has torch count or repeat."""
         param = self._next()
-        if params is None or any(one.index == param.index for one in params):
+        if param is not None and (params is None or any(one.index == param.index for one in params)):
             self._bytes = _first_bytes(param)
 
     def _look(self, versions: list[int]) -> list[Param]:
@@ -84,11 +84,12 @@ class Writes:
         param, kept = self._next(), self._bytes
         self._looks += 1
         self._bytes = None
-        if versions[param.index] != self._noted[param.index] or _awaited.is_awaited(param.tensor):
+        if param is None or versions[param.index] != self._noted[param.index] or _awaited.is_awaited(param.tensor):
             return []  # it is compared in any case, or nobody has used it
         if _device.accelerator.has(param.tensor):
             return [param] if self._looks <= _ON_A_DEVICE else []
-        return [param] if kept is not None and kept != _first_bytes(param) else []
+        now = _first_bytes(param)
+        return [param] if None not in (kept, now) and kept != now else []
 
     @torch.no_grad()
     def refuse(self, written: list[Param], looked_at: list[Param], read: Callable[[Param, Tensor], None], image: torch.dtype, job: str) -> None:
@@ -102,8 +103,10 @@ class Writes:
             job: its name.
 
         Raises:
-            UsageError: naming the parameter.
+            UsageError: naming the parameter, also one of another shape or type.
         """
+        # What servers have is read into memory of a tensor's shape.
+        check_unchanged([*written, *looked_at], [])
         for param in [*written, *looked_at]:
             mine = _memory(param)
             mine = (_device.accelerator.to_host(mine) if _device.accelerator.has(mine) else mine).contiguous()
@@ -145,12 +148,12 @@ def _memory(param: Param) -> Tensor:
 
 
 def _first_bytes(param: Param) -> bytes | None:
-    """What a parameter's memory begins with; None where it is not the host's, or not in one piece."""
+    """What a parameter's memory begins with; None where there is none, where it is not the host's, or not in one piece."""
     with torch._C.DisableTorchFunctionSubclass():
         memory = param.tensor
-        if is_sharded(memory) or not is_plain(memory):
+        if is_sharded(memory) or not is_plain(memory) or not memory.data_ptr():
             return None
-        return ctypes.string_at(memory.data_ptr(), min(_LOOKED_AT, memory.nbytes)) if memory.nbytes else b""
+        return ctypes.string_at(memory.data_ptr(), min(_LOOKED_AT, memory.nbytes))
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

@@ -81,6 +81,22 @@ def test_writes_that_torch_does_not_count_are_found_after_some_steps(mode: str, 
 
 
 @pytest.mark.parametrize("mode", ["safe", "streaming"])
+def test_other_memory_of_another_shape_is_refused_before_it_is_compared(mode: str) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = longshore.AdamW(model.named_parameters(), **MODES[mode])
+
+    def step_with(width: int) -> None:
+        model.weight.data = model.weight.data[:, :width].clone()
+        optimizer.zero_grad()
+        model(torch.ones(2, width)).sum().backward()
+        optimizer.step()
+
+    step_with(64)
+    with pytest.raises(errors.UsageError, match=r"weight is fp32 \[64, 8\]"):
+        step_with(8)
+
+
+@pytest.mark.parametrize("mode", ["safe", "streaming"])
 def test_writes_to_a_device_that_torch_does_not_count_are_found(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Immediate(0)
     with on(device, monkeypatch):
