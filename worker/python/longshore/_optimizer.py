@@ -167,7 +167,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
     def _new_connection(self) -> Connection:
         tensors = [tensor for _, tensor in _params.named(self.param_groups)]
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
-            raise UsageError("the model is in units: build its optimizer before shard()")
+            raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
         params, frozen = self._table_of_job()
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
         if any(map(is_built, tensors)):
