@@ -14,6 +14,7 @@ from longshore._held import Held
 from longshore._job import Settings, settings
 from longshore._options import Options
 from longshore._params import Param, dtype_of, fingerprint, is_sharded
+from longshore._partition import in_one_piece
 from longshore._weights import Weights, is_compiling
 from longshore._writes import Writes, places
 from longshore.errors import StateError, invalid
@@ -177,17 +178,14 @@ class Connection:
         self.job.pull(self.version, places(param, memory) if self.ranks is None else self.ranks.places_of(param, memory))
 
     def _start(self, filling: Filling | None, found: bool, in_units: bool) -> tuple[int, int]:
-        places, held = self.weights.values()
+        first, held = self.weights.values()
         # Frozen weights may be large, and only a new job is filled with them.
         frozen, frozen_held = ([], []) if found else self._kept.values()
-        source, initial = None, None
-        if filling is not None and filling.made is not None:
-            places, held, (seed, made) = filling.made(self.params)
-            initial = seed, [*made, *[("uploaded", ())] * len(frozen)]
-        elif filling is not None:
-            source = filling.source(self.params, frozen)
-        started: tuple[int, int] = self.job.start([*places, *frozen], source, found, initial, in_units=in_units)
-        del held, frozen_held
+        places, made, source, initial = [*first, *frozen], None, None, None
+        if filling is not None:
+            places, made, source, initial = filling.of_job(self.params, list(map(in_one_piece, self.params)), [], frozen)
+        started: tuple[int, int] = self.job.start(places, source, found, initial, in_units=in_units)
+        del held, frozen_held, made
         return started
 
     def _first(self, start: Callable[[], tuple[int, int]]) -> tuple[int, int]:

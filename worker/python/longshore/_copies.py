@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from longshore import _unit_tensors
 from longshore._gathered import Share, share
 from longshore._rounds import Rounds
 from longshore._units import Member
@@ -28,7 +29,7 @@ class Copies:
 
     def take(self, member: Member) -> None:
         """Keeps a frozen member: this rank's part alone, where servers and the other ranks have the rest."""
-        copy = _built(member)
+        copy = _unit_tensors.built(member.tensor)
         if member.kept is not None and share_of(self._rounds, member.tensor) is not None:
             self._take_part(member, member.tensor if copy is None else copy)
         elif copy is not None:
@@ -58,7 +59,7 @@ class Copies:
         for key, (member, _) in list(self._parts.items()):
             if member.name in wanted:
                 del self._parts[key]
-                copy = _built(member)
+                copy = _unit_tensors.built(member.tensor)
                 if copy is None:
                     self.write(member)
                 else:
@@ -100,12 +101,3 @@ def share_of(rounds: Rounds | None, target: Tensor) -> Share | None:
     if rounds is None or not target.is_contiguous():
         return None
     return share(target.numel(), target.element_size(), rounds.rank, rounds.world_size)
-
-
-def _built(member: Member) -> Tensor | None:
-    """The copy of a member that Init has built."""
-    before = getattr(member.tensor, "_longshore_member", None)
-    if before is None:
-        return None
-    copy: Tensor = member.tensor._longshore_home.kept(before)  # type: ignore[attr-defined]
-    return copy

@@ -1,7 +1,7 @@
 """What a new job is filled with beside its parameters' own weights: tensors of another optimizer or of files, each checked
 before anything is changed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,16 @@ from longshore import init
 from longshore._full import NAMES
 from longshore._host import Place
 from longshore._params import DTYPES, Param, is_sharded
+from longshore._partition import Piece
+from longshore._weights import on_host
 from longshore.errors import GroupsError, StateError, invalid
 
-#: A seed, and for each parameter what servers make its first weights from, as :mod:`longshore.init` has it.
+#: A seed, and for each parameter of the job what servers make its first weights from, as :mod:`longshore.init` has it.
 Given = tuple[int, list[init.Part]]
+
+#: How many updates made a state, which parameters of the job have fewer and how many fewer, and what is asked for the tensor of an array
+#: and a parameter: its place, and what holds its memory.
+Source = tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]
 
 #: The array of master weights; those behind it are the rule's moments.
 MASTER = 0
@@ -29,37 +35,52 @@ class Filling:
         applied: how many updates made the state; None where there are weights alone.
         read: the tensor of an array (0 is the master weights) and a parameter, of its shape.
         check: refuses tensors that do not fit these parameters.
-        made: for weights that servers make, in place of ``read``: the places of those parameters that are uploaded all the same (the
-            others have no elements), what holds their memory, and what the others are made from.
+        made: for weights that servers make, in place of ``read``: of pieces of parameters the places of those that are uploaded all the
+            same (the others have no elements), what holds their memory, and what the others are made from.
         fewer: by the name of a parameter whose state fewer updates made: how many fewer.
     """
 
     applied: int | None
     read: Callable[[int, Param], Tensor]
     check: Callable[[list[Param]], None]
-    made: Callable[[list[Param]], tuple[list[Place], list[Tensor], Given]] | None = None
+    made: Callable[[list[Param], list[Piece]], tuple[list[Place], list[Tensor], Given]] | None = None
     fewer: Mapping[str, int] = field(default_factory=dict)
 
-    def source(
-        self, params: list[Param], frozen: list[Place]
-    ) -> tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]:
-        """What the Rust half asks for a tensor: its place, and what holds its memory. Frozen parameters, which have no state
-        and come after the others, give the weights that they have. Their memory must stay. Before it: how many updates made
-        the state, and which parameters have fewer."""
+    def of_job(
+        self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]
+    ) -> tuple[list[Place], object, Source | None, Given | None]:
+        """What the Rust half fills a new job with.
+
+        Args:
+            params: the parameters that train.
+            pieces: what the job has of these, in its order.
+            first: the places of the model's own weights, by piece; none where they are to be asked of the parameters.
+            frozen: those of the frozen parameters, which have no state and come after the others.
+
+        Returns:
+            The places of what is uploaded whole, and what holds their memory. What is asked for other tensors. What servers make.
+        """
+        if self.made is None:
+            return [*first, *frozen], None, self._source(params, pieces, first, frozen), None
+        places, held, (seed, initial) = self.made(params, pieces)
+        uploaded = [(init.UPLOADED.kind, init.UPLOADED.numbers, index, 0) for index, *_ in frozen]
+        return [*places, *frozen], held, None, (seed, [*initial, *uploaded])
+
+    def _source(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
         self.check(params)
 
         def place(array: int, index: int) -> tuple[Place, object]:
-            if index >= len(params):
-                return frozen[index - len(params)], None
-            param = params[index]
-            memory = self.read(array, param).detach().to("cpu").contiguous()
-            return (index, memory.data_ptr(), param.elements, DTYPES[memory.dtype]), memory
+            if index >= len(pieces):
+                return frozen[index - len(pieces)], None
+            piece = pieces[index]
+            tensor = self.read(array, piece.param)
+            if tensor is piece.param.tensor and first:
+                return first[index], None
+            part = piece.part_of(on_host(tensor)).contiguous()
+            return piece.place(part), part
 
-        return self.applied, self.fewer_of(params), place
-
-    def fewer_of(self, params: Sequence[Param]) -> list[tuple[int, int]]:
-        """The places among these of the parameters whose state fewer updates made, each with how many fewer."""
-        return [(place, self.fewer[param.name]) for place, param in enumerate(params) if param.name in self.fewer]
+        fewer = [(piece.index, self.fewer[piece.param.name]) for piece in pieces if piece.param.name in self.fewer]
+        return self.applied, fewer, place
 
 
 def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:

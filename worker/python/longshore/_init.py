@@ -16,7 +16,7 @@ from longshore._filling import Filling
 from longshore._host import Place
 from longshore._params import Param
 from longshore._residency import Residency
-from longshore._unit_tensors import UnitParameter, copy_of
+from longshore._unit_tensors import UnitParameter, is_built
 from longshore._units import Member, Unit
 from longshore.errors import UsageError
 
@@ -128,17 +128,7 @@ def filling(params: list[Param]) -> Filling | None:
     if not any(is_built(param.tensor) for param in params):
         return None
     made = _recorded.made if any(_recorded.is_recorded(param.tensor) for param in params) else None
-    return Filling(None, lambda _, param: _copy(param.tensor), lambda _: None, made)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    copied: Tensor = copy_of(tensor) if isinstance(tensor, UnitParameter) else tensor.detach()
-    return copied
-
-
-def is_built(tensor: Tensor) -> bool:
-    """Whether :class:`Init` built it, and it is in no unit yet."""
-    return isinstance(tensor, UnitParameter) and tensor._longshore_home.is_building  # type: ignore[attr-defined]
+    return Filling(None, lambda _, param: param.tensor, lambda _: None, made)
 
 
 class Unplaced:

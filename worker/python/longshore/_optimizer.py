@@ -17,14 +17,14 @@ from longshore._back import Back
 from longshore._connection import Connection
 from longshore._filling import Filling
 from longshore._host import Gradients
-from longshore._init import Unplaced, filling, is_built
+from longshore._init import Unplaced, filling
 from longshore._options import Options
 from longshore._params import Param
 from longshore._scaling import Scaling
 from longshore._stateful import Stateful
 from longshore._step import Hyper, StepReport
 from longshore._streaming import Stream
-from longshore._unit_tensors import UnitParameter
+from longshore._unit_tensors import UnitParameter, is_built
 from longshore._unit_weights import UnitWeights
 from longshore._watching import Absent, Watch, Watching
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
@@ -171,9 +171,6 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         params, frozen = self._table_of_job()
         connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
         if any(map(is_built, tensors)):
-            if connection.ranks is not None:
-                remedy = "build the model without Init, or let the servers sum (partition=None)"
-                raise invalid("partition", repr(self._options.partition), "None for a model that longshore.Init has built", remedy, UsageError)
             connection.weights = Unplaced()
             self._filling = self._filling or filling(params)
         return connection

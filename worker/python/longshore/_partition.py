@@ -158,6 +158,11 @@ def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layo
     return Layout(buckets, partitions)
 
 
+def in_one_piece(param: Param) -> Piece:
+    """A parameter that is one of the job, as a piece."""
+    return Piece(param.index, param.name, param, 0, tuple(param.shape), 0, param.elements, 0)
+
+
 def piece_param(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> Param:
     """A piece as what gradients and weights are taken for."""
     return Param(

@@ -108,39 +108,20 @@ class Ranks(ABC):
             return self._start(job, name, filling, found, kept, in_units)
 
     def _start(self, job: Any, name: str, filling: Filling | None, found: bool, kept: Kept, in_units: bool) -> tuple[int, int]:
-        is_new = self.find(job) is None and not in_units
-        places, held = self.first_weights() if is_new else ([], [])
+        is_new = self.find(job) is None
+        first, held = self.first_weights() if is_new and not in_units else ([], [])
         frozen, frozen_held = kept.values() if is_new else ([], [])
-        places = [*places, *frozen]
-        source = None
+        places, made, source, initial = [*first, *frozen], None, None, None
         if filling is not None:
-            fewer = filling.fewer_of([piece.param for piece in self.layout.pieces()])
-            source = (filling.applied, fewer, self._source(filling, places))
+            places, made, source, initial = filling.of_job(self.params, list(self.layout.pieces()), first, frozen)
 
         def begin() -> tuple[int, int]:
-            started: tuple[int, int] = job.start(places, source, found, in_units=in_units)
+            started: tuple[int, int] = job.start(places, source, found, initial, in_units=in_units)
             return started
 
         started = _agree.together(lambda: _opening.first(name, self.rank, self.world_size, begin, is_shared=True))[self.rank]
-        del held, frozen_held
+        del held, frozen_held, made
         return started
-
-    def _source(self, filling: Filling, weights: list[Place]) -> Callable[[int, int], tuple[Place, object]]:
-        """Gives pieces of a filling's tensors, and the model's weights where it has none."""
-        filling.check(self.params)
-        pieces = list(self.layout.pieces())
-
-        def place(array: int, index: int) -> tuple[Place, object]:
-            if index >= len(pieces):
-                return weights[index], None  # frozen ones have weights alone
-            piece = pieces[index]
-            tensor = filling.read(array, piece.param)
-            if tensor is piece.param.tensor:
-                return weights[index], None
-            part = piece.part_of(tensor.detach().to("cpu").contiguous()).contiguous()
-            return piece.place(part), part
-
-        return place
 
     def export_state(self, job: Any, arrays: list[list[Tensor]], *, alone: bool) -> int:
         """Writes all state into each array's tensors, one for each parameter. Returns how many updates made it.

@@ -20,8 +20,9 @@ from longshore._awaited import OF_NO_ELEMENT
 from longshore._filling import Given
 from longshore._host import Place
 from longshore._params import Param
+from longshore._partition import Piece
 from longshore._unit_tensors import UnitParameter, UnitTensor, among
-from longshore._weights import values
+from longshore._weights import on_host
 from longshore.errors import UsageError, invalid
 
 #: A parameter that was given other values than one constant before it was registered keeps them, if these are no more.
@@ -144,10 +145,10 @@ class Recording:
         raise _refused(unit, "read")
 
     def kept(self, record: Record) -> Tensor:
-        """The weights of a frozen parameter."""
+        """The weights of a parameter that this process has to give: one that is uploaded, or frozen."""
         if record.value is not None:
             return record.value
-        raise _refused(record, "frozen, and what is frozen comes from this process,")
+        raise _refused(record, "frozen, or loaded without weights, and so comes from this process,")
 
 
 def is_recorded(tensor: Tensor) -> bool:
@@ -161,18 +162,22 @@ def rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
     return home.rows(parameter, start, count)
 
 
-def made(params: list[Param]) -> tuple[list[Place], list[Tensor], Given]:
-    """What fills a new job with parameters of which some were recorded: the places of those that are uploaded, what holds these, and
-    for the servers the seed and what each parameter is made from.
+def made(params: list[Param], pieces: list[Piece]) -> tuple[list[Place], list[Tensor], Given]:
+    """What fills a new job with parameters of which some were recorded: the places of those pieces that are uploaded, what holds these,
+    and for the servers the seed and what each piece is made from. A piece has the weights that it would have in its parameter.
+
+    Args:
+        params: the parameters in the optimizer's order.
+        pieces: what the job has of them, in its order.
 
     Raises:
         UsageError: where parameters are of several recordings.
     """
     homes = {id(home): home for param in params if (home := _recording(param.tensor)) is not None}
     recording = next(iter(homes.values()))
-    places: list[Place] = []
-    held: list[Tensor] = []
-    initial: list[init.Part] = []
+    # By parameter of the optimizer what it is made from, and its weights if it is uploaded.
+    initial: dict[int, init.Part] = {}
+    uploaded: dict[int, Tensor] = {}
     # By parameter: its place in the model as it was built, where one that was cut into rows counts once.
     numbers: dict[Record | int, int] = {}
     for param in params:
@@ -184,18 +189,17 @@ def made(params: list[Param]) -> tuple[list[Place], list[Tensor], Given]:
             raise invalid(param.name, "not initialised", f"initialised by {_FUNCTIONS}", _REMEDY, UsageError)
         by = init.UPLOADED if record is None or record.initial is None else record.initial
         number = numbers.setdefault(param.index if record is None else record.whole, len(numbers))
-        initial.append((by.kind, by.numbers, number, 0 if record is None else record.start))
-        if by != init.UPLOADED:
-            places.append((param.index, 0, 0, param.wire))
-        elif record is None:
-            place, memory = values([param])
-            places += place
-            held += memory
-        else:
-            assert record.value is not None
-            places.append((param.index, record.value.data_ptr(), param.elements, param.wire))
-            held.append(record.value)
-    return places, held, (recording.seed, initial)
+        initial[param.index] = (by.kind, by.numbers, number, 0 if record is None else record.start)
+        if by == init.UPLOADED:
+            uploaded[param.index] = on_host(param.tensor)
+    places: list[Place] = []
+    of_pieces: list[init.Part] = []
+    for piece in pieces:
+        kind, given, number, start = initial[piece.param.index]
+        of_pieces.append((kind, given, number, start + piece.start))
+        whole = uploaded.get(piece.param.index)
+        places.append((piece.index, 0, 0, piece.wire) if whole is None else piece.place(piece.part_of(whole)))
+    return places, list(uploaded.values()), (recording.seed, of_pieces)
 
 
 def _recording(tensor: Tensor) -> Recording | None:

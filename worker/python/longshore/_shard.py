@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longshore import _agree, _ddp, _device, _init, _params, _partition, _unit_tensors, _units, _written
+from longshore import _agree, _ddp, _device, _params, _partition, _unit_tensors, _units, _written
 from longshore._connection import Connection
 from longshore._fetching import Fetcher, Span, Spans, in_one_piece
 from longshore._optimizer import Optimizer
@@ -154,7 +154,7 @@ def _check(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise invalid("optimizer", type(optimizer).__name__, "one of this package", "use longshore.AdamW or another", UsageError)
     for name, tensor in model.named_parameters():
-        if isinstance(tensor, UnitParameter) and not _init.is_built(tensor):
+        if isinstance(tensor, UnitParameter) and not _unit_tensors.is_built(tensor):
             unit = tensor._longshore_member.unit.name  # type: ignore[attr-defined]
             raise invalid(name, f"in unit {unit} already", "in one unit", "call shard() once for a model", UsageError)
     options = optimizer._options
@@ -269,7 +269,7 @@ def _place(model: nn.Module, members: list[Member], device: torch.device | str |
     of_units = {id(member.tensor) for member in members}
     with torch.no_grad():
         for member in members:
-            was_built = _init.is_built(member.tensor)
+            was_built = _unit_tensors.is_built(member.tensor)
             _unit_tensors.show(member.tensor)
             if device is not None and member.tensor.device != torch.device(device):
                 member.tensor.data = torch.empty_like(member.tensor, device=device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore import _init, _recorded
-from longshore._unit_tensors import UnitParameter
+from longshore._unit_tensors import UnitParameter, is_built
 from longshore.errors import UsageError, invalid
 
 
@@ -27,7 +27,7 @@ class TiledLinear(nn.Module):
             for name, parameter in whole._parameters.items():
                 if parameter is not None:
                     setattr(tile, name, _rows(parameter, start, count))
-                    if _init.is_built(parameter):
+                    if is_built(parameter):
                         _init.replace(parameter, tile, name, getattr(tile, name))
             self.tiles.append(tile)
         self.train(whole.training)
@@ -97,7 +97,7 @@ def tiled(model: nn.Module, most: int) -> nn.Module:
         names = shared[id(module.weight)]
         if len(names) > 1:
             raise invalid(names[0], f"tied to {names[1]}", "of one module", "untie it, or raise the budget", UsageError)
-        if isinstance(module.weight, UnitParameter) and not _init.is_built(module.weight):
+        if isinstance(module.weight, UnitParameter) and not is_built(module.weight):
             raise UsageError(f"{names[0]} is in a unit already: call tiled() before shard()")
         rows = most // (module.in_features * module.weight.element_size())
         if rows < 1:

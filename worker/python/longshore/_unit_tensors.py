@@ -122,6 +122,20 @@ def copy_of(tensor: Any) -> Any:
         return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
+def is_built(tensor: Tensor) -> bool:
+    """Whether :class:`longshore.Init` built it, and it is in no unit yet."""
+    return isinstance(tensor, UnitParameter) and tensor._longshore_home.is_building  # type: ignore[attr-defined]
+
+
+def built(tensor: Tensor) -> Tensor | None:
+    """The weights of a parameter that :class:`longshore.Init` built, in the memory that they are kept in until it is in a unit. None for
+    any other parameter."""
+    if not is_built(tensor):
+        return None
+    kept: Tensor = tensor._longshore_home.kept(tensor._longshore_member)  # type: ignore[attr-defined]
+    return kept
+
+
 def hide(tensor: Tensor, member: Member, home: Home) -> None:
     """From now on each use of it is asked for."""
     tensor._longshore_member, tensor._longshore_home = member, home  # type: ignore[attr-defined]

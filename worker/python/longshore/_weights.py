@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longshore import _awaited, _device
+from longshore import _awaited, _device, _unit_tensors
 from longshore._host import Place, is_plain
 from longshore._params import Param, check_unchanged
 from longshore.errors import LongshoreError
@@ -184,13 +184,19 @@ def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
     """The weights of parameters as they are now, and what holds their memory."""
     held, places = [], []
     for param in params:
-        memory = param.tensor.detach()
-        if _device.accelerator.has(memory):
-            memory = _device.accelerator.to_host(memory)
-        memory = memory.contiguous()
+        memory = on_host(param.tensor)
         held.append(memory)
         places.append((param.index, memory.data_ptr(), param.elements, param.wire))
     return places, held
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The values of a tensor, end to end in the host's memory: its own memory where they are so there, or that in which ``Init`` keeps them."""
+    kept = _unit_tensors.built(tensor)
+    memory = tensor.detach() if kept is None else kept
+    if _device.accelerator.has(memory):
+        memory = _device.accelerator.to_host(memory)
+    return memory.contiguous()
 
 
 class _Reader:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from longshore import _agree, _init
+from longshore import _agree, _unit_tensors
 from longshore._connection import Connection
 from longshore._fetching import Fetcher
 from longshore._params import is_image
@@ -35,7 +35,7 @@ def refuse(connection: Connection, fetcher: Fetcher, members: Iterable[Member]) 
     wanted = [
         (member, member.tensor.numel() if connection.may_be_written(member.param) else min(_FIRST, member.tensor.numel()))
         for member in members
-        if member.param is not None and not _init.is_built(member.tensor)
+        if member.param is not None and not _unit_tensors.is_built(member.tensor)
     ]
 
     def check() -> None:

@@ -187,6 +187,21 @@ def test_other_uses_are_refused() -> None:
         models[1](torch.zeros(1, 8))
 
 
+def test_a_frozen_base_beside_a_head_that_servers_make() -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    with longshore.Init(on_servers=True, seed=SEED):
+        head = nn.Linear(WIDTH, WIDTH)
+    model = nn.ModuleDict({"base": base, "head": head})
+    frozen = base.weight.clone()
+    optimizer = optimizer_of(model, frozen="keep")
+    longshore.shard(model, optimizer, "1MB")
+    bound = WIDTH**-0.5
+    wanted = torch.from_numpy(made.uniform(-bound, bound, SEED, 0, WIDTH * WIDTH)).view(WIDTH, WIDTH)
+    assert torch.equal(model.state_dict()["head.weight"], wanted)
+    assert torch.equal(model.state_dict()["base.weight"], frozen)
+
+
 def test_files_fill_a_model_whose_weights_are_nowhere(tmp_path: pathlib.Path) -> None:
     source = Net()
     for number, parameter in enumerate(source.parameters()):

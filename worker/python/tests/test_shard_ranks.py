@@ -9,6 +9,7 @@ import pytest
 import torch
 import unit_rank
 from conftest import serve, several
+from safetensors.torch import save_file
 from test_ranks import run
 from test_streaming_and_delay import Delayed
 from torch import nn
@@ -42,6 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "adapters scatter": {"model": "adapters", **SCATTER},
     "device": {"late": True},
     "device scatter": {"late": True, **SCATTER, **DELAYED},
+    # A fifth of the model is in memory while it is built.
+    "built scatter": {"room": 200_000, **SCATTER, **DELAYED},
+    "adapters built scatter": {"model": "adapters", "room": 400_000, "frozen": "keep", **SCATTER},
     "alone": {"alone": True},
     "alone scatter": {"alone": True, **SCATTER},
 }
@@ -51,7 +55,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "units": ({"weights": "gathered"}, r"InvalidError: unit layers is 12 weights of \d+ bytes on rank 1, but must be unit layers.0 of 2 weights of"),
     "name": ({"weights": "slices"}, r"InvalidError: weights is 'slices', but must be 'whole' or 'gathered'"),
     "fsdp": ({}, r"UsageError: layers.0.weight is sharded \(DTensor\), but must be whole with shard\(\): leave fully_shard out"),
-    "built": (SCATTER, r"UsageError: partition is 'reduce-scatter', but must be None for a model that longshore.Init has built"),
 }
 
 
@@ -71,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             runs[f"{mode} {way}"] = ("train", {**given, "transport": "tcp", "max_grad_norm": CLIP})
     for mode, options in MODELS.items():
         large = 6_000_000 if "model" in options and "leaves" not in mode else room["scatter" if "partition" in options else "sum"]
-        runs[f"{mode} None"] = ("train", {name: value for name, value in options.items() if name not in ("alone", "late")})
+        runs[f"{mode} None"] = ("train", {name: value for name, value in options.items() if name not in ("alone", "late", "room")})
         runs[f"{mode} gathered"] = ("train", {**options, "weights": "gathered", "budget": large})
     runs["lent"] = ("train", {**SCATTER, "keep": True, "weights": "default", "budget": room["scatter"], "max_grad_norm": CLIP})
     runs |= {f"!{case}": (f"!{case}", options) for case, (options, _) in REFUSED.items()}
@@ -203,14 +206,35 @@ def test_ranks_train_what_servers_have_made_as_one_rank_does(tmp_path: Path) -> 
     found = optimizer._connection.job.state_hash()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert not any(torch.equal(first[name], value) for name, value in weights.items())
-    with several(2) as servers:
-        given = {"servers": servers, "model": "built", "made": SEED, "budget": room, "max_grad_norm": CLIP}
-        ways = ("whole", "gathered")
-        runs = [("train", {**given, "job": f"made-{way}", "weights": way}) for way in ways]
-        for way, ranks in zip(ways, run(tmp_path, runs, RANKS, "unit_rank.py"), strict=True):
-            for ours in ranks:
-                assert ours["way"] == way and ours["hash"] == found
-                assert all(torch.equal(ours["state"][name], value) for name, value in weights.items())
+    torch.save(first, tmp_path / "first.pt")
+    save_file(first, tmp_path / "first.safetensors")
+    given: dict[str, Any] = {"model": "built", "max_grad_norm": CLIP}
+    made = {**given, "made": SEED, "budget": room}
+    scattered = {**given, **SCATTER, "weights": "gathered", "budget": room + 2 * buckets(model)}
+    ways = {
+        "whole": {**made, "weights": "whole"},
+        "gathered": {**made, "weights": "gathered"},
+        "in one piece": {**given, **SCATTER, "given": str(tmp_path / "first.pt")},
+        "scatter": {**scattered, "made": SEED},
+        "files": {**scattered, "made": SEED + 1, "files": str(tmp_path / "first.safetensors")},
+        "engine": {**scattered, "made": SEED},
+    }
+    with several(2, "1GiB") as servers:
+        runs = [
+            ("engine" if way == "engine" else "train", {**options, "servers": servers, "job": way.replace(" ", "-")})
+            for way, options in ways.items()
+        ]
+        trained = dict(zip(ways, run(tmp_path, runs, RANKS, "unit_rank.py"), strict=True))
+    for way in ("whole", "gathered"):
+        for ours in trained[way]:
+            assert ours["way"] == way and ours["hash"] == found
+            assert all(torch.equal(ours["state"][name], value) for name, value in weights.items())
+    for way in ("scatter", "files"):
+        for plain, ours in zip(trained["in one piece"], trained[way], strict=True):
+            same(ours, plain)
+    for ours, theirs in zip(trained["engine"], trained["scatter"], strict=True):
+        assert ours["in units"] and ours["losses"] == theirs["losses"]
+        assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())
 
 
 def test_ranks_go_back_to_a_checkpoint(tmp_path: Path) -> None:

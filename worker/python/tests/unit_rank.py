@@ -140,10 +140,12 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def model_of(name: str, rounds: bool = False, made: int | None = None) -> Any:
-    """A model of the weights that all ranks have. With ``made`` the servers make them from this seed."""
+def model_of(name: str, rounds: bool = False, made: int | None = None, room: int | None = None) -> Any:
+    """A model of the weights that all ranks have. With ``made`` the servers make them from this seed. With ``room`` so many bytes of them
+    are in memory, and a file has the others."""
     torch.manual_seed(0)
-    with longshore.Init(on_servers=True, seed=made or 0, enabled=made is not None):
+    building = {"budget": room} if room else {"on_servers": True, "seed": made or 0}
+    with longshore.Init(**building, enabled=made is not None or room is not None):  # type: ignore[arg-type]
         model = MODELS[name]()
     for parameter in model.parameters():
         if parameter.requires_grad and rounds:
@@ -164,12 +166,16 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     if options.pop("late", False):
         _device.accelerator = Late()  # type: ignore[assignment]
     alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
-    writes = options.pop("writes", False)
-    model = model_of(name, rounds="partition" in options, made=options.pop("made", None))
+    writes, files, given = options.pop("writes", False), options.pop("files", None), options.pop("given", None)
+    model = model_of(name, rounds="partition" in options, made=options.pop("made", None), room=options.pop("room", None))
+    if given:
+        model.load_state_dict(torch.load(given))
     kept: dict[int, Tensor] = {}
     for parameter in model.parameters() if keep else ():
         parameter.register_post_accumulate_grad_hook(lambda tensor: kept.update({id(tensor): tensor.grad.clone()}))
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    if files:
+        longshore.checkpoint.load_safetensors(optimizer, files, strict=True)
     sharded = None
     if weights is not None:
         sharded = longshore.shard(model, optimizer, budget, weights=None if weights == "default" else weights)
@@ -236,9 +242,6 @@ def refused(case: str, options: dict[str, Any]) -> str:
     model = model_of("deep")
     budget = 3_000_000 + (rank == 2 and case == "budget")
     units = "layers" if case == "units" and rank == 1 else None
-    if case == "built":
-        with longshore.Init(budget="1GiB"):
-            model = deep()
     if case == "fsdp":
         fully_shard(model)
     weights = options.pop("weights", None)
@@ -281,6 +284,29 @@ def back(options: dict[str, Any]) -> dict[str, Any]:
     return {"version": optimizer.version, "first": first, "again": losses(range(2, 5)), "way": sharded.weights}
 
 
+def engine(options: dict[str, Any]) -> dict[str, Any]:
+    """Trains a model that servers make, in an engine of stage 3."""
+    rank = distributed.get_rank()
+    model = model_of(options.pop("model"), rounds=True, made=options.pop("made"))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": options.pop("max_grad_norm"),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        "longshore": options,
+    }
+    trained, optimizer, *_ = longshore.initialize(model=model, config=config)
+    losses = []
+    for step in range(STEPS):
+        loss = model.loss(batch(step, 0, 1, rank))
+        trained.backward(loss)
+        trained.step()
+        losses.append(loss.item())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    trained.destroy()
+    return {"losses": losses, "state": state, "in units": optimizer.is_in_units}
+
+
 def left_alone(options: dict[str, Any]) -> str:
     """One rank trains on, and the others do something else."""
     rank = distributed.get_rank()
@@ -304,7 +330,7 @@ def left_alone(options: dict[str, Any]) -> str:
 
 
 #: By name: what a rank may do but train, and be refused.
-OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {"left alone": left_alone, "back": back}
+OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {"left alone": left_alone, "back": back, "engine": engine}
 
 
 def main() -> None:
