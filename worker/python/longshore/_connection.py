@@ -38,7 +38,7 @@ def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
 def _held(options: Options, settings: Settings) -> Held | None:
     """What keeps the gradients that a worker amends weights with. Where several passes are added up, the host of this process has
     the sum and no device has it."""
-    if not settings.delay or not settings.correction.startswith("worker-local") or options.accumulate > 1:
+    if not options.amends or options.accumulate > 1:
         return None
     return Held(settings.image_dtype, settings.gradient_dtype)
 
@@ -86,9 +86,15 @@ class Connection:
         self.joined: int | None = None
         #: Who has written to parameters since they had the job's weights.
         self._writes = Writes(params)
-        # Weights that this process amends are no version's of the servers.
-        amends = settings_.delay and settings_.correction.startswith("worker-local")
-        self._looks_for_writes = options.written_weights == "error" and not amends
+        #: Whether this process amends weights, which are no version's of the servers then.
+        self.amends = options.amends
+        self._looks_for_writes = options.written_weights == "error" and not self.amends
+
+    def put_in_units(self, weights: "UnitWeights") -> None:
+        """Weights come unit by unit from now on. Where they are amended, this process's host does that, with the gradients that it has
+        anyway: none stays on a device."""
+        self.weights = weights
+        self._held = None
 
     def keep(self, param: Param, gradient: Tensor, scale: float = 1.0) -> None:
         """A gradient leaves, times ``scale``. It is kept where weights are amended with it."""
@@ -184,7 +190,8 @@ class Connection:
         places, made, source, initial = [*first, *frozen], None, None, None
         if filling is not None:
             places, made, source, initial = filling.of_job(self.params, list(map(in_one_piece, self.params)), [], frozen)
-        started: tuple[int, int] = self.job.start(places, source, found, initial, in_units=in_units)
+        # Images that are amended are asked for whole: their rates come with these alone.
+        started: tuple[int, int] = self.job.start(places, source, found, initial, in_units=in_units and not self.amends)
         del held, frozen_held, made
         return started
 

@@ -43,6 +43,7 @@ class Fetcher:
         spans: where elements of a parameter lie in the job.
         rounds: in which ranks that gather weights say what they want; None where each pulls all of them.
         memory: makes the memory in which a tensor is kept.
+        amends: whether trained weights are amended as they come. The step that computes with them begins before that.
 
     Attributes:
         version, rounds: these.
@@ -58,8 +59,10 @@ class Fetcher:
         spans: Spans = in_one_piece,
         rounds: Rounds | None = None,
         memory: Callable[[Tensor], Tensor] = host_memory,
+        amends: bool = False,
     ) -> None:
         self._job = job
+        self._amends = amends
         self.version = version
         self.pulled = 0
         self._spans = spans
@@ -99,6 +102,7 @@ class Fetcher:
 
     def read_first(self, wanted: list[tuple[Member, Tensor]]) -> None:
         """Reads the first elements of members from the servers, into flat memory of the host."""
+        self._begin_step()
         self._job.fetch(self.version, [place for member, memory in wanted for place in self._of(member, memory, 0)]).read()
 
     def take_all_of(self, names: Iterable[str]) -> None:
@@ -141,6 +145,8 @@ class Fetcher:
             places = self._places(fetch, shared)
         if not places:
             return fetch
+        if any(member.is_trained for member in members):
+            self._begin_step()
         version = self.version
         pull = self._ask([place for place, _ in places])
 
@@ -197,6 +203,7 @@ class Fetcher:
         kept: dict[int, Tensor] = {}
         for member in members:
             if self._copies.whole(member) is None:
+                self._begin_step()
                 with torch._C.DisableTorchFunctionSubclass():
                     kept[id(member)] = host_memory(member.tensor)
                 self._ask(self._of(member, kept[id(member)].view(-1), 0)).read()
@@ -211,6 +218,11 @@ class Fetcher:
         """Ends the thread. Weights that are in the host's memory are fetched as before."""
         self.retire()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_step(self) -> None:
+        """Has the step in hand begin, if it has not and weights are amended for it: that is known once the step before is decided."""
+        if self._amends:
+            self._job.loss_scale()  # which is that of this step
 
     def _ask(self, places: list[tuple[Place, int]]) -> Any:
         self.pulled += sum(elements * (4 if wire == "fp32" else 2) for (_, _, elements, wire), _ in places)

@@ -232,6 +232,11 @@ class Options:
         """Whether the job trains parameters that are frozen at the first step, once they are not any more."""
         return self.frozen == "train-later"
 
+    @property
+    def amends(self) -> bool:
+        """Whether this process subtracts from weights the last step, which they lack."""
+        return self.delay > 0 and self.correction.startswith("worker-local")
+
     def on_missing(self) -> str:
         """What a parameter without a gradient means."""
         cannot_skip = self.state == "block8" or self.correction.startswith("worker-local")

@@ -144,8 +144,10 @@ def shard(
     ModuleHooks(model, home, saving)
     for owner in {id(owner): owner for member in members for owner, _ in member.owners}.values():
         owner.register_state_dict_post_hook(_copies)
-    connection.weights = optimizer._units = UnitWeights(home, fetcher, connection.job)
-    connection.job.pull_in_units()
+    optimizer._units = UnitWeights(home, fetcher, connection.job)
+    connection.put_in_units(optimizer._units)
+    if not connection.amends:
+        connection.job.pull_in_units()
     connection.job.take_unread_weights()  # the fetcher has them, also where nobody has read any
     return Sharded(home, fetcher, whole, resting)
 
@@ -165,9 +167,9 @@ def _check(model: nn.Module, optimizer: Any) -> None:
         if _params.is_sharded(tensor):
             remedy = "leave fully_shard out: pass partition='reduce-scatter' to the optimizer, and weights='gathered' here"
             raise invalid(name, "sharded (DTensor)", "whole with shard()", remedy, UsageError)
-    if options.delay and options.correction.startswith("worker-local"):
-        remedy = "choose another: that one needs all weights in this process"
-        raise invalid("correction", repr(options.correction), "made by servers with shard()", remedy, UsageError)
+    if options.amends and optimizer.rank[1] > 1:
+        remedy = "leave it out, and servers amend the weights: a rank has the last gradient of its own part alone, and units come whole"
+        raise invalid("correction", repr(options.correction), "made by servers with shard() and several ranks", remedy, UsageError)
 
 
 def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
@@ -228,7 +230,7 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
 
 def _fetcher(optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
-    return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds)
+    return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends)
 
 
 def _take_written(fetcher: Fetcher, was_open: bool) -> None:

@@ -35,7 +35,7 @@ def _ranks(options: Options, params: list[Param], is_sharded: bool, place: tuple
             limit = "None with parameters that are DTensors"
             raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
         sharded = Sharded(params)
-        if sharded.has_replicas and options.delay and options.correction.startswith("worker-local"):
+        if sharded.has_replicas and options.amends:
             limit = "another one where ranks hold the same as others (Replicate)"
             raise invalid("correction", repr(options.correction), limit, "leave it out, and servers amend the weights, or shard over all ranks")
         return sharded

@@ -36,8 +36,6 @@ def test_the_optimizer_must_stream_and_be_of_this_package() -> None:
         longshore.shard(model, torch.optim.AdamW(model.parameters()), size)
     with pytest.raises(errors.UsageError, match="streaming is False.*streaming=True"):
         longshore.shard(model, longshore.AdamW(model.named_parameters()), size)
-    with pytest.raises(errors.UsageError, match="correction is 'worker-local'"):
-        longshore.shard(model, optimizer_of(model, delay=1, correction="worker-local"), size)
     other, _ = pair("mlp")
     with pytest.raises(errors.UsageError, match="a parameter of the optimizer, and of no module of the model"):
         longshore.shard(model, optimizer_of(other), size)

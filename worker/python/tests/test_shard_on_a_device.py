@@ -63,14 +63,16 @@ class Late:
         return tensor.detach().clone()
 
 
-@pytest.mark.parametrize("frozen", [0, 8])
-@pytest.mark.parametrize("delay", [0, 1])
-def test_weights_come_before_they_are_used(monkeypatch: pytest.MonkeyPatch, frozen: int, delay: int) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "options"),
+    [(0, {}), (8, {}), (0, {"delay": 1}), (8, {"delay": 1}), (0, {"delay": 1, "correction": "worker-local"})],
+)
+def test_weights_come_before_they_are_used(monkeypatch: pytest.MonkeyPatch, frozen: int, options: dict[str, Any]) -> None:
     whole, cut = pair(Deep)
     for model in (whole, cut):
         for layer in model.layers[:frozen]:
             layer.requires_grad_(False)
-    options = {"delay": delay, "warmup_steps": 1}
+    options = {**options, "warmup_steps": 1}
     plain = optimizer_of(whole, **options)
     train(whole, plain)
     plain.flush()
@@ -83,6 +85,7 @@ def test_weights_come_before_they_are_used(monkeypatch: pytest.MonkeyPatch, froz
         with accountant:
             train(cut, optimizer)
         accountant.check(budget)
+        assert optimizer._connection is not None and optimizer._connection._held is None, "no gradient stays on the device"
         optimizer.flush()
         same(whole, cut)
         optimizer.close()
