@@ -446,15 +446,10 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         connection.read()
         self._report(connection)
         is_left, self._is_pushed = self._is_pushed and connection.made == made, False
-        if (is_left or (self._stream is not None and self._stream.is_broken_off) or self._has_begun_by_use(connection)) and self._can_start_over():
+        if (is_left or (self._stream is not None and self._stream.is_broken_off) or self._is_begun_by_use(connection)) and self._can_start_over():
             super().zero_grad()  # what was made and has not left
             self._start_over()
         return self.version
-
-    def _has_begun_by_use(self, connection: Connection) -> bool:
-        """Whether weights of units were amended for the step in hand, which has begun with that, so that it would not compute with others."""
-        is_used = self._units is not None and connection.amends and connection.version < connection.made
-        return is_used and self._stream is not None and not self._stream.has_begun
 
     def _settle(self) -> Connection:
         """Waits until every step is decided, so that servers have the newest state. Any rank may call it alone: where they read weights
