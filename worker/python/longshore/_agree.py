@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from longshore import _waits
+from longshore import _collectives, _device, _waits
 from longshore._waits import Failure
 from longshore.errors import UsageError, invalid
 
@@ -101,17 +101,16 @@ def together(act: Callable[[], T]) -> list[T]:
 
 def _everyones(answer: object) -> list[Any]:
     """By rank, what it has to say."""
-    host = torch.device("cpu")
     what, world_size = "a meeting of all ranks", distributed.get_world_size()
-    group = group_of(host)
+    group = group_of(torch.device("cpu"))
     mine = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
     sizes = torch.empty(world_size, dtype=torch.int64)
-    _waits.wait(distributed.all_gather_into_tensor(sizes, torch.tensor([len(mine)]), group, async_op=True), host, what)
+    _waits.wait(distributed.all_gather_into_tensor(sizes, torch.tensor([len(mine)]), group, async_op=True), what)
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(mine)] = mine
     whole = torch.empty(world_size * longest, dtype=torch.uint8)
-    _waits.wait(distributed.all_gather_into_tensor(whole, padded, group, async_op=True), host, what)
+    _waits.wait(distributed.all_gather_into_tensor(whole, padded, group, async_op=True), what)
     parts = zip(whole.view(world_size, longest), sizes.tolist(), strict=True)
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
@@ -140,8 +139,12 @@ def _difference(ours: Any, others: Any) -> tuple[str, str]:
     return repr(ours), repr(others)
 
 
-def present(has: list[bool], device: torch.device) -> list[int]:
-    """How many ranks have each of these."""
-    counts = torch.tensor(has, dtype=torch.int32, device=device)
-    _waits.wait(distributed.all_reduce(counts, async_op=True), device, "the end of a backward pass")
-    return [int(count) for count in counts.tolist()]
+def present(has: list[bool], where: Tensor) -> list[int]:
+    """How many ranks have each of these. They find that out where a tensor lies."""
+    counts = torch.tensor(has, dtype=torch.int32, device="cpu")
+    accelerator, is_there = _device.accelerator, _device.accelerator.has(where)
+    if is_there:
+        host, counts = counts, accelerator.empty(counts.shape, counts.dtype, where.device)
+        accelerator.copy(counts, host, accelerator.current_stream(where.device))
+    _collectives.all_reduce(counts).wait("the end of a backward pass")
+    return [int(count) for count in (accelerator.to_host(counts) if is_there else counts).tolist()]

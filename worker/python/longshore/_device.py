@@ -1,4 +1,4 @@
-"""What the package asks of an accelerator: streams, events, page-locked memory, and copies that go on in the background.
+"""What the package asks of an accelerator: streams, events, page-locked memory, and copies and collectives that go on in the background.
 
 Nothing else in the package names any of it. Tests put an accelerator of their own in its place.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 
 class Accelerator:
@@ -50,7 +50,7 @@ class Accelerator:
         """Memory of the device, which belongs to this thread's stream."""
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def run(self, stream: Any, act: Callable[..., None], tensors: Sequence[Tensor | None]) -> None:
+    def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         """Gives operations of torch to the stream: those of ``act``, which is called with these tensors. They must stay until an
         event after it is done."""
         before = torch.accelerator.current_stream(stream.device)
@@ -60,9 +60,42 @@ class Accelerator:
         finally:
             torch.accelerator.set_stream(before)
 
+    def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> Any:
+        """Begins a collective behind what this thread's stream has been given, on a stream of the process group's own: ``whole``
+        gets all ranks' ``own``, which may be its part of that.
+
+        Returns:
+            torch.distributed's work. Its ``wait()`` lets this thread's stream wait, and not the host. Both tensors must stay until
+            their memory's streams wait for it, too.
+        """
+        return distributed.all_gather_into_tensor(whole, own, group, async_op=True)
+
+    def reduce_scatter(self, part: Tensor, slots: Tensor) -> Any:
+        """Begins, as :meth:`all_gather` does, to add up all ranks' ``slots``, of which ``part`` gets this rank's row."""
+        return distributed.reduce_scatter_tensor(part, slots.view(-1), async_op=True)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Begins, as :meth:`all_gather` does, to add up all ranks' tensors in their place."""
+        return distributed.all_reduce(tensor, async_op=True)
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in the host's memory, which is whole when this returns."""
         return tensor.to("cpu")
 
 
 accelerator = Accelerator()
+
+
+def empty_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory where a tensor lies. A device's belongs to this thread's stream."""
+    if accelerator.has(tensor):
+        return accelerator.empty(shape, dtype, tensor.device)
+    return torch.empty(shape, dtype=dtype, device=tensor.device)
+
+
+def run_where(tensors: Sequence[Tensor], act: Callable[..., object]) -> None:
+    """Calls ``act`` with tensors of one device, whose operations this thread's stream does, or with those of the host at once."""
+    if accelerator.has(tensors[0]):
+        accelerator.run(accelerator.current_stream(tensors[0].device), act, tensors)
+    else:
+        act(*tensors)

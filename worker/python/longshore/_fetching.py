@@ -327,15 +327,19 @@ class Fetch:
             self._end()
             raise
 
-    def finish_together(self, name: str, place: int, *, is_backward: bool) -> None:
+    def finish_together(self, name: str, place: int, *, is_backward: bool) -> bool:
         """Waits for this rank's part of a unit, and gathers the others' if all ranks want the same. Else it fetches all of it.
 
         Args:
             name, place, is_backward: what :meth:`longshore._rounds.Rounds.agree` says.
+
+        Returns:
+            Whether ranks gather it, which this thread's stream waits for and no other one does.
         """
         rounds = self._fetcher.rounds
         if rounds is None:  # the optimizer is gone
-            return self.finish_alone()
+            self.finish_alone()
+            return False
         try:
             self.finish()
         except LongshoreError:
@@ -344,8 +348,9 @@ class Fetch:
         names = [member.name for member, _, _ in self.shared]
         if rounds.agree(name, place, [self._fetcher.version, *names], is_backward=is_backward):
             rounds.gather([(whole, part) for _, whole, part in self.shared])
-        else:
-            self.finish_alone()
+            return True
+        self.finish_alone()
+        return False
 
     def finish_alone(self) -> None:
         """Fetches all of the members, where this is a rank's part."""

@@ -1,14 +1,16 @@
 """Weights of which each rank reads its part, and which ranks gather from each other, bucket by bucket in forward order."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from longshore import _agree, _device, _partition, _waits
+from longshore import _agree, _collectives, _device, _partition, _waits
 from longshore._amending import Amending
+from longshore._collectives import Collective
 from longshore._held import Held
 from longshore._host import Place
 from longshore._params import DTYPES, Param
@@ -60,8 +62,8 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
             gathered = whole[: of_rank.gathered].view(torch.uint8)
             part = of_rank.part * whole.itemsize
             own = gathered[rank * part : (rank + 1) * part]
-            work = distributed.all_gather_into_tensor(gathered, own, _agree.group_of(whole.device), async_op=True)
-            _waits.wait(work, whole.device, f"{param.name}, which is frozen and which ranks gather")
+            gathering = _collectives.all_gather(gathered, own, _agree.group_of(whole.device))
+            gathering.wait(f"{param.name}, which is frozen and which ranks gather")
         yield param, whole.view(param.shape)
         # One at a time lies on the device.
         del whole
@@ -92,15 +94,15 @@ class Gathered:
             self._read(job)
 
     def _read(self, job: Any) -> None:
-        before: tuple[Bucket, Any, Tensor] | None = None
+        before: tuple[Bucket, Collective, Tensor] | None = None
         is_here = _device.accelerator.has(self._layout.buckets[0].params[0].tensor)
         parts = self._parts_of_device(job, self.held) if self.held is not None and is_here else self._parts_of_host(job)
         for bucket, part in parts:
-            whole = torch.empty(self._world_size * bucket.slot, dtype=bucket.dtype, device=part.device)
-            work = distributed.all_gather_into_tensor(whole, part, _agree.group_of(part.device), async_op=True)
+            whole = _device.empty_beside(part, [self._world_size * bucket.slot], bucket.dtype)
+            gathering = _collectives.all_gather(whole, part, _agree.group_of(part.device))
             if before is not None:
                 self._spread(*before)
-            before = (bucket, work, whole)
+            before = (bucket, gathering, whole)
         if before is not None:
             self._spread(*before)
         has = _device.accelerator.has
@@ -114,7 +116,11 @@ class Gathered:
             self._rows = [_row(bucket) for bucket in self._layout.buckets]
         for bucket, row in zip(self._layout.buckets, self._rows, strict=True):
             job.read_weights(self._targets(bucket, row))
-            yield bucket, row.to(bucket.params[0].tensor.device, non_blocking=True)
+            tensor, accelerator, part = bucket.params[0].tensor, _device.accelerator, row
+            if accelerator.has(tensor):
+                part = accelerator.empty([bucket.slot], bucket.dtype, tensor.device)
+                accelerator.copy(part, row, accelerator.current_stream(tensor.device))
+            yield bucket, part
 
     def _parts_of_device(self, job: Any, held: Held) -> Iterator[tuple[Bucket, Tensor]]:
         """Does the same where a part is amended on its device before others get it."""
@@ -153,12 +159,12 @@ class Gathered:
         ]
 
     @torch.no_grad()
-    def _spread(self, bucket: Bucket, work: Any, whole: Tensor) -> None:
+    def _spread(self, bucket: Bucket, gathering: Collective, whole: Tensor) -> None:
         """Copies a bucket that was gathered into its parameters."""
-        _waits.wait(work, whole.device, "weights that ranks gather")
+        gathering.wait("weights that ranks gather")
         slots = whole.view(self._world_size, bucket.slot)
         for param in bucket.params:
-            _partition.copy_back(self._pieces[param.index], slots, param.tensor.detach())
+            _device.run_where([slots, param.tensor.detach()], functools.partial(_partition.copy_back, self._pieces[param.index]))
 
 
 def _row(bucket: Bucket) -> Tensor:

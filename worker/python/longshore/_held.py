@@ -33,10 +33,14 @@ class Held:
         self._now: dict[int, HeldGradient] = {}
         self.last: dict[int, HeldGradient] = {}
 
-    def keep(self, index: int, gradient: Tensor, scale: float) -> None:
-        """Keeps a gradient of the step in hand that leaves, times ``scale``. It is kept as it is: nobody may write to it."""
+    def keep(self, index: int, gradient: Tensor, scale: float, owner: Any = None) -> None:
+        """Keeps a gradient of the step in hand that leaves, times ``scale``. It is kept as it is: nobody may write to it.
+
+        Args:
+            owner: the stream that its memory belongs to, if another one than this thread's.
+        """
         if _device.accelerator.has(gradient):
-            stream = _device.accelerator.current_stream(gradient.device)
+            stream = _device.accelerator.current_stream(gradient.device) if owner is None else owner
             self._now[index] = HeldGradient(gradient, _amend.Sent(self.wire, scale), stream)
 
     def end_step(self) -> None:

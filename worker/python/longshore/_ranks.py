@@ -17,10 +17,11 @@ from longshore._filling import Filling
 from longshore._frozen import Kept, give
 from longshore._gathered import Gathered, gather_frozen
 from longshore._held import Held
-from longshore._host import Place, is_plain
+from longshore._host import Place
 from longshore._outgoing import Outgoing
 from longshore._params import Param
 from longshore._partition import Layout, exported, layout, piece_param
+from longshore._weights import values
 from longshore.errors import GradientError, LongshoreError, UsageError, invalid
 
 #: How many exports a job may have at once.
@@ -244,10 +245,7 @@ class Reduced(Ranks):
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
         if self.rank != 0:
             return [], []
-        whole = []
-        for param in self.params:
-            memory = param.tensor.detach()
-            whole.append(memory if is_plain(memory) else memory.to("cpu").contiguous())
+        _, whole = values(self.params)
         return [piece.place(piece.part_of(whole[piece.param.index])) for piece in self.layout.pieces()], whole
 
     def amend_with(self, held: Held | None) -> None:

@@ -317,7 +317,8 @@ class Residency:
             elif together:
                 is_backward, number = is_in_backward(), self._numbers[unit]
                 place = len(self.units) - number if is_backward else number
-                fetch.finish_together(unit.name, place, is_backward=is_backward)
+                if fetch.finish_together(unit.name, place, is_backward=is_backward):
+                    self._streams.gathered(unit)
             else:
                 fetch.finish_alone()
         except BaseException:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from longshore import _agree, _waits
+from longshore import _agree, _collectives, _waits
 from longshore.errors import LongshoreError, UsageError, WaitError
 
 #: What a rank says in a round: how many meetings it has had, how often it has gone from forward to backward or back since then,
@@ -53,7 +53,7 @@ class Rounds:
             return None
         least = torch.tensor([mine])
         work = distributed.all_reduce(least, distributed.ReduceOp.MIN, self._speech, async_op=True)
-        _waits.wait(work, least.device, "the least budget of all ranks")
+        _waits.wait(work, "the least budget of all ranks")
         return int(least.item())
 
     def agree(self, name: str, place: int, what: Iterable[int | str], *, is_backward: bool) -> bool:
@@ -120,14 +120,14 @@ class Rounds:
         """Gives all ranks the weights of which each has its part, in its place: their bytes end to end, and how many a part has.
         They lie on the device, or all of them in the host's memory."""
         group = self._speech if on_host else self._group
-        works: list[Any] = []
+        gathering = []
         failure: RuntimeError | None = None
         for whole, part in weights:
             own = whole[self.rank * part : (self.rank + 1) * part]
-            works.append(distributed.all_gather_into_tensor(whole, own, group, async_op=True))
-        for work, (whole, _) in zip(works, weights, strict=True):
+            gathering.append(_collectives.all_gather(whole, own, group))
+        for collective in gathering:
             try:
-                _waits.wait(work, whole.device, "units that ranks gather")
+                collective.wait("units that ranks gather")
             except RuntimeError as error:
                 failure = error  # the others may still write
         if failure is not None:
@@ -154,7 +154,7 @@ class Rounds:
         said = torch.empty(self.world_size, len(wish), dtype=torch.int64)
         try:
             work = distributed.all_gather_into_tensor(said.view(-1), torch.tensor(wish), self._speech, async_op=True)
-            _waits.wait(work, said.device, where)
+            _waits.wait(work, where)
         except RuntimeError as error:
             self._give_up(where, error)
         return [tuple(other) for other in said.tolist()]

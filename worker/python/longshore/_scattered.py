@@ -1,15 +1,26 @@
 """Ranks that reduce gradients bucket by bucket, so that each has its part of the mean, as ZeRO-2 does."""
 
 import contextlib
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from longshore import _agree, _params, _partition, _waits
+from longshore import _agree, _collectives, _device, _params, _partition, _waits
+from longshore._collectives import Collective
 from longshore._params import Param
 from longshore._partition import Bucket, piece_param
 from longshore._ranks import CheckMissing, Reduced, on_all
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """A bucket that gradients come into, with a row a rank, and the streams that write there. Its memory belongs to the first one."""
+
+    slots: Tensor
+    streams: list[Any]
 
 
 class Scattered(Reduced):
@@ -22,11 +33,11 @@ class Scattered(Reduced):
         self._dtype = reduce_dtype
         self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
         #: Buckets that are being filled, and how many gradients each lacks.
-        self._filling: dict[int, Tensor] = {}
+        self._filling: dict[int, _Filling] = {}
         self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
         self._next = len(self.layout.buckets) - 1
         #: Buckets that are being reduced, with this rank's part of what they become, oldest first.
-        self._reducing: list[tuple[Bucket, Any, Tensor]] = []
+        self._reducing: list[tuple[Bucket, Collective, Tensor]] = []
         self._scale = 1.0
         #: The parameters that have a gradient on no rank. They are known once a micro-step ends, and their buckets wait for that.
         self._absent: set[int] = set()
@@ -48,8 +59,8 @@ class Scattered(Reduced):
         self._reduce_rest()
         if super().end_micro_step(job, on_all(check_missing)):
             return True
-        for _, work, part in self._reducing:
-            _waits.wait(work, part.device, "gradients that ranks reduce")
+        for _, reducing, _ in self._reducing:
+            reducing.wait("gradients that ranks reduce")
         self._begin()
         return False
 
@@ -70,7 +81,8 @@ class Scattered(Reduced):
     def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         _params.check_gradient(param, gradient)
         bucket = self._bucket[param.index]
-        _partition.copy(self._pieces[param.index], gradient, self._slots(bucket))
+        slots = self._filled(bucket).slots
+        _device.run_where([gradient, slots], functools.partial(_partition.copy, self._pieces[param.index]))
         self._lacks[bucket.index] -= 1
         while self._next >= 0 and self._lacks[self._next] == 0:
             self._reduce()
@@ -80,36 +92,40 @@ class Scattered(Reduced):
         while self._next >= 0:
             self._reduce()
 
-    def _slots(self, bucket: Bucket) -> Tensor:
-        """The memory of a bucket, a row a rank. What no gradient covers is zero."""
-        slots = self._filling.get(bucket.index)
-        if slots is None:
-            dtype = self._dtype or bucket.dtype
-            device = bucket.params[0].tensor.device
-            slots = torch.zeros(self.world_size, bucket.slot, dtype=dtype, device=device)
-            self._filling[bucket.index] = slots
-        return slots
+    def _filled(self, bucket: Bucket) -> _Filling:
+        """A bucket, for what this thread's stream does with it next. What no gradient covers is zero."""
+        filling, tensor = self._filling.get(bucket.index), bucket.params[0].tensor
+        if filling is None:
+            slots = _device.empty_beside(tensor, [self.world_size, bucket.slot], self._dtype or bucket.dtype)
+            _device.run_where([slots], Tensor.zero_)
+            filling = self._filling[bucket.index] = _Filling(slots, [])
+        if _device.accelerator.has(tensor):
+            current = _device.accelerator.current_stream(tensor.device)
+            if current not in filling.streams:
+                # Each stream writes behind the zeros, which are the first one's.
+                for first in filling.streams[:1]:
+                    _device.accelerator.let_wait(current, _device.accelerator.record(first))
+                filling.streams.append(current)
+        return filling
 
     def _reduce(self) -> None:
         """Starts reducing the next bucket."""
         bucket = self.layout.buckets[self._next]
-        slots = self._slots(bucket)
+        filling = self._filled(bucket)
         del self._filling[bucket.index]
         self._next -= 1
-        if slots.device.type == "cpu":
-            # As gloo's reduce_scatter_tensor does with a copy of its own, of which nobody can say when it is done.
-            part = slots[self.rank]
-            work = distributed.all_reduce(slots, async_op=True)
-        else:
-            part = torch.empty(bucket.slot, dtype=slots.dtype, device=slots.device)
-            work = distributed.reduce_scatter_tensor(part, slots.view(-1), async_op=True)
-        self._reducing.append((bucket, work, part))
+        for stream in filling.streams:
+            current = _device.accelerator.current_stream(filling.slots.device)
+            if stream != current:
+                _device.accelerator.let_wait(current, _device.accelerator.record(stream))
+        reducing, part = _collectives.reduce_scatter(filling.slots, self.rank, filling.streams[:1])
+        self._reducing.append((bucket, reducing, part))
 
     def _push_reduced(self, job: Any, wait: bool) -> None:
         """Sends this rank's part of buckets that are reduced, or of all that are being reduced."""
-        while self._reducing and (wait or self._reducing[0][1].is_completed()):
-            bucket, work, part = self._reducing.pop(0)
-            _waits.wait(work, part.device, "gradients that ranks reduce")
+        while self._reducing and (wait or self._reducing[0][1].is_done()):
+            bucket, reducing, part = self._reducing.pop(0)
+            reducing.wait("gradients that ranks reduce")
             scale = self._scale / self.world_size
             absent = [piece.index for piece in bucket.pieces[self.rank] if piece.param.index in self._absent]
             if absent:
@@ -118,11 +134,11 @@ class Scattered(Reduced):
                 if piece.param.index in self._absent:
                     continue
                 gradient = part[piece.offset : piece.offset + piece.elements]
-                self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale)
+                self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale, reducing.stream)
 
     def _missing(self, has: list[bool]) -> list[Param]:
         """The parameters that have no gradient on some rank; all of them, if no rank has any."""
-        counts = _agree.present(has, self.params[0].tensor.device)
+        counts = _agree.present(has, self.params[0].tensor)
         self._absent = {param.index for param, count in zip(self.params, counts, strict=True) if not count}
         if not any(counts):
             return self.params

@@ -173,7 +173,7 @@ def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list
 def _wait_for(act: Callable[[], object], piece: Piece, device: torch.device) -> None:
     """Has a piece move from its rank to rank 0. A device's stream waits for it; where hosts do, Ctrl-C and other ranks' failures end that."""
     if device.type == "cpu":
-        _waits.wait(_waits.Apart(act), device, f"the first weights of {piece.param.name}, which rank {piece.holders[0]} sends to rank 0")
+        _waits.wait(_waits.Apart(act), f"the first weights of {piece.param.name}, which rank {piece.holders[0]} sends to rank 0")
     else:
         act()
 

@@ -19,6 +19,8 @@ class _Uses:
     #: The streams that have used it, and those that wait for the last of it that came.
     users: list[Any] = field(default_factory=list)
     shown: list[Any] = field(default_factory=list)
+    #: The streams that ranks have gathered parts of it behind, each with when that is done.
+    gathered: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class UnitStreams:
@@ -39,6 +41,13 @@ class UnitStreams:
             _add(uses.owners, owner)
             uses.shown.clear()
 
+    def gathered(self, unit: Unit) -> None:
+        """Ranks gather a unit's weights, and this thread's streams wait for that: others that use the unit will, too."""
+        for device, uses in self._uses.get(unit, {}).items():
+            current = _device.accelerator.current_stream(device)
+            others = [(stream, done) for stream, done in uses.gathered if stream != current]
+            uses.gathered = [*others, (current, _device.accelerator.record(current))]
+
     def use(self, unit: Unit, *, waits: bool) -> None:
         """This thread's streams use a unit from now on. ``waits`` says that they wait for its weights already."""
         for device, uses in self._uses.get(unit, {}).items():
@@ -47,6 +56,9 @@ class UnitStreams:
                 continue
             if not waits:
                 _device.accelerator.let_wait(current, _device.accelerator.record(self._copies(device)))
+            for stream, done in uses.gathered:
+                if stream != current:
+                    _device.accelerator.let_wait(current, done)
             uses.shown.append(current)
             _add(uses.users, current)
 

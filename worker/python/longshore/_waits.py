@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import distributed
 
 from longshore import errors
@@ -99,21 +98,18 @@ def telling() -> Iterator[None]:
         raise
 
 
-def wait(work: Any, device: torch.device, what: str) -> None:
-    """Waits for a collective.
+def wait(work: Any, what: str) -> None:
+    """Waits for a collective of the hosts' memory.
 
     Args:
         work: what torch.distributed has returned for it.
-        device: where its tensors lie. For one of a device its stream waits, and this returns.
         what: what the ranks do, for messages.
 
     Raises:
         LongshoreError: another rank's failure.
         WaitError: where another rank has ended, or has not come within the process group's timeout.
     """
-    if device.type != "cpu":
-        work.wait()
-    elif not _is_done(work, what, None):
+    if not _is_done(work, what, None):
         with _Waiting(what) as waiting:
             while not _is_done(work, what, waiting):
                 waiting.look()

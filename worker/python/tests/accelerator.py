@@ -23,7 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-NUMPY = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16), torch.int64: np.dtype(np.int64)}
+NUMPY = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(np.int16),
+    torch.float16: np.dtype(np.float16),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.uint8: np.dtype(np.uint8),
+}
 
 
 class Operation:
@@ -103,7 +110,7 @@ class Simulated:
     @staticmethod
     def _address(tensor: Tensor) -> int:
         with torch._C.DisableTorchFunctionSubclass():
-            return tensor.data_ptr()
+            return tensor.untyped_storage().data_ptr()
 
     def alias(self, tensor: Tensor) -> Tensor:
         """The tensor's memory, for an operation: it does not keep it."""
@@ -169,7 +176,7 @@ class Simulated:
         self.give(stream, lambda: act(*there))
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self.synchronize()
+        self.wait(self.record(self.current_stream(tensor.device)))
         return self.alias(tensor).clone()
 
     def _is_ignored(self) -> bool:
@@ -218,18 +225,30 @@ class Simulated:
                 others = [o for o in self.pending if o not in needed and o not in after_wanted]
                 if way == "some":
                     others = [o for o in others if self.random.random() < 0.5]
-                self._all(needs(others))
+                self._all(needs(others), waits=False)
             self._all(needed)
             if way == "everything":
-                self._all(list(self.pending))
+                self._all(list(self.pending), waits=False)
 
-    def _all(self, operations: list[Operation]) -> None:
-        """Does operations in a random legal order."""
-        left = [operation for operation in operations if operation.act is not None]
-        while left:
-            ready = [o for o in left if all(before.act is None for before in o.after)]
+    def _is_ready(self, operation: Operation) -> bool:
+        """Whether an operation can be done once those before it are."""
+        return True
+
+    def _wait_for_others(self, left: list[Operation]) -> None:
+        """None of these operations is ready. This returns when one may be."""
+        raise AssertionError("operations wait for each other")
+
+    def _all(self, operations: list[Operation], *, waits: bool = True) -> None:
+        """Does operations in a random legal order: all of them, or those that wait for nobody else's."""
+        left = operations
+        while left := [operation for operation in left if operation.act is not None]:
+            ready = [o for o in left if all(before.act is None for before in o.after) and self._is_ready(o)]
+            if not ready:
+                if not waits:
+                    return
+                self._wait_for_others(left)
+                continue
             chosen = self.random.choice(ready)
-            left.remove(chosen)
             act, chosen.act, chosen.after = chosen.act, None, []
             assert act is not None
             with torch.no_grad():

@@ -5,6 +5,7 @@ from typing import Any
 
 import rank_program
 import torch
+from host_accelerator import OnHost
 from rank import loss, mean_gradients, prepare, whole
 from torch import Tensor, distributed
 
@@ -14,7 +15,7 @@ from longshore import _amend, _device
 STEPS = 8
 
 
-class Pretended(_device.Accelerator):
+class Pretended(OnHost):
     """Takes all memory but page-locked memory for a device's, and does everything at once."""
 
     def __init__(self) -> None:
@@ -38,9 +39,6 @@ class Pretended(_device.Accelerator):
         made = torch.empty(shape, dtype=dtype)
         self.host[made.untyped_storage().data_ptr()] = made
         return made
-
-    def run(self, stream: Any, act: Any, tensors: Sequence[Tensor | None]) -> None:
-        act(*tensors)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         made = self.locked(tensor.shape, tensor.dtype)

@@ -46,10 +46,10 @@ def initialize() -> None:
 
 def test_what_ends_just_after_a_look_has_not_failed(group: None) -> None:
     work = Work(None)
-    _waits.wait(work, CPU, "weights")
+    _waits.wait(work, "weights")
     assert work.waits == 2
     with pytest.raises(errors.WaitError, match=r"waited for weights, and another rank has ended.*Connection closed"):
-        _waits.wait(Work("Connection closed by peer"), CPU, "weights")
+        _waits.wait(Work("Connection closed by peer"), "weights")
 
 
 def test_a_process_group_whose_collectives_are_out_of_step_is_refused(group: None) -> None:

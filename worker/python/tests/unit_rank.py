@@ -164,7 +164,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     rank = distributed.get_rank()
     name, weights, budget = options.pop("model", "deep"), options.pop("weights", None), options.pop("budget", None)
     if options.pop("late", False):
-        _device.accelerator = Late()  # type: ignore[assignment]
+        _device.accelerator = Late()
     alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
     writes, files, given = options.pop("writes", False), options.pop("files", None), options.pop("given", None)
     model = model_of(name, rounds="partition" in options, made=options.pop("made", None), room=options.pop("room", None))

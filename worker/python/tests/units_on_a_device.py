@@ -26,11 +26,6 @@ class _OfStorages(Simulated):
         #: What storages gave up, by stream and number of elements. It is used again first.
         self.free: dict[tuple[Stream, int], list[np.ndarray]] = collections.defaultdict(list)
 
-    @staticmethod
-    def _address(tensor: Tensor) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage().data_ptr()
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         stream = self.current_stream(torch.device("cpu"))
         free = self.free[stream, int(np.prod(shape))] if dtype is torch.float32 else []
@@ -47,9 +42,9 @@ class _OfStorages(Simulated):
         found = self.memory[base]
         assert found is not None, "it is used while its memory is away"
         with torch._C.DisableTorchFunctionSubclass():
-            start = (tensor.data_ptr() - base) // tensor.element_size()
-        raw = torch.from_numpy(found[0])[start : start + tensor.numel()]
-        return (raw.view(tensor.dtype) if tensor.dtype is torch.bfloat16 else raw).view(tensor.shape)
+            start = tensor.data_ptr() - base
+        raw = torch.from_numpy(found[0]).view(torch.uint8)[start : start + tensor.numel() * tensor.element_size()]
+        return raw.view(tensor.dtype).view(tensor.shape)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Takes a storage's memory, or gives it other memory of this thread's stream, which was somebody else's before."""

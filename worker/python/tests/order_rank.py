@@ -1,0 +1,157 @@
+"""What one rank of test_order_of_ranks.py does: it trains on a simulated accelerator. It is started as torchrun starts a process."""
+
+import contextlib
+import functools
+import gc
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+import rank_program
+import torch
+from accelerator import Immediate, Layers, Linear, Loss, Simulated
+from ranks_on_a_device import Late, LateInUnits, Mail
+from torch import Tensor, distributed
+from units import weight_bytes
+from units_on_a_device import Cut, on
+
+import longshore
+from longshore import _device, _fetching, _gathered, _partition
+
+STEPS = 4
+DEPTH = 5
+#: Elements that fill a bucket: two of the larger weights.
+BUCKET = 1000
+
+mail: list[Mail] = []
+runs = itertools.count()
+
+
+class Towers(Layers):
+    """Two of two layers each. A bucket of gradients has some of both."""
+
+    def __init__(self, device: Simulated) -> None:
+        super().__init__(device, depth=4)
+        del self.head, self.head_bias
+
+    def tower(self, number: int, batch: int) -> Tensor:
+        hidden = self.batch(batch)
+        for weight, bias in zip(self.weights[number::2], self.biases[number::2], strict=True):
+            hidden = Linear.apply(self.device, hidden, weight, bias)
+        return hidden
+
+    def loss_of(self, number: int, batch: int) -> Tensor:
+        return Loss.apply(self.device, self.tower(number, batch), self.batch(batch, outputs=True))
+
+
+def train(device: Simulated, **options: Any) -> list[Any]:
+    """Trains two towers, each on a stream of its own. The caller orders these as torch asks for. Returns what was computed with the weights
+    of each step, and the last ones."""
+    model = Towers(device)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, missing_gradients="zeros", **options)
+    optimizer.open()
+    other = device.new_stream(torch.device("cpu"))
+    results = []
+    for step in range(STEPS):
+        batch = step if options["partition"] == "all-reduced" else step * distributed.get_world_size() + distributed.get_rank()
+        device.let_wait(other, device.record(device.main))
+        model.loss_of(0, batch).backward()
+        with device.on(other):
+            with torch.no_grad():
+                results.append(model.tower(0, batch))
+            if step != 1:  # there this pass has no gradients of it
+                model.loss_of(1, batch).backward()
+            results.append(device.to_device(torch.full((model.width,), float(step))))
+        device.let_wait(device.main, device.record(other))
+        optimizer.step()
+        optimizer.zero_grad()
+        with device.on(other):
+            results.append(device.to_device(torch.full((model.width,), float(step))))
+    optimizer.flush()
+    device.synchronize()
+    found = [device.alias(result).clone() for result in [*results, *(parameter.detach() for parameter in model.parameters())]]
+    optimizer.close()
+    return found
+
+
+def train_units(device: Simulated, part: float | None, **options: Any) -> list[Any]:
+    """Trains a model in units that have a part of its bytes as their budget, or in one piece; some layers are used by another stream, too."""
+    model = Cut(device, DEPTH)
+    model.last.requires_grad_(False)
+    device.synchronize()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, missing_gradients="zeros", streaming=True, **options)
+    if part is not None:
+        longshore.shard(model, optimizer, int(part * weight_bytes(model)), weights="gathered")
+    optimizer.open()
+    other = device.new_stream(torch.device("cpu"))
+    results = []
+    for step in range(STEPS):
+        batch = step * distributed.get_world_size() + distributed.get_rank()
+        device.let_wait(other, device.record(device.main))
+        loss = model.loss(batch)
+        with device.on(other):
+            results.append(model.part(batch, slice(-2, None)))
+        loss.backward()
+        device.let_wait(device.main, device.record(other))
+        optimizer.step()
+    optimizer.flush()
+    for parameter in model.parameters():
+        with longshore.GatheredParameters(parameter) if part is not None else contextlib.nullcontext():
+            results.append(parameter.detach())
+            device.synchronize()
+            results[-1] = device.alias(results[-1]).clone()
+    device.synchronize()
+    found = [device.alias(result).clone() for result in results]
+    optimizer.close()
+    return found
+
+
+def advance(fetch: _fetching.Fetch) -> None:
+    """Does what the package's own does where all has come to the host always."""
+    if fetch.read is not None:
+        wait([fetch.read])
+    fetch._copy()
+
+
+@contextlib.contextmanager
+def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the block the package takes this for its accelerator."""
+    if isinstance(device, LateInUnits):
+        patch.setattr(_fetching.Fetch, "advance", advance)
+        with on(device, patch):
+            yield
+    else:
+        patch.setattr(_device, "accelerator", device)
+        yield
+
+
+def make(way: str, options: dict[str, Any]) -> list[Any]:
+    """A run of towers, or of units. With a ``seed`` it is on an accelerator that is late, otherwise on the host."""
+    if not mail:
+        mail.append(Mail())
+    seed, ignored, part = (options.pop(name, None) for name in ("seed", "ignored", "part"))
+    act = train if way == "towers" else functools.partial(train_units, part=None if seed is None else part)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_partition, "_BLOCKS", 1)
+        patch.setattr(_partition, "_BLOCK_ELEMENTS", BUCKET / distributed.get_world_size())
+        patch.setattr(_gathered, "LEAST_SHARED", 1000)
+        number = next(runs)
+        if seed is None:
+            return act(Immediate(0), **options)
+        device = (Late if way == "towers" else LateInUnits)(mail[0], number, seed, ignored)
+        with taken_for_one(device, patch):
+            found = act(device, **options)
+            gc.collect()
+            return found
+
+
+def end() -> None:
+    distributed.barrier()
+    for box in mail:
+        box.close()
+
+
+if __name__ == "__main__":
+    rank_program.main(make, end)
