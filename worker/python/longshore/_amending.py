@@ -222,23 +222,17 @@ class Amending(Weights):
             sent = _amend.Sent(self._held.wire) if kept is None else kept.sent
             act = functools.partial(_amend.amend, sent=sent, step=how)
             accelerator.run(stream, act, [param.tensor.detach(), room.image, room.rates, None if kept is None else kept.gradient])
+            if kept is not None:
+                accelerator.keep_for(kept.gradient, stream)
         coming.left.remove(param.index)
 
     def _show_amended(self, params: list[Param]) -> None:
-        """Lets the stream that asked for the weights wait for them, and lets go of the gradients, whose memory goes back to the
-        streams that it belongs to."""
+        """Lets the stream that asked for the weights wait for them, and lets go of the gradients."""
         accelerator = _device.accelerator
-        waiting: dict[torch.device, list[Any]] = {}
-        for param in params:
-            kept = self._held.last.get(param.index)
-            device = self._rooms[param.index].rates.device
-            waiting.setdefault(device, [self._before[device][0]]).extend([] if kept is None else [kept.stream])
-        for device, streams in waiting.items():
-            current = accelerator.current_stream(device)
-            amended = accelerator.record(current)
-            for place, stream in enumerate(streams):
-                if stream != current and stream not in streams[:place]:
-                    accelerator.let_wait(stream, amended)
+        for device in {self._rooms[param.index].rates.device for param in params}:
+            current, asked = accelerator.current_stream(device), self._before[device][0]
+            if asked != current:
+                accelerator.let_wait(asked, accelerator.record(current))
         for param in params:
             self._held.last.pop(param.index, None)
 

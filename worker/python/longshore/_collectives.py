@@ -18,18 +18,12 @@ class Collective:
     Args:
         work: what torch.distributed has returned for it.
         tensors: what it reads and writes, of one device.
-        owners: the streams that a device's tensors belong to, if others than the one that began it.
-
-    Attributes:
-        stream: the stream that it was begun on; None for one of the host.
     """
 
-    def __init__(self, work: Any, tensors: Sequence[Tensor], owners: Sequence[Any] = ()) -> None:
+    def __init__(self, work: Any, tensors: Sequence[Tensor]) -> None:
         self._work = work
         self._tensors = list(tensors)
-        device = tensors[0].device
-        self.stream = _device.accelerator.current_stream(device) if _device.accelerator.has(tensors[0]) else None
-        self._owners = [self.stream, *owners]
+        self._is_of_device = _device.accelerator.has(tensors[0])
 
     def is_done(self) -> bool:
         """Whether it has come to its end."""
@@ -37,8 +31,7 @@ class Collective:
         return done
 
     def wait(self, what: str) -> None:
-        """Waits for one of the host. Lets this thread's stream wait for one of a device, and the streams that its memory belongs to:
-        they may use it again as soon as nobody holds it.
+        """Waits for one of the host. Lets this thread's stream wait for one of a device.
 
         Args:
             what: what the ranks do, for messages.
@@ -46,19 +39,11 @@ class Collective:
         Raises:
             LongshoreError: as :func:`longshore._waits.wait` does.
         """
-        if self.stream is None:
-            _waits.wait(self._work, what)
-        else:
+        if self._is_of_device:
             self._work.wait()
-            self._show(_device.accelerator.current_stream(self._tensors[0].device))
+        else:
+            _waits.wait(self._work, what)
         self._tensors.clear()
-
-    def _show(self, current: Any) -> None:
-        others = [owner for owner in self._owners if owner != current]
-        if others:
-            done = _device.accelerator.record(current)
-            for owner in others:
-                _device.accelerator.let_wait(owner, done)
 
 
 def all_gather(whole: Tensor, own: Tensor, group: Any) -> Collective:
@@ -70,19 +55,18 @@ def all_gather(whole: Tensor, own: Tensor, group: Any) -> Collective:
     return Collective(work, [whole, own])
 
 
-def reduce_scatter(slots: Tensor, rank: int, owners: Sequence[Any] = ()) -> tuple[Collective, Tensor]:
+def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
     """Adds up all ranks' rows, one for each of them.
 
     Args:
         slots: (ranks, elements). What becomes of them is not said.
-        owners: as :class:`Collective` takes them.
 
     Returns:
         The collective, and memory for this rank's row of the sum.
     """
     if _device.accelerator.has(slots):
         part = _device.empty_beside(slots, slots.shape[1:], slots.dtype)
-        return Collective(_device.accelerator.reduce_scatter(part, slots), [part, slots], owners), part
+        return Collective(_device.accelerator.reduce_scatter(part, slots), [part, slots]), part
     # As gloo's reduce_scatter_tensor does with a copy of its own, of which nobody can say when it is done.
     part = slots[rank]
     return Collective(distributed.all_reduce(slots, async_op=True), [part, slots]), part

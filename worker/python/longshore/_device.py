@@ -50,6 +50,11 @@ class Accelerator:
         """Memory of the device, which belongs to this thread's stream."""
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def keep_for(self, tensor: Tensor, stream: Any) -> None:
+        """Has a tensor's memory stay, whoever lets go of it and whichever stream it belongs to, until what the stream has been given by
+        then is done."""
+        tensor.record_stream(stream)
+
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         """Gives operations of torch to the stream: those of ``act``, which is called with these tensors. They must stay until an
         event after it is done."""

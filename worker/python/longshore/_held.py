@@ -1,8 +1,6 @@
 """Gradients that stay on their device after they have left, since weights will be amended with them there."""
 
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,11 +12,10 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class HeldGradient:
-    """A gradient as it lies on the device, how it was sent, and the stream that its memory belongs to."""
+    """A gradient as it lies on the device, and how it was sent."""
 
     gradient: Tensor
     sent: _amend.Sent
-    stream: Any
 
 
 class Held:
@@ -33,15 +30,10 @@ class Held:
         self._now: dict[int, HeldGradient] = {}
         self.last: dict[int, HeldGradient] = {}
 
-    def keep(self, index: int, gradient: Tensor, scale: float, owner: Any = None) -> None:
-        """Keeps a gradient of the step in hand that leaves, times ``scale``. It is kept as it is: nobody may write to it.
-
-        Args:
-            owner: the stream that its memory belongs to, if another one than this thread's.
-        """
+    def keep(self, index: int, gradient: Tensor, scale: float) -> None:
+        """Keeps a gradient of the step in hand that leaves, times ``scale``. It is kept as it is: nobody may write to it."""
         if _device.accelerator.has(gradient):
-            stream = _device.accelerator.current_stream(gradient.device) if owner is None else owner
-            self._now[index] = HeldGradient(gradient, _amend.Sent(self.wire, scale), stream)
+            self._now[index] = HeldGradient(gradient, _amend.Sent(self.wire, scale))
 
     def end_step(self) -> None:
         """All gradients of the step in hand have left."""

@@ -19,13 +19,12 @@ class Outgoing:
         #: Those that an accelerator copies to the host, oldest first, with what to multiply them by.
         self._copying: list[tuple[Leaving, float]] = []
 
-    def send(self, job: Any, param: Param, gradient: Tensor, scale: float, owner: Any = None) -> None:
-        """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end. ``owner`` is that of
-        :meth:`longshore._held.Held.keep`."""
+    def send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end."""
         self.push_copied(job)
         leaving = self._gradients.start(param, gradient)
         if self.held is not None:
-            self.held.keep(param.index, gradient, scale, owner)
+            self.held.keep(param.index, gradient, scale)
         if leaving.copied is None:
             job.push([leaving.place], scale)
         else:

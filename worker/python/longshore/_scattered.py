@@ -81,8 +81,11 @@ class Scattered(Reduced):
     def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         _params.check_gradient(param, gradient)
         bucket = self._bucket[param.index]
-        slots = self._filled(bucket).slots
+        slots, accelerator = self._filled(bucket).slots, _device.accelerator
         _device.run_where([gradient, slots], functools.partial(_partition.copy, self._pieces[param.index]))
+        if accelerator.has(gradient):
+            # It may be another stream's, and is let go of next.
+            accelerator.keep_for(gradient, accelerator.current_stream(gradient.device))
         self._lacks[bucket.index] -= 1
         while self._next >= 0 and self._lacks[self._next] == 0:
             self._reduce()
@@ -118,11 +121,15 @@ class Scattered(Reduced):
             current = _device.accelerator.current_stream(filling.slots.device)
             if stream != current:
                 _device.accelerator.let_wait(current, _device.accelerator.record(stream))
-        reducing, part = _collectives.reduce_scatter(filling.slots, self.rank, filling.streams[:1])
+        reducing, part = _collectives.reduce_scatter(filling.slots, self.rank)
         self._reducing.append((bucket, reducing, part))
 
     def _push_reduced(self, job: Any, wait: bool) -> None:
-        """Sends this rank's part of buckets that are reduced, or of all that are being reduced."""
+        """Sends this rank's part of buckets that are reduced, or of all that are being reduced.
+
+        Another stream's memory may go back here: either the host has seen that a bucket is reduced, as it has where ranks have counted
+        their gradients behind it, or all of the step's work is of one stream.
+        """
         while self._reducing and (wait or self._reducing[0][1].is_done()):
             bucket, reducing, part = self._reducing.pop(0)
             reducing.wait("gradients that ranks reduce")
@@ -134,7 +141,7 @@ class Scattered(Reduced):
                 if piece.param.index in self._absent:
                     continue
                 gradient = part[piece.offset : piece.offset + piece.elements]
-                self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale, reducing.stream)
+                self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale)
 
     def _missing(self, has: list[bool]) -> list[Param]:
         """The parameters that have no gradient on some rank; all of them, if no rank has any."""

@@ -56,9 +56,7 @@ class UnitStreams:
                 continue
             if not waits:
                 _device.accelerator.let_wait(current, _device.accelerator.record(self._copies(device)))
-            for stream, done in uses.gathered:
-                if stream != current:
-                    _device.accelerator.let_wait(current, done)
+            _wait_for_gathered(uses, current)
             uses.shown.append(current)
             _add(uses.users, current)
 
@@ -73,6 +71,12 @@ class UnitStreams:
     def forget(self, unit: Unit) -> None:
         """Nothing of a unit is on a device any more."""
         self._uses.pop(unit, None)
+
+
+def _wait_for_gathered(uses: _Uses, current: Any) -> None:
+    for stream, done in uses.gathered:
+        if stream != current:
+            _device.accelerator.let_wait(current, done)
 
 
 def _add(streams: list[Any], stream: Any) -> None:

@@ -72,6 +72,8 @@ class Simulated:
         #: Addresses of the device's memory: each is kept for ever, so that a late operation finds it.
         self.blocks: dict[int, np.ndarray] = {}
         self.freed: collections.deque[tuple[int, Stream]] = collections.deque()
+        #: By address: the streams that have memory for longer than those who let go of it.
+        self.kept: dict[int, list[Stream]] = {}
         self.lock = threading.RLock()
         self.running = threading.Event()
         self.running.set()
@@ -102,6 +104,10 @@ class Simulated:
         """Lets the streams of freed memory write to it."""
         while self.freed:
             address, stream = self.freed.popleft()
+            kept = self.kept.pop(address, [])
+            if kept:
+                users, stream = [stream, *kept], Stream()
+                stream.waits = [operation for user in users for operation in self.record(user)]
             self._append(stream, functools.partial(fill_with_nan, self.blocks[address]))
 
     def has(self, tensor: Tensor) -> bool:
@@ -158,7 +164,12 @@ class Simulated:
             return
         if threading.current_thread() is not threading.main_thread():
             self.running.wait()
-        self.thread.submit(self._do, event).result()
+        self._finish(event)
+
+    def keep_for(self, tensor: Tensor, stream: Stream) -> None:
+        if not self._is_ignored():
+            with self.lock:
+                self.kept.setdefault(self._address(tensor), []).append(stream)
 
     def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory. It is not kept for its copies: torch's allocator would, but only for those that it knows of."""
@@ -176,7 +187,7 @@ class Simulated:
         self.give(stream, lambda: act(*there))
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self.wait(self.record(self.current_stream(tensor.device)))
+        self._finish(self.record(self.current_stream(tensor.device)))
         return self.alias(tensor).clone()
 
     def _is_ignored(self) -> bool:
@@ -211,7 +222,10 @@ class Simulated:
     def synchronize(self) -> None:
         with self.lock:
             everything = list(self.pending)
-        self.thread.submit(self._do, everything).result()
+        self._finish(everything)
+
+    def _finish(self, wanted: list[Operation]) -> None:
+        self.thread.submit(self._do, wanted).result()
 
     def _do(self, wanted: list[Operation]) -> None:
         """Does what is wanted and what must come before it; and of the rest nothing, some or all that can come first, or
@@ -225,10 +239,10 @@ class Simulated:
                 others = [o for o in self.pending if o not in needed and o not in after_wanted]
                 if way == "some":
                     others = [o for o in others if self.random.random() < 0.5]
-                self._all(needs(others), waits=False)
+                self._all(needs(others), needed)
             self._all(needed)
             if way == "everything":
-                self._all(list(self.pending), waits=False)
+                self._all(list(self.pending), [])
 
     def _is_ready(self, operation: Operation) -> bool:
         """Whether an operation can be done once those before it are."""
@@ -238,15 +252,16 @@ class Simulated:
         """None of these operations is ready. This returns when one may be."""
         raise AssertionError("operations wait for each other")
 
-    def _all(self, operations: list[Operation], *, waits: bool = True) -> None:
-        """Does operations in a random legal order: all of them, or those that wait for nobody else's."""
+    def _all(self, operations: list[Operation], awaited: list[Operation] | None = None) -> None:
+        """Does operations in a random legal order: all of them, or as far as nothing else is to be waited for than what is awaited."""
         left = operations
         while left := [operation for operation in left if operation.act is not None]:
             ready = [o for o in left if all(before.act is None for before in o.after) and self._is_ready(o)]
             if not ready:
-                if not waits:
+                worth_it = left if awaited is None else [operation for operation in left if operation in awaited]
+                if not worth_it:
                     return
-                self._wait_for_others(left)
+                self._wait_for_others(worth_it)
                 continue
             chosen = self.random.choice(ready)
             act, chosen.act, chosen.after = chosen.act, None, []

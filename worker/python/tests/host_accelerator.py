@@ -14,6 +14,9 @@ class OnHost(_device.Accelerator):
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         act(*tensors)
 
+    def keep_for(self, tensor: Tensor, stream: Any) -> None:
+        pass
+
     def reduce_scatter(self, part: Tensor, slots: Tensor) -> Any:
         # Nobody can say when gloo's own is done.
         work = distributed.all_reduce(slots, async_op=True)

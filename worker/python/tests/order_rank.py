@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import rank_program
 import torch
+import torch._dynamo  # which the first optimizer would import
 from accelerator import Immediate, Layers, Linear, Loss, Simulated
 from ranks_on_a_device import Late, LateInUnits, Mail
 from torch import Tensor, distributed
@@ -18,7 +19,7 @@ from units import weight_bytes
 from units_on_a_device import Cut, on
 
 import longshore
-from longshore import _device, _fetching, _gathered, _partition
+from longshore import _collectives, _device, _fetching, _gathered, _partition
 
 STEPS = 4
 DEPTH = 5
@@ -30,40 +31,56 @@ runs = itertools.count()
 
 
 class Towers(Layers):
-    """Two of two layers each. A bucket of gradients has some of both."""
+    """Three of two layers each. A bucket of gradients has some of two of them."""
 
     def __init__(self, device: Simulated) -> None:
-        super().__init__(device, depth=4)
+        super().__init__(device, depth=6)
         del self.head, self.head_bias
 
-    def tower(self, number: int, batch: int) -> Tensor:
+    def in_order(self) -> list[tuple[str, Tensor]]:
+        """The parameters of a layer lie together."""
+        return sorted(self.named_parameters(), key=lambda named: named[0].split(".")[1])
+
+    def tower(self, first: int, batch: int) -> Tensor:
         hidden = self.batch(batch)
-        for weight, bias in zip(self.weights[number::2], self.biases[number::2], strict=True):
+        for weight, bias in zip(self.weights[first::3], self.biases[first::3], strict=True):
             hidden = Linear.apply(self.device, hidden, weight, bias)
         return hidden
 
-    def loss_of(self, number: int, batch: int) -> Tensor:
-        return Loss.apply(self.device, self.tower(number, batch), self.batch(batch, outputs=True))
+    def loss_of(self, first: int, batch: int) -> Tensor:
+        return Loss.apply(self.device, self.tower(first, batch), self.batch(batch, outputs=True))
+
+
+def put_gradients(model: Towers, loss: Tensor) -> None:
+    """Has the last layer's parameters get gradients that nobody else is told of."""
+    layer = [model.weights[4], model.biases[4]]
+    for parameter, gradient in zip(layer, torch.autograd.grad(loss, layer), strict=True):
+        parameter.grad = gradient
 
 
 def train(device: Simulated, **options: Any) -> list[Any]:
-    """Trains two towers, each on a stream of its own. The caller orders these as torch asks for. Returns what was computed with the weights
-    of each step, and the last ones."""
+    """Trains towers on two streams, which the caller orders as torch asks for. In every other step the first layer has no gradient, so that
+    its bucket is reduced when the step ends, and in one step somebody puts gradients where they belong himself. Returns what was computed
+    with the weights of each step, and the last ones."""
     model = Towers(device)
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, missing_gradients="zeros", **options)
+    optimizer = longshore.AdamW(model.in_order(), lr=1e-2, missing_gradients="zeros", **options)
     optimizer.open()
     other = device.new_stream(torch.device("cpu"))
     results = []
     for step in range(STEPS):
         batch = step if options["partition"] == "all-reduced" else step * distributed.get_world_size() + distributed.get_rank()
         device.let_wait(other, device.record(device.main))
-        model.loss_of(0, batch).backward()
-        with device.on(other):
-            with torch.no_grad():
-                results.append(model.tower(0, batch))
-            if step != 1:  # there this pass has no gradients of it
-                model.loss_of(1, batch).backward()
-            results.append(device.to_device(torch.full((model.width,), float(step))))
+        with device.on(other), torch.no_grad():
+            results.append(model.tower(0, batch))
+        first, second = (device.main, other) if step % 2 == 0 else (other, device.main)
+        for tower, stream in [(3 * (step % 2), first), (1, second), (2, first)]:
+            with device.on(stream):
+                loss = model.loss_of(tower, batch)
+                if (step, tower) == (2, 1):
+                    put_gradients(model, loss)
+                else:
+                    loss.backward()
+                results.append(device.to_device(torch.full((model.width,), float(step))))
         device.let_wait(device.main, device.record(other))
         optimizer.step()
         optimizer.zero_grad()
@@ -127,11 +144,24 @@ def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
+def forget_tensors(patch: pytest.MonkeyPatch) -> None:
+    """What a collective reads and writes goes back to its allocator while it may not have begun."""
+    init = _collectives.Collective.__init__
+
+    def forgetful(self: Any, *given: Any) -> None:
+        init(self, *given)
+        del self._tensors[1:]
+
+    patch.setattr(_collectives.Collective, "__init__", forgetful)
+
+
 def make(way: str, options: dict[str, Any]) -> list[Any]:
-    """A run of towers, or of units. With a ``seed`` it is on an accelerator that is late, otherwise on the host."""
+    """A run of towers, or of units. With a ``seed`` it is on an accelerator that is late, otherwise on the host. ``without`` is what is
+    left out: a call of the accelerator, as that takes it, or "tensors"."""
     if not mail:
         mail.append(Mail())
-    seed, ignored, part = (options.pop(name, None) for name in ("seed", "ignored", "part"))
+        gc.freeze()  # what was imported is not looked through each time
+    seed, without, part = (options.pop(name, None) for name in ("seed", "without", "part"))
     act = train if way == "towers" else functools.partial(train_units, part=None if seed is None else part)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_partition, "_BLOCKS", 1)
@@ -140,7 +170,9 @@ def make(way: str, options: dict[str, Any]) -> list[Any]:
         number = next(runs)
         if seed is None:
             return act(Immediate(0), **options)
-        device = (Late if way == "towers" else LateInUnits)(mail[0], number, seed, ignored)
+        device = (Late if way == "towers" else LateInUnits)(mail[0], number, seed, without)
+        if without == "tensors":
+            forget_tensors(patch)
         with taken_for_one(device, patch):
             found = act(device, **options)
             gc.collect()
