@@ -1,6 +1,7 @@
 """What one rank of test_order_of_ranks.py does: it trains on a simulated accelerator. It is started as torchrun starts a process."""
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import itertools
@@ -186,4 +187,6 @@ def end() -> None:
 
 
 if __name__ == "__main__":
+    # What a rank of a run that hangs waits for.
+    faulthandler.dump_traceback_later(220, exit=True)
     rank_program.main(make, end)
