@@ -53,9 +53,7 @@ class Residency:
         self._order = Order()
         self._streams = UnitStreams(fetcher.stream)
         self._under_way: dict[Unit, Fetch] = {}
-        self._by_storage = {
-            member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members
-        }
+        self._by_storage = {member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members}
         self._lock = threading.RLock()
         self._nodes = Nodes(self._lock)
 

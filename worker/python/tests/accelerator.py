@@ -24,12 +24,8 @@ import torch
 from torch import Tensor, nn
 
 NUMPY = {
-    torch.float32: np.dtype(np.float32),
-    torch.bfloat16: np.dtype(np.int16),
-    torch.float16: np.dtype(np.float16),
-    torch.int64: np.dtype(np.int64),
-    torch.int32: np.dtype(np.int32),
-    torch.uint8: np.dtype(np.uint8),
+    **{torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16)},
+    **{torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torch.uint8: np.dtype(np.uint8)},
 }
 
 
