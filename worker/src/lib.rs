@@ -48,6 +48,7 @@ pub use device::CudaDevice;
 pub use device::{Budget, Device, DeviceChoice, HostDevice, Lease};
 pub use error::{Error, Result};
 pub use loss_scale::{LossScaler, LossScalerOptions};
+pub use memfd::GradientMemory;
 pub use pipeline::{Accumulate, DelayCorrection, Pipeline, PipelineOptions, StepInputs, StepOutcome};
 pub use pull::Feed;
 pub use push::Assembler;

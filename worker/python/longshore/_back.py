@@ -115,7 +115,7 @@ class Back:
         if job == self._job_name:
             return
         if self._connection is not None:
-            self._connection.job.close(True)
+            self._connection.close(True)
             self._finalizer.detach()
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
@@ -147,7 +147,7 @@ class Back:
         old = self._connection
         if old is not None:
             old.weights.give_up()
-            old.job.close(False)
+            old.close(False)
             self._finalizer.detach()
             _params.release([id(param.tensor) for param in old.params])
             self._connection = None
@@ -243,7 +243,7 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
         )
         # The job that it holds may be gone already.
         with contextlib.suppress(LongshoreError):
-            old.job.close(False)
+            old.close(False)
     if connection.world_size == 1:
         connection.job.go_back(name)
         return

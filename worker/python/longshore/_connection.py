@@ -12,6 +12,7 @@ from longshore._filling import Filling
 from longshore._frozen import Kept
 from longshore._held import Held
 from longshore._job import Settings, settings
+from longshore._locked import LockedMemory
 from longshore._options import Options
 from longshore._params import Param, dtype_of, fingerprint, is_sharded
 from longshore._partition import in_one_piece
@@ -76,6 +77,10 @@ class Connection:
             self.weights = Amending(params, self.job, self._held)
         if self.ranks is not None:
             self.ranks.amend_with(self._held)
+        #: Where a device may copy gradients to. Sums on the worker have memory of their own.
+        self.locked = None if settings_.accumulate_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
+        if self.ranks is not None:
+            self.ranks.copy_into(self.locked)
         self._is_layerwise = options.streaming and options.layerwise
         #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
         self.version = 0
@@ -104,6 +109,12 @@ class Connection:
     def drain(self) -> None:
         """Waits until every step is decided and safe, and asks for the newest weights."""
         self.made = self.job.drain()
+
+    def close(self, delete: bool) -> None:
+        """Gives the rank up once the last step is safe; with ``delete`` the job is forgotten."""
+        self.job.close(delete)
+        if self.locked is not None:
+            self.locked.release()
 
     def end_step(self) -> None:
         """All gradients of the step have left, and the step is decided next."""

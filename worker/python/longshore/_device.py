@@ -3,12 +3,22 @@
 Nothing else in the package names any of it. Tests put an accelerator of their own in its place.
 """
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+
+#: cudaHostRegisterPortable: the memory is page-locked for all devices of the process.
+_PORTABLE = 1
+
+
+class NotRegistered(Exception):
+    """Memory that a device cannot page-lock: why, and what helps."""
 
 
 class Accelerator:
@@ -41,6 +51,35 @@ class Accelerator:
     def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy to and from in the background."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def register(self, address: int, nbytes: int, device: torch.device) -> None:
+        """Page-locks memory of the host that torch has not allocated: after this :meth:`copy` works with it as with that of
+        :meth:`locked`, on all devices of this one's type. It must stay mapped, with the pages that it has, until :meth:`unregister`,
+        and no byte of it may be registered already.
+
+        Raises:
+            NotRegistered: where it cannot be.
+        """
+        if device.type != "cuda":
+            raise NotRegistered(f"torch page-locks no memory but its own for devices of type {device.type}, and this needs CUDA or ROCm")
+        try:
+            # A thread that has no current device would make a context on the first one, whichever this process uses.
+            with torch.cuda.device(device):
+                code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        except (RuntimeError, AssertionError) as error:  # there is no driver, or torch is built without CUDA
+            raise NotRegistered(f"torch cannot call cudaHostRegister: {error}") from error
+        if code:
+            _forget_error(device)
+            raise NotRegistered(
+                f"cudaHostRegister of {nbytes} bytes returned {code} ({_meaning(code)}): raise the limit of locked memory (ulimit -l, or "
+                "the container's memlock), and see that the host has that much memory free"
+            )
+
+    def unregister(self, address: int) -> None:
+        """Ends what :meth:`register` began at this address. No copy may be under way there."""
+        code = int(torch.cuda.cudart().cudaHostUnregister(address))
+        if code:
+            logging.getLogger("longshore.worker").warning("cudaHostUnregister returned %d (%s)", code, _meaning(code))
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Gives a copy to the stream. Both ends must stay until an event after it is done."""
@@ -86,6 +125,16 @@ class Accelerator:
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in the host's memory, which is whole when this returns."""
         return tensor.to("cpu")
+
+
+def _meaning(code: int) -> str:
+    return str(torch.cuda.CudaError(code))
+
+
+def _forget_error(device: torch.device) -> None:
+    """Takes the error of a failed call out of the runtime, which tells it to this thread's next launch of a kernel otherwise."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
 
 
 accelerator = Accelerator()

@@ -251,6 +251,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
                 # Not before this: a job that is only asked for its checkpoints has no weights to give.
                 connection.put_in_units(self._units.belong_to(connection.job))
             self._applied.fill_(connection.start(self._filling, found=found))
+            self._gradients.locked = connection.locked
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)
             raise
@@ -279,7 +280,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             if self._stream is not None:
                 self._stream.unhook()
             self._connection.weights.settle()
-            self._connection.job.close(self._options.servers is None)
+            self._connection.close(self._options.servers is None)
             self._finalizer.detach()
 
     @property
@@ -357,21 +358,20 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, self._check_missing)
         present, missing = [], []
+        self._gradients.release()  # what a step that was refused has taken
         for param in connection.params:
             gradient = param.tensor.grad
             if gradient is None:
                 missing.append(param)
             else:
-                present.append(self._gradients.take(param, gradient))
+                present += self._gradients.take(param, gradient, scale)
                 connection.keep(param, gradient, scale)
-        if not present and not self._options.may_differ():
+        if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
         self._check_missing(missing)
-        self._gradients.wait()
-        connection.job.push(present, scale)
+        self._gradients.push(connection.job, present, scale)
         if missing:
             connection.job.push_zeros([param.index for param in missing])
-        self._gradients.release()
         connection.job.end_micro_step()
         return True
 
@@ -502,4 +502,4 @@ def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
     if embedded:
         # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.
         with contextlib.suppress(LongshoreError):
-            connection.job.close(True)
+            connection.close(True)

@@ -1,4 +1,4 @@
-"""Gradients on their way to the Rust half, by way of page-locked memory where an accelerator made them."""
+"""Gradients on their way to the Rust half, one after the other: an accelerator copies one while the one before is pushed."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from longshore._held import Held
 from longshore._host import Gradients, Leaving
+from longshore._locked import Straight
 from longshore._params import Param
 
 
@@ -13,26 +14,25 @@ class Outgoing:
     """Gradients of one micro-step that leave one after the other."""
 
     def __init__(self) -> None:
-        self._gradients = Gradients()
+        self.gradients = Gradients()
         #: What keeps gradients on the device, where weights are amended with them.
         self.held: Held | None = None
         #: Those that an accelerator copies to the host, oldest first, with what to multiply them by.
-        self._copying: list[tuple[Leaving, float]] = []
+        self._copying: list[tuple[Leaving | Straight, float]] = []
 
     def send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end."""
         self.push_copied(job)
-        leaving = self._gradients.start(param, gradient)
+        leaving = self.gradients.start(param, gradient, scale)
         if self.held is not None:
             self.held.keep(param.index, gradient, scale)
-        if leaving.copied is None:
-            job.push([leaving.place], scale)
+        if isinstance(leaving, Leaving) and leaving.copied is None:
+            leaving.push(job, scale)
         else:
             self._copying.append((leaving, scale))
 
     def push_copied(self, job: Any) -> None:
         """Waits for the copies under way, and sends what they brought."""
         for leaving, scale in self._copying:
-            leaving.wait()
-            job.push([leaving.place], scale)
+            leaving.push(job, scale)
         self._copying.clear()

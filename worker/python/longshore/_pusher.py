@@ -1,5 +1,6 @@
 """Pushes gradients of an accelerator in the background, each when its copy is done, so that backward never waits for it."""
 
+import functools
 import queue
 import threading
 import weakref
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longshore._host import Leaving
+from longshore._locked import Straight
 
 
 class _Work:
@@ -48,15 +50,9 @@ class Pusher:
         threading.Thread(target=self._work.run, name="longshore-push", daemon=True).start()
         self.close = weakref.finalize(self, self._work.queue.put, None)
 
-    def push(self, leaving: Leaving) -> None:
-        """Pushes a gradient once its copy is done."""
-        job = self._job
-
-        def act() -> None:
-            leaving.wait()
-            job.push([leaving.place])
-
-        self._give(leaving.place[0], act, sum(tensor.nbytes for tensor in leaving.held[1:]))
+    def push(self, param: int, leaving: Leaving | Straight) -> None:
+        """Pushes a parameter's gradient once its copy is done."""
+        self._give(param, functools.partial(leaving.push, self._job), leaving.on_device)
 
     def then(self, act: Callable[[], None]) -> None:
         """Does this after all that was given before."""

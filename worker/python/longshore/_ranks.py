@@ -17,7 +17,8 @@ from longshore._filling import Filling
 from longshore._frozen import Kept, give
 from longshore._gathered import Gathered, gather_frozen
 from longshore._held import Held
-from longshore._host import Place
+from longshore._host import Place, is_plain
+from longshore._locked import LockedMemory
 from longshore._outgoing import Outgoing
 from longshore._params import Param
 from longshore._partition import Layout, exported, layout, piece_param
@@ -54,6 +55,10 @@ class Ranks(ABC):
     def amend_with(self, held: Held | None) -> None:
         """Has this rank amend the weights that it reads with the gradients that it holds."""
         self._outgoing.held = held
+
+    def copy_into(self, locked: LockedMemory | None) -> None:
+        """Has devices copy gradients to where they leave from."""
+        self._outgoing.gradients.locked = locked
 
     def connect(self, settings: Any) -> Any:
         """Connects this rank to the servers, if all ranks want the same job."""

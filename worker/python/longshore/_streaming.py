@@ -189,7 +189,7 @@ class Stream:
             self._pusher.wait_for(param.index)
             if self.room is not None:
                 self._pusher.wait_for_room(gradient.nbytes, self.room)
-            self._pusher.push(optimizer._gradients.start(param, gradient))
+            self._pusher.push(param.index, optimizer._gradients.start(param, gradient))
             connection.keep(param, gradient)
         self._taken.add(param.index)
         tensor.grad = None

@@ -33,7 +33,7 @@ class Together:
 
     def add(self, connection: "Connection", param: Param, gradient: Tensor) -> None:
         """Checks a gradient, and keeps it until it is pushed."""
-        self._places.append(self._gradients.take(param, gradient))
+        self._places += self._gradients.take(param, gradient)
         self._held.append(gradient)
         self._elements += param.elements
         self.is_enough = self._elements >= ENOUGH
@@ -42,8 +42,7 @@ class Together:
     def push(self, job: Any) -> None:
         """Pushes them. Where that fails or is interrupted they stay."""
         if self._places:
-            self._gradients.wait()
-            job.push(self._places)
+            self._gradients.push(job, self._places)
             self.forget()
 
     def forget(self) -> None:

@@ -1,6 +1,6 @@
 //! A rank's job, as Python sees it. Every call that may wait does so without the GIL, and ends with Ctrl-C.
 
-use std::{borrow::Cow, process, ptr};
+use std::{borrow::Cow, ops::Range, process, ptr};
 
 use longshore_proto::{Dtype, Fault, Hyper, Version};
 use longshore_worker::{
@@ -10,10 +10,11 @@ use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     call::Call,
-    error::{exception, is_ended, raise, signals, without_gil},
+    error::{exception, is_ended, raise, raised, signals, without_gil},
     export::export,
     fetch::Fetch,
     filling::{self, Read, Weights},
+    gradients::GradientMemory,
     images::{self, Images},
     initial::{self, Made},
     log,
@@ -196,6 +197,22 @@ impl Job {
     #[pyo3(signature = (gradients, scale=1.0))]
     fn push(&self, py: Python<'_>, gradients: Vec<HostTensor>, scale: f32) -> PyResult<()> {
         self.train(py, |training| training.push(&gradients, scale))
+    }
+
+    /// Sends a gradient of the micro-step in hand that the host cannot read. `write` is called with an address, the first element and
+    /// how many. When it returns they are there, in the job's gradient type.
+    fn push_with(&self, py: Python<'_>, param: usize, elements: u64, write: Py<PyAny>) -> PyResult<()> {
+        let write = |address: usize, range: Range<usize>| {
+            Python::attach(|py| {
+                write.call1(py, (address, range.start, range.len())).map(drop).map_err(raised)
+            })
+        };
+        self.train(py, |training| training.push_with(param, elements, write))
+    }
+
+    /// The memory that gradients leave from; None where the transport has no server read it.
+    fn gradient_memory(&self, py: Python<'_>) -> PyResult<Option<GradientMemory>> {
+        self.session(py, |session| Ok(session.gradient_memory().map(GradientMemory::new)))
     }
 
     /// Says that these parameters got no gradient in the micro-step in hand.

@@ -7,6 +7,7 @@ mod error;
 mod export;
 mod fetch;
 mod filling;
+mod gradients;
 mod helpers;
 mod images;
 mod initial;
@@ -27,6 +28,7 @@ use pyo3::prelude::*;
 fn _longshore(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<job::Job>()?;
     module.add_class::<fetch::Fetch>()?;
+    module.add_class::<gradients::GradientMemory>()?;
     module.add_class::<server::Server>()?;
     module.add_function(wrap_pyfunction!(commands::longshore, module)?)?;
     module.add_function(wrap_pyfunction!(commands::longshored, module)?)?;

@@ -148,29 +148,28 @@ impl Training {
     /// Sends gradients of the micro-step in hand, times `scale`.
     pub(crate) fn push(&mut self, gradients: &[HostTensor], scale: f32) -> Result<()> {
         let wire = self.spec().gradient_dtype;
-        self.put_all(
-            gradients.iter().map(|gradient| (gradient.param, gradient.elements())),
-            |at, range, target| {
-                gradients[at].write_to(range, wire, scale, target);
-            },
-        )
+        gradients.iter().try_for_each(|gradient| {
+            let mut write =
+                |range: Range<usize>, target: &mut [u8]| gradient.write_to(range, wire, scale, target);
+            self.put(|assembler| assembler.put_with(gradient.param, gradient.elements(), &mut write))
+        })
+    }
+
+    /// Sends a gradient of the micro-step in hand. `write` gets an address, and which elements it puts there in the wire's type.
+    pub(crate) fn push_with(
+        &mut self,
+        param: usize,
+        elements: u64,
+        write: impl Fn(usize, Range<usize>) -> Result<()>,
+    ) -> Result<()> {
+        let mut write =
+            |range: Range<usize>, target: &mut [u8]| write(target.as_mut_ptr().expose_provenance(), range);
+        self.put(|assembler| assembler.try_put_with(param, elements, &mut write))
     }
 
     /// Says that these parameters got no gradient. Zeros leave for them, in a job that leaves parameters out -0.
     pub(crate) fn push_zeros(&mut self, params: &[usize]) -> Result<()> {
         params.iter().try_for_each(|&param| self.put(|assembler| assembler.put_nothing(param)))
-    }
-
-    fn put_all(
-        &mut self,
-        given: impl Iterator<Item = (usize, u64)>,
-        write: impl Fn(usize, Range<usize>, &mut [u8]),
-    ) -> Result<()> {
-        for (at, (param, elements)) in given.enumerate() {
-            let mut write = |range: Range<usize>, target: &mut [u8]| write(at, range, target);
-            self.put(|assembler| assembler.put_with(param, elements, &mut write))?;
-        }
-        Ok(())
     }
 
     fn put(&mut self, put: impl FnOnce(&mut Assembler) -> Result<()>) -> Result<()> {

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from longshore import _device
+
 NUMPY = {
     **{torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16)},
     **{torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32), torch.uint8: np.dtype(np.uint8)},
@@ -71,6 +73,13 @@ class Simulated:
         #: By address: the streams that have memory for longer than those who let go of it.
         self.kept: dict[int, list[Stream]] = {}
         self.lock = threading.RLock()
+        #: Host memory that is page-locked by torch's allocator, and what is registered, by address: its bytes. None where registering
+        #: it fails, as it does for every second four seeds.
+        self.locked_by_torch: dict[int, int] = {}
+        self.registered: dict[int, int] | None = {} if seed // 4 % 2 == 0 else None
+        #: How many copies went to or from the host's memory of which kind: ``"to registered"``, ``"from torch's"`` and so on.
+        self.copies: collections.Counter[str] = collections.Counter()
+        self._touching: dict[int, list[Operation]] = collections.defaultdict(list)
         self.running = threading.Event()
         self.running.set()
         # One thread for torch there as well, so that sums have one order.
@@ -172,11 +181,39 @@ class Simulated:
         memory = torch.empty(shape, dtype=dtype)
         if dtype.is_floating_point:
             memory.fill_(float("nan"))
+        self.locked_by_torch[memory.data_ptr()] = memory.nbytes
         return memory
+
+    def register(self, address: int, nbytes: int, device: torch.device) -> None:
+        if self.registered is None:
+            raise _device.NotRegistered("it may lock 0 bytes: raise the limit")
+        assert all(address + nbytes <= start or start + size <= address for start, size in self.registered.items()), "registered twice"
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        assert self.registered is not None
+        assert all(operation.act is None for operation in self._touching.pop(address, [])), "a copy is under way"
+        del self.registered[address]
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         to, of = self.alias(target), self.alias(source)
-        self.give(stream, lambda: to.copy_(of))
+        (way, start), operation = self._way(target, source), self.give(stream, lambda: to.copy_(of))
+        with self.lock:
+            self.copies[way] += 1
+        if operation is not None:
+            self._touching[start].append(operation)
+
+    def _way(self, target: Tensor, source: Tensor) -> tuple[str, int]:
+        """Between which memory a copy goes, and where that of the host begins. A real device holds up the host with a copy of memory that
+        is not page-locked."""
+        for direction, tensor in (("to", target), ("from", source)):
+            address = self._address(tensor)
+            for kind, memory in (("torch's", self.locked_by_torch), ("registered", self.registered or {})):
+                for start, size in memory.items():
+                    if start <= address < start + size:
+                        assert address + tensor.nbytes <= start + size, "a copy reaches beyond its memory"
+                        return f"{direction} {kind}", start
+        raise AssertionError("a copy of memory that is not page-locked")
 
     def run(self, stream: Stream, act: Callable[..., None], tensors: Sequence[Tensor | None]) -> None:
         there = [None if tensor is None else self.alias(tensor) for tensor in tensors]
@@ -194,17 +231,18 @@ class Simulated:
 
     # Doing it
 
-    def give(self, stream: Stream, act: Callable[[], None]) -> None:
+    def give(self, stream: Stream, act: Callable[[], None]) -> Operation | None:
         """Has a stream do something, later."""
         with self.lock:
             self._use_again()
-            self._append(stream, act)
+            return self._append(stream, act)
 
-    def _append(self, stream: Stream, act: Callable[[], None]) -> None:
+    def _append(self, stream: Stream, act: Callable[[], None]) -> Operation:
         after = stream.waits + ([stream.last] if stream.last is not None else [])
         stream.waits = []
         stream.last = Operation(act, [operation for operation in after if operation.act is not None])
         self.pending.append(stream.last)
+        return stream.last
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -300,8 +338,9 @@ def fill_with_nan(memory: np.ndarray) -> None:
 class Immediate(Simulated):
     """Does everything at once, so that the host may read its memory: what the others are compared with."""
 
-    def give(self, stream: Stream, act: Callable[[], None]) -> None:
+    def give(self, stream: Stream, act: Callable[[], None]) -> Operation | None:
         self.thread.submit(torch.no_grad()(act)).result()
+        return None
 
     def _use_again(self) -> None:
         pass

@@ -48,6 +48,9 @@ class Late(OnHost):
         self.locked_memory[memory.data_ptr()] = memory
         return memory
 
+    def register(self, address: int, nbytes: int, device: torch.device) -> None:
+        raise _device.NotRegistered("it cannot")
+
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         self.copies += 1
         if stream is self.main:

@@ -9,7 +9,7 @@ use std::{
 use super::{Budget, Lease};
 use crate::{
     error::Shortage,
-    memfd::{Arena, Extent, Piece},
+    memfd::{Arena, Extent, GradientMemory, Piece},
 };
 
 /// Clones share the buffers.
@@ -110,6 +110,11 @@ impl BufferPool {
 
     fn of(budget: Budget, field: &'static str, is_tight: bool, arena: Option<Arena>) -> BufferPool {
         BufferPool(Arc::new(Shelf { budget, field, rest: Mutex::default(), is_tight, arena }))
+    }
+
+    /// Has the memory of its buffers stay as long as what is returned is there. None where they are not shared.
+    pub(crate) fn kept(&self) -> Option<GradientMemory> {
+        self.0.arena.as_ref().map(Arena::kept)
     }
 
     /// The most bytes that its buffers took since it was made or emptied.

@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     io,
+    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -10,7 +11,7 @@ use std::{
     },
 };
 
-use longshore_memory::{Region, SharedFile};
+use longshore_memory::{Mapping, Region, SharedFile};
 use longshore_wire::memfd::MAX_MEMORY_BYTES;
 
 /// The size of the first extent. Each later one is twice the one before, so that few descriptors do for any size. It
@@ -30,14 +31,24 @@ struct Space {
     rest: Option<Region>,
     /// Pieces given back, by length.
     free: HashMap<usize, Vec<(Arc<Extent>, Region)>>,
+    /// The addresses of all pieces that were cut.
+    cut: Vec<Range<usize>>,
+    /// How many [`GradientMemory`] there are. While there is one, pieces keep their pages.
+    users: usize,
 }
 
-/// One memfd. Its descriptor goes with its last piece and its arena.
+/// One memfd. Its descriptor and its mapping go with its last piece and its arena.
 pub(crate) struct Extent {
     /// Tells extents of this process apart.
     pub(crate) id: u64,
     file: SharedFile,
+    _map: Mapping,
 }
+
+/// The memory that a rank's gradients leave from, for a device that copies them there itself. While this is there, all of it stays
+/// where it is and keeps its pages. The device may have these page-locked: a page that was given back meanwhile would be another one
+/// for the device than for servers.
+pub struct GradientMemory(Arena);
 
 /// Bytes that nobody else in this process reaches. No other process writes them: servers of the same user map them to
 /// read.
@@ -53,7 +64,8 @@ impl Extent {
     fn create(bytes: usize) -> io::Result<(Extent, Region)> {
         static IDS: AtomicU64 = AtomicU64::new(1);
         let (region, file) = SharedFile::lendable(bytes)?;
-        Ok((Extent { id: IDS.fetch_add(1, Ordering::Relaxed), file }, region))
+        let _map = region.mapping();
+        Ok((Extent { id: IDS.fetch_add(1, Ordering::Relaxed), file, _map }, region))
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -79,9 +91,33 @@ impl Arena {
         let mut space = self.lock();
         let (extent, region) = match space.free.get_mut(&length).and_then(Vec::pop) {
             Some(found) => found,
-            None => space.cut(length)?,
+            None => {
+                let (extent, region) = space.cut(length)?;
+                let start = region.bytes().as_ptr().addr();
+                space.cut.push(start..start + length);
+                (extent, region)
+            }
         };
         Ok(Piece { extent, region: Some(region), bytes, arena: self.clone() })
+    }
+
+    /// Has all memory keep its pages as long as what is returned is there.
+    pub(crate) fn kept(&self) -> GradientMemory {
+        self.lock().users += 1;
+        GradientMemory(self.clone())
+    }
+}
+
+impl GradientMemory {
+    /// The addresses of its pieces, whole pages each, without the first `known` of them. A piece that is used again is the same one.
+    pub fn pieces(&self, known: usize) -> Vec<Range<usize>> {
+        self.0.lock().cut.iter().skip(known).cloned().collect()
+    }
+}
+
+impl Drop for GradientMemory {
+    fn drop(&mut self) {
+        self.0.lock().users -= 1;
     }
 }
 
@@ -130,11 +166,15 @@ impl AsMut<[u8]> for Piece {
 impl Drop for Piece {
     fn drop(&mut self) {
         let Some(mut region) = self.region.take() else { return };
-        if let Err(error) = region.give_back() {
+        // Under the lock, so that nobody page-locks what is being given back.
+        let mut space = self.arena.lock();
+        if space.users == 0
+            && let Err(error) = region.give_back()
+        {
             tracing::debug!(%error, "could not give memory back");
         }
         let (length, extent) = (region.bytes().len(), Arc::clone(&self.extent));
-        self.arena.lock().free.entry(length).or_default().push((extent, region));
+        space.free.entry(length).or_default().push((extent, region));
     }
 }
 
@@ -159,6 +199,23 @@ mod tests {
         pieces.clear();
         assert_eq!(fstat(&extent).unwrap().st_blocks, 0, "its pages are free");
         assert_eq!(arena.take(99_000).unwrap().place().1, offset);
+    }
+
+    #[test]
+    fn pieces_keep_their_pages_while_a_device_uses_them() {
+        let arena = Arena::default();
+        let mut first = arena.take(5000).unwrap();
+        let kept = arena.kept();
+        first.as_mut().fill(1);
+        let (extent, start) = (first.place().0, first.as_ref().as_ptr().addr());
+        assert_eq!(kept.pieces(0), [start..start + 2 * PAGE_BYTES]);
+        drop(first);
+        assert_ne!(fstat(&extent).unwrap().st_blocks, 0, "its pages stay");
+        let again = arena.take(5001).unwrap();
+        assert_eq!((again.as_ref().as_ptr().addr(), kept.pieces(1)), (start, vec![]));
+        drop(kept);
+        drop(again);
+        assert_eq!(fstat(&extent).unwrap().st_blocks, 0, "its pages are free");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod arena;
 mod link;
 
+pub use self::arena::GradientMemory;
 pub(crate) use self::{
     arena::{Arena, Extent, Piece},
     link::Link,

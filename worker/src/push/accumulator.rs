@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use longshore_proto::{Dtype, Layout, Rank};
 
+use super::Write;
 use crate::{
     convert,
     device::{Budget, Lease},
-    error::Shortage,
+    error::{Result, Shortage},
 };
 
 const SUMS: &str = "fp32 sums of the gradients of a step's micro-steps";
@@ -69,12 +70,10 @@ impl Accumulator {
     }
 
     /// Adds a parameter that lies at `flat` in the flat space. `write` gives a range of its elements in the wire's type.
-    pub(crate) fn add(
-        &mut self,
-        micro_step: u32,
-        flat: Range<u64>,
-        write: &mut dyn FnMut(Range<usize>, &mut [u8]),
-    ) {
+    ///
+    /// # Errors
+    /// Those of `write`; the sums are of no use then.
+    pub(crate) fn add(&mut self, micro_step: u32, flat: Range<u64>, write: &mut Write<'_>) -> Result<()> {
         let width = self.dtype.bytes() as usize;
         let place = self.place(flat);
         let sums = &mut self.sums[place];
@@ -83,13 +82,14 @@ impl Accumulator {
             let range = start..start + sums.len();
             start = range.end;
             let (wire, values) = (&mut self.wire[..sums.len() * width], &mut self.values[..sums.len()]);
-            write(range, wire);
+            write(range, wire)?;
             convert::to_f32(self.dtype, wire, values);
             match micro_step {
                 0 => sums.copy_from_slice(values),
                 _ => add(sums, values),
             }
         }
+        Ok(())
     }
 
     /// Whether nothing was added so far that would change the sum of an element of the flat space.
@@ -179,10 +179,12 @@ mod tests {
             for micro_step in 0..2 {
                 assert!(!accumulator.is_last(micro_step));
                 for place in places.clone() {
-                    accumulator.add(micro_step, place.clone(), &mut |range, wire| {
+                    let mut write = |range: Range<usize>, wire: &mut [u8]| {
                         let flat = place.start + range.start as u64..place.start + range.end as u64;
                         wire.copy_from_slice(&of_range(micro_step, flat));
-                    });
+                        Ok(())
+                    };
+                    accumulator.add(micro_step, place.clone(), &mut write).unwrap();
                 }
             }
             assert!(accumulator.is_last(2));
@@ -207,11 +209,16 @@ mod tests {
             Accumulator::new(&Budget::unlimited("test"), (&layout, Rank(0)), Dtype::F16, 3).unwrap();
         let [without, with] = [1, 3].map(|param| layout.param_range(param));
         for micro_step in 0..2 {
-            accumulator.add(micro_step, without.clone(), &mut |_, wire| nothing::fill(Dtype::F16, wire));
-            accumulator.add(micro_step, with.clone(), &mut |_, wire| match micro_step {
-                0 => nothing::fill(Dtype::F16, wire),
-                _ => wire.fill(0),
-            });
+            let mut put = |place: &Range<u64>, act: fn(&mut [u8])| {
+                let mut write = |_: Range<usize>, wire: &mut [u8]| {
+                    act(wire);
+                    Ok(())
+                };
+                accumulator.add(micro_step, place.clone(), &mut write).unwrap();
+            };
+            let nothing = |wire: &mut [u8]| nothing::fill(Dtype::F16, wire);
+            put(&without, nothing);
+            put(&with, if micro_step == 0 { nothing } else { |wire| wire.fill(0) });
             assert!(accumulator.is_nothing_at(without.start));
             assert_eq!(accumulator.is_nothing_at(with.start), micro_step == 0, "zeros are a gradient");
         }

@@ -13,7 +13,7 @@ use longshore_proto::{
 
 use tracing::debug_span;
 
-use super::{Accumulator, ChunkKey, Gradients, Payload, Way, nothing, outbox::Outbox};
+use super::{Accumulator, ChunkKey, Gradients, Payload, Way, Write, nothing, outbox::Outbox};
 use crate::{
     convert,
     device::{BufferPool, PooledBuffer},
@@ -112,13 +112,15 @@ impl Collector {
     }
 
     /// Has `write` fill in a parameter's gradient, which has so many `elements`, and hands complete chunks to `outbox`.
-    /// `write` gets a range of those elements and the memory for them, in the wire's type.
+    ///
+    /// # Errors
+    /// Those of `write` and of `outbox`; `Gradient`, and then nothing was put.
     pub(crate) fn put(
         &mut self,
         plan: &ChunkSource<'_>,
         param: usize,
         elements: u64,
-        write: &mut dyn FnMut(Range<usize>, &mut [u8]),
+        write: &mut Write<'_>,
         mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
     ) -> Result<()> {
         self.accept(plan, param, elements)?;
@@ -186,7 +188,7 @@ impl Collector {
         shard: ShardId,
         offset: u64,
         elements: usize,
-        write: impl FnOnce(&mut [u8]),
+        write: impl FnOnce(&mut [u8]) -> Result<()>,
     ) -> Result<Option<(ChunkKey, Payload)>> {
         let (unit, width) = (self.unit(plan, shard), plan.spec.gradient_dtype.bytes());
         let chunk = ChunkId((offset / unit) as u32);
@@ -197,7 +199,7 @@ impl Collector {
             }
         };
         let start = ((offset % unit) * width) as usize;
-        write(&mut open.buffer.as_mut()[start..start + elements * width as usize]);
+        write(&mut open.buffer.as_mut()[start..start + elements * width as usize])?;
         open.missing -= elements as u64;
         if open.missing > 0 {
             return Ok(None);
@@ -298,13 +300,26 @@ impl Assembler {
         elements: u64,
         write: &mut dyn FnMut(Range<usize>, &mut [u8]),
     ) -> Result<()> {
+        self.try_put_with(param, elements, &mut |range, target| {
+            write(range, target);
+            Ok(())
+        })
+    }
+
+    /// Does what [`Assembler::put_with`] does with a `write` that may fail, as a device may. The micro-step cannot go on after that:
+    /// some of the gradient has left.
+    ///
+    /// # Errors
+    /// Those of `write`, and of [`Assembler::put`].
+    pub fn try_put_with(&mut self, param: usize, elements: u64, write: &mut Write<'_>) -> Result<()> {
         let JobSpec { gradient_dtype: dtype, leave_out, .. } = *self.outbox.gradients().cluster.spec();
         self.put_bytes(param, elements, &mut |range: Range<usize>, target: &mut [u8]| {
             let begins = range.start == 0;
-            write(range, target);
+            write(range, target)?;
             if leave_out && begins {
                 nothing::deny(dtype, target);
             }
+            Ok(())
         })
     }
 
@@ -317,18 +332,16 @@ impl Assembler {
         let cluster = &self.outbox.gradients().cluster;
         let JobSpec { gradient_dtype: dtype, leave_out, .. } = *cluster.spec();
         let elements = cluster.spec().params.get(param).and_then(Param::elements).unwrap_or(0);
-        self.put_bytes(param, elements, &mut |_, target: &mut [u8]| match leave_out {
-            true => nothing::fill(dtype, target),
-            false => target.fill(0),
+        self.put_bytes(param, elements, &mut |_, target: &mut [u8]| {
+            match leave_out {
+                true => nothing::fill(dtype, target),
+                false => target.fill(0),
+            }
+            Ok(())
         })
     }
 
-    fn put_bytes(
-        &mut self,
-        param: usize,
-        elements: u64,
-        write: &mut dyn FnMut(Range<usize>, &mut [u8]),
-    ) -> Result<()> {
+    fn put_bytes(&mut self, param: usize, elements: u64, write: &mut Write<'_>) -> Result<()> {
         let _stage = debug_span!(target: "stage", "push", param).entered();
         self.outbox.check()?;
         self.take_back();
@@ -346,19 +359,19 @@ impl Assembler {
             let mut write = |range: Range<usize>, target: &mut [u8]| {
                 let begins = plan.spec.leave_out && range.start == 0;
                 let first = place.start + range.start as u64;
-                write(range, target);
+                write(range, target)?;
                 let nothing = begins && sums.is_nothing_at(first) && nothing::is_at(dtype, target);
                 sums.finish(first, target);
                 if begins && !nothing {
                     // A mean may vanish.
                     nothing::deny(dtype, target);
                 }
+                Ok(())
             };
             return collector.put(&plan, param, elements, &mut write, send);
         }
         collector.accept(&plan, param, elements)?;
-        sums.add(*micro_step, place, write);
-        Ok(())
+        sums.add(*micro_step, place, write)
     }
 
     /// Whether the micro-step can end.

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     device::Budget,
-    error::{Error, GradientError},
+    error::{Error, GradientError, Misuse},
 };
 
 fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
@@ -83,6 +83,7 @@ fn assemble(spec: &JobSpec, layout: &Layout, pool: &BufferPool, order: &[usize],
         };
         let mut write = |range: Range<usize>, target: &mut [u8]| {
             convert::from_f32(spec.gradient_dtype, &gradient[range], target);
+            Ok(())
         };
         collector.put(&plan, param, gradient.len() as u64, &mut write, keep).unwrap();
     }
@@ -129,7 +130,7 @@ fn wrong_puts_are_refused_by_name() {
     let ways = vec![Way::Chunks; layout.shards() as usize];
     let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (&spec, &layout), ways);
     let mut put = |param, elements: usize| {
-        let result = collector.put(&plan, param, elements as u64, &mut |_, _| {}, |_, _, _| Ok(()));
+        let result = collector.put(&plan, param, elements as u64, &mut |_, _| Ok(()), |_, _, _| Ok(()));
         let error = match result {
             Err(Error::Gradient(error)) => Some(error),
             _ => None,
@@ -142,6 +143,25 @@ fn wrong_puts_are_refused_by_name() {
     assert_eq!((none, unfinished), (None, Err(GradientError::Missing { name: "p1".into(), missing: 1 })));
     assert_eq!(put(0, 100).0, Some(GradientError::Twice { name: "p0".into() }));
     assert_eq!(put(1, 200), (None, Ok(())));
+}
+
+/// What a device could not copy does not leave.
+#[test]
+fn a_chunk_whose_writing_failed_does_not_leave() {
+    let spec = spec(&[100], 1, Dtype::Bf16);
+    let layout = spec.validate().unwrap();
+    let pool = BufferPool::new(Budget::unlimited("test"), "test");
+    let plan = ChunkSource { spec: &spec, layout: &layout, pool: &pool };
+    let ways = vec![Way::Chunks; layout.shards() as usize];
+    let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (&spec, &layout), ways);
+    let mut left = 0;
+    let mut count = |_, _, _| {
+        left += 1;
+        Ok(())
+    };
+    let put = collector.put(&plan, 0, 100, &mut |_, _| Err(Misuse("no device").into()), &mut count);
+    assert!(matches!(put, Err(Error::Misuse(_))));
+    assert_eq!(left, 0);
 }
 
 #[test]
@@ -160,7 +180,7 @@ fn a_rank_puts_its_own_partitions_and_no_other() {
     let mut left = Vec::new();
     let mut put = |collector: &mut Collector, param: usize| {
         let elements = spec.params[param].elements().unwrap();
-        collector.put(&plan, param, elements, &mut |_, _| {}, |key, _, _| {
+        collector.put(&plan, param, elements, &mut |_, _| Ok(()), |key, _, _| {
             left.push(key.shard.0);
             Ok(())
         })

@@ -10,6 +10,7 @@ use crate::{
     cluster::{ByServer, Cluster},
     device::{BufferPool, PooledBuffer},
     error::{Misuse, Result, Shortage},
+    memfd::GradientMemory,
     meter::Meter,
     pull::OwnGradients,
     rank::RankState,
@@ -52,6 +53,11 @@ impl Gradients {
     /// Memory for a chunk. Servers of this host may read it, if the transport allows that.
     pub(crate) fn buffer(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
         self.pool.take(bytes)
+    }
+
+    /// The memory of these buffers, for a device that copies gradients into it; None where no server may read it.
+    pub(crate) fn memory(&self) -> Option<GradientMemory> {
+        self.pool.kept()
     }
 
     pub(super) fn queues(&self) -> Result<&Queues, Misuse> {

@@ -50,6 +50,7 @@ use crate::{
     cluster::Cluster,
     error::Result,
     export::{Contents, Sink},
+    memfd::GradientMemory,
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
     rank::RankState,
@@ -310,6 +311,12 @@ impl Session {
 
     pub fn deadline(&self) -> Duration {
         self.cluster.options.deadline
+    }
+
+    /// The memory that this rank's gradients leave from, which stays while what is returned is there; None where no server may read
+    /// it, by the transport.
+    pub fn gradient_memory(&self) -> Option<GradientMemory> {
+        self.gradients.memory()
     }
 
     /// How many gradient chunks no server has acknowledged yet.

@@ -1,0 +1,141 @@
+"""The memory that gradients leave from, page-locked where the device can do that: then the device copies them there itself."""
+
+import bisect
+import ctypes
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore import _device
+from longshore._params import Param
+
+_LOGGER = logging.getLogger("longshore.worker")
+
+
+class LockedMemory:
+    """The pieces of that memory which are registered with a device. A piece is when the first gradient comes to it, and stays so
+    until :meth:`release`, for it is used again in each step. Two threads may not use this at once, but for :meth:`takes`.
+
+    Args:
+        job: the Rust half's.
+        dtype: what gradients leave in.
+    """
+
+    def __init__(self, job: Any, dtype: torch.dtype) -> None:
+        self._job, self._dtype = job, dtype
+        #: The Rust half's, which keeps the memory mapped and its pages in place; None where no server may read it.
+        self._memory: Any = None
+        self._is_asked = False
+        #: How many pieces of it were looked at, and those that are registered, by address: their bytes.
+        self._known = 0
+        self._starts: list[int] = []
+        self._registered: dict[int, int] = {}
+        #: Whether gradients may still go this way.
+        self._is_usable = True
+        self._finalizer: Any = None
+
+    def takes(self, gradient: Tensor, scale: float) -> bool:
+        """Whether a gradient of a device goes there as it is: as bytes that nobody has to convert or to multiply."""
+        fits = self._is_usable and scale == 1.0 and gradient.dtype is self._dtype and gradient.is_contiguous()
+        if fits and not self._is_asked:
+            self._is_asked = True
+            self._memory = self._job.gradient_memory()
+            self._is_usable = fits = self._memory is not None
+            # At the interpreter's end the process's memory goes with it.
+            self._finalizer = weakref.finalize(self, _unregister, os.getpid(), self._memory, self._registered)
+            self._finalizer.atexit = False
+        return fits
+
+    def holds(self, address: int, nbytes: int, device: torch.device) -> bool:
+        """Whether these bytes are page-locked, in a piece that is registered now if it was not. One that cannot be is the last that is
+        tried, and one line is logged."""
+        if not self._is_usable:
+            return self._finds(address, nbytes)
+        return self._finds(address, nbytes) or (self._register(device) and self._finds(address, nbytes))
+
+    def _finds(self, address: int, nbytes: int) -> bool:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address + nbytes <= self._starts[at] + self._registered[self._starts[at]]
+
+    def _register(self, device: torch.device) -> bool:
+        """Registers the pieces that have come since the last time."""
+        for address, nbytes in self._memory.pieces(self._known):
+            self._known += 1
+            try:
+                _device.accelerator.register(address, nbytes, device)
+            except _device.NotRegistered as error:
+                self._is_usable = False
+                _LOGGER.warning("gradients go through torch's page-locked memory, with one more copy on the host: %s", error)
+                return False
+            self._registered[address] = nbytes
+            bisect.insort(self._starts, address)
+        return True
+
+    def release(self) -> None:
+        """Unregisters all of it. The job is closed, and no copy is under way."""
+        self._is_usable = False
+        if self._finalizer is not None:
+            self._finalizer()
+        self._starts.clear()
+        self._memory = None
+
+
+def _unregister(process: int, memory: Any, registered: dict[int, int]) -> None:
+    """Unregisters memory, which ``memory`` keeps mapped until then. In a fork it is the parent's."""
+    if os.getpid() == process:
+        for address in registered:
+            _device.accelerator.unregister(address)
+        registered.clear()
+    del memory
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """A gradient that its device copies to where it leaves from, once it is made.
+
+    Attributes:
+        param, gradient: whose it is, and what must stay until it has been pushed.
+        made: the event after which it is there.
+        stream: that of the copy.
+    """
+
+    param: Param
+    gradient: Tensor
+    made: Any
+    stream: Any
+    locked: LockedMemory
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of the device's memory that it holds."""
+        return self.gradient.nbytes
+
+    def push(self, job: Any, scale: float = 1.0) -> None:
+        """Waits until it is made, without the job, which others use meanwhile. Then pushes it."""
+        assert scale == 1.0, scale
+        _device.accelerator.wait(self.made)
+        job.push_with(self.param.index, self.param.elements, self._copy)
+
+    def _copy(self, address: int, first: int, elements: int) -> None:
+        """Copies elements, from one on, to an address. They are there when this returns, and a copy is over however it ends: the
+        memory may go to another gradient then."""
+        part = self.gradient.view(-1)[first : first + elements]
+        target = host_tensor(address, elements, part.dtype)
+        if not self.locked.holds(address, part.nbytes, part.device):
+            target.copy_(_device.accelerator.to_host(part))
+            return
+        try:
+            _device.accelerator.copy(target, part, self.stream)
+        finally:
+            _device.accelerator.wait(_device.accelerator.record(self.stream))
+
+
+def host_tensor(address: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """The host's memory at an address as a tensor, which does not keep it."""
+    memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
