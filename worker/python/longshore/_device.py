@@ -75,10 +75,12 @@ class Accelerator:
                 "the container's memlock), and see that the host has that much memory free"
             )
 
-    def unregister(self, address: int) -> None:
-        """Ends what :meth:`register` began at this address. No copy may be under way there."""
-        code = int(torch.cuda.cudart().cudaHostUnregister(address))
+    def unregister(self, address: int, device: torch.device) -> None:
+        """Ends what :meth:`register` began with this address and device. No copy may be under way there."""
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))
         if code:
+            _forget_error(device)
             logging.getLogger("longshore.worker").warning("cudaHostUnregister returned %d (%s)", code, _meaning(code))
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:

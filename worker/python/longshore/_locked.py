@@ -18,8 +18,8 @@ _LOGGER = logging.getLogger("longshore.worker")
 
 
 class LockedMemory:
-    """The pieces of that memory which are registered with a device. A piece is when the first gradient comes to it, and stays so
-    until :meth:`release`, for it is used again in each step. Two threads may not use this at once, but for :meth:`takes`.
+    """The pieces of that memory which are registered with a device. Each is registered when the first gradient comes to it, and until
+    :meth:`release`, since each step uses it again. Only a write of :meth:`Job.push_with` calls :meth:`holds`: one at a time.
 
     Args:
         job: the Rust half's.
@@ -31,10 +31,10 @@ class LockedMemory:
         #: The Rust half's, which keeps the memory mapped and its pages in place; None where no server may read it.
         self._memory: Any = None
         self._is_asked = False
-        #: How many pieces of it were looked at, and those that are registered, by address: their bytes.
+        #: How many pieces of it were looked at, where those begin that are registered, in order, and each one's bytes and device.
         self._known = 0
         self._starts: list[int] = []
-        self._registered: dict[int, int] = {}
+        self._registered: dict[int, tuple[int, torch.device]] = {}
         #: Whether gradients may still go this way.
         self._is_usable = True
         self._finalizer: Any = None
@@ -54,13 +54,12 @@ class LockedMemory:
     def holds(self, address: int, nbytes: int, device: torch.device) -> bool:
         """Whether these bytes are page-locked, in a piece that is registered now if it was not. One that cannot be is the last that is
         tried, and one line is logged."""
-        if not self._is_usable:
-            return self._finds(address, nbytes)
-        return self._finds(address, nbytes) or (self._register(device) and self._finds(address, nbytes))
+        found = self._finds(address, nbytes)
+        return found or (self._is_usable and self._register(device) and self._finds(address, nbytes))
 
     def _finds(self, address: int, nbytes: int) -> bool:
         at = bisect.bisect_right(self._starts, address) - 1
-        return at >= 0 and address + nbytes <= self._starts[at] + self._registered[self._starts[at]]
+        return at >= 0 and address + nbytes <= self._starts[at] + self._registered[self._starts[at]][0]
 
     def _register(self, device: torch.device) -> bool:
         """Registers the pieces that have come since the last time."""
@@ -72,7 +71,7 @@ class LockedMemory:
                 self._is_usable = False
                 _LOGGER.warning("gradients go through torch's page-locked memory, with one more copy on the host: %s", error)
                 return False
-            self._registered[address] = nbytes
+            self._registered[address] = nbytes, device
             bisect.insort(self._starts, address)
         return True
 
@@ -85,11 +84,11 @@ class LockedMemory:
         self._memory = None
 
 
-def _unregister(process: int, memory: Any, registered: dict[int, int]) -> None:
+def _unregister(process: int, memory: Any, registered: dict[int, tuple[int, torch.device]]) -> None:
     """Unregisters memory, which ``memory`` keeps mapped until then. In a fork it is the parent's."""
     if os.getpid() == process:
-        for address in registered:
-            _device.accelerator.unregister(address)
+        for address, (_, device) in registered.items():
+            _device.accelerator.unregister(address, device)
         registered.clear()
     del memory
 

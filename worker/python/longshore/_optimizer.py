@@ -16,7 +16,7 @@ from longshore import _clip, _job, _params
 from longshore._back import Back
 from longshore._connection import Connection
 from longshore._filling import Filling
-from longshore._host import Gradients
+from longshore._host import Gradients, Place
 from longshore._init import Unplaced, filling
 from longshore._options import Options
 from longshore._params import Param
@@ -357,7 +357,8 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             connection.check_written()
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, self._check_missing)
-        present, missing = [], []
+        present: list[Place] = []
+        missing: list[Param] = []
         self._gradients.release()  # what a step that was refused has taken
         for param in connection.params:
             gradient = param.tensor.grad

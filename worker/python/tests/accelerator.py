@@ -190,7 +190,7 @@ class Simulated:
         assert all(address + nbytes <= start or start + size <= address for start, size in self.registered.items()), "registered twice"
         self.registered[address] = nbytes
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, device: torch.device) -> None:
         assert self.registered is not None
         assert all(operation.act is None for operation in self._touching.pop(address, [])), "a copy is under way"
         del self.registered[address]

@@ -153,7 +153,8 @@ def test_memory_is_registered_by_the_cuda_runtime(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(_device.NotRegistered, match="of 4096 bytes returned 2 .error 2.: raise the limit of locked memory .ulimit -l"):
         accelerator.register(65536, 4096, device)
     assert forgotten == [device], "or the next kernel of this thread would raise it"
-    accelerator.unregister(4096)
+    accelerator.unregister(4096, device)
+    assert devices == [device] * 3, "another device would get a context of this process"
     assert cuda.calls == [(4096, 8192, 1), (65536, 4096, 1), (4096,)]
 
 

@@ -46,8 +46,8 @@ pub(crate) struct Extent {
 }
 
 /// The memory that a rank's gradients leave from, for a device that copies them there itself. While this is there, all of it stays
-/// where it is and keeps its pages. The device may have these page-locked: a page that was given back meanwhile would be another one
-/// for the device than for servers.
+/// where it is and keeps its pages, those of pieces at rest too, which count in no budget. The device may have them page-locked: a page
+/// that was given back would be another one for the device than for servers.
 pub struct GradientMemory(Arena);
 
 /// Bytes that nobody else in this process reaches. No other process writes them: servers of the same user map them to
