@@ -206,6 +206,8 @@ class Simulated:
     def _way(self, target: Tensor, source: Tensor) -> tuple[str, int]:
         """Between which memory a copy goes, and where that of the host begins. A real device holds up the host with a copy of memory that
         is not page-locked."""
+        if self.has(target) and self.has(source):
+            return "on the device", 0
         for direction, tensor in (("to", target), ("from", source)):
             address = self._address(tensor)
             for kind, memory in (("torch's", self.locked_by_torch), ("registered", self.registered or {})):

@@ -15,7 +15,7 @@ class Held:
         self.may_go = threading.Semaphore(0)
         self.pushed: list[int] = []
 
-    def push(self, places: list[tuple[int, int, int, str]]) -> None:
+    def push(self, places: list[tuple[int, int, int, str]], scale: float) -> None:
         assert self.may_go.acquire(timeout=30)
         self.pushed.append(places[0][0])
 
@@ -31,7 +31,7 @@ def test_a_gradient_waits_for_room() -> None:
     pusher.wait_for_room(1000, 40)  # one that is alone goes, however large
     for index in range(2):
         pusher.wait_for_room(40, 80)
-        pusher.push(leaving(index))
+        pusher.push(index, leaving(index))
     went: list[int] = []
 
     def third() -> None:
