@@ -208,7 +208,7 @@ mod tests {
         let kept = arena.kept();
         first.as_mut().fill(1);
         let (extent, start) = (first.place().0, first.as_ref().as_ptr().addr());
-        assert_eq!(kept.pieces(0), [start..start + 2 * PAGE_BYTES]);
+        assert_eq!(kept.pieces(0), vec![start..start + 2 * PAGE_BYTES]);
         drop(first);
         assert_ne!(fstat(&extent).unwrap().st_blocks, 0, "its pages stay");
         let again = arena.take(5001).unwrap();
