@@ -144,7 +144,8 @@ def present(has: list[bool], where: Tensor) -> list[int]:
     counts = torch.tensor(has, dtype=torch.int32, device="cpu")
     accelerator, is_there = _device.accelerator, _device.accelerator.has(where)
     if is_there:
-        host, counts = counts, accelerator.empty(counts.shape, counts.dtype, where.device)
+        host = accelerator.locked(counts.shape, counts.dtype).copy_(counts)
+        counts = accelerator.empty(counts.shape, counts.dtype, where.device)
         accelerator.copy(counts, host, accelerator.current_stream(where.device))
     _collectives.all_reduce(counts).wait("the end of a backward pass")
     return [int(count) for count in (accelerator.to_host(counts) if is_there else counts).tolist()]

@@ -181,7 +181,11 @@ class Simulated:
         memory = torch.empty(shape, dtype=dtype)
         if dtype.is_floating_point:
             memory.fill_(float("nan"))
-        self.locked_by_torch[memory.data_ptr()] = memory.nbytes
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        with self.lock:
+            # What was there before is gone.
+            before = self.locked_by_torch.items()
+            self.locked_by_torch = {at: size for at, size in before if at + size <= start or end <= at} | {start: memory.nbytes}
         return memory
 
     def register(self, address: int, nbytes: int, device: torch.device) -> None:
@@ -209,6 +213,8 @@ class Simulated:
         if self.has(target) and self.has(source):
             return "on the device", 0
         for direction, tensor in (("to", target), ("from", source)):
+            if self.has(tensor):
+                continue
             address = self._address(tensor)
             for kind, memory in (("torch's", self.locked_by_torch), ("registered", self.registered or {})):
                 for start, size in memory.items():

@@ -20,11 +20,11 @@ class Listening:
         self.calls: list[Any] = []
         self.fails = False
 
-    def push(self, places: Any) -> None:
+    def push(self, places: Any, scale: float) -> None:
         self.calls.append([index for index, *_ in places])
         if self.fails:
             raise KeyboardInterrupt
-        self._job.push(places)
+        self._job.push(places, scale)
 
     def end_micro_step(self) -> None:
         self.calls.append("end")
