@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longshore import _full, _longshore
+from longshore import _first, _full, _longshore
 from longshore._amending import Amending
 from longshore._filling import Filling
 from longshore._frozen import Kept
@@ -18,7 +18,7 @@ from longshore._params import Param, dtype_of, fingerprint, is_sharded
 from longshore._partition import in_one_piece
 from longshore._weights import Weights, is_compiling
 from longshore._writes import Writes, places
-from longshore.errors import StateError, invalid
+from longshore.errors import StateError, UsageError, invalid
 
 if TYPE_CHECKING:
     from longshore._init import Unplaced
@@ -64,6 +64,7 @@ class Connection:
         self.gradient_dtype = settings_.gradient_dtype
         #: What servers round weights to before workers read them.
         self.image_dtype = dtype_of(settings_.image_dtype)
+        self._rounding = _first.Rounding(self.image_dtype, options.master != "fp32")
         self.world_size = settings_.world_size
         self._place = options.place()
         self.fingerprint = fingerprint(rule, params)
@@ -89,6 +90,8 @@ class Connection:
         self.made = 0
         #: The servers' newest version when the job was opened here, until a step is made.
         self.joined: int | None = None
+        #: The parameters that had other weights when the job was opened in the midst of a step.
+        self._others: list[Param] = []
         #: Who has written to parameters since they had the job's weights.
         self._writes = Writes(params)
         #: Whether this process amends weights, which are no version's of the servers then.
@@ -128,13 +131,14 @@ class Connection:
         found: int | None = self.ranks.find(self.job) if self.ranks else self.job.find()
         return found
 
-    def start(self, filling: Filling | None = None, *, found: bool = False) -> int:
+    def start(self, filling: Filling | None = None, *, found: bool = False, in_step: bool = False) -> int:
         """Opens and joins the job. A new job gets what fills it, or else these parameters' weights; if it is not new they
         get the job's.
 
         Args:
             filling: what rank 0 fills a new job with.
             found: the job was there before.
+            in_step: the model's weights may have been used for the step in hand.
 
         Returns:
             How many updates the job's weights have behind them.
@@ -155,7 +159,10 @@ class Connection:
                 StateError,
             )
         self.joined = self.made = version
-        self.read()
+        if isinstance(self.weights, Weights):
+            self._read_first(in_step)
+        else:
+            self.read()
         if self.ranks is not None:
             self.ranks.read_kept(self.job, version, self._kept, self.weights.read_frozen)
         else:
@@ -163,6 +170,40 @@ class Connection:
             self._kept.read(self.job, version, [param for param in self._kept.whole() if param.index not in has])
         self._note()
         return applied
+
+    def _read_first(self, in_step: bool) -> None:
+        if self.job.unread_weights() is None:
+            if not in_step:
+                _first.read_rounded(self.params, self._rounding, self._read_again)
+        elif in_step:
+            self._others = _first.read_in_step(self.params, self._rounding, self.read)
+        else:
+            self.read()
+
+    def refuse_other_weights(self) -> None:
+        """Refuses gradients that were made before the job was opened, of other weights than it begins with. Ranks that work together do so
+        together.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+
+        def refuse() -> None:
+            if self._others:
+                raise invalid(
+                    self._others[0].name,
+                    "another in this rank's model than on the servers, which have rank 0's",
+                    "rank 0's in the first forward",
+                    "call open() of the optimizer before it, or build the same model on all ranks, from one seed",
+                    UsageError,
+                )
+
+        if self.ranks is None:
+            refuse()
+        else:
+            from longshore import _agree  # which needs torch.distributed
+
+            _agree.together(refuse)
 
     def may_be_written(self, param: Param) -> bool:
         """Whether torch has counted a change of a parameter since the job was opened. Once a step was made nobody knows."""

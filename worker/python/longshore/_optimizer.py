@@ -229,7 +229,12 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         if self._is_replaced:
             raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
 
-    def _opened(self) -> Connection:
+    def _opened(self, *, in_step: bool = False) -> Connection:
+        """The job, which is opened now if it was not before.
+
+        Args:
+            in_step: weights may have been used already, as by the forward of a backward that goes on: those that are the job's stay untouched.
+        """
         self._check_not_replaced()
         if self._process != os.getpid():
             raise UsageError(
@@ -241,16 +246,28 @@ class Optimizer(Back, Scaling, Watching, Stateful):
                 "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush(), which go on with "
                 "that, and compute the step's gradients again"
             )
-        return self._connection or self._start(self._new_connection())
+        return self._connection or self._start(self._new_connection(), in_step=in_step)
 
-    def _start(self, connection: Connection, *, found: bool = False) -> Connection:
+    def _opened_by_gradients(self) -> Connection:
+        """The same, for gradients that were made already.
+
+        Raises:
+            UsageError: where the job begins with other weights than these were computed with.
+        """
+        is_first = self._connection is None
+        connection = self._opened(in_step=True)
+        if is_first:
+            connection.refuse_other_weights()
+        return connection
+
+    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False) -> Connection:
         self.check_model()
         _params.claim([(param.name, param.tensor) for param in connection.params], self)
         try:
             if self._units is not None:
                 # Not before this: a job that is only asked for its checkpoints has no weights to give.
                 connection.put_in_units(self._units.belong_to(connection.job))
-            self._applied.fill_(connection.start(self._filling, found=found))
+            self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step))
             self._gradients.locked = connection.locked
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)
@@ -350,7 +367,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             tensor.grad is not None for group in self.param_groups for tensor in group["params"]
         ):
             return False
-        connection = self._opened()
+        connection = self._opened_by_gradients()
         self._check_whole(connection)
         _params.check_unchanged(connection.params, self._frozen)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
@@ -407,7 +424,7 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         self._warn_of_unused(connection)
 
     def _report(self, connection: Connection) -> None:
-        reports = [StepReport(**fields) for fields in connection.job.outcomes()]
+        reports = [StepReport.of(fields) for fields in connection.job.outcomes()]
         if reports:
             self.last_report = reports[-1]
         skipped = [report for report in reports if report.skipped]

@@ -17,13 +17,16 @@ class Scaling:
     #: Whether a framework's adapter knows that no ``GradScaler`` is there, where torch is asked as if there were one.
     has_no_scaler: bool = False
 
-    def _opened(self) -> "Connection":
+    def _opened(self, *, in_step: bool = False) -> "Connection":
+        raise NotImplementedError
+
+    def _opened_by_gradients(self) -> "Connection":
         raise NotImplementedError
 
     @property
     def loss_scale(self) -> float:
         """What the loss of the next backward pass must be multiplied by; 1 without the option ``loss_scale``."""
-        return 1.0 if self._options.loss_scale is None else self._opened().job.loss_scale()
+        return 1.0 if self._options.loss_scale is None else self._opened(in_step=True).job.loss_scale()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -45,7 +48,7 @@ class Scaling:
             return 1.0
         if self._options.loss_scale is not None:
             raise UsageError("a GradScaler and loss_scale would both scale the loss: use one of them")
-        connection = self._opened()
+        connection = self._opened_by_gradients()
         if connection.world_size > 1 and self._options.partition != "all-reduced":
             raise UsageError(
                 "each rank's GradScaler would find its own overflows, and scales would drift apart: train in bf16 with several "

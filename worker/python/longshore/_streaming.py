@@ -32,7 +32,7 @@ class Streamed(Protocol):
     _frozen: list[tuple[str, Tensor]]
     _watch: "Watch | None"
 
-    def _opened(self) -> "Connection": ...
+    def _opened_by_gradients(self) -> "Connection": ...
 
     def _check_whole(self, connection: "Connection") -> None: ...
 
@@ -126,7 +126,7 @@ class Stream:
                     "partition='reduce-scatter'"
                 )
             self._is_checked = True
-        connection = optimizer._opened()
+        connection = optimizer._opened_by_gradients()
         if not self._by_tensor:
             self._by_tensor = {id(param.tensor): param for param in connection.params}
             if connection.ranks is None and any(_device.accelerator.has(param.tensor) for param in connection.params):

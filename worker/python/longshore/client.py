@@ -299,7 +299,7 @@ class Client:
 
     def _report(self) -> None:
         for fields in self._job.outcomes():
-            report = self.last_report = StepReport(**fields)
+            report = self.last_report = StepReport.of(fields)
             if report.skipped:
                 if self._options.nonfinite == "raise":
                     raise LongshoreError(report.why_skipped(), field="gradient", value="not finite")

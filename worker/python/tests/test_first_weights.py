@@ -1,0 +1,99 @@
+"""The weights that a job begins with, on two ranks of this process: what is opened by the first gradients, and what is opened before."""
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from models import pair, same_bits
+from torch import nn
+
+import longshore
+from longshore import errors
+
+STEPS = 3
+
+
+class Rank:
+    """One of two, whose optimizer is built and whose job is not open."""
+
+    def __init__(self, rank: int, servers: str, job: str, **options: Any) -> None:
+        self.rank, self.model = rank, pair("mlp")[0]
+        given = {"lr": 1e-2, "world_size": 2, "deadline": 20.0, **options}
+        self.optimizer = longshore.AdamW(self.model.named_parameters(), servers=servers, job=job, rank=rank, **given)
+
+    def backward(self, step: int, factor: float = 1.0) -> None:
+        (self.model.loss(2 * step + self.rank) * factor).backward()
+
+    def train(self) -> None:
+        for step in range(STEPS):
+            self.backward(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.optimizer.close()
+
+
+def both(ranks: list[Rank], act: Callable[[Rank], None]) -> None:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(act, ranks))
+
+
+def trained(servers: str, job: str, *, opens: bool, **options: Any) -> list[nn.Module]:
+    ranks = [Rank(rank, servers, job, **options) for rank in range(2)]
+    for rank in ranks if opens else ():
+        rank.optimizer.open()
+    both(ranks, Rank.train)
+    return [rank.model for rank in ranks]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_models_that_are_equal_need_no_open(servers: str, streaming: bool) -> None:
+    """The second rank reads the first weights in its first backward, or behind it."""
+    first, second = trained(servers, "gradients", opens=False, streaming=streaming)
+    assert same_bits(first, second)
+    assert same_bits(first, trained(servers, "before", opens=True)[0])
+
+
+@pytest.mark.parametrize("rounds", [{"image_dtype": "bf16"}, {"master": "bf16"}], ids=["image", "master"])
+def test_so_do_models_whose_weights_servers_round(servers: str, rounds: dict[str, str]) -> None:
+    first, second = trained(servers, "rounded", opens=False, streaming=True, **rounds)
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_gradients_of_other_first_weights_are_refused(servers: str, streaming: bool) -> None:
+    first, second = (Rank(rank, servers, "others", streaming=streaming) for rank in range(2))
+    with torch.no_grad():
+        second.model.layers[3].weight.add_(1.0)
+    first.optimizer.open()
+    with pytest.raises(errors.UsageError, match=r"layers\.3\.weight is another in this rank's model than on the servers.*call open\(\)"):
+        second.backward(0)
+        second.optimizer.step()
+
+
+@pytest.mark.parametrize("rounds", [{"image_dtype": "bf16"}, {"master": "bf16"}], ids=["image", "master"])
+def test_open_gives_all_ranks_the_weights_as_servers_round_them(servers: str, rounds: dict[str, str]) -> None:
+    own = pair("mlp")[0]
+    ranks = [Rank(rank, servers, "opened", **rounds) for rank in range(2)]
+    for rank in ranks:
+        rank.optimizer.open()
+    assert same_bits(ranks[0].model, ranks[1].model)
+    assert not same_bits(ranks[0].model, own)
+
+
+def test_a_skipped_step_has_the_same_norm_on_all_ranks(servers: str) -> None:
+    ranks = [Rank(rank, servers, "skipped") for rank in range(2)]
+
+    def overflow(rank: Rank) -> None:
+        rank.backward(0, factor=float("inf") if rank.rank == 0 else 1.0)
+        rank.optimizer.step()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        both(ranks, overflow)
+    said = [str(warning.message) for warning in told if issubclass(warning.category, RuntimeWarning)]
+    assert len(said) == 2 and not any("None" in words for words in said), said
+    for rank in ranks:
+        assert rank.optimizer.grad_norm is not None and rank.optimizer.grad_norm != rank.optimizer.grad_norm
