@@ -67,7 +67,7 @@ def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], Non
 
 def _put_back(tensor: Tensor, own: Tensor, rounding: Rounding) -> bool:
     """Gives a tensor its own weights again if those that it has now come of them."""
-    if not rounding.may_give(own, tensor.to("cpu")):
+    if not rounding.may_give(own.reshape(-1), tensor.to("cpu").reshape(-1)):
         return False
     if rounding.changes(tensor.dtype):
         tensor.copy_(own)

@@ -49,10 +49,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined,no-any-return]
 
 
-def prepare(way: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and what the optimizer is told of it."""
+def prepare(way: str, *, alike: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and what the optimizer is told of it. Ranks have weights of their own, if these are not to be alike."""
     model = net()
-    if distributed.get_rank():
+    if distributed.get_rank() and not alike:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(7.0)  # rank 0's weights count
@@ -83,8 +83,8 @@ def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
 
 
 def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
-    rank = distributed.get_rank()
-    model, own = prepare(way)
+    rank, opens = distributed.get_rank(), options.pop("opens", True)
+    model, own = prepare(way, alike=not opens)
     saves = options.pop("saves", None)
     steps, keep, resume = options.pop("steps", STEPS), options.pop("keep", False), options.pop("resume", None)
     if way == "engine":
@@ -101,7 +101,8 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-3, **own, **options)
     if resume is not None:
         optimizer.load_state_dict(KEPT[resume])
-    optimizer.open()
+    if opens:
+        optimizer.open()
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "bytes": [], "version": optimizer.version}
     while optimizer.version < steps:
         value = loss(model, optimizer.version, rank)
@@ -181,6 +182,8 @@ def refused(case: str, options: dict[str, Any]) -> str:
         fully_shard(model.odd)
     if case == "fsdp written":
         fully_shard(model)
+    if case == "first weights":
+        model = prepare("sum")[0]
     if case == "short":
         model = nn.Linear(2, 1, bias=False)
     try:
