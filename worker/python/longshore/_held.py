@@ -1,7 +1,6 @@
 """Gradients that stay on their device after they have left, since weights will be amended with them there."""
 
 from dataclasses import dataclass
-import torch
 from torch import Tensor
 
 from longshore import _amend, _device

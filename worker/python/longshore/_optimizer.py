@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 from longshore import _clip, _job, _params
-from longshore._back import Back
 from longshore._connection import Connection
 from longshore._filling import Filling
-from longshore._host import Gradients, Place
+from longshore._host import Gradients
 from longshore._init import Unplaced, filling
 from longshore._options import Options
 from longshore._params import Param
-from longshore._scaling import Scaling
 from longshore._stateful import Stateful
-from longshore._step import Hyper, StepReport
+from longshore._step import Hyper
+from longshore._stepping import Stepping
 from longshore._streaming import Stream
+from longshore._succession import Succession
 from longshore._unit_tensors import UnitParameter, is_built
 from longshore._unit_weights import UnitWeights
-from longshore._watching import Absent, Watch, Watching
+from longshore._watching import Absent, Watch
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 
 #: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier", "spec.unchecked")
 
 
-class Optimizer(Back, Scaling, Watching, Stateful):
+class Optimizer(Stepping, Stateful, Succession):
     """An optimizer whose master weights and state live on optimizer servers.
 
     It is used as any other of torch: hooks, param groups, schedulers, closures, accumulation in ``.grad`` and
@@ -59,17 +59,13 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         self._watch: Watch | None = None
         self._absent = Absent()
         self._applied = torch.zeros(())
-        #: What became of the newest decided step; None before the first.
-        self.last_report: StepReport | None = None
-        self._loss: float | None = None
-        #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
-        self.resume_data: Callable[[], bytes] | None = None
+        self.last_report = None
+        self._loss = None
+        self.resume_data = None
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
         self._starts_over = False
-        #: Whether all of a step's gradients have left, and its commit did not come to an end.
         self._is_pushed = False
-        #: Whether another optimizer has taken the parameters over.
         self._is_replaced = False
         super().__init__(params, defaults)
         self._claim_at_once()
@@ -198,37 +194,6 @@ class Optimizer(Back, Scaling, Watching, Stateful):
             self._is_refused = True
             _params.release([id(param.tensor) for param in connection.params])
 
-    def _claim_at_once(self) -> None:
-        """Claims the parameters before the first step where backward would send their gradients for another optimizer."""
-        trained = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad]
-        if self._options.streaming or any(other.accumulates[0] for _, other in _params.owners(trained, self)):
-            _params.claim(trained, self, is_begun=False)
-
-    def give_way(self, tensors: set[int]) -> bool:
-        """Closes this optimizer for another one that updates all of its parameters from now on, as torch lets one follow the other. The
-        parameters have the last weights then.
-
-        Args:
-            tensors: what the other one updates, by ``id``.
-
-        Returns:
-            False where that cannot be, and nothing has changed: it updates others too, other ranks would not know, or its model is in units.
-        """
-        mine = {id(tensor) for tensor in self._tensors() if tensor.requires_grad}
-        if not mine <= tensors or self.rank[1] > 1 or self._units is not None or self._process != os.getpid():
-            return False
-        self.flush()
-        self.close()
-        if self._stream is not None:
-            self._stream.unhook()
-        _clip.release(mine)
-        self._is_replaced = True
-        return True
-
-    def _check_not_replaced(self) -> None:
-        if self._is_replaced:
-            raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
-
     def _opened(self, *, in_step: bool = False) -> Connection:
         """The job, which is opened now if it was not before.
 
@@ -356,93 +321,6 @@ class Optimizer(Back, Scaling, Watching, Stateful):
         super().zero_grad(set_to_none)
         if self._starts_over or (self._stream is not None and self._stream.has_begun and self._can_start_over()):
             self._start_over()
-
-    def _push(self) -> bool:
-        """Sends what is in ``.grad``. Returns whether there was anything."""
-        scale = self._unscale()
-        if scale is None:
-            return False
-        is_alone = self._options.partition is None and not self._options.may_differ()
-        if self._connection is None and is_alone and not any(
-            tensor.grad is not None for group in self.param_groups for tensor in group["params"]
-        ):
-            return False
-        connection = self._opened_by_gradients()
-        self._check_whole(connection)
-        _params.check_unchanged(connection.params, self._frozen)
-        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
-            connection.check_written()
-        if connection.ranks is not None:
-            return connection.ranks.push(connection.job, scale, self._check_missing)
-        present: list[Place] = []
-        missing: list[Param] = []
-        self._gradients.release()  # what a step that was refused has taken
-        for param in connection.params:
-            gradient = param.tensor.grad
-            if gradient is None:
-                missing.append(param)
-            else:
-                present += self._gradients.take(param, gradient, scale)
-                connection.keep(param, gradient, scale)
-        if len(missing) == len(connection.params) and not self._options.may_differ():
-            return False
-        self._check_missing(missing)
-        self._gradients.push(connection.job, present, scale)
-        if missing:
-            connection.job.push_zeros([param.index for param in missing])
-        connection.job.end_micro_step()
-        return True
-
-    def _check_missing(self, missing: list[Param]) -> None:
-        self._absent.note(missing)
-        if self._options.on_missing() != "error":
-            return
-        if self._stream is None:
-            afterwards = ""
-        elif self._can_start_over():
-            afterwards = ". The others have left: call backward for what lacks one and step() again, or flush() to give this step up"
-        else:
-            afterwards = ". The others have left: end all ranks and start them again, and they go on from the last step"
-        _params.check_missing(missing, afterwards)
-
-    def _check_whole(self, connection: Connection) -> None:
-        if connection.is_torn:
-            raise UsageError(
-                "the last step was interrupted, so this gradient is not of the newest weights: call flush() and compute it again"
-            )
-
-    def _commit(self) -> None:
-        connection = self._opened()
-        self._is_pushed = True
-        connection.end_step()
-        kept = self.resume_data() if self.resume_data is not None else b""
-        loss, self._loss = self._loss, None
-        connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
-        self._is_pushed = False
-        connection.expect()
-        self._report(connection)
-        self._warn_of_unused(connection)
-
-    def _report(self, connection: Connection) -> None:
-        reports = [StepReport.of(fields) for fields in connection.job.outcomes()]
-        if reports:
-            self.last_report = reports[-1]
-        skipped = [report for report in reports if report.skipped]
-        self._applied += len(reports) - len(skipped)
-        if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
-            return  # this is how the scale is found
-        if skipped and self._options.nonfinite == "raise":
-            raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
-        for report in skipped:
-            warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
-
-    def report_loss(self, loss: float) -> None:
-        """Has the servers' status page and metrics show this loss with the next step. Rank 0's is shown.
-
-        Args:
-            loss: a number. A tensor of an accelerator is the caller's to read, since reading it waits for the device.
-        """
-        self._loss = float(loss)
 
     def flush(self) -> int:
         """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a

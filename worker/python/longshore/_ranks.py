@@ -17,7 +17,7 @@ from longshore._filling import Filling
 from longshore._frozen import Kept, give
 from longshore._gathered import Gathered, gather_frozen
 from longshore._held import Held
-from longshore._host import Place, is_plain
+from longshore._host import Place
 from longshore._locked import LockedMemory
 from longshore._outgoing import Outgoing
 from longshore._params import Param

@@ -1,0 +1,126 @@
+"""How the gradients of a step leave where they do so in ``step``, how it is decided, and what came of it."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from longshore import _params
+from longshore._back import Back
+from longshore._connection import Connection
+from longshore._host import Gradients, Place
+from longshore._params import Param
+from longshore._scaling import Scaling
+from longshore._step import Hyper, StepReport
+from longshore._watching import Absent, Watching
+from longshore.errors import LongshoreError, UsageError
+
+
+class Stepping(Back, Scaling, Watching):
+    """The part of an optimizer that makes steps."""
+
+    param_groups: list[dict[str, Any]]
+    _gradients: Gradients
+    _absent: Absent
+    #: What is in the param groups and does not train.
+    _frozen: list[tuple[str, Tensor]]
+    _applied: Tensor
+    _loss: float | None
+    #: Whether all of a step's gradients have left, and its commit did not come to an end.
+    _is_pushed: bool
+    #: What became of the newest decided step; None before the first.
+    last_report: StepReport | None
+    #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
+    resume_data: Callable[[], bytes] | None
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        raise NotImplementedError
+
+    def _push(self) -> bool:
+        """Sends what is in ``.grad``. Returns whether there was anything."""
+        scale = self._unscale()
+        if scale is None:
+            return False
+        is_alone = self._options.partition is None and not self._options.may_differ()
+        if self._connection is None and is_alone and not any(
+            tensor.grad is not None for group in self.param_groups for tensor in group["params"]
+        ):
+            return False
+        connection = self._opened_by_gradients()
+        self._check_whole(connection)
+        _params.check_unchanged(connection.params, self._frozen)
+        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
+            connection.check_written()
+        if connection.ranks is not None:
+            return connection.ranks.push(connection.job, scale, self._check_missing)
+        present: list[Place] = []
+        missing: list[Param] = []
+        self._gradients.release()  # what a step that was refused has taken
+        for param in connection.params:
+            gradient = param.tensor.grad
+            if gradient is None:
+                missing.append(param)
+            else:
+                present += self._gradients.take(param, gradient, scale)
+                connection.keep(param, gradient, scale)
+        if len(missing) == len(connection.params) and not self._options.may_differ():
+            return False
+        self._check_missing(missing)
+        self._gradients.push(connection.job, present, scale)
+        if missing:
+            connection.job.push_zeros([param.index for param in missing])
+        connection.job.end_micro_step()
+        return True
+
+    def _check_missing(self, missing: list[Param]) -> None:
+        self._absent.note(missing)
+        if self._options.on_missing() != "error":
+            return
+        if self._stream is None:
+            afterwards = ""
+        elif self._can_start_over():
+            afterwards = ". The others have left: call backward for what lacks one and step() again, or flush() to give this step up"
+        else:
+            afterwards = ". The others have left: end all ranks and start them again, and they go on from the last step"
+        _params.check_missing(missing, afterwards)
+
+    def _check_whole(self, connection: Connection) -> None:
+        if connection.is_torn:
+            raise UsageError(
+                "the last step was interrupted, so this gradient is not of the newest weights: call flush() and compute it again"
+            )
+
+    def _commit(self) -> None:
+        connection = self._opened()
+        self._is_pushed = True
+        connection.end_step()
+        kept = self.resume_data() if self.resume_data is not None else b""
+        loss, self._loss = self._loss, None
+        connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
+        self._is_pushed = False
+        connection.expect()
+        self._report(connection)
+        self._warn_of_unused(connection)
+
+    def _report(self, connection: Connection) -> None:
+        reports = [StepReport.of(fields) for fields in connection.job.outcomes()]
+        if reports:
+            self.last_report = reports[-1]
+        skipped = [report for report in reports if report.skipped]
+        self._applied += len(reports) - len(skipped)
+        if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
+            return  # this is how the scale is found
+        if skipped and self._options.nonfinite == "raise":
+            raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
+        for report in skipped:
+            warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
+
+    def report_loss(self, loss: float) -> None:
+        """Has the servers' status page and metrics show this loss with the next step. Rank 0's is shown.
+
+        Args:
+            loss: a number. A tensor of an accelerator is the caller's to read, since reading it waits for the device.
+        """
+        self._loss = float(loss)
