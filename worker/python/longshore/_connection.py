@@ -113,6 +113,14 @@ class Connection:
         """Waits until every step is decided and safe, and asks for the newest weights."""
         self.made = self.job.drain()
 
+    def drain_alone(self) -> None:
+        """Does so where other ranks may not. Ranks that read weights together read none for that: the others would not come, and after a
+        flush of all of them the parameters have these weights."""
+        self.drain()
+        reads_together = self.ranks is not None and isinstance(self.weights, Weights)
+        if reads_together and self.job.unread_weights() == self.version:
+            self.job.take_unread_weights()
+
     def close(self, delete: bool) -> None:
         """Gives the rank up once the last step is safe; with ``delete`` the job is forgotten."""
         self.job.close(delete)
@@ -279,8 +287,10 @@ class Connection:
         Returns:
             How many updates made each parameter.
         """
-        self.drain()
-        if not (alone and self.ranks is not None):
+        if alone and self.ranks is not None:
+            self.drain_alone()
+        else:
+            self.drain()
             self.read()
         arrays = _full.arrays(rule, states)
         left_out = self.left_out()
@@ -292,7 +302,7 @@ class Connection:
 
     def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:
         """Writes the newest version's master weights into contiguous tensors of one type, by parameter. Of several ranks one does so."""
-        self.drain()
+        self.drain_alone()
         if self.ranks is None:
             self.job.export_weights(dtype, _full.targets(self.params, tensors))
         else:

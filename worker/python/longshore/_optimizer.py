@@ -356,7 +356,7 @@ class Optimizer(Stepping, Stateful, Succession):
         if connection.ranks is None:
             self.flush()
         else:
-            connection.drain()
+            connection.drain_alone()
             self._report(connection)
         return connection
 

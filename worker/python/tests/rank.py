@@ -1,5 +1,6 @@
 """What one rank of test_ranks.py does: it is started as torchrun starts a process."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
 def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     rank, opens = distributed.get_rank(), options.pop("opens", True)
     model, own = prepare(way, alike=not opens)
-    saves = options.pop("saves", None)
+    saves, saves_at = options.pop("saves", None), options.pop("saves_at", None)
     steps, keep, resume = options.pop("steps", STEPS), options.pop("keep", False), options.pop("resume", None)
     if way == "engine":
         config = {
@@ -105,6 +106,8 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
         optimizer.open()
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "bytes": [], "version": optimizer.version}
     while optimizer.version < steps:
+        if optimizer._connection is not None and optimizer._connection.made == saves_at:
+            save_alone(optimizer)
         value = loss(model, optimizer.version, rank)
         mean = value.detach().clone()
         distributed.all_reduce(mean)
@@ -138,6 +141,14 @@ def save(optimizer: longshore.AdamW, folder: Path, *, everyone: bool) -> None:
         assert checkpoint.save_deepspeed(optimizer, folder / "universal") == f"global_step{STEPS}_universal"
         checkpoint.save_safetensors(optimizer, folder / "model", dtype="fp32")
     distributed.barrier()
+
+
+def save_alone(optimizer: longshore.AdamW) -> None:
+    """Rank 0 writes a file after a flush of all, and none waits for it."""
+    optimizer.flush()
+    if distributed.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save_safetensors(optimizer, Path(folder) / "model", dtype="fp32")
 
 
 def opens(options: dict[str, Any]) -> dict[str, Any]:

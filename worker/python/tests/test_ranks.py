@@ -110,6 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     runs["scatter streaming"][1]["opens"] = False  # its first gradients do so, in the midst of a backward
     runs["engine"] = ("engine", {})
     runs |= {f"{way} delayed": (way, delayed) for way in ("sum", "scatter", "fsdp")}
+    runs |= {f"{way} saved": (way, {**delayed, "correction": "none", "saves_at": 4}) for way in ("sum", "scatter", "fsdp")}
     for way in ("scatter", "fsdp"):
         runs[way][1]["keep"] = True
     runs["fsdp resumed"] = ("fsdp", {"resume": "scatter", "keep": True, "steps": 0})
@@ -197,6 +198,12 @@ def test_delayed_ways_agree_with_delayed_servers_that_sum(trained: dict[str, lis
     assert partitioned[0]["losses"] != trained[way][0]["losses"]
     for rank in partitioned:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(rank["weights"], partitioned[0]["weights"], strict=True))
+
+
+@pytest.mark.parametrize("way", ["scatter", "fsdp"])
+def test_rank_0_saves_alone_between_delayed_steps(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
+    """The others read no weights meanwhile, and it must not wait for them."""
+    assert trained[f"{way} saved"][0]["losses"] == pytest.approx(trained["sum saved"][0]["losses"], rel=1e-3)
 
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp", "ddp"])
