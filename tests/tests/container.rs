@@ -126,6 +126,10 @@ fn the_image_serves_unprivileged_and_drains() {
             "the binaries were built with a newer glibc than the image has: --soak builds them in it",
         );
     }
+    // Docker and podman end so where the engine is at fault, and with "exec" in what they say where the image's command is.
+    if matches!(version.code, 125 | 126) && !version.stderr.contains("exec") {
+        return skip::skipped(&format!("{} runs no container here: {}", image.tool, version.stderr.trim()));
+    }
     assert_eq!(version.stdout.trim(), format!("longshored {}", env!("CARGO_PKG_VERSION")), "{version:?}");
     let user = image.tool(&["image", "inspect", "--format", "{{.Config.User}}", &image.name]);
     assert_eq!(user.stdout.trim(), "65532:65532", "{user:?}");
