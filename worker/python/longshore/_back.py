@@ -36,7 +36,7 @@ class Back:
     def _guard_clipping(self) -> None:
         raise NotImplementedError
 
-    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False) -> Connection:
+    def _start(self, connection: Connection, *, found: bool = False) -> Connection:
         raise NotImplementedError
 
     @property

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from longshore._params import Param, is_image, is_sharded
 
-
 #: How far a master weight of 16 bits may be from what it was made of, relative to that: bf16 has 8 bits, and rounds either way.
 _MASTER_APART = 2.0**-7
 
@@ -79,10 +78,11 @@ def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param,
     """Gives the model that a job was filled from the weights as servers round them, which all others have.
 
     Args:
+        params: the job's. Shards of one rank that has all of them stay as they are.
         read: writes the servers' weights of a parameter into memory of its shape.
     """
     for param in params:
-        if rounding.changes(param.dtype):
+        if rounding.changes(param.dtype) and not is_sharded(param.tensor):
             theirs = torch.empty(param.shape, dtype=param.dtype, device="cpu")
             read(param, theirs)
             param.tensor.copy_(theirs)

@@ -45,7 +45,7 @@ class Stateful(torch.optim.Optimizer):
     def version(self) -> int:
         raise NotImplementedError
 
-    def _opened(self, *, in_step: bool = False) -> Connection:
+    def _opened(self) -> Connection:
         raise NotImplementedError
 
     def _go_back(self, state_dict: dict[str, Any]) -> None:
