@@ -181,7 +181,9 @@ class Engine(Asked):
     def _notice_given_up(self) -> None:
         """Begins the step anew where the optimizer's own zero_grad() has given up its backward passes."""
         passes = self._passes
-        if passes and not self.optimizer.has_begun:
+        # Of a parameter that begins to train nobody is told before the step.
+        left = any(tensor.grad is not None for group in self.optimizer.param_groups for tensor in group["params"])
+        if passes and not self.optimizer.has_begun and not left:
             self._begin_anew()
             self.micro_steps -= passes
             self._warn_of_given_up(passes)

@@ -24,7 +24,8 @@ class Late(OnHost):
         self.ignores = ignores
 
     def has(self, tensor: Tensor) -> bool:
-        return tensor.data_ptr() not in self.locked_memory
+        with torch._C.DisableTorchFunctionSubclass():  # whose unit need not be here
+            return tensor.data_ptr() not in self.locked_memory
 
     def current_stream(self, device: torch.device) -> Any:
         return self.main

@@ -35,7 +35,10 @@ MODES: dict[str, dict[str, Any]] = {
 def later(of: nn.Module, **options: Any) -> longshore.AdamW:
     """An optimizer of a model that is frozen as in the first step."""
     set_trained(of, 0)
-    return longshore.AdamW(of.named_parameters(), **{**LATER, **options})
+    optimizer = longshore.AdamW(of.named_parameters(), **{**LATER, **options})
+    if "state" in options:
+        optimizer.open()  # servers round the weights, which the first forward is to have
+    return optimizer
 
 
 def watched(of: nn.Module, **options: Any) -> longshore.AdamW:
