@@ -181,7 +181,7 @@ class Engine(Asked):
     def _notice_given_up(self) -> None:
         """Begins the step anew where the optimizer's own zero_grad() has given up its backward passes."""
         passes = self._passes
-        # Of a parameter that begins to train nobody is told before the step.
+        # Nobody is told before the step of the first gradient of a parameter that begins to train.
         left = any(tensor.grad is not None for group in self.optimizer.param_groups for tensor in group["params"])
         if passes and not self.optimizer.has_begun and not left:
             self._begin_anew()

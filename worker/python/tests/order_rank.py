@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from accelerator import Immediate, Layers, Linear, Loss, Simulated
 from ranks_on_a_device import Late, LateInUnits, Mail
 from torch import Tensor, distributed
 from units import weight_bytes
-from units_on_a_device import Cut, on
+from units_on_a_device import Cut, advance, ended, on
 
 import longshore
 from longshore import _collectives, _device, _fetching, _gathered, _partition
@@ -114,23 +113,7 @@ def train_units(device: Simulated, part: float | None, **options: Any) -> list[A
         loss.backward()
         device.let_wait(device.main, device.record(other))
         optimizer.step()
-    optimizer.flush()
-    for parameter in model.parameters():
-        with longshore.GatheredParameters(parameter) if part is not None else contextlib.nullcontext():
-            results.append(parameter.detach())
-            device.synchronize()
-            results[-1] = device.alias(results[-1]).clone()
-    device.synchronize()
-    found = [device.alias(result).clone() for result in results]
-    optimizer.close()
-    return found
-
-
-def advance(fetch: _fetching.Fetch) -> None:
-    """Does what the package's own does where all has come to the host always."""
-    if fetch.read is not None:
-        wait([fetch.read])
-    fetch._copy()
+    return ended(device, model, optimizer, results, in_units=part is not None)
 
 
 @contextlib.contextmanager

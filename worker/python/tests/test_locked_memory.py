@@ -45,7 +45,7 @@ def test_gradients_go_straight_to_where_they_leave_from(expected: list[Tensor], 
     with on(device, monkeypatch):
         assert same(train(device), expected)
         assert device.copies["to torch's"] == 0
-        # Of four parameters with a gradient one lies in two shards and one in three.
+        # Four parameters have a gradient: one of them lies in two shards, and one in three.
         assert device.copies["to registered"] == 2 * STEPS * (4 + 1 + 2)
         assert device.registered == {}, "the memory is unregistered when the optimizer is closed"
 

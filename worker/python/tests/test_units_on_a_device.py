@@ -1,7 +1,6 @@
 """A model in units is right under any legal order of a device's work, and each wait for that is needed."""
 
 import gc
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from accelerator import same
 from torch import Tensor
 from units import weight_bytes
-from units_on_a_device import Cut, ImmediateStorages, LateStorages, on
+from units_on_a_device import Cut, ImmediateStorages, LateStorages, advance, ended, on
 
 import longshore
 from longshore import _fetching
@@ -50,23 +49,7 @@ def train(device: Any, part: float, **options: Any) -> list[Tensor]:
             results.append(model.evaluate(step))
         device.let_wait(device.main, device.record(other))
         optimizer.step()
-    optimizer.flush()
-    for parameter in model.parameters():
-        with longshore.GatheredParameters(parameter):
-            results.append(parameter.detach())
-            device.synchronize()
-            results[-1] = device.alias(results[-1]).clone()
-    device.synchronize()
-    found = [device.alias(result).clone() for result in results]
-    optimizer.close()
-    return found
-
-
-def advance(fetch: _fetching.Fetch) -> None:
-    """Does what the package's own does where all has come to the host always."""
-    if fetch.read is not None:
-        wait([fetch.read])
-    fetch._copy()
+    return ended(device, model, optimizer, results)
 
 
 def run(device: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> list[Tensor]:

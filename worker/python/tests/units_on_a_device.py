@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from accelerator import Immediate, Layers, Linear, Simulated, Stream, fill_with_nan
 from torch import Tensor, nn
 
-from longshore import _device
+import longshore
+from longshore import _device, _fetching
 
 
 class _OfStorages(Simulated):
@@ -122,3 +124,26 @@ class Cut(Layers):
         for layer in self.layers[layers]:
             x = layer(x)
         return x
+
+
+def ended(
+    device: Simulated, model: nn.Module, optimizer: longshore.AdamW, results: list[Tensor], *, in_units: bool = True
+) -> list[Tensor]:
+    """Ends a run. Returns these results and the last weights, once the device has done everything."""
+    optimizer.flush()
+    for parameter in model.parameters():
+        with longshore.GatheredParameters(parameter) if in_units else contextlib.nullcontext():
+            results.append(parameter.detach())
+            device.synchronize()
+            results[-1] = device.alias(results[-1]).clone()
+    device.synchronize()
+    found = [device.alias(result).clone() for result in results]
+    optimizer.close()
+    return found
+
+
+def advance(fetch: _fetching.Fetch) -> None:
+    """Does what the package's own does where all has come to the host always."""
+    if fetch.read is not None:
+        wait([fetch.read])
+    fetch._copy()
