@@ -124,7 +124,7 @@ impl Answers {
     }
 }
 
-/// For who speaks without TLS where there is TLS alone.
+/// The answer to a request that came without TLS, where the address speaks TLS alone.
 pub(super) fn unencrypted() -> Response<Full<Bytes>> {
     answer(StatusCode::BAD_REQUEST, TEXT, "this address speaks TLS: ask https://\n")
 }

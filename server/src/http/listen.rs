@@ -8,7 +8,7 @@ use http_body_util::Full;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use longshore_proto::{Fault, limits::HANDSHAKE_DEADLINE};
-use longshore_wire::tls::Read;
+use longshore_wire::tls::Reader;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
@@ -70,7 +70,7 @@ pub(crate) async fn serve(
     }
 }
 
-/// With `readers` it is TLS, and they alone may read.
+/// Without `readers` the connection is not encrypted, and everybody reads. With them it has TLS, and they alone read the pages.
 async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Readers>) {
     let Some(readers) = readers else {
         return speak(socket, |request| answered(answers, request, Ok(()))).await;
@@ -84,8 +84,9 @@ async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Read
         Ok(Ok(1..)) => {}
         _ => return,
     }
-    // How a reader's connection ends concerns the reader alone.
-    if let Ok(Ok(Read { socket, certificate })) = timeout(HANDSHAKE_DEADLINE, readers.accept(socket)).await {
+    // A handshake that fails concerns the reader alone, who is told by TLS.
+    if let Ok(Ok(Reader { socket, certificate })) = timeout(HANDSHAKE_DEADLINE, readers.accept(socket)).await
+    {
         let certificate = certificate.as_deref();
         let answered = |request: Request<Incoming>| {
             let admitted = readers.admit(certificate, request.headers());

@@ -5,7 +5,7 @@ use std::{io, sync::Arc};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use http::{HeaderMap, header::AUTHORIZATION};
 use longshore_proto::{Fault, FaultKind};
-use longshore_wire::tls::Read;
+use longshore_wire::tls::Reader;
 use tokio::net::TcpStream;
 
 use super::{
@@ -33,12 +33,12 @@ impl Readers {
     ///
     /// # Errors
     /// Where the reader leaves, speaks otherwise, or shows a certificate that is not accepted.
-    pub(crate) async fn accept(&self, socket: TcpStream) -> io::Result<Read> {
+    pub(crate) async fn accept(&self, socket: TcpStream) -> io::Result<Reader> {
         self.register.now().pages.accept(socket).await
     }
 
     /// # Errors
-    /// `Unauthenticated` where the reader has shown no identity that is listed, and `Forbidden` where that one has not all jobs.
+    /// `Unauthenticated` where the reader has shown no identity that is listed, and `Forbidden` where that identity does not have all jobs.
     pub(crate) fn admit(&self, certificate: Option<&str>, headers: &HeaderMap) -> Result<(), Fault> {
         let admitted = credential(certificate, headers).and_then(|credential| {
             let who = Who::Listed { register: Arc::clone(&self.register), credential };

@@ -1,4 +1,4 @@
-//! TLS below HTTP/2: both ends' configurations, made from the files of a folder, and the socket.
+//! TLS below HTTP/2: both ends' configurations, made from the files of a folder, and the socket. `pages` has it below HTTP/1.1.
 //!
 //! TLS 1.3 alone. Longshore's own two ends have it, and so has every stock gRPC client since 2019. With it there is no
 //! cipher suite to choose wrongly, and the code of older versions is not even compiled in. No session is resumed, so that
@@ -25,7 +25,7 @@ mod tests;
 pub use self::{
     client::{Client, Credentials},
     files::{CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN},
-    pages::{Pages, Read},
+    pages::{Pages, Reader},
     refusal::{DialError, Untrusted},
     secured::Secured,
     server::{Certificates, Server},

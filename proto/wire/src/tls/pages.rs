@@ -17,7 +17,7 @@ pub struct Pages {
 }
 
 /// A reader that has shaken hands.
-pub struct Read {
+pub struct Reader {
     pub socket: TlsStream<TcpStream>,
     /// The name on its certificate: the first DNS name, or nothing.
     pub certificate: Option<Arc<str>>,
@@ -35,10 +35,10 @@ impl Pages {
     ///
     /// # Errors
     /// Where the reader leaves, speaks otherwise, or shows a certificate that is not accepted.
-    pub async fn accept(&self, socket: TcpStream) -> io::Result<Read> {
+    pub async fn accept(&self, socket: TcpStream) -> io::Result<Reader> {
         let socket = self.acceptor.accept(socket).await?;
         let chain = socket.get_ref().1.peer_certificates().unwrap_or_default();
         let certificate = server::shown(chain).map(|shown| shown.name);
-        Ok(Read { socket, certificate })
+        Ok(Reader { socket, certificate })
     }
 }
