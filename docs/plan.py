@@ -307,7 +307,7 @@ def prefetch(args):
     link = 100_000_000
     print("| compute of a use, of its transfer | delay | units | pulled | step s | of the transfer | waited for, of the pulls' time | hidden |")
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for compute, delay, units in ((1.5, 0, 24), (1.5, 1, 24), (0.5, 0, 24), (0.5, 1, 24)):
+    for compute, delay, units in ((1.5, 0, 48), (1.5, 0, 24), (1.5, 1, 24), (0.5, 0, 48), (0.5, 0, 24), (0.5, 1, 24)):
         with Servers(args.programs, 1, link, ["--memory", "4GiB"]) as servers:
             script = pathlib.Path(__file__).with_name("plan_units.py")
             command = [args.python, script, servers.addresses(), link, units, compute, delay]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longshore import _unit_tensors
 from longshore._fetching import Fetch, Fetcher
+from longshore._present import Present
 from longshore._unit_nodes import Nodes, is_in_backward
 from longshore._unit_order import Order
 from longshore._unit_streams import UnitStreams
@@ -29,7 +30,7 @@ class Residency:
     Attributes:
         units: in the model's order.
         room: bytes for weights; None for no limit.
-        here: bytes of weights on the device now; peak: the most there ever were; fetched: bytes that came.
+        peak: the most bytes of weights that were on the device; fetched: bytes that came.
         epoch: how often new weights have come for the trained parameters.
     """
 
@@ -38,7 +39,8 @@ class Residency:
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._nbytes = {unit: unit.nbytes for unit in units}
         self.room = room
-        self.here = self.peak = self.fetched = 0
+        self.peak = self.fetched = 0
+        self._present = Present()
         self.epoch = 0
         #: Whether the model is being built, so that no server has its weights.
         self.is_building = False
@@ -71,11 +73,11 @@ class Residency:
         self.units.append(unit)
         self._nbytes[unit] = unit.nbytes
         for member in unit.members:
-            member.memory, member.changes, member.is_here = member.tensor.untyped_storage(), member.tensor._version, True
+            member.memory, member.changes = member.tensor.untyped_storage(), member.tensor._version
             self._by_storage[member.memory._cdata] = member
             self._fetcher.keep(member)
             _unit_tensors.hide(member.tensor, member, self)
-            self.here += member.nbytes
+            self._present.add(member)
         self._make_room(0)
         self.peak = max(self.peak, self.here)
 
@@ -89,6 +91,11 @@ class Residency:
             return self._by_storage.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse tensors, and others without memory
             return None
+
+    @property
+    def here(self) -> int:
+        """Bytes of weights on the device now."""
+        return self._present.nbytes
 
     # Uses
 
@@ -106,6 +113,8 @@ class Residency:
             # One rank may evaluate while the others do something else.
             together = trains and not alone
             under_way = self._under_way.pop(unit, None)
+            if under_way is None and not self._under_way:
+                under_way = self._begin_first(unit, shared=together, ahead_shared=trains)
             if under_way is not None:
                 with contextlib.suppress(CancelledError):  # the optimizer was closed, and it comes from elsewhere
                     self._finish(unit, under_way, together)
@@ -239,14 +248,10 @@ class Residency:
         if self.room is None:
             return
         while self.here + nbytes > self.room:
-            free = [unit for unit in self._resident() if unit is not wanted]
+            free = [unit for unit in self._present.unpinned() if unit is not wanted]
             if not free:
                 raise self._shortage(nbytes, wanted)
             self._let_go(max(free, key=self._order.distance))
-
-    def _resident(self) -> Iterator[Unit]:
-        """The units of which something is here, and which may go."""
-        return (unit for unit in self.units if unit.pins == 0 and any(member.is_here for member in unit.members))
 
     def _shortage(self, nbytes: int, wanted: Unit | None) -> Exception:
         pinned = ", ".join(unit.name for unit in self.units if unit.pins and unit is not wanted)
@@ -271,18 +276,33 @@ class Residency:
         if member.tensor._version != member.changes:
             self.changed(member)
         self._streams.leave(member.unit)
-        member.is_here = False
+        self._present.remove(member)
         _size(member, 0)
-        self.here -= member.nbytes
-        if not any(other.is_here for other in member.unit.members):
+        if not self._present.has(member.unit):
             self._streams.forget(member.unit)
+
+    def _begin_first(self, unit: Unit, *, shared: bool, ahead_shared: bool) -> Fetch | None:
+        """Asks for a unit before which nothing was asked for, and for those behind it: requests that leave together take one round trip."""
+        missing = self._missing(unit)
+        if not missing:
+            return None
+        self._make_room(sum(member.nbytes for member in missing), unit)
+        fetch = self._begin_fetch(missing, ahead=True, shared=shared)
+        unit.pins += 1  # what comes behind it does not take its memory
+        try:
+            self._fetch_ahead(shared=ahead_shared)
+        except BaseException:
+            self._give_up(fetch)
+            raise
+        finally:
+            unit.pins -= 1
+        return fetch
 
     def _begin_fetch(self, missing: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         try:
             for member in missing:
                 _size(member, member.nbytes)
-                member.is_here = True
-                self.here += member.nbytes
+                self._present.add(member)
                 self.fetched += member.nbytes
             self.peak = max(self.peak, self.here)
             fetch = self._fetcher.begin(missing, ahead=ahead, shared=shared)
@@ -303,8 +323,7 @@ class Residency:
         for member in members:
             _size(member, 0)
             if member.is_here:
-                member.is_here = False
-                self.here -= member.nbytes
+                self._present.remove(member)
                 self.fetched -= 0 if have_come else member.nbytes
 
     def _finish(self, unit: Unit, fetch: Fetch, together: bool) -> None:
@@ -345,9 +364,11 @@ class Residency:
         """Lets go of units whose next use comes after a place, until there is room. Returns whether there is."""
         if self.room is None:
             return True
-        later = [unit for unit in self._resident() if unit is not wanted and self._order.distance(unit) > place]
+        if self.here + nbytes <= self.room:
+            return True
+        later = [unit for unit in self._present.unpinned() if unit is not wanted and self._order.distance(unit) > place]
         later.sort(key=self._order.distance)
-        if self.here + nbytes - sum(m.nbytes for unit in later for m in unit.members if m.is_here) > self.room:
+        if self.here + nbytes - sum(map(self._present.nbytes_of, later)) > self.room:
             return False
         while self.here + nbytes > self.room:
             self._let_go(later.pop())

@@ -1,0 +1,43 @@
+"""What of the units is on the device now."""
+
+from longshore._units import Member, Unit
+
+
+class Present:
+    """Counts the members that are on the device, so that nobody has to look at all units at each use of one.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        #: By unit of which something is here: how many members, and their bytes.
+        self._of: dict[Unit, tuple[int, int]] = {}
+
+    def add(self, member: Member) -> None:
+        """It has memory."""
+        members, nbytes = self._of.get(member.unit, (0, 0))
+        self._of[member.unit] = members + 1, nbytes + member.nbytes
+        self.nbytes += member.nbytes
+        member.is_here = True
+
+    def remove(self, member: Member) -> None:
+        """It has none any more."""
+        members, nbytes = self._of.pop(member.unit)
+        if members > 1:
+            self._of[member.unit] = members - 1, nbytes - member.nbytes
+        self.nbytes -= member.nbytes
+        member.is_here = False
+
+    def has(self, unit: Unit) -> bool:
+        """Whether something of it is here."""
+        return unit in self._of
+
+    def nbytes_of(self, unit: Unit) -> int:
+        """The bytes of what is here of it."""
+        return self._of.get(unit, (0, 0))[1]
+
+    def unpinned(self) -> list[Unit]:
+        """The units of which something is here, and which may go."""
+        return [unit for unit in self._of if unit.pins == 0]
