@@ -23,6 +23,15 @@ pub(crate) enum Origin {
     Local,
 }
 
+impl Origin {
+    fn address(self) -> Option<IpAddr> {
+        match self {
+            Origin::Host(address) => Some(address),
+            Origin::Local => None,
+        }
+    }
+}
+
 /// How long a connection is left alone: to make its first call, and after each call.
 const SETTLED: Duration = Duration::from_secs(1);
 /// How long a call is left alone where strangers' calls take all places.
@@ -88,7 +97,7 @@ impl Connections {
             }
         }
         let expires = socket.expires();
-        let (direct, standing) = Direct::serve(socket, &self.bounds);
+        let (direct, standing) = Direct::serve(socket, &self.bounds, origin.address());
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         if entries.len() >= 2 * now + 64 {
             entries.retain(|entry| entry.standing.strong_count() > 0);

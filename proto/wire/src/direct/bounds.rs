@@ -1,6 +1,7 @@
 //! What all connections of a server may make it hold together, and what the server knows of each of them.
 
 use std::{
+    net::IpAddr,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -8,10 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::limits::{CALLS_SHARE, MAX_CALLS, MAX_UNFINISHED_BYTES};
+use longshore_proto::limits::{CALLS_SHARE, MAX_CALLS, MAX_CONNECTION_CALLS, MAX_UNFINISHED_BYTES};
 use tokio::sync::{Mutex, MutexGuard};
 
-use super::tap::{Line, Taps};
+use super::{
+    allowances::{Allowances, Place},
+    tap::{Line, Taps},
+};
 
 /// What is open and held at a server.
 #[derive(Default)]
@@ -21,6 +25,7 @@ pub struct Bounds {
     /// How many bytes of frames and messages there are that have not ended.
     unfinished: AtomicUsize,
     turn: Mutex<()>,
+    allowances: Allowances,
 }
 
 impl Bounds {
@@ -130,6 +135,8 @@ pub(super) struct Guest {
     pub(super) standing: Arc<Standing>,
     bounds: Arc<Bounds>,
     held: Held,
+    /// Where the allowance of its address is. A connection of the Unix socket has none.
+    place: Option<Place>,
     /// Its open calls, by stream.
     open: Vec<u32>,
     /// The highest stream that began a call.
@@ -137,7 +144,7 @@ pub(super) struct Guest {
 }
 
 impl Guest {
-    pub(super) fn new(bounds: &Arc<Bounds>) -> Guest {
+    pub(super) fn new(bounds: &Arc<Bounds>, address: Option<IpAddr>) -> Guest {
         bounds.connections.fetch_add(1, Ordering::Relaxed);
         let standing = Standing {
             began: Instant::now(),
@@ -153,6 +160,7 @@ impl Guest {
             standing: Arc::new(standing),
             bounds: Arc::clone(bounds),
             held: Held { bounds: Arc::clone(bounds), bytes: 0 },
+            place: address.map(|address| bounds.allowances.place(address)),
             open: Vec::new(),
             last: 0,
         }
@@ -192,6 +200,17 @@ impl Guest {
         ended.swap(false, Ordering::Relaxed) && self.open.is_empty() || cut.load(Ordering::Relaxed)
     }
 
+    /// Whether HTTP/2 refuses the newest call, since the connection has too many.
+    pub(super) fn is_refused(&self) -> bool {
+        self.open.len() > MAX_CONNECTION_CALLS as usize
+    }
+
+    /// Takes so much of what its address may send that moves nothing. Returns false where there is less, and None where it
+    /// has no address.
+    pub(super) fn take(&self, bytes: u64) -> Option<bool> {
+        self.place.map(|place| self.bounds.allowances.take(place, bytes))
+    }
+
     /// Returns false where there is no room for so many bytes.
     pub(super) fn hold(&mut self, bytes: usize) -> bool {
         bytes == self.held.bytes || self.held.resize(bytes)
@@ -215,7 +234,7 @@ mod tests {
         let bounds = Arc::new(Bounds::default());
         let most = bounds.hold(MAX_UNFINISHED_BYTES).unwrap();
         assert!(bounds.hold(1).is_none());
-        let mut guest = Guest::new(&bounds);
+        let mut guest = Guest::new(&bounds, None);
         assert!(!guest.hold(1));
         drop(most);
         assert!(guest.hold(MAX_UNFINISHED_BYTES) && guest.hold(5));
@@ -228,10 +247,10 @@ mod tests {
     #[test]
     fn a_connection_always_has_its_share_of_calls() {
         let bounds = Arc::new(Bounds::default());
-        let mut flood = Guest::new(&bounds);
+        let mut flood = Guest::new(&bounds, None);
         assert!((0..MAX_CALLS as u32).all(|call| flood.call(2 * call + 1)));
         assert!(!flood.call(1_000_001));
-        let mut worker = Guest::new(&bounds);
+        let mut worker = Guest::new(&bounds, None);
         assert!((0..CALLS_SHARE as u32).all(|call| worker.call(2 * call + 1)));
         assert!(!worker.call(1001));
         worker.hang_up(1001);

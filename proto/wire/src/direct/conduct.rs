@@ -8,17 +8,20 @@ use std::time::Instant;
 
 use longshore_proto::limits::{CHUNK_BYTES, MAX_HEADER_BLOCK_BYTES};
 
-use super::outward::Header;
+use super::{bounds::Guest, outward::Header};
 
 /// Every connection's window before the first WINDOW_UPDATE.
 const FIRST_WINDOW_BYTES: i64 = 65_535;
 /// How much a useless frame (PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like) counts. A second allows
 /// [`SPARE_BYTES`], and each byte sent to the peer allows one more, since the peer may answer each piece with a
 /// WINDOW_UPDATE. So 20,000 useless frames a second are too many; gRPC's own pings and resets come to some hundreds.
+/// A stranger's connection begins with [`STRANGER_BYTES`], and beyond that uses up what its address may send.
 const USELESS_BYTES: u64 = 1024;
 /// How much a reset counts: h2 makes room for a call before its peer resets it.
-const RESET_BYTES: u64 = 8 * USELESS_BYTES;
+pub(super) const RESET_BYTES: u64 = 8 * USELESS_BYTES;
 const SPARE_BYTES: u64 = 20 * 1024 * 1024;
+/// 64 frames: what gRPC sends when it begins is some ten.
+const STRANGER_BYTES: u64 = 64 * USELESS_BYTES;
 
 /// Why a connection is ended, by its code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +59,11 @@ impl Conduct {
         Conduct { window: FIRST_WINDOW_BYTES, block: 0, spare: SPARE_BYTES, counted: None }
     }
 
+    /// A peer of which nothing is known.
+    pub(super) fn of_stranger() -> Conduct {
+        Conduct { spare: STRANGER_BYTES, ..Conduct::new() }
+    }
+
     /// Notes that the peer was given so much more of the window.
     pub(super) fn grant(&mut self, bytes: usize) {
         self.window = self.window.saturating_add(bytes as i64);
@@ -66,8 +74,8 @@ impl Conduct {
         self.spare = (self.spare + bytes as u64).min(SPARE_BYTES);
     }
 
-    /// Checks the peer's next frame.
-    pub(super) fn follow(&mut self, header: &Header) -> Result<(), Breach> {
+    /// Checks the peer's next frame. `stranger` is the connection for which no rank stands.
+    pub(super) fn follow(&mut self, header: &Header, stranger: Option<&Guest>) -> Result<(), Breach> {
         if !has_right_size(header) {
             return Err(Breach::FrameSize);
         }
@@ -78,15 +86,15 @@ impl Conduct {
                     return Err(Breach::FlowControl);
                 }
                 let useful = header.len > 0 || header.flags & Header::END_STREAM != 0;
-                if useful { Ok(()) } else { self.useless(USELESS_BYTES) }
+                if useful { Ok(()) } else { self.useless(USELESS_BYTES, stranger) }
             }
             Header::HEADERS => self.headers(header),
             Header::CONTINUATION => {
                 self.headers(header)?;
-                self.useless(USELESS_BYTES)
+                self.useless(USELESS_BYTES, stranger)
             }
-            Header::RESET => self.useless(RESET_BYTES),
-            _ => self.useless(USELESS_BYTES + 4 * header.len as u64),
+            Header::RESET => self.useless(RESET_BYTES, stranger),
+            _ => self.useless(USELESS_BYTES + 4 * header.len as u64, stranger),
         }
     }
 
@@ -101,8 +109,12 @@ impl Conduct {
         Ok(())
     }
 
-    fn useless(&mut self, bytes: u64) -> Result<(), Breach> {
+    /// Counts what moves nothing.
+    pub(super) fn useless(&mut self, bytes: u64, stranger: Option<&Guest>) -> Result<(), Breach> {
         if self.spare < bytes {
+            if let Some(taken) = stranger.and_then(|guest| guest.take(bytes)) {
+                return if taken { Ok(()) } else { Err(Breach::Excess) };
+            }
             let now = Instant::now();
             // The allowance for a first burst comes again once it is used up.
             let since = self.counted.replace(now).map_or(0.0, |then| (now - then).as_secs_f64());
@@ -129,7 +141,9 @@ fn has_right_size(&Header { len, kind, flags, .. }: &Header) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::sync::Arc;
+
+    use super::{super::bounds::Bounds, *};
 
     fn header(kind: u8, flags: u8, len: usize) -> Header {
         Header { len, kind, flags, stream: 1 }
@@ -150,10 +164,10 @@ mod tests {
             header(77, 0, CHUNK_BYTES + 1),
         ];
         for header in wrong {
-            assert_eq!(Conduct::new().follow(&header), Err(Breach::FrameSize), "{header:?}");
+            assert_eq!(Conduct::new().follow(&header, None), Err(Breach::FrameSize), "{header:?}");
         }
         let right = [header(Header::SETTINGS, 0, 36), header(Header::PING, 1, 8), header(77, 0, 500)];
-        assert!(right.iter().all(|header| Conduct::new().follow(header).is_ok()));
+        assert!(right.iter().all(|header| Conduct::new().follow(header, None).is_ok()));
     }
 
     #[test]
@@ -161,29 +175,52 @@ mod tests {
         let mut conduct = Conduct::new();
         conduct.grant(40_000);
         for _ in 0..7 {
-            assert_eq!(conduct.follow(&header(Header::DATA, 0, 15_000)), Ok(()));
+            assert_eq!(conduct.follow(&header(Header::DATA, 0, 15_000), None), Ok(()));
         }
-        assert_eq!(conduct.follow(&header(Header::DATA, 0, 600)), Err(Breach::FlowControl));
+        assert_eq!(conduct.follow(&header(Header::DATA, 0, 600), None), Err(Breach::FlowControl));
     }
 
     #[test]
     fn headers_end_before_they_are_too_long() {
         let mut conduct = Conduct::new();
         for _ in 0..100 {
-            assert_eq!(conduct.follow(&header(Header::HEADERS, 0, 20_000)), Ok(()));
-            assert_eq!(conduct.follow(&header(Header::CONTINUATION, Header::END_HEADERS, 9000)), Ok(()));
+            assert_eq!(conduct.follow(&header(Header::HEADERS, 0, 20_000), None), Ok(()));
+            assert_eq!(
+                conduct.follow(&header(Header::CONTINUATION, Header::END_HEADERS, 9000), None),
+                Ok(())
+            );
         }
-        assert_eq!(conduct.follow(&header(Header::HEADERS, 0, 20_000)), Ok(()));
-        assert_eq!(conduct.follow(&header(Header::CONTINUATION, 0, 20_000)), Err(Breach::Excess));
+        assert_eq!(conduct.follow(&header(Header::HEADERS, 0, 20_000), None), Ok(()));
+        assert_eq!(conduct.follow(&header(Header::CONTINUATION, 0, 20_000), None), Err(Breach::Excess));
     }
 
     #[test]
     fn useless_frames_are_few() {
         for useless in [header(Header::PING, 0, 8), header(Header::DATA, 0, 0), header(Header::RESET, 0, 4)] {
             let mut conduct = Conduct::new();
-            let taken = (0..1_000_000).take_while(|_| conduct.follow(&useless).is_ok()).count();
+            let taken = (0..1_000_000).take_while(|_| conduct.follow(&useless, None).is_ok()).count();
             assert!((2000..200_000).contains(&taken), "{taken} of {useless:?}");
         }
+    }
+
+    #[test]
+    fn strangers_of_one_address_share_what_is_useless() {
+        let bounds = Arc::new(Bounds::default());
+        let taken = |address: [u8; 4]| {
+            let guest = Guest::new(&bounds, Some(address.into()));
+            let mut conduct = Conduct::of_stranger();
+            let ping = header(Header::PING, 0, 8);
+            (0..1_000_000).take_while(|_| conduct.follow(&ping, Some(&guest)).is_ok()).count()
+        };
+        let (first, next) = (taken([10, 0, 0, 1]), taken([10, 0, 0, 1]));
+        assert!((3000..100_000).contains(&first), "{first}");
+        // The next connection has what is its own, and what has come again meanwhile.
+        assert!((60..first / 2).contains(&next), "{next} after {first}");
+        // One that a rank stands for is not held to it.
+        let mut rank = Conduct::of_stranger();
+        rank.sent(1 << 30);
+        let ping = header(Header::PING, 0, 8);
+        assert!((0..10_000).all(|_| rank.follow(&ping, None).is_ok()));
     }
 
     #[test]
@@ -191,7 +228,7 @@ mod tests {
         let mut conduct = Conduct::new();
         for _ in 0..1_000_000 {
             conduct.sent(16 * 1024);
-            assert_eq!(conduct.follow(&header(Header::WINDOW_UPDATE, 0, 4)), Ok(()));
+            assert_eq!(conduct.follow(&header(Header::WINDOW_UPDATE, 0, 4), None), Ok(()));
         }
     }
 }

@@ -11,6 +11,7 @@ mod windows;
 
 use std::{
     io::{self, IoSliceMut},
+    net::IpAddr,
     sync::Arc,
     task::{Context, Poll, ready},
 };
@@ -91,12 +92,14 @@ struct Stream {
 
 impl<S: Socket> Direct<S> {
     /// A server's end of a connection, held to the limits of one; and what the server knows of it.
-    pub fn serve(socket: S, bounds: &Arc<Bounds>) -> (Direct<S>, Arc<Standing>) {
-        let guest = Guest::new(bounds);
+    /// `address` is the peer's, unless it came by the Unix socket.
+    pub fn serve(socket: S, bounds: &Arc<Bounds>, address: Option<IpAddr>) -> (Direct<S>, Arc<Standing>) {
+        let guest = Guest::new(bounds, address);
         let standing = Arc::clone(&guest.standing);
         let mut direct = Direct::new(socket, Side::Server, WINDOW_BYTES, standing.taps.clone());
         direct.line = Arc::clone(&standing.line);
         direct.guest = Some(guest);
+        direct.conduct = Conduct::of_stranger();
         (direct, standing)
     }
 

@@ -10,6 +10,7 @@
 //! frames: on a server in those that come in, for calls with large requests; on a client in those that go out, for
 //! calls with large answers. A peer that sends no mark has nothing but HTTP/2 at the other end.
 
+mod allowances;
 mod bounds;
 mod conduct;
 mod credit;

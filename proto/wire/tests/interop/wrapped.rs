@@ -133,7 +133,7 @@ impl MessageSink<PullResponse> for Collect {
 async fn connect(taps: &Taps, read: &Arc<AtomicUsize>) -> Channel {
     let (near, far) = duplex(64 * 1024);
     let (near, far) = (Xor { pipe: near, read: Arc::clone(read) }, Xor { pipe: far, read: Arc::default() });
-    let (served, _standing) = Direct::serve(far, &Arc::new(Bounds::default()));
+    let (served, _standing) = Direct::serve(far, &Arc::new(Bounds::default()), None);
     let incoming = tokio_stream::once(Ok::<_, io::Error>(served)).chain(tokio_stream::pending());
     tokio::spawn(Server::builder().add_service(TensorsServer::new(Echo)).serve_with_incoming(incoming));
     let dialled = Direct::new(near, Side::Client, WINDOW as usize, taps.clone());

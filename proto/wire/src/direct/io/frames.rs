@@ -9,7 +9,7 @@ use std::{
 use super::{Direct, Inward, Side, Stream, TAPS_MOST};
 use crate::{
     direct::{
-        conduct::Breach,
+        conduct::{Breach, RESET_BYTES},
         outgoing::Outgoing,
         outward::{HEADER_BYTES, Header},
         socket::Socket,
@@ -27,10 +27,14 @@ impl<S: Socket> Direct<S> {
         let Some(bytes) = self.buffered().first_chunk() else { return Poll::Ready(Ok(None)) };
         let header = Header::read(bytes);
         self.patience.greeted = true;
-        let mut conduct = self.conduct.follow(&header);
+        let is_stranger = self.is_stranger();
+        let mut conduct = self.conduct.follow(&header, self.guest.as_ref().filter(|_| is_stranger));
         if let Some(guest) = &mut self.guest {
             match header.kind {
                 Header::HEADERS if !guest.call(header.stream) => conduct = Err(Breach::Excess),
+                Header::HEADERS if guest.is_refused() => {
+                    conduct = conduct.and(self.conduct.useless(RESET_BYTES, is_stranger.then_some(guest)));
+                }
                 Header::RESET => guest.hang_up(header.stream),
                 _ => {}
             }

@@ -1,0 +1,101 @@
+//! How much the strangers of one address may send that moves nothing, over all their connections.
+//!
+//! With an allowance for each connection a flood would begin anew on the next one.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    net::{IpAddr, Ipv6Addr},
+    sync::{Mutex, PoisonError},
+    time::Instant,
+};
+
+/// How much an address may send at once, and how much comes again in a second. A useless frame counts 1 KiB
+/// (`conduct.rs`), so these are 4,096 pings or 512 resets. Beside it each connection has some of its own.
+const ALLOWANCE_BYTES: u64 = 4 * 1024 * 1024;
+/// How many allowances there are. Addresses whose hashes meet share one. The hash has a secret key, so nobody can choose
+/// with whom.
+const COUNT: usize = 1024;
+/// A host has all IPv6 addresses of a network: these bits are the same in them.
+const NETWORK: u128 = !0 << 64;
+
+/// See the module.
+pub(super) struct Allowances {
+    hasher: RandomState,
+    left: Box<[Mutex<Left>]>,
+}
+
+struct Left {
+    bytes: u64,
+    counted: Instant,
+}
+
+/// The place of an address in [`Allowances`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place(usize);
+
+impl Allowances {
+    pub(super) fn place(&self, address: IpAddr) -> Place {
+        let address = match address {
+            IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & NETWORK)),
+            IpAddr::V4(_) => address,
+        };
+        Place(self.hasher.hash_one(address) as usize % COUNT)
+    }
+
+    /// Takes so much. Returns false, and takes nothing, where there is less.
+    pub(super) fn take(&self, Place(place): Place, bytes: u64) -> bool {
+        self.left[place].lock().unwrap_or_else(PoisonError::into_inner).take(bytes, Instant::now())
+    }
+}
+
+impl Default for Allowances {
+    fn default() -> Allowances {
+        let counted = Instant::now();
+        let left = || Mutex::new(Left { bytes: ALLOWANCE_BYTES, counted });
+        Allowances { hasher: RandomState::new(), left: (0..COUNT).map(|_| left()).collect() }
+    }
+}
+
+impl Left {
+    fn take(&mut self, bytes: u64, now: Instant) -> bool {
+        if self.bytes < bytes {
+            let since = now.saturating_duration_since(self.counted).as_secs_f64();
+            let back = (since.min(1.0) * ALLOWANCE_BYTES as f64) as u64;
+            self.bytes = (self.bytes + back).min(ALLOWANCE_BYTES);
+            self.counted = now;
+        }
+        let left = self.bytes.checked_sub(bytes);
+        self.bytes = left.unwrap_or(self.bytes);
+        left.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn an_allowance_comes_again_with_time() {
+        let now = Instant::now();
+        let mut left = Left { bytes: ALLOWANCE_BYTES, counted: now };
+        assert!(left.take(ALLOWANCE_BYTES, now));
+        assert!(!left.take(1, now));
+        let soon = now + Duration::from_millis(500);
+        assert!(!left.take(ALLOWANCE_BYTES, soon), "half of it is there");
+        assert!(left.take(ALLOWANCE_BYTES / 2, soon));
+        let later = now + Duration::from_secs(1000);
+        assert!(left.take(ALLOWANCE_BYTES, later));
+        assert!(!left.take(1, later), "nothing is saved beyond one second's");
+    }
+
+    #[test]
+    fn addresses_of_one_host_share() {
+        let allowances = Allowances::default();
+        let place = |text: &str| allowances.place(text.parse().unwrap());
+        assert_eq!(place("2001:db8::1"), place("2001:db8::ffff:1"));
+        let hosts = (0..100).map(|host| place(&format!("10.0.0.{host}")).0);
+        assert!(hosts.collect::<std::collections::HashSet<_>>().len() > 80);
+    }
+}
