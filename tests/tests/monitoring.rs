@@ -14,10 +14,15 @@ use longshore_tests::{
     process::Process,
     server::ServerOptions,
     skip,
+    tls::{Folders, identity},
     train::Train,
 };
 use serde_json::Value;
 use tempfile::TempDir;
+
+const TOKEN: &str = "foo";
+/// Its SHA-256.
+const TOKEN_SHA256: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
 
 fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
@@ -150,20 +155,8 @@ fn prometheus_follows_a_run_in_which_workers_are_killed() {
     if !is_installed("prometheus") {
         return skip::skipped("there is no prometheus: install Debian's package prometheus");
     }
-    let root = TempDir::new().unwrap();
     let server = ServerOptions::new().args(FLAGS).start();
-    let (http, config) = (http::address(&server), root.path().join("prometheus.yml"));
-    let scrape = format!(
-        "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\nscrape_configs:\n- job_name: longshore\n  static_configs:\n  - targets: [\"{http}\"]\n"
-    );
-    fs::write(&config, scrape).unwrap();
-    let own = free_address();
-    let mut command = Command::new("prometheus");
-    command
-        .arg(format!("--config.file={}", config.display()))
-        .arg(format!("--storage.tsdb.path={}", root.path().join("data").display()))
-        .arg(format!("--web.listen-address={own}"));
-    let _prometheus = Process::start("prometheus", &mut command);
+    let prometheus = Prometheus::start(&http::address(&server), "");
     let train = Train::new(10_000).servers(&[server.address().to_string()]);
     let mut last = 0;
     for kill in 0..3 {
@@ -171,24 +164,89 @@ fn prometheus_follows_a_run_in_which_workers_are_killed() {
         worker.until_step(last + 3);
         // Prometheus sees the version of the run while it trains.
         let seen = eventually("Prometheus to see the run", || {
-            value(&own, "longshore_job_version").filter(|&version| version > last as f64)
+            prometheus.value("longshore_job_version").filter(|&version| version > last as f64)
         });
         last = worker.kill().last_step();
         assert!(seen <= last as f64 + 1.0, "{seen} of {last}");
     }
-    assert_eq!(value(&own, "up"), Some(1.0));
+    assert_eq!(prometheus.value("up"), Some(1.0));
     // No scrape failed, and none was cut off.
-    assert_eq!(value(&own, "min_over_time(up[1m])"), Some(1.0));
+    assert_eq!(prometheus.value("min_over_time(up[1m])"), Some(1.0));
 }
 
-/// The value of an expression now; None where it has none, or Prometheus does not answer yet.
-fn value(address: &str, expression: &str) -> Option<f64> {
-    std::net::TcpStream::connect(address).ok()?;
-    let (code, _, body) = http::get(address, &format!("/api/v1/query?query={expression}"));
-    let body = body.find('{').map(|start| &body[start..=body.rfind('}').unwrap_or(start)])?;
-    let answer: Value = serde_json::from_str(body).ok()?;
-    assert!(code == 200 || code == 503, "{code} {body}");
-    answer["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+#[test]
+fn prometheus_reads_over_tls_by_certificate_and_by_token() {
+    if !is_installed("prometheus") {
+        return skip::skipped("there is no prometheus: install Debian's package prometheus");
+    }
+    let identities = [
+        identity("worker", &["worker"], &["*"], &[]),
+        identity("prometheus", &["reader"], &["*"], &[TOKEN_SHA256]),
+    ];
+    let folders = Folders::new(&identities.concat());
+    let (worker, token) = (folders.client("worker"), folders.token(TOKEN));
+    let server = ServerOptions::new().tls(&folders.server()).args(FLAGS).args(["--http-tls"]).start();
+    let http = http::address(&server);
+    let (host, _) = server.address().rsplit_once(':').unwrap();
+    // As docs/secure.md says. The pages are at another address of this host than the certificate is for.
+    let whom = format!("ca_file: {}, server_name: {host}", worker.join("ca.pem").display());
+    let by_token = format!(
+        "  scheme: https\n  tls_config: {{{whom}}}\n  authorization: {{credentials_file: {}}}\n",
+        token.join("token").display()
+    );
+    let by_certificate = format!(
+        "  scheme: https\n  tls_config: {{{whom}, cert_file: {}, key_file: {}}}\n",
+        worker.join("client.pem").display(),
+        worker.join("client.key").display()
+    );
+    let readers = [by_token, by_certificate].map(|shown| Prometheus::start(&http, &shown));
+    let by_nothing = Prometheus::start(&http, &format!("  scheme: https\n  tls_config: {{{whom}}}\n"));
+    let train = Train::new(4).servers(&[server.address().to_string()]);
+    train.args(["--tls-dir", &worker.display().to_string()]).run();
+    for prometheus in &readers {
+        let version = || prometheus.value("longshore_job_version").filter(|&version| version == 4.0);
+        eventually("Prometheus to see the run", version);
+    }
+    eventually("Prometheus without an identity to be refused", || {
+        by_nothing.value("up").filter(|&up| up == 0.0)
+    });
+    assert_eq!(by_nothing.value("longshore_job_version"), None);
+}
+
+/// Prometheus, which reads one server's metrics.
+struct Prometheus {
+    address: String,
+    _process: Process,
+    _root: TempDir,
+}
+
+impl Prometheus {
+    /// `more` is what the scrape has beside its target.
+    fn start(target: &str, more: &str) -> Prometheus {
+        let root = TempDir::new().unwrap();
+        let (config, address) = (root.path().join("prometheus.yml"), free_address());
+        let scrape = format!(
+            "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\nscrape_configs:\n- job_name: longshore\n{more}  static_configs:\n  - targets: [\"{target}\"]\n"
+        );
+        fs::write(&config, scrape).unwrap();
+        let mut command = Command::new("prometheus");
+        command
+            .arg(format!("--config.file={}", config.display()))
+            .arg(format!("--storage.tsdb.path={}", root.path().join("data").display()))
+            .arg(format!("--web.listen-address={address}"));
+        let process = Process::start("prometheus", &mut command);
+        Prometheus { address, _process: process, _root: root }
+    }
+
+    /// The value of an expression now; None where it has none, or Prometheus does not answer yet.
+    fn value(&self, expression: &str) -> Option<f64> {
+        std::net::TcpStream::connect(&self.address).ok()?;
+        let (code, _, body) = http::get(&self.address, &format!("/api/v1/query?query={expression}"));
+        let body = body.find('{').map(|start| &body[start..=body.rfind('}').unwrap_or(start)])?;
+        let answer: Value = serde_json::from_str(body).ok()?;
+        assert!(code == 200 || code == 503, "{code} {body}");
+        answer["data"]["result"][0]["value"][1].as_str()?.parse().ok()
+    }
 }
 
 fn free_address() -> String {
