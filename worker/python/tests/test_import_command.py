@@ -234,3 +234,55 @@ def test_state_is_exported_for_torch_and_comes_back(tmp_path: pathlib.Path, two_
     other = ["export", "--servers", two_servers, "--job", "new", "--out", str(tmp_path / "again"), "--optimizer"]
     again = subprocess.run([sys.executable, "-m", "longshore", *other], capture_output=True, text=True, timeout=120, check=False)
     assert "after the first step" in again.stderr, "version 0 has no hyperparameters"
+
+
+def contents(folder: pathlib.Path) -> dict[str, Any]:
+    """What torch loads from each file, and the text of what is none of its files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    is_torchs = lambda path: path.suffix == ".pt"
+    return {str(path.relative_to(folder)): torch.load(path, weights_only=True) if is_torchs(path) else path.read_text() for path in files}
+
+
+def same(mine: Any, its: Any) -> bool:
+    if isinstance(mine, torch.Tensor):
+        return isinstance(its, torch.Tensor) and mine.dtype == its.dtype and torch.equal(mine, its)
+    if isinstance(mine, dict):
+        return isinstance(its, dict) and mine.keys() == its.keys() and all(same(mine[key], its[key]) for key in mine)
+    if isinstance(mine, list):
+        return isinstance(its, list) and len(mine) == len(its) and all(map(same, mine, its))
+    return bool(mine == its)
+
+
+def test_an_export_for_deepspeed_is_what_python_writes(two_servers: str, tmp_path: pathlib.Path) -> None:
+    """DeepSpeed itself loads what Python writes, in another test."""
+    model, optimizer = opened(two_servers, "known")
+    for number in range(3):
+        step(model, optimizer, number)
+    python, shell = tmp_path / "python", tmp_path / "shell"
+    tag = longshore.checkpoint.save_deepspeed(optimizer, python)
+    command = [sys.executable, "-m", "longshore", "export", "--servers", two_servers, "--job", "known", "--format", "deepspeed"]
+
+    def export(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
+
+    done = export("--out", str(shell))
+    assert done.returncode == 0, done.stderr
+    assert tag == "global_step3_universal" and tag in done.stdout and " f32 " in done.stdout, done.stdout
+    mine, its = contents(shell), contents(python)
+    assert mine.keys() == its.keys()
+    for name in mine:
+        assert same(mine[name], its[name]), name
+    # A new job goes on from it.
+    done = run(two_servers, "--from", str(shell))
+    assert done.returncode == 0, done.stderr
+    wrong = export("--out", str(tmp_path / "wrong"), "--dtype", "bf16")
+    assert wrong.returncode == 2 and "--dtype" in wrong.stderr and "safetensors" in wrong.stderr, wrong.stderr
+    # DeepSpeed has one step count for all parameters.
+    optimizer.zero_grad()
+    model.loss(3).backward()
+    model.get_parameter(LATE_NAME).grad = None
+    optimizer.step()
+    optimizer.close()
+    late = export("--out", str(tmp_path / "late"))
+    assert late.returncode == 1 and LATE_NAME in late.stderr and "--optimizer" in late.stderr, late.stderr
+    assert not (tmp_path / "late").exists()

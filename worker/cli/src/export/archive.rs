@@ -4,11 +4,16 @@ use std::{
     fs::{File, OpenOptions},
     io,
     os::unix::fs::FileExt,
-    path::Path,
+    path::PathBuf,
 };
 
-use longshore_proto::checksum::Crc32;
+use longshore_proto::{Fault, checksum::Crc32};
 use rustix::fs::{FallocateFlags, fallocate};
+
+use super::{
+    pickle::{Value, pickle},
+    target::failed,
+};
 
 /// Where torch has values begin, so that they can be mapped.
 const ALIGNMENT: u64 = 64;
@@ -26,9 +31,10 @@ struct Entry {
     size: u64,
 }
 
-/// A zip archive without compression. Every entry has sizes of 64 bits.
+/// A zip archive without compression. Every entry has sizes of 64 bits. The file is open only while it is written: an export may have
+/// more files than a process may have open.
 pub(super) struct Archive {
-    file: File,
+    path: PathBuf,
     entries: Vec<Entry>,
     /// The first tensor's entry.
     tensors: usize,
@@ -37,24 +43,31 @@ pub(super) struct Archive {
 
 impl Archive {
     /// Reserves all space. `tensors` are the bytes of each.
-    pub(super) fn create(path: &Path, pickle: &[u8], tensors: &[u64]) -> io::Result<Archive> {
-        let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
-        let mut archive = Archive { file, entries: Vec::new(), tensors: 0, end: 0 };
+    pub(super) fn create(path: PathBuf, content: &Value, tensors: &[u64]) -> Result<Archive, Fault> {
+        let mut archive = Archive { path, entries: Vec::new(), tensors: 0, end: 0 };
+        match archive.begin(&pickle(content), tensors) {
+            Ok(()) => Ok(archive),
+            Err(error) => Err(failed("create", &archive.path)(error)),
+        }
+    }
+
+    fn begin(&mut self, pickle: &[u8], tensors: &[u64]) -> io::Result<()> {
+        let file = OpenOptions::new().write(true).create_new(true).open(&self.path)?;
         for (name, content) in [("data.pkl", pickle), ("byteorder", &b"little"[..]), ("version", &b"3\n"[..])]
         {
-            let start = archive.add(name, content.len() as u64)?;
-            archive.file.write_all_at(content, start)?;
+            let start = self.add(&file, name, content.len() as u64)?;
+            file.write_all_at(content, start)?;
         }
-        archive.tensors = archive.entries.len();
+        self.tensors = self.entries.len();
         for (number, &size) in tensors.iter().enumerate() {
-            archive.add(&format!("data/{number}"), size)?;
+            self.add(&file, &format!("data/{number}"), size)?;
         }
-        fallocate(&archive.file, FallocateFlags::empty(), 0, archive.end.max(1))?;
-        Ok(archive)
+        fallocate(&file, FallocateFlags::empty(), 0, self.end.max(1))?;
+        Ok(())
     }
 
     /// Adds an entry's header. Returns where its bytes go.
-    fn add(&mut self, name: &str, size: u64) -> io::Result<u64> {
+    fn add(&mut self, file: &File, name: &str, size: u64) -> io::Result<u64> {
         let name = format!("archive/{name}");
         let header = self.end;
         // A field without meaning brings the values to their place.
@@ -70,7 +83,7 @@ impl Archive {
         long(&mut bytes, [size, size]);
         short(&mut bytes, [0x4246, padding as u16]);
         bytes.resize(bytes.len() + padding as usize, b'Z');
-        self.file.write_all_at(&bytes, header)?;
+        file.write_all_at(&bytes, header)?;
         let start = header + bytes.len() as u64;
         self.end = start + size;
         self.entries.push(Entry { name, header, start, size });
@@ -78,16 +91,23 @@ impl Archive {
     }
 
     /// Writes bytes of a tensor, from byte `at` on.
-    pub(super) fn write(&self, tensor: usize, at: u64, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.entries[self.tensors + tensor].start + at)
+    pub(super) fn write(&self, tensor: usize, at: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let at = self.entries[self.tensors + tensor].start + at;
+        let file = OpenOptions::new().write(true).open(&self.path);
+        file.and_then(|file| file.write_all_at(bytes, at)).map_err(failed("write", &self.path))
     }
 
-    /// Takes the checksum of what was written, writes the directory, and makes the file durable.
-    pub(super) fn seal(self) -> io::Result<u64> {
+    /// Takes the checksum of what was written, writes the directory, and makes the file durable. Returns its bytes.
+    pub(super) fn seal(self) -> Result<u64, Fault> {
+        self.end().map_err(failed("write", &self.path))
+    }
+
+    fn end(&self) -> io::Result<u64> {
+        let file = OpenOptions::new().read(true).write(true).open(&self.path)?;
         let mut directory = Vec::new();
         for entry in &self.entries {
-            let checksum = self.checksum(entry)?.to_le_bytes();
-            self.file.write_all_at(&checksum, entry.header + CHECKSUM)?;
+            let checksum = checksum(&file, entry)?.to_le_bytes();
+            file.write_all_at(&checksum, entry.header + CHECKSUM)?;
             directory.extend(b"PK\x01\x02");
             short(&mut directory, [45, 45, 0, 0, 0, 0]);
             directory.extend(checksum);
@@ -111,21 +131,22 @@ impl Archive {
         directory.extend(b"\x01\0\0\0PK\x05\x06\0\0\0\0");
         directory.extend([0xff; 12]);
         directory.extend([0; 2]);
-        self.file.write_all_at(&directory, self.end)?;
-        self.file.sync_all()?;
+        file.write_all_at(&directory, self.end)?;
+        file.sync_all()?;
         Ok(self.end + directory.len() as u64)
     }
+}
 
-    fn checksum(&self, entry: &Entry) -> io::Result<u32> {
-        let (mut sum, mut bytes, mut at) = (Crc32::new(), vec![0; READ_BYTES], 0);
-        while at < entry.size {
-            let part = (entry.size - at).min(READ_BYTES as u64) as usize;
-            self.file.read_exact_at(&mut bytes[..part], entry.start + at)?;
-            sum.update(&bytes[..part]);
-            at += part as u64;
-        }
-        Ok(sum.value())
+fn checksum(file: &File, entry: &Entry) -> io::Result<u32> {
+    let (mut sum, mut at) = (Crc32::new(), 0);
+    let mut bytes = vec![0; entry.size.min(READ_BYTES as u64) as usize];
+    while at < entry.size {
+        let part = (entry.size - at).min(READ_BYTES as u64) as usize;
+        file.read_exact_at(&mut bytes[..part], entry.start + at)?;
+        sum.update(&bytes[..part]);
+        at += part as u64;
     }
+    Ok(sum.value())
 }
 
 fn short<const COUNT: usize>(bytes: &mut Vec<u8>, values: [u16; COUNT]) {

@@ -1,13 +1,16 @@
 //! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on; and the state of
-//! its optimizer, as torch saves it.
+//! its optimizer, as torch saves it. Or both as DeepSpeed's universal checkpoint.
 //! Memory is bounded by a few messages of each server, since every message is written where it belongs as it comes.
 
 mod archive;
+mod extents;
 mod files;
 mod optimizer;
 mod pickle;
 mod receive;
 mod settings;
+mod target;
+mod universal;
 
 use std::path::Path;
 
@@ -15,11 +18,13 @@ use longshore_proto::{Fault, FaultKind, Hyper, JobSpec, Layout, LeftOut, Placeme
 use longshore_wire::{Wire, hyper_from_wire, left_outs_from_wire, v1};
 use longshore_worker::session::{TRIES, has_passed, lead, whole};
 
-pub(crate) use self::settings::Settings;
+pub(crate) use self::settings::{Format, MAX_FILE_BYTES, Settings};
 use self::{
-    files::{Files, OPTIMIZER, Target},
+    files::Files,
     optimizer::Optimizer,
     receive::{Sinks, receive},
+    target::{OPTIMIZER, Target},
+    universal::Universal,
 };
 use crate::servers::Servers;
 
@@ -39,16 +44,19 @@ struct Described {
 pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Exported> {
     let Described { spec, layout, placement } = describe(servers, &settings.job)?;
     check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
-    let target = Target { folder: settings.out.clone(), replace: settings.replace };
-    let files = Files::create(target, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
-    let optimizer = match settings.optimizer {
-        true => {
-            let groups = hyperparameters(&standing(servers, &settings.job)?)?;
-            Some(Optimizer::create(files.folder(), &spec, &layout, &groups)?)
+    let draft = Target { folder: settings.out.clone(), replace: settings.replace }.draft()?;
+    let mut groups = || hyperparameters(&standing(servers, &settings.job)?);
+    let sinks = match settings.format {
+        Format::Safetensors { dtype, max_file_bytes, optimizer } => {
+            let files = Files::create(draft, &spec, &layout, dtype, max_file_bytes)?;
+            let optimizer = match optimizer {
+                true => Some(Optimizer::create(files.folder(), &spec, &layout, &groups()?)?),
+                false => None,
+            };
+            Sinks::Safetensors { files, optimizer }
         }
-        false => None,
+        Format::Universal => Sinks::Universal(Universal::create(draft, &spec, &layout, groups()?)?),
     };
-    let sinks = Sinks { files, optimizer };
     let mut tried = 0;
     let (version, applied, left_out) = loop {
         let version = Version(standing(servers, &settings.job)?.version + lead(tried));
@@ -64,14 +72,23 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
             Err(fault) => return Err(fault.into()),
         }
     };
-    let Sinks { files, optimizer } = sinks;
+    let (bytes, files) = publish(sinks, applied, &left_out)?;
+    Ok(Exported { version, bytes, files })
+}
+
+/// Makes all of it whole and puts it in its place. Returns its bytes, and its files' names.
+fn publish(sinks: Sinks, applied: u64, left_out: &[LeftOut]) -> Result<(u64, Vec<String>), Fault> {
+    let (files, optimizer) = match sinks {
+        Sinks::Safetensors { files, optimizer } => (files, optimizer),
+        Sinks::Universal(universal) => return universal.publish(applied, left_out),
+    };
     let (mut bytes, mut names) = (files.bytes(), files.names().to_vec());
     if let Some(optimizer) = optimizer {
-        bytes += optimizer.seal(applied, &left_out)?;
+        bytes += optimizer.seal(applied, left_out)?;
         names.push(OPTIMIZER.to_string());
     }
     files.publish()?;
-    Ok(Exported { version, bytes, files: names })
+    Ok((bytes, names))
 }
 
 /// Refuses a job whose ranks in Python have a part of each tensor: how its shape was is known to them alone, and no loader knows the
@@ -91,13 +108,13 @@ fn is_part(name: &str) -> bool {
 }
 
 /// What the last step had of each param group.
-fn hyperparameters(standing: &v1::JobProgress) -> Result<Vec<Hyper>, Fault> {
+fn hyperparameters(standing: &v1::JobProgress) -> anyhow::Result<Vec<Hyper>> {
     let groups = standing.last_commit.iter().flat_map(|commit| &commit.groups);
     let groups: Vec<Hyper> = groups.cloned().map(hyper_from_wire).collect();
     if groups.is_empty() {
         let remedy = "export the weights alone, or after the first step";
         let limit = "at least 1, where the optimizer's state is exported";
-        return Err(Fault::new(FaultKind::Precondition, "version", 0, limit, remedy));
+        return Err(Fault::new(FaultKind::Precondition, "version", 0, limit, remedy).into());
     }
     Ok(groups)
 }
@@ -131,7 +148,7 @@ fn too_fast(version: Version) -> Fault {
 
 /// Whether an export that replaces an earlier one could be written to `out` now.
 pub(crate) fn check_target(out: &Path) -> Result<(), Fault> {
-    Target { folder: out.to_path_buf(), replace: true }.check()
+    Target { folder: out.to_path_buf(), replace: true }.draft().map(drop)
 }
 
 fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {

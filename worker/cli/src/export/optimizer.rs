@@ -1,31 +1,16 @@
 //! A job's moments and step counts as torch's optimizer of its rule saves them: `optimizer.pt`.
 
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-};
+use std::path::Path;
 
 use longshore_proto::{Fault, Hyper, JobSpec, Layout, LeftOut, Rule, StateArray};
 
-use super::{
-    archive::Archive,
-    files::{OPTIMIZER, failed},
-    pickle::{Value, pickle},
-};
+use super::{archive::Archive, extents::Extents, pickle::Value, target::OPTIMIZER};
 use crate::torch::{counts_steps, moments};
-
-/// Where one parameter's values of one array lie.
-struct Extent {
-    tensor: usize,
-    /// The parameter's elements in the flat space.
-    flat: Range<u64>,
-}
 
 pub(super) struct Optimizer {
     archive: Archive,
-    path: PathBuf,
-    /// By moment, in flat order.
-    extents: [Vec<Extent>; 2],
+    /// By moment: the tensor of each parameter.
+    extents: [Extents<usize>; 2],
     /// By parameter that is trained: the tensor of its step count.
     steps: Vec<(usize, usize)>,
 }
@@ -38,7 +23,6 @@ impl Optimizer {
         layout: &Layout,
         groups: &[Hyper],
     ) -> Result<Optimizer, Fault> {
-        let path = folder.join(OPTIMIZER);
         let (mut state, mut param_groups, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
         let (mut extents, mut steps) = ([Vec::new(), Vec::new()], Vec::new());
         let mut count = 0u64;
@@ -59,7 +43,7 @@ impl Optimizer {
                 for (of_moment, &name) in extents.iter_mut().zip(moments(spec.rule)) {
                     let tensor = sizes.len();
                     entries.push((name.into(), Value::Tensor { number: tensor, shape: shape.clone() }));
-                    of_moment.push(Extent { tensor, flat: flat.clone() });
+                    of_moment.push((flat.clone(), tensor));
                     sizes.push((flat.end - flat.start) * 4);
                 }
                 names.push(Value::Text(spec.params[param].name.clone()));
@@ -71,29 +55,20 @@ impl Optimizer {
             about.push(("param_names".into(), Value::List(names)));
             param_groups.push(Value::Dict(about));
         }
-        extents.iter_mut().for_each(|of_moment| of_moment.sort_unstable_by_key(|extent| extent.flat.start));
         let content = Value::Dict(vec![
             ("state".into(), Value::Dict(state)),
             ("param_groups".into(), Value::List(param_groups)),
         ]);
-        let archive = Archive::create(&path, &pickle(&content), &sizes).map_err(failed("create", &path))?;
-        Ok(Optimizer { archive, path, extents, steps })
+        let archive = Archive::create(folder.join(OPTIMIZER), &content, &sizes)?;
+        Ok(Optimizer { archive, extents: extents.map(Extents::new), steps })
     }
 
-    /// Writes fp32 values of flat elements from `at`. Values of elements between parameters are dropped.
+    /// Writes fp32 values of flat elements from `at`.
     pub(super) fn write(&self, array: StateArray, at: u64, bytes: &[u8]) -> Result<(), Fault> {
         let Some(extents) = array.index().checked_sub(1).and_then(|moment| self.extents.get(moment)) else {
             return Ok(());
         };
-        let end = at + bytes.len() as u64 / 4;
-        let first = extents.partition_point(|extent| extent.flat.end <= at);
-        for extent in extents[first..].iter().take_while(|extent| extent.flat.start < end) {
-            let (from, to) = (extent.flat.start.max(at), extent.flat.end.min(end));
-            let values = &bytes[((from - at) * 4) as usize..((to - at) * 4) as usize];
-            let written = self.archive.write(extent.tensor, (from - extent.flat.start) * 4, values);
-            written.map_err(failed("write", &self.path))?;
-        }
-        Ok(())
+        extents.deal(at, bytes, 4, |&tensor, from, values| self.archive.write(tensor, from, values))
     }
 
     /// Writes each parameter's step count, and makes the file whole and durable. Returns its bytes.
@@ -102,14 +77,14 @@ impl Optimizer {
             let found = left_out.binary_search_by_key(&(param as u32), |left_out| left_out.param);
             let fewer = found.map_or(0, |index| left_out[index].steps);
             let step = (applied.saturating_sub(fewer) as f32).to_le_bytes();
-            self.archive.write(tensor, 0, &step).map_err(failed("write", &self.path))?;
+            self.archive.write(tensor, 0, &step)?;
         }
-        self.archive.seal().map_err(failed("sync", &self.path))
+        self.archive.seal()
     }
 }
 
 /// A param group's settings in torch's names, as its optimizer of this rule saves them.
-fn hyperparameters(rule: Rule, hyper: &Hyper) -> Vec<(Value, Value)> {
+pub(super) fn hyperparameters(rule: Rule, hyper: &Hyper) -> Vec<(Value, Value)> {
     let off = ["maximize", "differentiable"].map(|name| (name, Value::Bool(false)));
     let open = ["foreach", "fused"].map(|name| (name, Value::None));
     let number = Value::Float;

@@ -11,19 +11,23 @@ use longshore_worker::{
     export::{Contents, Export},
 };
 
-use super::{files::Files, optimizer::Optimizer, settings::Settings};
+use super::{files::Files, optimizer::Optimizer, settings::Settings, universal::Universal};
 use crate::{progress::Progress, servers::Servers, torch::moments};
 
 /// Where what is received goes.
-pub(super) struct Sinks {
-    pub(super) files: Files,
-    pub(super) optimizer: Option<Optimizer>,
+pub(super) enum Sinks {
+    Safetensors { files: Files, optimizer: Option<Optimizer> },
+    Universal(Universal),
 }
 
 impl Sinks {
     fn write(&self, array: StateArray, at: u64, bytes: &[u8]) -> Result<(), Fault> {
-        let dtype = self.files.dtype();
-        match &self.optimizer {
+        let (files, optimizer) = match self {
+            Sinks::Safetensors { files, optimizer } => (files, optimizer),
+            Sinks::Universal(universal) => return universal.write(array, at, bytes),
+        };
+        let dtype = files.dtype();
+        match optimizer {
             Some(optimizer) if array != StateArray::Master => optimizer.write(array, at, bytes),
             // All state comes in fp32.
             Some(_) if dtype != Dtype::F32 => {
@@ -31,9 +35,9 @@ impl Sinks {
                 convert::to_f32(Dtype::F32, bytes, &mut values);
                 let mut rounded = vec![0; values.len() * dtype.bytes() as usize];
                 convert::from_f32(dtype, &values, &mut rounded);
-                self.files.write(at, &rounded)
+                files.write(at, &rounded)
             }
-            _ => self.files.write(at, bytes),
+            _ => files.write(at, bytes),
         }
     }
 }
@@ -47,13 +51,10 @@ pub(super) fn receive(
     sinks: &Sinks,
 ) -> Result<u64, Fault> {
     check_servers(servers, placement)?;
-    let contents = match settings.optimizer {
-        true => Contents::State(spec.rule),
-        false => Contents::Weights(settings.dtype),
-    };
+    let contents = settings.format.contents(spec.rule);
     let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
     let received = Mutex::new(Ok(0));
-    let progress = Progress::bytes("exporting", bytes(settings, spec, layout), settings.shown);
+    let progress = Progress::bytes("exporting", bytes(contents, layout), settings.shown);
     let progress = &progress;
     thread::scope(|scope| {
         for (index, server) in servers.list().iter().enumerate() {
@@ -78,9 +79,11 @@ pub(super) fn receive(
 }
 
 /// What comes from all servers together, padding included.
-fn bytes(settings: &Settings, spec: &JobSpec, layout: &Layout) -> u64 {
-    let arrays = 1 + moments(spec.rule).len() as u64;
-    let element = if settings.optimizer { arrays * Dtype::F32.bytes() } else { settings.dtype.bytes() };
+fn bytes(contents: Contents, layout: &Layout) -> u64 {
+    let element = match contents {
+        Contents::Weights(dtype) => dtype.bytes(),
+        Contents::State(rule) => (1 + moments(rule).len() as u64) * Dtype::F32.bytes(),
+    };
     layout.elements() * element
 }
 

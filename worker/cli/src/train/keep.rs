@@ -15,9 +15,6 @@ use super::{
 };
 use crate::{access::Access, export, output::Output, servers::Servers, sizes::human};
 
-/// How many bytes of tensors go into one file, as in `longshore export`.
-const EXPORT_FILE_BYTES: u64 = 5 << 30;
-
 /// Writes on rank 0 what is wanted when it is due.
 pub(super) struct Keeper<'a> {
     settings: &'a Settings,
@@ -157,9 +154,11 @@ impl<'a> Keeper<'a> {
         let settings = export::Settings {
             job: self.settings.job.to_string(),
             out: dir,
-            dtype: self.settings.export_dtype,
-            optimizer: false,
-            max_file_bytes: EXPORT_FILE_BYTES,
+            format: export::Format::Safetensors {
+                dtype: self.settings.export_dtype,
+                max_file_bytes: export::MAX_FILE_BYTES,
+                optimizer: false,
+            },
             deadline: self.settings.deadline,
             replace: true,
             shown: Output::new(self.settings.json),
@@ -171,7 +170,11 @@ impl<'a> Keeper<'a> {
             format!("training is done, and its weights were not exported to {}", settings.out.display())
         })?;
         let bytes = human(exported.bytes);
-        Ok(format!("weights           {} ({bytes} as {})", settings.out.display(), settings.dtype))
+        Ok(format!(
+            "weights           {} ({bytes} as {})",
+            settings.out.display(),
+            self.settings.export_dtype
+        ))
     }
 
     fn checkpoint_line(&self, name: &str) -> String {

@@ -1,0 +1,130 @@
+//! Where an export goes: a folder that is there whole or not at all.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+};
+
+use longshore_proto::{Fault, FaultKind};
+use rustix::fs::{CWD, RenameFlags};
+
+/// What weights in several files have beside them.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+/// What an export with the optimizer's state has beside the weights.
+pub(super) const OPTIMIZER: &str = "optimizer.pt";
+
+/// Where an export goes.
+pub(super) struct Target {
+    pub(super) folder: PathBuf,
+    /// It may hold an earlier export.
+    pub(super) replace: bool,
+}
+
+/// The folder in which an export is written. It takes the target's place when all is there, so that a failed export leaves
+/// nothing behind.
+pub(super) struct Draft {
+    target: Target,
+    folder: tempfile::TempDir,
+}
+
+impl Draft {
+    pub(super) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Puts the folder, whose files are durable, in its place.
+    pub(super) fn publish(self) -> Result<(), Fault> {
+        // The draft's own mode is 0700 while it is a draft.
+        set_mode(self.path()).map_err(failed("chmod", self.path()))?;
+        let parent = self.target.parent().to_path_buf();
+        self.target.take(self.folder)?;
+        sync(&parent)
+    }
+}
+
+/// Makes a file's content durable, or a folder's entries.
+pub(super) fn sync(path: &Path) -> Result<(), Fault> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(failed("sync", path))
+}
+
+pub(super) fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
+    let place = format!("{} ({call}", path.display());
+    move |error| {
+        let (kind, limit, remedy) = match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => (
+                FaultKind::Exhausted,
+                "large enough for the weights",
+                "free space there, or name another folder with --out",
+            ),
+            _ => (FaultKind::Precondition, "writable", "name a folder that can be written with --out"),
+        };
+        Fault::new(kind, "out", format!("{place}: {error})"), limit, remedy)
+    }
+}
+
+fn set_mode(folder: &Path) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
+}
+
+impl Target {
+    /// A folder beside it to write the export in. A fault where the target holds something, or cannot be written.
+    pub(super) fn draft(self) -> Result<Draft, Fault> {
+        self.holds_export()?;
+        let parent = self.parent();
+        fs::create_dir_all(parent).map_err(failed("create", parent))?;
+        let folder = tempfile::Builder::new().prefix(".export-").tempdir_in(parent);
+        let folder = folder.map_err(failed("create", parent))?;
+        Ok(Draft { target: self, folder })
+    }
+
+    fn parent(&self) -> &Path {
+        let parent = self.folder.parent().filter(|parent| !parent.as_os_str().is_empty());
+        parent.unwrap_or(Path::new("."))
+    }
+
+    /// Gives the draft its place in one operation, so that either the earlier export or this one is there, and whole.
+    fn take(&self, draft: tempfile::TempDir) -> Result<(), Fault> {
+        if self.holds_export()? {
+            // The draft's name then leads to the earlier export, which goes with it.
+            return rustix::fs::renameat_with(CWD, draft.path(), CWD, &self.folder, RenameFlags::EXCHANGE)
+                .map_err(|error| failed("rename", &self.folder)(error.into()));
+        }
+        fs::rename(draft.path(), &self.folder).map_err(failed("rename", &self.folder))?;
+        let _ = draft.keep();
+        Ok(())
+    }
+
+    /// Whether an export is there. Nothing else may be overwritten: the target must be empty or hold an export.
+    fn holds_export(&self) -> Result<bool, Fault> {
+        let entries = match fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(failed("read", &self.folder)(error)),
+        };
+        let mut holds = false;
+        for entry in entries {
+            let entry = entry.map_err(failed("read", &self.folder))?;
+            if !self.replace || !is_exported(&entry.file_name().to_string_lossy()) {
+                let value = entry.path().display().to_string();
+                let (limit, remedy) = match self.replace {
+                    false => {
+                        ("an empty folder, or none yet", "name another folder with --out, or empty this one")
+                    }
+                    true => (
+                        "an empty folder, an earlier export, or none yet",
+                        "name another folder, or empty this one",
+                    ),
+                };
+                return Err(Fault::new(FaultKind::Conflict, "out", value, limit, remedy));
+            }
+            holds = true;
+        }
+        Ok(holds)
+    }
+}
+
+fn is_exported(name: &str) -> bool {
+    name == INDEX || name == OPTIMIZER || name.starts_with("model") && name.ends_with(".safetensors")
+}
