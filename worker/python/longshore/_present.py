@@ -1,6 +1,9 @@
 """What of the units is on the device now."""
 
+import warnings
+
 from longshore._units import Member, Unit
+from longshore.errors import UsageError
 
 
 class Present:
@@ -41,3 +44,26 @@ class Present:
     def unpinned(self) -> list[Unit]:
         """The units of which something is here, and which may go."""
         return [unit for unit in self._of if unit.pins == 0]
+
+
+def size(member: Member, nbytes: int) -> None:
+    """Gives a member memory, or takes it. What NumPy has got within a forward, where nobody is asked, torch does not let go of: it stays."""
+    if member.memory.resizable():
+        member.memory.resize_(nbytes)
+    elif not nbytes:
+        warnings.warn(
+            f"an array of NumPy has the memory of {member.name} of unit {member.unit.name}, which stays on the device beside the budget, and new "
+            "weights are written there: copy the weights with .clone() before .numpy()",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def check_here(members: list[Member]) -> None:
+    """Refuses to use what could not be fetched."""
+    for member in members:
+        if not member.is_here:
+            raise UsageError(
+                f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
+                "the weights that it was computed with: call step() first, or zero_grad(), which gives the step up"
+            )

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from longshore import _unit_tensors
 from longshore._fetching import Fetch, Fetcher
-from longshore._present import Present
+from longshore._present import Present, check_here, size
 from longshore._unit_nodes import Nodes, is_in_backward
 from longshore._unit_order import Order
 from longshore._unit_streams import UnitStreams
@@ -131,7 +130,7 @@ class Residency:
             unit.pins += 1
             try:
                 self.use(unit, alone=alone)
-                _check_here(unit.members)
+                check_here(unit.members)
             except BaseException:
                 unit.pins -= 1
                 raise
@@ -161,7 +160,7 @@ class Residency:
         try:
             for unit in units:
                 self.use(unit, alone=True)
-            _check_here(members)
+            check_here(members)
             with self.saving():
                 yield
         finally:
@@ -173,7 +172,7 @@ class Residency:
         with self._lock:
             self._nodes.give(member.unit)
             self.use(member.unit)
-            _check_here([member])
+            check_here([member])
 
     def mark(self, result: Any) -> None:
         """Has views of members be asked for as the members are."""
@@ -277,7 +276,7 @@ class Residency:
             self.changed(member)
         self._streams.leave(member.unit)
         self._present.remove(member)
-        _size(member, 0)
+        size(member, 0)
         if not self._present.has(member.unit):
             self._streams.forget(member.unit)
 
@@ -301,7 +300,7 @@ class Residency:
     def _begin_fetch(self, missing: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         try:
             for member in missing:
-                _size(member, member.nbytes)
+                size(member, member.nbytes)
                 self._present.add(member)
                 self.fetched += member.nbytes
             self.peak = max(self.peak, self.here)
@@ -321,7 +320,7 @@ class Residency:
     def _take_back(self, members: list[Member], *, have_come: bool = False) -> None:
         """These are not wanted, or did not come, so they are not here."""
         for member in members:
-            _size(member, 0)
+            size(member, 0)
             if member.is_here:
                 self._present.remove(member)
                 self.fetched -= 0 if have_come else member.nbytes
@@ -396,26 +395,3 @@ class Residency:
                     "move and cast the model before the optimizer is built",
                     UsageError,
                 )
-
-
-def _size(member: Member, nbytes: int) -> None:
-    """Gives a member memory, or takes it. What NumPy has got within a forward, where nobody is asked, torch does not let go of: it stays."""
-    if member.memory.resizable():
-        member.memory.resize_(nbytes)
-    elif not nbytes:
-        warnings.warn(
-            f"an array of NumPy has the memory of {member.name} of unit {member.unit.name}, which stays on the device beside the budget, and new "
-            "weights are written there: copy the weights with .clone() before .numpy()",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _check_here(members: list[Member]) -> None:
-    """Refuses to use what could not be fetched."""
-    for member in members:
-        if not member.is_here:
-            raise UsageError(
-                f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
-                "the weights that it was computed with: call step() first, or zero_grad(), which gives the step up"
-            )

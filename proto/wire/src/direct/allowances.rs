@@ -1,6 +1,6 @@
-//! How much the strangers of one address may send that moves nothing, over all their connections.
+//! How much peers may send that moves nothing: each connection, and the strangers of one address over all their connections.
 //!
-//! With an allowance for each connection a flood would begin anew on the next one.
+//! With an allowance for each connection alone a flood would begin anew on the next one.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -18,15 +18,47 @@ const COUNT: usize = 1024;
 /// A host has all IPv6 addresses of a network: these bits are the same in them.
 const NETWORK: u128 = !0 << 64;
 
-/// See the module.
+/// The allowances of addresses.
 pub(super) struct Allowances {
     hasher: RandomState,
-    left: Box<[Mutex<Left>]>,
+    all: Box<[Mutex<Allowance>]>,
 }
 
-struct Left {
-    bytes: u64,
-    counted: Instant,
+/// What may still be sent.
+#[derive(Clone, Copy)]
+pub(super) struct Allowance {
+    left: u64,
+    /// There is never more of it, and so much comes again in a second.
+    most: u64,
+    /// When it was last renewed.
+    renewed: Instant,
+}
+
+impl Allowance {
+    pub(super) fn new(left: u64, most: u64) -> Allowance {
+        Allowance { left, most, renewed: Instant::now() }
+    }
+
+    pub(super) fn add(&mut self, bytes: u64) {
+        self.left = self.left.saturating_add(bytes).min(self.most);
+    }
+
+    /// Takes so much of what is left. Returns false, and takes nothing, where there is less.
+    pub(super) fn spend(&mut self, bytes: u64) -> bool {
+        let left = self.left.checked_sub(bytes);
+        self.left = left.unwrap_or(self.left);
+        left.is_some()
+    }
+
+    /// Takes so much, also of what has come again by now. It comes only once the first burst is used up.
+    pub(super) fn take(&mut self, bytes: u64, now: Instant) -> bool {
+        if self.left < bytes {
+            let since = now.saturating_duration_since(self.renewed).as_secs_f64();
+            self.add((since.min(1.0) * self.most as f64) as u64);
+            self.renewed = now;
+        }
+        self.spend(bytes)
+    }
 }
 
 /// The place of an address in [`Allowances`].
@@ -44,29 +76,14 @@ impl Allowances {
 
     /// Takes so much. Returns false, and takes nothing, where there is less.
     pub(super) fn take(&self, Place(place): Place, bytes: u64) -> bool {
-        self.left[place].lock().unwrap_or_else(PoisonError::into_inner).take(bytes, Instant::now())
+        self.all[place].lock().unwrap_or_else(PoisonError::into_inner).take(bytes, Instant::now())
     }
 }
 
 impl Default for Allowances {
     fn default() -> Allowances {
-        let counted = Instant::now();
-        let left = || Mutex::new(Left { bytes: ALLOWANCE_BYTES, counted });
-        Allowances { hasher: RandomState::new(), left: (0..COUNT).map(|_| left()).collect() }
-    }
-}
-
-impl Left {
-    fn take(&mut self, bytes: u64, now: Instant) -> bool {
-        if self.bytes < bytes {
-            let since = now.saturating_duration_since(self.counted).as_secs_f64();
-            let back = (since.min(1.0) * ALLOWANCE_BYTES as f64) as u64;
-            self.bytes = (self.bytes + back).min(ALLOWANCE_BYTES);
-            self.counted = now;
-        }
-        let left = self.bytes.checked_sub(bytes);
-        self.bytes = left.unwrap_or(self.bytes);
-        left.is_some()
+        let whole = Allowance::new(ALLOWANCE_BYTES, ALLOWANCE_BYTES);
+        Allowances { hasher: RandomState::new(), all: (0..COUNT).map(|_| Mutex::new(whole)).collect() }
     }
 }
 
@@ -78,8 +95,8 @@ mod tests {
 
     #[test]
     fn an_allowance_comes_again_with_time() {
-        let now = Instant::now();
-        let mut left = Left { bytes: ALLOWANCE_BYTES, counted: now };
+        let mut left = Allowance::new(ALLOWANCE_BYTES, ALLOWANCE_BYTES);
+        let now = left.renewed;
         assert!(left.take(ALLOWANCE_BYTES, now));
         assert!(!left.take(1, now));
         let soon = now + Duration::from_millis(500);

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use longshore_proto::limits::{CHUNK_BYTES, MAX_HEADER_BLOCK_BYTES};
 
-use super::{bounds::Guest, outward::Header};
+use super::{allowances::Allowance, bounds::Guest, outward::Header};
 
 /// Every connection's window before the first WINDOW_UPDATE.
 const FIRST_WINDOW_BYTES: i64 = 65_535;
@@ -50,18 +50,17 @@ pub(super) struct Conduct {
     /// The bytes of headers that have not ended.
     block: usize,
     /// How much useless frames may still count.
-    spare: u64,
-    counted: Option<Instant>,
+    spare: Allowance,
 }
 
 impl Conduct {
     pub(super) fn new() -> Conduct {
-        Conduct { window: FIRST_WINDOW_BYTES, block: 0, spare: SPARE_BYTES, counted: None }
+        Conduct { window: FIRST_WINDOW_BYTES, block: 0, spare: Allowance::new(SPARE_BYTES, SPARE_BYTES) }
     }
 
     /// A peer of which nothing is known.
     pub(super) fn of_stranger() -> Conduct {
-        Conduct { spare: STRANGER_BYTES, ..Conduct::new() }
+        Conduct { spare: Allowance::new(STRANGER_BYTES, SPARE_BYTES), ..Conduct::new() }
     }
 
     /// Notes that the peer was given so much more of the window.
@@ -71,7 +70,7 @@ impl Conduct {
 
     /// Notes that so much was sent to the peer.
     pub(super) fn sent(&mut self, bytes: usize) {
-        self.spare = (self.spare + bytes as u64).min(SPARE_BYTES);
+        self.spare.add(bytes as u64);
     }
 
     /// Checks the peer's next frame. `stranger` is the connection for which no rank stands.
@@ -111,18 +110,12 @@ impl Conduct {
 
     /// Counts what moves nothing.
     pub(super) fn useless(&mut self, bytes: u64, stranger: Option<&Guest>) -> Result<(), Breach> {
-        if self.spare < bytes {
-            if let Some(taken) = stranger.and_then(|guest| guest.take(bytes)) {
-                return if taken { Ok(()) } else { Err(Breach::Excess) };
-            }
-            let now = Instant::now();
-            // The allowance for a first burst comes again once it is used up.
-            let since = self.counted.replace(now).map_or(0.0, |then| (now - then).as_secs_f64());
-            self.sent((since.min(1.0) * SPARE_BYTES as f64) as usize);
+        if self.spare.spend(bytes) {
+            return Ok(());
         }
-        self.counted.get_or_insert_with(Instant::now);
-        self.spare = self.spare.checked_sub(bytes).ok_or(Breach::Excess)?;
-        Ok(())
+        let of_address = stranger.and_then(|guest| guest.take(bytes));
+        let taken = of_address.unwrap_or_else(|| self.spare.take(bytes, Instant::now()));
+        if taken { Ok(()) } else { Err(Breach::Excess) }
     }
 }
 

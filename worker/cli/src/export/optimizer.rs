@@ -74,13 +74,17 @@ impl Optimizer {
     /// Writes each parameter's step count, and makes the file whole and durable. Returns its bytes.
     pub(super) fn seal(self, applied: u64, left_out: &[LeftOut]) -> Result<u64, Fault> {
         for &(param, tensor) in &self.steps {
-            let found = left_out.binary_search_by_key(&(param as u32), |left_out| left_out.param);
-            let fewer = found.map_or(0, |index| left_out[index].steps);
-            let step = (applied.saturating_sub(fewer) as f32).to_le_bytes();
+            let step = (applied.saturating_sub(missed(left_out, param)) as f32).to_le_bytes();
             self.archive.write(tensor, 0, &step)?;
         }
         self.archive.seal()
     }
+}
+
+/// How many of the updates a parameter has missed.
+pub(super) fn missed(left_out: &[LeftOut], param: usize) -> u64 {
+    let found = left_out.binary_search_by_key(&(param as u32), |left_out| left_out.param);
+    found.map_or(0, |index| left_out[index].steps)
 }
 
 /// A param group's settings in torch's names, as its optimizer of this rule saves them.

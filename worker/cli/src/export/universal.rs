@@ -10,7 +10,7 @@ use longshore_proto::{Fault, FaultKind, Hyper, JobSpec, Layout, LeftOut, Rule, S
 use super::{
     archive::Archive,
     extents::Extents,
-    optimizer,
+    optimizer::{hyperparameters, missed},
     pickle::Value,
     target::{Draft, failed, sync},
 };
@@ -89,7 +89,7 @@ impl Universal {
     /// Adds what is known now that all values are there, and publishes the checkpoint. Returns its bytes, and the names of what the
     /// folder has.
     pub(super) fn publish(self, applied: u64, left_out: &[LeftOut]) -> Result<(u64, Vec<String>), Fault> {
-        check_equal(&self.params, left_out)?;
+        let count = applied.saturating_sub(missed_by_all(&self.params, left_out)?);
         let mut bytes = 0;
         for archive in self.archives {
             bytes += archive.seal()?;
@@ -97,7 +97,7 @@ impl Universal {
         let step = || Value::Tensor { number: 0, shape: Vec::new() };
         let counted = |path: PathBuf, content: &Value| -> Result<u64, Fault> {
             let archive = Archive::create(path, content, &[4])?;
-            archive.write(0, 0, &(applied as f32).to_le_bytes())?;
+            archive.write(0, 0, &(count as f32).to_le_bytes())?;
             archive.seal()
         };
         for (_, name) in &self.params {
@@ -114,7 +114,7 @@ impl Universal {
             [("param_groups", groups()), ("optimizer_state_dict", whole), ("ds_version", DEEPSPEED.into())];
         bytes += counted(zero.join(OPTIMIZER), &dict(about))?;
         for name in MODEL_STATES {
-            bytes += Archive::create(self.folder.join(name), &model_states(applied), &[])?.seal()?;
+            bytes += Archive::create(self.folder.join(name), &model_states(count), &[])?.seal()?;
         }
         let tag = format!("global_step{applied}_universal");
         let (named, latest) = (self.draft.path().join(&tag), self.draft.path().join(LATEST));
@@ -138,18 +138,14 @@ fn folder_of(checkpoint: &Path, name: &str) -> Result<PathBuf, Fault> {
     Ok(checkpoint.join("zero").join(name))
 }
 
-/// DeepSpeed has one step count for all parameters.
-fn check_equal(params: &[(usize, String)], left_out: &[LeftOut]) -> Result<(), Fault> {
-    let missed = |param: usize| {
-        let found = left_out.binary_search_by_key(&(param as u32), |left_out| left_out.param);
-        found.map_or(0, |index| left_out[index].steps)
-    };
-    let Some((first, others)) = params.split_first() else { return Ok(()) };
-    let other = others.iter().find(|(param, _)| missed(*param) != missed(first.0));
-    let Some((param, name)) = other else { return Ok(()) };
-    let value = format!("{name} missed {} updates", missed(*param));
-    let limit =
-        format!("{}, as {} did, since DeepSpeed has one step count for all", missed(first.0), first.1);
+/// How many updates each parameter has missed. DeepSpeed has one step count for all, so that it must be the same number.
+fn missed_by_all(params: &[(usize, String)], left_out: &[LeftOut]) -> Result<u64, Fault> {
+    let Some(((first, first_name), others)) = params.split_first() else { return Ok(0) };
+    let of_first = missed(left_out, *first);
+    let other = others.iter().find(|(param, _)| missed(left_out, *param) != of_first);
+    let Some((param, name)) = other else { return Ok(of_first) };
+    let value = format!("{name} missed {} updates", missed(left_out, *param));
+    let limit = format!("{of_first}, as {first_name} did, since DeepSpeed has one step count for all");
     let remedy = "export safetensors with --optimizer, or train with missing gradients as zeros";
     Err(Fault::new(FaultKind::Precondition, "step", value, limit, remedy))
 }
@@ -159,7 +155,7 @@ fn dict<const COUNT: usize>(entries: [(&str, Value); COUNT]) -> Value {
 }
 
 fn settings(rule: Rule, hyper: &Hyper) -> Value {
-    let all = optimizer::hyperparameters(rule, hyper).into_iter();
+    let all = hyperparameters(rule, hyper).into_iter();
     let is_taken = |key: &Value| matches!(key, Value::Text(key) if SETTINGS.contains(&key.as_str()));
     Value::Dict(all.filter(|(key, _)| is_taken(key)).collect())
 }
