@@ -2,8 +2,10 @@
 
 import warnings
 
+import torch
+
 from longshore._units import Member, Unit
-from longshore.errors import UsageError
+from longshore.errors import UsageError, invalid
 
 
 class Present:
@@ -37,6 +39,10 @@ class Present:
         """Whether something of it is here."""
         return unit in self._of
 
+    def has_all(self, unit: Unit) -> bool:
+        """Whether all of it is here."""
+        return self._of.get(unit, (0, 0))[0] == len(unit.members)
+
     def nbytes_of(self, unit: Unit) -> int:
         """The bytes of what is here of it."""
         return self._of.get(unit, (0, 0))[1]
@@ -66,4 +72,28 @@ def check_here(members: list[Member]) -> None:
             raise UsageError(
                 f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
                 "the weights that it was computed with: call step() first, or zero_grad(), which gives the step up"
+            )
+
+
+def check_same(unit: Unit) -> None:
+    """Refuses a model that was changed under this."""
+    for member in unit.members:
+        for module, name in member.owners:
+            if module._parameters.get(name) is not member.tensor:
+                raise invalid(
+                    member.name,
+                    "another parameter now",
+                    f"the one that unit {unit.name} had when shard() was called",
+                    "change the model first, then build the optimizer and call shard()",
+                    UsageError,
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = member.tensor.untyped_storage()._cdata
+        if memory != member.memory._cdata:
+            raise invalid(
+                member.name,
+                "in other memory now",
+                f"in that which unit {unit.name} had when shard() was called",
+                "move and cast the model before the optimizer is built",
+                UsageError,
             )

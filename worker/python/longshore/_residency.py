@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longshore import _unit_tensors
 from longshore._fetching import Fetch, Fetcher
-from longshore._present import Present, check_here, size
+from longshore._present import Present, check_here, check_same, size
 from longshore._unit_nodes import Nodes, is_in_backward
 from longshore._unit_order import Order
 from longshore._unit_streams import UnitStreams
@@ -104,15 +104,15 @@ class Residency:
         Args:
             alone: the other ranks may not use it now, also where all of them train on the same modules.
         """
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             if not is_in_backward():
                 self._nodes.end()
             trains = (unit.module is None or unit.module.training) and (self.may_train or is_in_backward())
-            self._order.note(unit, counts=trains)
+            is_next = self._order.note(unit, counts=trains)
             # One rank may evaluate while the others do something else.
             together = trains and not alone
             under_way = self._under_way.pop(unit, None)
-            if under_way is None and not self._under_way:
+            if under_way is None and not self._under_way and not self._fetcher.is_at_hand:
                 under_way = self._begin_first(unit, shared=together, ahead_shared=trains)
             if under_way is not None:
                 with contextlib.suppress(CancelledError):  # the optimizer was closed, and it comes from elsewhere
@@ -121,8 +121,12 @@ class Residency:
             if missing:
                 self._make_room(sum(member.nbytes for member in missing), unit)
                 self._finish(unit, self._begin_fetch(missing, ahead=False, shared=together), together)
-            self._streams.use(unit, waits=under_way is not None or bool(missing))
-            self._fetch_ahead(shared=trains)
+            waits = under_way is not None or bool(missing)
+            self._streams.use(unit, waits=waits)
+            for fetch in self._under_way.values():
+                fetch.advance()
+            if (is_next or waits) and not self._fetcher.is_at_hand:
+                self._fetch_ahead(shared=trains)
 
     def pin(self, unit: Unit, *, alone: bool = False) -> None:
         """Has the unit stay, as plain parameters, until it is unpinned as often. ``alone`` is that of :meth:`use`."""
@@ -139,6 +143,15 @@ class Residency:
                 for member in unit.members:
                     _unit_tensors.show(member.tensor)
 
+    def still_uses(self, units: list[Unit]) -> bool:
+        """Whether all of these are here. If so, what this thread's streams do from now on may use them, while they are pinned."""
+        if not all(self._present.has_all(unit) for unit in units):
+            return False
+        with self._lock:
+            for unit in units:
+                self._streams.use(unit, waits=False)
+        return True
+
     def unpin(self, *units: Unit) -> None:
         """Does so for each of them, whatever :meth:`changed` raises; the first of that is raised."""
         # Callbacks run from the last to the first, and the error of the one that runs last is raised.
@@ -147,9 +160,10 @@ class Residency:
                 unit.pins -= 1
                 unit.runs -= 1
                 for member in unit.members if unit.runs == 0 else ():
-                    _unit_tensors.hide(member.tensor, member, self)
+                    # Before it is hidden, since torch asks us for whatever it reads of what is.
                     if member.is_here and member.tensor._version != member.changes:
                         changes.callback(self.changed, member)
+                    _unit_tensors.hide(member.tensor, member, self)
 
     @contextlib.contextmanager
     def using(self, members: list[Member]) -> Iterator[None]:
@@ -210,7 +224,7 @@ class Residency:
             self.epoch += 1
             self.give_up_all()  # servers may have let go of the older weights
             for unit in self.units:
-                self._check_same(unit)
+                check_same(unit)
                 for member in unit.members:
                     if member.is_trained and member.is_here:
                         self._free(member)
@@ -241,6 +255,8 @@ class Residency:
                     self._let_go(unit)
 
     def _missing(self, unit: Unit) -> list[Member]:
+        if self._present.has_all(unit):
+            return []
         return [member for member in unit.members if not member.is_here and not self._fetcher.is_gone(member)]
 
     def _make_room(self, nbytes: int, wanted: Unit | None = None) -> None:
@@ -345,8 +361,6 @@ class Residency:
 
     def _fetch_ahead(self, *, shared: bool) -> None:
         """Begins to fetch what is used next, as far as there is room beside what is used before it."""
-        for fetch in self._under_way.values():
-            fetch.advance()
         seen = 0
         for place, unit in enumerate(self._order.upcoming(_FARTHEST), 1):
             seen += self._nbytes[unit]
@@ -365,33 +379,11 @@ class Residency:
             return True
         if self.here + nbytes <= self.room:
             return True
-        later = [unit for unit in self._present.unpinned() if unit is not wanted and self._order.distance(unit) > place]
-        later.sort(key=self._order.distance)
+        distances = {unit: self._order.distance(unit) for unit in self._present.unpinned() if unit is not wanted}
+        later = [unit for unit, distance in distances.items() if distance > place]
         if self.here + nbytes - sum(map(self._present.nbytes_of, later)) > self.room:
             return False
+        later.sort(key=distances.__getitem__)
         while self.here + nbytes > self.room:
             self._let_go(later.pop())
         return True
-
-    def _check_same(self, unit: Unit) -> None:
-        """Refuses a model that was changed under this."""
-        for member in unit.members:
-            for module, name in member.owners:
-                if module._parameters.get(name) is not member.tensor:
-                    raise invalid(
-                        member.name,
-                        "another parameter now",
-                        f"the one that unit {unit.name} had when shard() was called",
-                        "change the model first, then build the optimizer and call shard()",
-                        UsageError,
-                    )
-            with torch._C.DisableTorchFunctionSubclass():
-                memory = member.tensor.untyped_storage()._cdata
-            if memory != member.memory._cdata:
-                raise invalid(
-                    member.name,
-                    "in other memory now",
-                    f"in that which unit {unit.name} had when shard() was called",
-                    "move and cast the model before the optimizer is built",
-                    UsageError,
-                )

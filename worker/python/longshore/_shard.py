@@ -11,13 +11,14 @@ from torch import nn
 
 from longshore import _agree, _ddp, _device, _params, _partition, _unit_tensors, _units, _written
 from longshore._connection import Connection
-from longshore._fetching import Fetcher, Span, Spans, in_one_piece
+from longshore._fetching import Fetcher
 from longshore._optimizer import Optimizer
 from longshore._params import Param
 from longshore._residency import Residency
 from longshore._rounds import Rounds
 from longshore._unit_hooks import ModuleHooks, Saving
 from longshore._unit_tensors import UnitParameter, UnitTensor
+from longshore._unit_spans import Span, Spans, in_one_piece
 from longshore._unit_weights import UnitWeights
 from longshore._units import Member, Named, Unit
 from longshore.errors import UsageError, invalid

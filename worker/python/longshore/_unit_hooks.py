@@ -28,11 +28,18 @@ class Saving:
     def on(self) -> None:
         """Puts our hooks on top of those of others, such as activation checkpointing, which get everything but weights."""
         below = _graph._top_saved_tensors_default_hooks(True)
-        if below is not None and isinstance(below[0], _Pack) and below[0].home is self._home:
+        if self._is_ours(below):
             pack, unpack = below
         else:
             pack, unpack = _Pack(self._home, below), self._unpack
         _graph._push_saved_tensors_default_hooks(pack, unpack)
+
+    def is_on_top(self) -> bool:
+        """Whether what autograd saves now comes to us first."""
+        return self._is_ours(_graph._top_saved_tensors_default_hooks(True))
+
+    def _is_ours(self, hooks: Any) -> bool:
+        return hooks is not None and isinstance(hooks[0], _Pack) and hooks[0].home is self._home
 
     @staticmethod
     def off() -> None:
@@ -43,7 +50,7 @@ class Saving:
         above: list[Any] = []
         while (top := _graph._top_saved_tensors_default_hooks(True)) is not None:
             self.off()
-            if isinstance(top[0], _Pack) and top[0].home is self._home:
+            if self._is_ours(top):
                 break
             above.append(top)
         for pack, unpack in reversed(above):
@@ -140,6 +147,8 @@ class _Run:
     units: list[Unit]
     frame: FrameType
     thread: int
+    #: Whether it runs within another call that has these units.
+    is_within: bool = False
 
     def has_ended(self) -> bool:
         """Whether it has, as far as this thread can tell."""
@@ -220,9 +229,10 @@ class ModuleHooks:
         is seen by its frame, since a module may be called again within its own call."""
         while self._running and self._running[-1].has_ended():
             run = self._running.pop()
-            self._saving.take_away()
             self._end(run.module)
-            self._home.unpin(*run.units)
+            if not run.is_within:
+                self._saving.take_away()
+                self._home.unpin(*run.units)
 
     def _begin(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
@@ -242,6 +252,10 @@ class ModuleHooks:
 
     def _enter(self, module: nn.Module, units: list[Unit], frame: FrameType) -> None:
         self._begin(module)
+        around = self._units_around(units)
+        if around is not None:
+            self._running.append(_Run(module, around, frame, threading.get_ident(), is_within=True))
+            return
         pinned: list[Unit] = []
         try:
             for unit in units:
@@ -254,14 +268,26 @@ class ModuleHooks:
         self._saving.on()
         self._running.append(_Run(module, units, frame, threading.get_ident()))
 
+    def _units_around(self, units: list[Unit]) -> list[Unit] | None:
+        """The units of the call that this thread is in, where these are among them, and what autograd saves is ours to keep: a call within
+        that one needs nothing more."""
+        if not self._running or self._running[-1].thread != threading.get_ident():
+            return None
+        around = self._running[-1].units
+        if all(unit in around for unit in units) and self._saving.is_on_top() and self._home.still_uses(units):
+            return around
+        return None
+
     def _leave(self, module: nn.Module, output: Any) -> None:
         if not self._running or self._running[-1].module is not module:
             return  # it failed before it began
-        units = self._running.pop().units
-        self._saving.off()
+        run = self._running.pop()
+        if not run.is_within:
+            self._saving.off()
         self._end(module)
         self._home.mark(output)
-        self._home.unpin(*units)
+        if not run.is_within:
+            self._home.unpin(*run.units)
 
 
 def _around(model: nn.Module, inner: list[nn.Module]) -> list[nn.Module]:

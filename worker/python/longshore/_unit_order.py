@@ -19,20 +19,29 @@ class Order:
         self._at = -1
         #: Where the step was before uses that do not count; None where there were none since.
         self._was_at: int | None = None
+        #: The unit that was used last, and whether that counted.
+        self._last: tuple[Unit, bool] | None = None
         #: By unit: when it was used last, in uses.
         self._used: dict[Unit, int] = {}
         self._clock = 0
 
-    def note(self, unit: Unit, *, counts: bool) -> None:
-        """A unit is used. One that does not count, as in an evaluation, is not learned, and the step goes on from where it was."""
+    def note(self, unit: Unit, *, counts: bool) -> bool:
+        """A unit is used. One that does not count, as in an evaluation, is not learned, and the step goes on from where it was.
+
+        Returns:
+            Whether another one was used before. Several modules of a unit run one after the other.
+        """
         self._clock += 1
         self._used[unit] = self._clock
+        if self._last == (unit, counts):
+            return False
+        self._last = unit, counts
         if not counts and self._was_at is None:
             self._was_at = self._at
         elif counts and self._was_at is not None:
             self._at, self._was_at = self._was_at, None
-        if self._seen and self._seen[-1] is unit:
-            return
+        if counts and self._seen and self._seen[-1] is unit:
+            return True
         if counts:
             self._seen.append(unit)
         places = self._places.get(unit, ())
@@ -42,6 +51,7 @@ class Order:
         elif places:
             # As the next batch of an evaluation begins, or one more micro-step than the step before had.
             self._at = places[0]
+        return True
 
     def end(self) -> None:
         """A step has ended."""
@@ -50,7 +60,7 @@ class Order:
             self._places = {}
             for place, unit in enumerate(self._learned):
                 self._places.setdefault(unit, []).append(place)
-        self._at, self._was_at = -1, None
+        self._at, self._was_at, self._last = -1, None, None
 
     def distance(self, unit: Unit) -> int:
         """How many other uses come before the unit's next one. Of those that are not used any more in this step, the one that was

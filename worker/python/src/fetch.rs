@@ -26,11 +26,18 @@ pub(crate) struct Fetch {
     /// None once somebody reads them, or they were given up. Then the memory that they came in is free for others.
     left: Mutex<Option<Read>>,
     is_cancelled: Arc<AtomicBool>,
+    /// Whether a server of this host lends the weights where they lie in its memory, so that nothing is on its way.
+    #[pyo3(get)]
+    is_lent: bool,
 }
 
 impl Fetch {
-    pub(crate) fn new(job: usize, read: impl FnOnce() -> Result<()> + Send + 'static) -> Fetch {
-        Fetch { job, left: Mutex::new(Some(Box::new(read))), is_cancelled: Arc::default() }
+    pub(crate) fn new(
+        job: usize,
+        is_lent: bool,
+        read: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Fetch {
+        Fetch { job, left: Mutex::new(Some(Box::new(read))), is_cancelled: Arc::default(), is_lent }
     }
 
     fn take(&self) -> Option<Read> {

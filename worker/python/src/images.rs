@@ -36,6 +36,11 @@ impl Images {
         Ok(Images { feed: feed.clone(), targets })
     }
 
+    /// Whether a server lends them where they lie in its memory.
+    pub(crate) fn are_lent(&self) -> bool {
+        self.feed.is_lent()
+    }
+
     /// Waits for the images, and writes them and their rates into the tensors.
     pub(crate) fn read(self) -> Result<()> {
         self.targets.into_iter().try_for_each(|((image, rates), place)| {

@@ -266,7 +266,7 @@ impl Job {
     /// has the elements of its parameter from the one on that is named with it.
     fn fetch(&self, py: Python<'_>, version: u64, parts: Vec<(HostTensor, u64)>) -> PyResult<Fetch> {
         let weights = self.train(py, |training| training.fetch(Version(version), parts))?;
-        Ok(Fetch::new(self.number(), || weights.write()))
+        Ok(Fetch::new(self.number(), weights.are_lent(), || weights.write()))
     }
 
     /// The weights that were asked for, as they are before this worker amends them: for each group of parameters what waits for
@@ -274,7 +274,7 @@ impl Job {
     /// `read_weights` has them. It waits for nothing.
     fn images(&self, py: Python<'_>, groups: Vec<Vec<images::Target>>) -> PyResult<Option<Vec<Fetch>>> {
         let images = self.train(py, |training| training.plain_images(groups))?;
-        let fetch = |images: Images| Fetch::new(self.number(), || images.read());
+        let fetch = |images: Images| Fetch::new(self.number(), images.are_lent(), || images.read());
         Ok(images.map(|groups| groups.into_iter().map(fetch).collect()))
     }
 

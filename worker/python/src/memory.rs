@@ -16,9 +16,10 @@ use crate::{error::raise, helpers::spread};
 /// How many elements are converted at a time where neither side is f32: they stay in the L1 cache.
 const TILE: usize = 2048;
 /// What several threads copy is cut into parts of so many elements, and nothing is cut that has fewer than this many parts: a
-/// thread wakes in the time in which another one copies two.
+/// thread wakes in the time in which another one copies two. Where the cores were busy, two threads copied four parts no sooner
+/// than one did, and took half as much of the cores again.
 const PART_ELEMENTS: usize = 256 * 1024;
-const LEAST_PARTS: usize = 4;
+const LEAST_PARTS: usize = 8;
 
 /// The elements of a parameter or of its gradient, in the host's memory, end to end in the order of its shape.
 #[derive(Clone, Copy, Debug)]

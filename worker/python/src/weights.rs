@@ -55,6 +55,11 @@ pub(crate) struct Weighed {
 }
 
 impl Weighed {
+    /// Whether a server lends them where they lie in its memory.
+    pub(crate) fn are_lent(&self) -> bool {
+        matches!(&self.from, From::Images(feed) if feed.is_lent())
+    }
+
     /// Waits for the weights and writes them into the tensors.
     pub(crate) fn write(self) -> Result<()> {
         let Weighed { from, dtype, targets } = self;

@@ -8,7 +8,7 @@ import torch
 from conftest import several
 from models import MODELS
 from torch import nn
-from units import Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
+from units import TRANSPORTS, Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore import errors
@@ -16,8 +16,10 @@ from longshore import errors
 
 @pytest.mark.parametrize("kind", [Deep, Transformer])
 @pytest.mark.parametrize("options", [{}, {"delay": 1, "warmup_steps": 2}, {"max_grad_norm": 0.1}], ids=str)
-def test_an_eighth_of_the_weights_is_enough(kind: type[nn.Module], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_eighth_of_the_weights_is_enough(kind: type[nn.Module], options: dict[str, Any], transport: str) -> None:
     whole, cut = pair(kind)
+    options = {**options, "transport": transport}
     budget = weight_bytes(cut) // 8
     plain = optimizer_of(whole, **options)
     train(whole, plain)

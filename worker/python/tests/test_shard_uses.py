@@ -349,7 +349,10 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
         return foreseen
 
     for unit in [*units, *reversed(units)]:
-        order.note(unit, counts=True)
+        assert order.note(unit, counts=True) or unit is units[-1]
+    order.end()
+    assert order.note(units[0], counts=False) and not order.note(units[0], counts=False), "two modules of one unit"
+    assert [unit.name for unit in order.upcoming(2)] == ["1", "2"]
     order.end()
     first = batch()
     assert first[:4] == [["1"], ["2"], ["3"], ["4"]]

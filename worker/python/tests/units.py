@@ -1,5 +1,6 @@
 """Models of equal blocks, and an accountant of what parameters and gradients take."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import longshore
 
 STEPS = 5
+#: How weights come: fetched ahead of their use, or copied when they are used, from a server's memory.
+TRANSPORTS = "tcp", "memfd"
 
 
 def pair(kind: type[nn.Module], **arguments: Any) -> tuple[nn.Module, nn.Module]:
@@ -22,7 +25,8 @@ def pair(kind: type[nn.Module], **arguments: Any) -> tuple[nn.Module, nn.Module]
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> longshore.AdamW:
-    return longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    """Weights are fetched ahead of their use, as over a network, unless another transport is named."""
+    return longshore.AdamW(model.named_parameters(), **{"lr": 1e-2, "streaming": True, "transport": "tcp", **options})
 
 
 def train(model: nn.Module, optimizer: longshore.AdamW, steps: int = STEPS, micro_steps: int = 1, first: int = 0) -> None:
@@ -96,6 +100,8 @@ class Accountant(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.parameters = list(model.parameters())
+        #: Gradients that were made, as long as anybody has them.
+        self._made: list[weakref.ref[Tensor]] = []
         self.most = self.gradients = 0
         for parameter in self.parameters:
             if parameter.requires_grad:
@@ -103,12 +109,16 @@ class Accountant(TorchDispatchMode):
 
     def _accumulated(self, parameter: Tensor) -> None:
         self.gradients += 1
+        assert parameter.grad is not None
+        self._made.append(weakref.ref(parameter.grad))
         self._count()
 
     def _count(self) -> None:
+        self._made = [made for made in self._made if made() is not None]
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            held = sum(tensor.untyped_storage().nbytes() for tensor in [*self.parameters, *gradients])
+            gradients += [tensor for made in self._made if (tensor := made()) is not None]
+            held = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*self.parameters, *gradients]}.values())
         self.most = max(self.most, held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

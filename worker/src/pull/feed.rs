@@ -108,6 +108,11 @@ impl Feed {
         range.is_empty() || self.handle.shared.store.covering(range).is_some()
     }
 
+    /// Whether servers of this host lend all of it where it lies in their memory. Then nothing comes of it before it is read.
+    pub fn is_lent(&self) -> bool {
+        self.handle.shared.store.is_lent
+    }
+
     /// Whether these flat elements are there, without waiting.
     pub fn is_ready(&self, range: Range<u64>) -> bool {
         self.handle

@@ -192,6 +192,8 @@ impl Segment {
 pub(super) struct Store {
     pub(super) dtype: Dtype,
     pub(super) segments: Vec<Segment>,
+    /// Whether all of them will be found in their servers' memory.
+    pub(super) is_lent: bool,
     pool: BufferPool,
 }
 
@@ -252,7 +254,8 @@ impl Store {
             }
         }
         segments.sort_by_key(|segment| segment.range.start);
-        Ok(Store { dtype, segments, pool: pool.clone() })
+        let is_lent = pieces.iter().all(|(slice, _)| in_place(slice.shard));
+        Ok(Store { dtype, segments, is_lent, pool: pool.clone() })
     }
 
     /// Gives all memory back.
