@@ -35,6 +35,16 @@ class Ways:
 
     steps: dict[str, Callable[[], Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    #: Our optimizers, which end before their server does.
+    ours: list[AdamW] = field(default_factory=list)
+
+    def keep(self, optimizer: AdamW) -> AdamW:
+        self.ours.append(optimizer)
+        return optimizer
+
+    def close(self) -> None:
+        for optimizer in self.ours:
+            optimizer.close()
 
     def loss(self, name: str) -> float | None:
         """A training way's newest loss: ways that train alike have about the same."""
@@ -104,7 +114,7 @@ def optimizer_steps(elements: int, wanted: str, address: str) -> Ways:
 
     ways = Ways()
     for name in OURS:
-        ways.add(name, wanted, lambda name=name: ours(params(), name, "step", address).step)
+        ways.add(name, wanted, lambda name=name: ways.keep(ours(params(), name, "step", address)).step)
     ways.add("torch fused, with casts", wanted, lambda: WithCasts(params(), torch_fused).step)
     ways.add("DeepSpeed CPUAdam, with casts", wanted, lambda: WithCasts(params(), deepspeed_adam).step)
     return ways
@@ -200,7 +210,7 @@ def training_steps(elements: int, batch: int, length: int, wanted: str, address:
 
     def with_ours(name: str) -> Callable[[], Any]:
         model = model_of(elements, length)
-        optimizer = ours(list(model.named_parameters()), name, "training", address, streaming=True)
+        optimizer = ways.keep(ours(list(model.named_parameters()), name, "training", address, streaming=True))
 
         def finish(loss: Tensor) -> None:
             loss.backward()
@@ -301,7 +311,7 @@ def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str
 
     def with_ours(name: str, stage: int) -> Callable[[], Any]:
         model = Layers(layers, width)
-        optimizer = ours(list(model.named_parameters()), name, f"stage-{stage}", address, streaming=True)
+        optimizer = ways.keep(ours(list(model.named_parameters()), name, f"stage-{stage}", address, streaming=True))
         if stage == 3:
             shard(model, optimizer, budget=4 * layer)
 

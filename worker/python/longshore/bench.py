@@ -102,6 +102,7 @@ def peers(
             times = _by_turns(ways.steps, rounds)
             _print_table(ways, times)
             found.update({f"{part}: {name}": taken for name, taken in times.items()})
+            ways.close()
             # Their memory goes back before the next part.
             del ways
     return found

@@ -278,11 +278,26 @@ def test_an_export_for_deepspeed_is_what_python_writes(two_servers: str, tmp_pat
     wrong = export("--out", str(tmp_path / "wrong"), "--dtype", "bf16")
     assert wrong.returncode == 2 and "--dtype" in wrong.stderr and "safetensors" in wrong.stderr, wrong.stderr
     # DeepSpeed has one step count for all parameters.
-    optimizer.zero_grad()
-    model.loss(3).backward()
-    model.get_parameter(LATE_NAME).grad = None
-    optimizer.step()
-    optimizer.close()
+
+    def update(number: int, updated: Callable[[str], bool]) -> None:
+        optimizer.zero_grad()
+        model.loss(number).backward()
+        for name, parameter in model.named_parameters():
+            if not updated(name):
+                parameter.grad = None
+        optimizer.step()
+
+    update(3, lambda name: name != LATE_NAME)
     late = export("--out", str(tmp_path / "late"))
     assert late.returncode == 1 and LATE_NAME in late.stderr and "--optimizer" in late.stderr, late.stderr
     assert not (tmp_path / "late").exists()
+    # It has one again once each has missed as many updates as the others.
+    update(4, lambda name: name == LATE_NAME)
+    longshore.checkpoint.save_deepspeed(optimizer, tmp_path / "even, by python")
+    optimizer.close()
+    done = export("--out", str(tmp_path / "even"))
+    assert done.returncode == 0, done.stderr
+    mine, its = contents(tmp_path / "even"), contents(tmp_path / "even, by python")
+    assert mine.keys() == its.keys() and all(same(mine[name], its[name]) for name in mine)
+    steps = {int(value) for name, value in mine.items() if name.endswith("/step.pt")}
+    assert steps == {4}, sorted(mine)
