@@ -335,9 +335,13 @@ class Fetch:
             rounds.fail()
             raise
         names = [member.name for member, _, _ in self.shared]
-        if rounds.agree(name, place, [self._fetcher.version, *names], is_backward=is_backward):
-            rounds.gather([(whole, part) for _, whole, part in self.shared])
-            return True
+        try:
+            if rounds.agree(name, place, [self._fetcher.version, *names], is_backward=is_backward):
+                rounds.gather([(whole, part) for _, whole, part in self.shared])
+                return True
+        except BaseException:
+            self._end()
+            raise
         self.finish_alone()
         return False
 

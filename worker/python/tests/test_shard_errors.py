@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
-from longshore import _units, errors
+from longshore import _device, _units, errors
 from longshore._fetching import Fetch, Fetcher
 from longshore._unit_tensors import UnitParameter
 
@@ -275,6 +276,42 @@ def test_ctrl_c_waits_for_what_still_writes() -> None:
         fetch.finish()
     assert read.done(), "the thread has ended its write"
     thread.join(60)
+
+
+def test_memory_goes_back_behind_its_copies_where_ranks_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that it was allocated for waits for the stream that still writes there."""
+    given: list[tuple[str, str]] = []
+    current = ["allocates"]
+
+    class Noted(_device.Accelerator):
+        def has(self, tensor: torch.Tensor) -> bool:
+            return True
+
+        def current_stream(self, device: torch.device) -> str:
+            return current[0]
+
+        def record(self, stream: str) -> str:
+            return f"done on {stream}"
+
+        def let_wait(self, stream: str, event: str) -> None:
+            given.append((stream, event))
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor, stream: str) -> None:
+            given.append((stream, "copy"))
+
+    def fails(*_: object, **__: object) -> None:
+        raise errors.LongshoreError("rank 1 could not get its part")
+
+    monkeypatch.setattr(_device, "accelerator", Noted())
+    weights = torch.ones(4)
+    fetcher = Fetcher(None, 0, [], lambda _: False, rounds=SimpleNamespace(agree=fails))  # type: ignore[arg-type]
+    fetcher._streams[weights.device] = "copies"
+    fetch = Fetch(fetcher, [_units.Member("weight", weights, [], None)])
+    fetch.sources.append((weights, weights.clone()))
+    current[0] = "uses"
+    with pytest.raises(errors.LongshoreError, match="rank 1"):
+        fetch.finish_together("layers.0", 0, is_backward=False)
+    assert given.index(("copies", "copy")) < given.index(("allocates", "done on copies"))
 
 
 def _interrupted(*_: object) -> None:
