@@ -9,7 +9,7 @@ use std::{
         mpsc,
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use longshore_proto::limits::{MAX_CALLS, SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
@@ -27,7 +27,10 @@ use longshore_wire::{
     frame::encode,
     v1::{Dtype, PullRequest, Slice},
 };
-use rustix::process::setpriority_process;
+use rustix::{
+    process::setpriority_process,
+    time::{ClockId, clock_gettime},
+};
 
 use super::{
     mib,
@@ -192,13 +195,14 @@ impl Target<'_> {
     }
 
     /// Brings as many strangers as there are to be at once, says so, and then brings others in place of the oldest ones
-    /// until it is over. Returns how many came in all.
-    fn flood(&self, flood: Flood, job: &str, filled: &mpsc::Sender<()>, over: &AtomicBool) -> usize {
+    /// until it is over. Returns how many came in all, and how much of a core this thread took to bring the latter.
+    fn flood(&self, flood: Flood, job: &str, filled: &mpsc::Sender<()>, over: &AtomicBool) -> (usize, f64) {
         // On another host, where strangers are, this would take nothing of the server's processors.
         setpriority_process(None, 19).expect("a thread may be nicer");
         let mut held = VecDeque::new();
         let (mut came, mut fed, mut at) = (0, false, None);
         let follows = flood == Flood::SlowFollowers;
+        let mut begun = (Instant::now(), thread_time());
         for turn in 0.. {
             if follows && (at.is_none() || turn % 10 == 0) {
                 at = self.version_of(job);
@@ -210,8 +214,9 @@ impl Target<'_> {
                 held.push_back(stranger);
                 came += 1;
             }
-            if turn + 1 == flood.held() {
+            if turn + 1 == flood.held() && !follows {
                 let _ = filled.send(());
+                begun = (Instant::now(), thread_time());
             }
             if follows || turn + 1 >= flood.held() {
                 thread::sleep(REST);
@@ -224,9 +229,10 @@ impl Target<'_> {
                 break;
             }
         }
+        let took = (thread_time() - begun.1).as_secs_f64() / begun.0.elapsed().as_secs_f64();
         fed |= follows && held.into_iter().any(was_fed);
         assert!(fed || !follows, "no weights were sent to any of {came} readers");
-        came
+        (came, took)
     }
 
     fn train(&self, job: &str) -> Train {
@@ -289,8 +295,14 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// Trains beside a flood. Returns that run, and how many strangers came.
-fn beside(target: &Target<'_>, flood: Flood, job: &str) -> (Run, usize) {
+/// The processor time of this thread.
+fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Trains beside a flood. Returns that run, how many strangers came, and what part of a core their thread took.
+fn beside(target: &Target<'_>, flood: Flood, job: &str) -> (Run, usize, f64) {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         let ends = Ends(&over);
@@ -319,7 +331,8 @@ fn beside(target: &Target<'_>, flood: Flood, job: &str) -> (Run, usize) {
         );
         let run = target.train(job).run();
         drop(ends);
-        (run, flooding.join().unwrap())
+        let (came, took) = flooding.join().unwrap();
+        (run, came, took)
     })
 }
 
@@ -343,14 +356,14 @@ fn training_goes_on(tls: Option<&Strangers>) {
     let alone = |job: &str| target.watched(|| target.train(job).run());
     let undisturbed = alone(BEFORE).0.end.state_hash;
     eprintln!(
-        "| flood over {way} | strangers | step before, ms | step during, ms | of it, median | longest, ms | MiB |"
+        "| flood over {way} | strangers | of a core | step before, ms | step during, ms | of it | longest, ms | MiB |"
     );
     for flood in Flood::ALL {
         let mut rounds = Vec::new();
         for round in 0..soak::pick(1, ROUNDS) {
             let (before, start_before, most_before) = alone(&format!("before-{flood:?}-{round}"));
             let job = format!("beside-{flood:?}-{round}");
-            let ((run, came), start, most) = target.watched(|| beside(&target, flood, &job));
+            let ((run, came, took), start, most) = target.watched(|| beside(&target, flood, &job));
             let ((mean_before, _), (mean, longest)) = (step_ms(&before), step_ms(&run));
             let grown = mib(most.saturating_sub(start)) - mib(most_before.saturating_sub(start_before));
             let beyond = most.saturating_sub(empty + target.admitted());
@@ -361,12 +374,12 @@ fn training_goes_on(tls: Option<&Strangers>) {
                 "{flood:?} over {way}: {} MiB, counted are {counted}",
                 mib(beyond)
             );
-            rounds.push([came as f64, mean_before, mean, mean / mean_before, longest, grown]);
+            rounds.push([came as f64, took, mean_before, mean, mean / mean_before, longest, grown]);
         }
-        let [came, mean_before, mean, ratio, longest, grown] =
+        let [came, took, mean_before, mean, ratio, longest, grown] =
             std::array::from_fn(|column| median(rounds.iter().map(|round| round[column])));
         eprintln!(
-            "| {flood:?} | {came} | {mean_before:.1} | {mean:.1} | {ratio:.2} | {longest:.0} | {grown:.0} |"
+            "| {flood:?} | {came} | {took:.2} | {mean_before:.1} | {mean:.1} | {ratio:.2} | {longest:.0} | {grown:.0} |"
         );
     }
 }

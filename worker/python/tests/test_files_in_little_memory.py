@@ -14,6 +14,8 @@ from conftest import serve
 #: files through, and what it sends to a server that is another process.
 WEIGHTS = 96 << 20
 LIMIT = 32 << 20
+#: What a command has before it does anything.
+OF_A_PROCESS = 10 << 20
 PROGRAM = """
 import json, sys, threading
 import torch, longshore
@@ -88,7 +90,7 @@ print("found", json.dumps(found))
 
 
 def most_of(command: list[str]) -> int:
-    """Runs a command, and returns the most memory of its own that it had at once."""
+    """Runs a command, and returns the most memory that it had at once, beside what a process has that does nothing yet."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     most = 0
     while process.poll() is None:
@@ -98,7 +100,7 @@ def most_of(command: list[str]) -> int:
         time.sleep(0.001)
     assert process.stderr is not None
     assert process.returncode == 0, process.stderr.read()
-    return most
+    return most - OF_A_PROCESS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
@@ -108,7 +110,6 @@ def test_no_file_is_held_in_memory(tmp_path: Path) -> None:
         command = [sys.executable, "-c", PROGRAM, address, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
-        # The commands are processes of their own, with 10 MiB before they do anything.
         longshore, servers = [sys.executable, "-m", "longshore"], ["--servers", address]
         weights, state = str(tmp_path / "model"), ["--optimizer", str(tmp_path / "adamw.pt")]
         new = ["--like", "saved", "--job", "imported"]
