@@ -133,8 +133,7 @@ impl Target<'_> {
         frame(HEADERS, flags, stream, &call_as(path, self.tls.map(|_| TOKEN)))
     }
 
-    /// The next stranger, who has done what such a flood does. `turn` counts them, and `at` is the version of the
-    /// job that trains.
+    /// The next stranger, who has done what such a flood does. `turn` counts them; `at` is the training job's version.
     fn stranger(&self, flood: Flood, job: &str, turn: usize, at: u64) -> io::Result<Stranger> {
         if flood == Flood::HalfOpen {
             return self.half_open();
