@@ -83,6 +83,15 @@ impl Foreign {
         u64::from_le(look(stamp))
     }
 
+    /// Where these bytes lie in this process, for a device that copies from there.
+    ///
+    /// # Panics
+    /// If they are not inside.
+    pub fn address(&self, offset: u64, bytes: u64) -> usize {
+        assert!(self.holds(offset, bytes), "the caller has checked the place");
+        self.map.as_ptr().addr() + offset as usize
+    }
+
     /// Bytes to copy, or to compute with.
     ///
     /// # Panics

@@ -12,6 +12,7 @@ from longshore._filling import Filling
 from longshore._frozen import Kept
 from longshore._held import Held
 from longshore._job import Settings, settings
+from longshore._lending import Lending
 from longshore._locked import LockedMemory
 from longshore._options import Options
 from longshore._params import Param, dtype_of, fingerprint, is_sharded
@@ -73,7 +74,7 @@ class Connection:
         self._held = _held(options, settings_)
         self.weights: Weights | UnitWeights | Unplaced
         if self._held is None or self.ranks is not None:
-            self.weights = Weights(params, self.job)
+            self.weights = Weights(params, self.job, None if self.ranks else Lending(self.job, self.image_dtype))
         else:
             self.weights = Amending(params, self.job, self._held)
         if self.ranks is not None:
@@ -124,6 +125,7 @@ class Connection:
     def close(self, delete: bool) -> None:
         """Gives the rank up once the last step is safe; with ``delete`` the job is forgotten."""
         self.job.close(delete)
+        self.weights.release()
         if self.locked is not None:
             self.locked.release()
 

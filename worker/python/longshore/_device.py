@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, distributed
 
 
-#: cudaHostRegisterPortable: the memory is page-locked for all devices of the process.
-_PORTABLE = 1
+#: cudaHostRegisterPortable: the memory is page-locked for all devices of the process. cudaHostRegisterReadOnly: it is mapped to be read.
+_PORTABLE, _READ_ONLY = 1, 8
+#: cudaErrorNotSupported.
+_NOT_SUPPORTED = 801
 
 
 class NotRegistered(Exception):
@@ -52,10 +54,15 @@ class Accelerator:
         """Host memory that the device can copy to and from in the background."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
-    def register(self, address: int, nbytes: int, device: torch.device) -> None:
+    def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
         """Page-locks memory of the host that torch has not allocated: after this :meth:`copy` works with it as with that of
         :meth:`locked`, on all devices of this one's type. It must stay mapped, with the pages that it has, until :meth:`unregister`,
         and no byte of it may be registered already.
+
+        Args:
+            address, nbytes: whole pages.
+            device: one of its type.
+            read_only: this process may not write there, and neither will a copy.
 
         Raises:
             NotRegistered: where it cannot be.
@@ -65,15 +72,15 @@ class Accelerator:
         try:
             # A thread that has no current device would make a context on the first one, whichever this process uses.
             with torch.cuda.device(device):
-                code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+                code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE | (_READ_ONLY if read_only else 0)))
         except (RuntimeError, AssertionError) as error:  # there is no driver, or torch is built without CUDA
             raise NotRegistered(f"torch cannot call cudaHostRegister: {error}") from error
         if code:
             _forget_error(device)
-            raise NotRegistered(
-                f"cudaHostRegister of {nbytes} bytes returned {code} ({_meaning(code)}): raise the limit of locked memory (ulimit -l, or "
-                "the container's memlock), and see that the host has that much memory free"
-            )
+            remedy = "raise the limit of locked memory (ulimit -l, or the container's memlock), and see that the host has that much memory free"
+            if code == _NOT_SUPPORTED:
+                remedy = "this device, or its driver, cannot lock memory of this kind"
+            raise NotRegistered(f"cudaHostRegister of {nbytes} bytes returned {code} ({_meaning(code)}): {remedy}")
 
     def unregister(self, address: int, device: torch.device) -> None:
         """Ends what :meth:`register` began with this address and device. No copy may be under way there."""

@@ -151,4 +151,4 @@ class Unplaced:
         """Reads none."""
         return set()
 
-    meet = settle = give_up = abandon = forget = read
+    meet = settle = give_up = abandon = forget = finish_copies = release = read

@@ -1,10 +1,7 @@
 """The memory that gradients leave from, page-locked where the device can do that: then the device copies them there itself."""
 
-import bisect
 import ctypes
 import logging
-import os
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from longshore import _device
 from longshore._params import Param
+from longshore._registered import Registered
 
 _LOGGER = logging.getLogger("longshore.worker")
 
@@ -31,13 +29,11 @@ class LockedMemory:
         #: The Rust half's, which keeps the memory mapped and its pages in place; None where no server may read it.
         self._memory: Any = None
         self._is_asked = False
-        #: How many pieces of it were looked at, where those begin that are registered, in order, and each one's bytes and device.
+        #: How many pieces of it were looked at, and those that are registered.
         self._known = 0
-        self._starts: list[int] = []
-        self._registered: dict[int, tuple[int, torch.device]] = {}
+        self._registered = Registered()
         #: Whether gradients may still go this way.
         self._is_usable = True
-        self._finalizer: Any = None
 
     def takes(self, gradient: Tensor, scale: float) -> bool:
         """Whether a gradient of a device goes there as it is: as bytes that nobody has to convert or to multiply."""
@@ -46,51 +42,31 @@ class LockedMemory:
             self._is_asked = True
             self._memory = self._job.gradient_memory()
             self._is_usable = fits = self._memory is not None
-            # At the interpreter's end the process's memory goes with it.
-            self._finalizer = weakref.finalize(self, _unregister, os.getpid(), self._memory, self._registered)
-            self._finalizer.atexit = False
         return fits
 
     def holds(self, address: int, nbytes: int, device: torch.device) -> bool:
         """Whether these bytes are page-locked, in a piece that is registered now if it was not. One that cannot be is the last that is
         tried, and one line is logged."""
-        found = self._finds(address, nbytes)
-        return found or (self._is_usable and self._register(device) and self._finds(address, nbytes))
-
-    def _finds(self, address: int, nbytes: int) -> bool:
-        at = bisect.bisect_right(self._starts, address) - 1
-        return at >= 0 and address + nbytes <= self._starts[at] + self._registered[self._starts[at]][0]
+        found = self._registered.finds(address, nbytes)
+        return found or (self._is_usable and self._register(device) and self._registered.finds(address, nbytes))
 
     def _register(self, device: torch.device) -> bool:
         """Registers the pieces that have come since the last time."""
         for address, nbytes in self._memory.pieces(self._known):
             self._known += 1
             try:
-                _device.accelerator.register(address, nbytes, device)
+                self._registered.add(address, nbytes, device, self._memory)
             except _device.NotRegistered as error:
                 self._is_usable = False
                 _LOGGER.warning("gradients go through torch's page-locked memory, with one more copy on the host: %s", error)
                 return False
-            self._registered[address] = nbytes, device
-            bisect.insort(self._starts, address)
         return True
 
     def release(self) -> None:
         """Unregisters all of it. The job is closed, and no copy is under way."""
         self._is_usable = False
-        if self._finalizer is not None:
-            self._finalizer()
-        self._starts.clear()
+        self._registered.release()
         self._memory = None
-
-
-def _unregister(process: int, memory: Any, registered: dict[int, tuple[int, torch.device]]) -> None:
-    """Unregisters memory, which ``memory`` keeps mapped until then. In a fork it is the parent's."""
-    if os.getpid() == process:
-        for address, (_, device) in registered.items():
-            _device.accelerator.unregister(address, device)
-        registered.clear()
-    del memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class Stepping(Back, Scaling, Watching):
         self._gradients.push(connection.job, present, scale)
         if missing:
             connection.job.push_zeros([param.index for param in missing])
+        connection.weights.finish_copies()
         connection.job.end_micro_step()
         return True
 

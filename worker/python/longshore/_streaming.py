@@ -287,7 +287,7 @@ class Stream:
 
     def _end_pass(self, connection: "Connection", missing: list[Param]) -> None:
         """Ends a micro-step, in which these parameters have no gradient, once all of it has been pushed."""
-        end = functools.partial(_end, connection.job, [param.index for param in missing])
+        end = functools.partial(_end, connection, [param.index for param in missing])
         if self._pusher is None:
             end()
         else:
@@ -295,11 +295,12 @@ class Stream:
         self._micro_steps += 1
 
 
-def _end(job: Any, absent: list[int]) -> None:
+def _end(connection: "Connection", absent: list[int]) -> None:
     """Ends a micro-step, in which these parameters have no gradient."""
     if absent:
-        job.push_zeros(absent)
-    job.end_micro_step()
+        connection.job.push_zeros(absent)
+    connection.weights.finish_copies()
+    connection.job.end_micro_step()
 
 
 def _check(connection: "Connection", param: Param, gradient: Tensor) -> None:

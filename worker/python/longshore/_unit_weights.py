@@ -63,6 +63,11 @@ class UnitWeights:
         if self._fetcher.rounds is not None:
             self._fetcher.rounds.meet()
 
+    def finish_copies(self) -> None:
+        """Does nothing: what a device copies lies in this process's memory."""
+
+    release = finish_copies
+
     def settle(self) -> None:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""
         members = [*self._members.values(), *self._frozen]

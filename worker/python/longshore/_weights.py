@@ -11,6 +11,8 @@ from torch import Tensor
 
 from longshore import _awaited, _device, _unit_tensors
 from longshore._host import Place, is_plain
+from longshore._lending import Lending
+from longshore._locked import host_tensor
 from longshore._params import Param, check_unchanged
 from longshore.errors import LongshoreError
 
@@ -22,11 +24,18 @@ GROUP_BYTES = 1024 * 1024
 
 
 class Weights:
-    """The parameters of a job, as what weights are written to."""
+    """The parameters of a job, as what weights are written to.
 
-    def __init__(self, params: list[Param], job: "Job") -> None:
+    Args:
+        params: these.
+        job: the Rust half's.
+        lending: what servers lend of their memory; None where all weights are copied out of it.
+    """
+
+    def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None) -> None:
         self._params = params
         self._job = job
+        self._lending = lending
         self._staged: dict[int, Tensor] = {}
         #: By parameter: the copy to the device that reads its staging memory.
         self._copies: dict[int, Any] = {}
@@ -92,6 +101,8 @@ class Weights:
         """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
         with contextlib.suppress(LongshoreError):
             self.settle()
+        with contextlib.suppress(LongshoreError):
+            self.finish_copies()
         self.forget()
 
     def read_group(self, group: list[Param]) -> None:
@@ -113,11 +124,30 @@ class Weights:
             _awaited.end([param.tensor for param in here])
             self._awaited.difference_update([param.index for param in here])
 
+    def finish_copies(self) -> None:
+        """Waits until no device copies weights from a server's memory. It is called before a step's last gradient has left.
+
+        Raises:
+            LongshoreError: where the server has overwritten them before that.
+        """
+        if self._lending is not None:
+            self._lending.finish()
+
+    def release(self) -> None:
+        """The job is closed: no device copies from a server's memory any more."""
+        if self._lending is not None:
+            self._lending.release()
+
     @torch.no_grad()
     def _read(self, params: list[Param]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             # Weights are written by address: a tensor that has become smaller would not hold them.
             check_unchanged(params, [])
+            fit, others = self._by_fit(params)
+            if fit and self._copy_lent(fit):
+                params = others
+            if not params:
+                return
             staged = {param.index: param for param in params if not is_plain(param.tensor)}
             for param in staged.values():
                 self._free(param)
@@ -130,6 +160,34 @@ class Weights:
                 if self.when_read is not None:
                     self.when_read(params)
             self._arrived(params)
+
+    def _by_fit(self, params: list[Param]) -> tuple[list[Param], list[Param]]:
+        """Those that a device may copy from servers' memory, and the others."""
+        if self._lending is None:
+            return [], params
+        fits = [self._lending.fits(param) for param in params]
+        return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
+
+    def _copy_lent(self, params: list[Param]) -> bool:
+        """Has devices copy weights from where they lie in servers' memory. Returns whether they lie where a device can do that."""
+        assert self._lending is not None
+        lent = self._lending.take(params)
+        if lent is None:
+            return False
+        devices: list[torch.device] = []
+        for param, runs in zip(params, lent.runs, strict=True):
+            flat = param.tensor.detach().view(-1)
+            stream = self._ordered(flat.device, devices)
+            for address, first, elements in runs:
+                _device.accelerator.copy(flat[first : first + elements], host_tensor(address, elements, param.dtype), stream)
+        self._lending.keep(lent, [_device.accelerator.record(self._stream(device)) for device in devices])
+        for device in devices:
+            self._show(device)
+        self._job.have_weights([param.index for param in params])
+        if self.when_read is not None:
+            self.when_read(params)
+        self._arrived(params)
+        return True
 
     def _free(self, param: Param) -> None:
         """Sees to it that a parameter has staging memory that no copy reads any more."""
@@ -151,20 +209,25 @@ class Weights:
 
     def _copy(self, staged: list[Param]) -> None:
         """Copies staged weights into parameters, and lets what comes next on the devices wait for that."""
-        devices: set[torch.device] = set()
+        devices: list[torch.device] = []
         for param in staged:
             source, tensor = self._staged[param.index], param.tensor
             if not _device.accelerator.has(tensor):
                 tensor.copy_(source)
                 continue
-            stream = self._stream(tensor.device)
-            if tensor.device not in devices:
-                devices.add(tensor.device)
-                _device.accelerator.let_wait(stream, self._before[tensor.device][1])
+            stream = self._ordered(tensor.device, devices)
             _device.accelerator.copy(tensor, source, stream)
             self._copies[param.index] = _device.accelerator.record(stream)
         for device in devices:
             self._show(device)
+
+    def _ordered(self, device: torch.device, devices: list[torch.device]) -> Any:
+        """The stream of copies to a device, behind what may read older weights there. ``devices`` are those that are so far."""
+        stream = self._stream(device)
+        if device not in devices:
+            devices.append(device)
+            _device.accelerator.let_wait(stream, self._before[device][1])
+        return stream
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:

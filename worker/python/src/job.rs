@@ -17,6 +17,7 @@ use crate::{
     gradients::GradientMemory,
     images::{self, Images},
     initial::{self, Made},
+    lent::{ImageMemory, LentWeights},
     log,
     memory::HostTensor,
     report,
@@ -241,6 +242,18 @@ impl Job {
     /// where nothing was to be read.
     fn read_weights(&self, py: Python<'_>, params: Vec<HostTensor>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.read_weights(&params)?.map(|version| version.0)))
+    }
+
+    /// Waits for the weights of these parameters that were asked for, and says where they lie in servers' memory; None where some lie
+    /// elsewhere, or are amended. `have_weights` says that they were read.
+    fn lent_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<Option<LentWeights>> {
+        let lent = self.train(py, |training| training.lent_weights(&params))?;
+        Ok(lent.map(|lent| lent.of_job(self.number())))
+    }
+
+    /// The memory of servers of this host that weights lie in.
+    fn image_memory(&self, py: Python<'_>) -> PyResult<Vec<ImageMemory>> {
+        self.session(py, |session| Ok(session.image_memory().into_iter().map(ImageMemory::new).collect()))
     }
 
     /// The version of the weights that were asked for and were not read for all parameters; None where all were.

@@ -12,6 +12,7 @@ mod helpers;
 mod images;
 mod initial;
 mod job;
+mod lent;
 mod log;
 #[allow(unsafe_code, reason = "memory of tensors is known to Rust by its address alone")]
 mod memory;
@@ -29,6 +30,8 @@ fn _longshore(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<job::Job>()?;
     module.add_class::<fetch::Fetch>()?;
     module.add_class::<gradients::GradientMemory>()?;
+    module.add_class::<lent::LentWeights>()?;
+    module.add_class::<lent::ImageMemory>()?;
     module.add_class::<server::Server>()?;
     module.add_function(wrap_pyfunction!(commands::longshore, module)?)?;
     module.add_function(wrap_pyfunction!(commands::longshored, module)?)?;

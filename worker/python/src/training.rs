@@ -329,7 +329,7 @@ impl Training {
 
     /// The weights that are not in all tensors yet. Where this worker amends them, this waits for the decision that says
     /// how.
-    fn unread_weights(&mut self) -> Result<Option<(Version, From)>> {
+    pub(crate) fn unread_weights(&mut self) -> Result<Option<(Version, From)>> {
         let Some(unread) = &mut self.unread else { return Ok(None) };
         if let From::Later = unread.from {
             let feed = match self.begun {

@@ -81,15 +81,23 @@ impl Places {
         places.filter(|(_, place)| reads(place.start)).map(|(param, _)| param).collect()
     }
 
+    /// Where a parameter lies.
+    pub(crate) fn at(&self, param: usize) -> Result<Range<u64>> {
+        self.0.get(param).cloned().ok_or_else(|| {
+            let limit = format!("below {} parameters", self.0.len());
+            Fault::invalid("tensor", param, limit, "name the parameters in the job's order").into()
+        })
+    }
+
     /// Where a tensor lies that is a whole parameter.
     pub(crate) fn of(&self, tensor: &HostTensor) -> Result<Range<u64>> {
-        let fault = |value: u64, limit: String| {
-            Err(Fault::invalid("tensor", value, limit, "name the parameters in the job's order").into())
-        };
-        match self.0.get(tensor.param) {
-            Some(place) if place.end - place.start == tensor.elements() => Ok(place.clone()),
-            Some(place) => fault(tensor.elements(), format!("{} elements", place.end - place.start)),
-            None => fault(tensor.param as u64, format!("below {} parameters", self.0.len())),
+        match self.at(tensor.param)? {
+            place if place.end - place.start == tensor.elements() => Ok(place),
+            place => {
+                let limit = format!("{} elements", place.end - place.start);
+                let remedy = "name the parameters in the job's order";
+                Err(Fault::invalid("tensor", tensor.elements(), limit, remedy).into())
+            }
         }
     }
 

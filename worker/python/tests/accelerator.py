@@ -188,7 +188,7 @@ class Simulated:
             self.locked_by_torch = {at: size for at, size in before if at + size <= start or end <= at} | {start: memory.nbytes}
         return memory
 
-    def register(self, address: int, nbytes: int, device: torch.device) -> None:
+    def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
         if self.registered is None:
             raise _device.NotRegistered("it may lock 0 bytes: raise the limit")
         assert all(address + nbytes <= start or start + size <= address for start, size in self.registered.items()), "registered twice"

@@ -40,35 +40,38 @@ def expected() -> list[Tensor]:
     return train(Immediate(4))
 
 
-def test_gradients_go_straight_to_where_they_leave_from(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_and_weights_go_straight_between_the_device_and_servers(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     device = Simulated(0)
     with on(device, monkeypatch):
         assert same(train(device), expected)
         assert device.copies["to torch's"] == 0
         # Four parameters have a gradient: one of them lies in two shards, and one in three.
         assert device.copies["to registered"] == 2 * STEPS * (4 + 1 + 2)
+        assert (device.copies["from registered"] > 0, device.copies["from torch's"]) == (True, 0)
         assert device.registered == {}, "the memory is unregistered when the optimizer is closed"
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-def test_where_memory_cannot_be_locked_gradients_go_as_before(
+def test_where_memory_cannot_be_locked_both_go_as_before(
     limit: int, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Limited(Simulated):
         """Page-locks so many pieces."""
 
-        def register(self, address: int, nbytes: int, device: torch.device) -> None:
-            if len(self.registered or {}) == limit:
+        def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
+            if read_only or len(self.registered or {}) == limit:
                 raise _device.NotRegistered("it may lock no more: raise the limit")
             super().register(address, nbytes, device)
 
     device = Limited(0)
     with on(device, monkeypatch), caplog.at_level(logging.WARNING, "longshore"):
         assert same(train(device), expected)
-    assert device.copies["to torch's"] > 0
-    assert [record.getMessage() for record in caplog.records] == [
-        "gradients go through torch's page-locked memory, with one more copy on the host: it may lock no more: raise the limit"
-    ]
+    assert device.copies["to torch's"] > 0 and device.copies["from torch's"] > 0
+    ways = {"gradients go", "weights come"}
+    assert {record.getMessage() for record in caplog.records} == {
+        f"{way} through torch's page-locked memory, with one more copy on the host: it may lock no more: raise the limit" for way in ways
+    }
+    assert len(caplog.records) == len(ways)
     assert device.registered == {}
 
 
@@ -131,10 +134,11 @@ class Cuda:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
+        self.fails_with = 2
 
     def cudaHostRegister(self, *given: int) -> int:
         self.calls.append(given)
-        return 0 if len(self.calls) == 1 else 2
+        return 0 if len(self.calls) == 1 else self.fails_with
 
     def cudaHostUnregister(self, *given: int) -> int:
         self.calls.append(given)
@@ -153,9 +157,12 @@ def test_memory_is_registered_by_the_cuda_runtime(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(_device.NotRegistered, match="of 4096 bytes returned 2 .error 2.: raise the limit of locked memory .ulimit -l"):
         accelerator.register(65536, 4096, device)
     assert forgotten == [device], "or the next kernel of this thread would raise it"
+    cuda.fails_with = 801
+    with pytest.raises(_device.NotRegistered, match="returned 801 .error 801.: this device, or its driver, cannot lock memory of this kind"):
+        accelerator.register(65536, 4096, device, read_only=True)
     accelerator.unregister(4096, device)
-    assert devices == [device] * 3, "another device would get a context of this process"
-    assert cuda.calls == [(4096, 8192, 1), (65536, 4096, 1), (4096,)]
+    assert devices == [device] * 4, "another device would get a context of this process"
+    assert cuda.calls == [(4096, 8192, 1), (65536, 4096, 1), (65536, 4096, 9), (4096,)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -49,7 +49,7 @@ class Late(OnHost):
         self.locked_memory[memory.data_ptr()] = memory
         return memory
 
-    def register(self, address: int, nbytes: int, device: torch.device) -> None:
+    def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
         raise _device.NotRegistered("it cannot")
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:

@@ -2,9 +2,10 @@
 //! memory.
 
 mod arena;
+mod images;
 mod link;
 
-pub use self::arena::GradientMemory;
+pub use self::{arena::GradientMemory, images::ImageMemory};
 pub(crate) use self::{
     arena::{Arena, Extent, Piece},
     link::Link,

@@ -46,6 +46,9 @@ impl Drop for Handle {
     }
 }
 
+/// A run of flat elements in the memory of a server of this host, and the address of its first byte.
+pub type Lent = (Range<u64>, usize);
+
 /// Where the bytes of a part of a flat range lie in the range's.
 fn of_part(range: &Range<u64>, part: &Range<u64>, size: u64) -> Range<usize> {
     ((part.start - range.start) * size) as usize..((part.end - range.start) * size) as usize
@@ -265,14 +268,52 @@ impl Feed {
 
     /// Does what [`Feed::pieces`] does, without copying what lies in a server's memory.
     fn sources(&self, range: Range<u64>, mut visit: impl FnMut(u64, Source<'_, u8>)) -> Result<()> {
-        let size = self.dtype().bytes();
         for segment in self.segments(&range)? {
             let start = segment.range.start.max(range.start);
-            let end = segment.range.end.min(range.end);
-            let within = (start - segment.range.start) * size..(end - segment.range.start) * size;
-            let within = within.start as usize..within.end as usize;
-            let read = segment.read(within, |bytes| visit(start - range.start, bytes));
+            let read = segment.read(self.within(segment, &range), |bytes| visit(start - range.start, bytes));
             read.map_err(|Overwritten| self.overwritten(segment.shard))?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of a segment that belong to a range.
+    fn within(&self, segment: &Segment, range: &Range<u64>) -> Range<usize> {
+        let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+        of_part(&segment.range, &part, self.dtype().bytes())
+    }
+
+    /// Waits, then says where these flat elements lie in the memory of servers of this host: runs of them, in their order, each with
+    /// its address. None if some lie elsewhere, or are amended as they are read. Whoever reads there, as a device that copies them, calls
+    /// [`Feed::check_lent`] once that is done.
+    ///
+    /// # Errors
+    /// Those of [`Feed::wait`].
+    pub fn addresses(&self, range: Range<u64>) -> Result<Option<Vec<Lent>>> {
+        let size = self.dtype().bytes();
+        let mut runs: Vec<Lent> = Vec::new();
+        for segment in self.segments(&range)? {
+            let Some(address) = segment.address(self.within(segment, &range)).filter(|_| !self.amends())
+            else {
+                return Ok(None);
+            };
+            let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
+            match runs.last_mut() {
+                Some((run, start)) if *start + ((run.end - run.start) * size) as usize == address => {
+                    run.end = part.end;
+                }
+                _ => runs.push((part, address)),
+            }
+        }
+        Ok(Some(runs))
+    }
+
+    /// Whether what was read at [`Feed::addresses`] of these flat elements until now counts.
+    ///
+    /// # Errors
+    /// `Outdated` where the server has begun to overwrite them, as with [`Feed::pieces`].
+    pub fn check_lent(&self, range: Range<u64>) -> Result<()> {
+        for segment in self.segments(&range)? {
+            segment.read(0..0, |_| ()).map_err(|Overwritten| self.overwritten(segment.shard))?;
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ mod reading;
 mod store;
 mod turns;
 
-pub use feed::Feed;
+pub use feed::{Feed, Lent};
 pub(crate) use missing::{Missing, OwnGradients, Steps};
 pub(crate) use pulls::Pulls;
 pub(crate) use reading::Reading;

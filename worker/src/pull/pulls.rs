@@ -8,6 +8,7 @@ use super::turns::Turns;
 use crate::{
     cluster::{ByServer, Cluster},
     device::BufferPool,
+    memfd::ImageMemory,
     meter::Meter,
     rank::RankState,
 };
@@ -51,6 +52,12 @@ impl Pulls {
     /// Whether all weights can be read where they lie in servers' memory, so that they take none here.
     pub(crate) fn are_lent(&self) -> bool {
         self.cluster.servers().all(|server| self.lends(server))
+    }
+
+    /// The memory of servers of this host that weights lie in.
+    pub(crate) fn image_memory(&self) -> Vec<ImageMemory> {
+        let images = |server| self.rank.link(server).and_then(|link| link.images.clone());
+        self.cluster.servers().filter_map(images).map(ImageMemory::new).collect()
     }
 
     /// Whether a server's weights can be read where they lie in its memory.

@@ -163,6 +163,14 @@ impl Segment {
         with(&self.filling.read().unwrap_or_else(PoisonError::into_inner).rates);
     }
 
+    /// Where some bytes of a whole segment lie in a server's memory, if they do. Whoever reads there asks [`Segment::read`] afterwards
+    /// whether they were still these.
+    pub(super) fn address(&self, within: Range<usize>) -> Option<usize> {
+        let filling = self.filling.read().unwrap_or_else(PoisonError::into_inner);
+        let Body::InPlace(view) = &filling.body else { return None };
+        Some(view.images.address(view.at + within.start as u64, within.len() as u64))
+    }
+
     /// Hands some bytes of a whole segment to `read`, whose results are void unless this succeeds.
     pub(super) fn read(
         &self,

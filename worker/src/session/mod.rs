@@ -50,7 +50,7 @@ use crate::{
     cluster::Cluster,
     error::Result,
     export::{Contents, Sink},
-    memfd::GradientMemory,
+    memfd::{GradientMemory, ImageMemory},
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
     rank::RankState,
@@ -317,6 +317,11 @@ impl Session {
     /// it, by the transport.
     pub fn gradient_memory(&self) -> Option<GradientMemory> {
         self.gradients.memory()
+    }
+
+    /// The memory of servers of this host that the job's weights lie in.
+    pub fn image_memory(&self) -> Vec<ImageMemory> {
+        self.pulls.image_memory()
     }
 
     /// How many gradient chunks no server has acknowledged yet.

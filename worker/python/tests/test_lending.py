@@ -1,0 +1,197 @@
+"""Weights where they lie in servers' memory: what is said of them, until when it holds, and what is registered with a device."""
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from accelerator import Layers, Simulated
+from models import Mlp
+from test_order_on_a_device import on
+from torch import Tensor
+
+import longshore
+from longshore import _device, errors
+from longshore._lending import Lending
+from longshore._registered import Registered
+
+
+def step(model: Mlp, optimizer: longshore.AdamW, number: int) -> None:
+    model.loss(number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def lent(optimizer: longshore.AdamW, indices: list[int]) -> Any:
+    connection = optimizer._connection
+    assert connection is not None
+    return connection.job.lent_weights(indices)
+
+
+def at(runs: list[tuple[int, int, int]]) -> bytes:
+    """What lies there, element after element."""
+    expected = 0
+    found = b""
+    for address, first, elements in runs:
+        assert first == expected
+        expected += elements
+        found += ctypes.string_at(address, 4 * elements)
+    return found
+
+
+def test_weights_lie_where_the_job_says_until_they_are_overwritten() -> None:
+    torch.manual_seed(0)
+    # A weight that lies in several shards.
+    model = Mlp(width=600)
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, lr=1e-2)
+    step(model, optimizer, 0)
+    params = list(model.parameters())
+    weights = lent(optimizer, list(range(len(params))))
+    assert [at(runs) for runs in weights.runs] == [parameter.detach().numpy().tobytes() for parameter in params]
+    weights.check()
+    step(model, optimizer, 1)
+    weights.check()
+    step(model, optimizer, 2)
+    optimizer.flush()
+    with pytest.raises(errors.LongshoreError, match="kept by its server"):
+        weights.check()
+    optimizer.close()
+
+
+def test_other_weights_lie_nowhere() -> None:
+    """Those that come over a network, and those that were read."""
+    for transport, expects in (("tcp", False), ("memfd", True)):
+        model = Mlp()
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, transport=transport)
+        step(model, optimizer, 0)
+        assert (lent(optimizer, [0]) is not None) == expects
+        with pytest.raises(errors.InvalidError, match="tensor is 99, but must be below 8 parameters"):
+            lent(optimizer, [99])
+        optimizer.flush()
+        [parameter.sum() for parameter in model.parameters()]
+        assert lent(optimizer, [0]) is None
+        optimizer.close()
+
+
+@dataclass
+class Memory:
+    address: int
+    nbytes: int
+
+
+@dataclass
+class Listed:
+    """Notes what is registered, and what is waited for."""
+
+    limit: int = 9
+    notes: list[Any] = field(default_factory=list)
+
+    def has(self, tensor: Tensor) -> bool:
+        return True
+
+    def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
+        if sum(note == "register" for note, _ in self.notes) == self.limit:
+            raise _device.NotRegistered("no more")
+        self.notes.append(("register", (address, nbytes, read_only)))
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        self.notes.append(("unregister", address))
+
+    def wait(self, event: Any) -> None:
+        self.notes.append(("wait", event))
+
+
+@dataclass
+class Found:
+    """What the Rust half says of one parameter's weights."""
+
+    runs: list[list[tuple[int, int, int]]]
+
+    def check(self) -> None:
+        """They are still there."""
+
+
+@dataclass
+class Job:
+    memories: list[Memory]
+    runs: list[tuple[int, int, int]]
+
+    def image_memory(self) -> list[Memory]:
+        return self.memories
+
+    def lent_weights(self, indices: list[int]) -> Found:
+        return Found([self.runs for _ in indices])
+
+
+def of(tensor: Tensor) -> Any:
+    return type("Param", (), {"index": 0, "tensor": tensor, "dtype": tensor.dtype})()
+
+
+def test_memory_of_a_server_that_is_gone_is_let_go_of_after_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Listed()
+    monkeypatch.setattr(_device, "accelerator", device)
+    job = Job([Memory(4096, 8192), Memory(65536, 4096)], [(4096, 0, 1024), (65536, 1024, 16)])
+    lending, param = Lending(job, torch.float32), of(torch.zeros(1040))
+    assert lending.fits(param)
+    found = lending.take([param])
+    assert device.notes == [("register", (4096, 8192, True)), ("register", (65536, 4096, True))]
+    lending.keep(found, ["copied"])
+    device.notes.clear()
+    # The first one was started again.
+    job.memories, job.runs = [Memory(1 << 20, 8192), job.memories[1]], [(1 << 20, 0, 1024), (65536, 1024, 16)]
+    assert lending.take([param]) is not None
+    assert device.notes == [("wait", "copied"), ("unregister", 4096), ("register", (1 << 20, 8192, True))]
+    lending.release()
+    assert sorted(device.notes[3:]) == [("unregister", 65536), ("unregister", 1 << 20)]
+    assert not lending.fits(param)
+
+
+def test_what_a_device_cannot_copy_from_there_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    device = Listed(limit=1)
+    monkeypatch.setattr(_device, "accelerator", device)
+    job = Job([Memory(4096, 8192), Memory(65536, 4096)], [(65536, 0, 16)])
+    lending, param = Lending(job, torch.float32), of(torch.zeros(16))
+    assert lending.take([param]) is None
+    assert not lending.fits(param), "nobody tries again"
+    (record,) = caplog.records
+    assert "weights come through torch's page-locked memory" in record.getMessage()
+    other = Lending(job, torch.bfloat16)
+    assert not other.fits(param) and not other.fits(of(torch.zeros(4, 4, dtype=torch.bfloat16).T[1:]))
+    lending.release()
+
+
+def test_pieces_are_found_to_their_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Listed()
+    monkeypatch.setattr(_device, "accelerator", device)
+    pieces = Registered()
+    for address in (8192, 4096 * 8):
+        pieces.add(address, 4096, torch.device("cpu"), None)
+    assert pieces.finds(8192, 4096) and pieces.finds(12287, 1) and pieces.finds(4096 * 8, 1)
+    assert not any(pieces.finds(*place) for place in ((8191, 2), (8192, 4097), (12288, 1), (0, 1)))
+    pieces.remove(8192)
+    assert pieces.starts() == [4096 * 8] and not pieces.finds(8192, 1)
+    del pieces
+    assert [note for note in device.notes if note[0] == "unregister"] == [("unregister", 8192), ("unregister", 4096 * 8)]
+
+
+def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Simulated(0)
+    with on(device, monkeypatch):
+        model = Layers(device)
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, missing_gradients="zeros")
+        for number in range(2):
+            model.loss(number).backward()
+            optimizer.step()
+        connection: Any = optimizer._connection
+        model.loss(2).backward()
+
+        class Gone:
+            def check(self) -> None:
+                raise errors.LongshoreError("overwritten")
+
+        # The copies of what is read from now on come too late.
+        connection.weights._lending.keep(Gone(), [])
+        with pytest.raises(errors.LongshoreError, match="overwritten"):
+            optimizer.step()
+        optimizer.close()
