@@ -6,6 +6,7 @@ What reaches its memory past torch's functions does not: see :func:`longshore._w
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 # What reads the weights of an awaited parameter, by its id.
 _readers: dict[int, Callable[[], None]] = {}
+# Whether torch's compiler leaves awaited tensors alone.
+_is_kept_out = False
 
 _LOOKED_AT = (
     "shape grad requires_grad dtype device is_leaf grad_fn layout ndim names output_nr itemsize nbytes is_cpu is_cuda is_xpu is_mps "
@@ -90,9 +93,20 @@ def is_awaited(tensor: Tensor) -> bool:
 
 def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
     """From now on ``reader`` is called before the elements of one of these are used. It calls :func:`end`."""
+    _keep_compilers_out()
     _readers.update(dict.fromkeys(map(id, tensors), reader))
     for tensor in tensors:
         tensor.__class__ = _KINDS[type(tensor)]
+
+
+def _keep_compilers_out() -> None:
+    """``torch.compile`` would compile what is done at the use of an awaited tensor, without its weights coming. torch's compiler is slow to
+    import, so it is told only where it was."""
+    global _is_kept_out
+    if not _is_kept_out and "torch._dynamo.eval_frame" in sys.modules:
+        ask: Any = vars(_Awaited)["__torch_function__"]
+        _Awaited.__torch_function__ = classmethod(torch.compiler.disable(ask.__func__))  # type: ignore[method-assign,assignment]
+        _is_kept_out = True
 
 
 def end(tensors: Sequence[Tensor]) -> None:
