@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longshore import _unit_checkpoints
 from longshore._residency import Residency
 from longshore._unit_nodes import is_in_backward
 from longshore._units import Member, Unit
@@ -69,6 +70,14 @@ class Saving:
             # Backward makes a graph of its own, which saves weights as well. This lasts until the node that runs is done.
             self.on()
         return saved.get()
+
+
+def _on_again(before: Any) -> bool:
+    """Puts our hooks on top again, where these hooks are ours."""
+    is_ours = before is not None and isinstance(before[0], _Pack)
+    if is_ours:
+        Saving(before[0].home).on()
+    return is_ours
 
 
 class _Pack:
@@ -170,6 +179,7 @@ class ModuleHooks:
         self._calls: list[nn.Module] = []
         self._handles: list[Any] = []
         home.unwind = self.unwind
+        _unit_checkpoints.follow(_on_again, Saving.off)
         needed = list(_needed(model, home.units))
         for module, units in needed:
             self._register(module, *self._hooks(units))

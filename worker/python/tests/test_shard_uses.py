@@ -80,6 +80,36 @@ def test_activation_checkpointing(way: str) -> None:
         assert (of_whole.weights > 0) is (way == "on the host")
 
 
+class _Scaled(nn.Module):
+    """Uses its own parameter within a checkpoint, beside that of a module inside."""
+
+    def __init__(self, width: int, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.scale, self.reentrant = nn.Linear(width, width), nn.Parameter(torch.ones(width)), reentrant
+        self.in_features = width
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.inner(x * self.scale) * self.scale, hidden, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_a_unit_that_uses_its_parameters_directly(reentrant: bool) -> None:
+    whole, cut = pair(Deep)
+    for model in (whole, cut):
+        torch.manual_seed(0)
+        model.layers = nn.ModuleList(_Scaled(48, reentrant) for _ in range(16)).bfloat16()
+        model.inputs = lambda step: Deep.inputs(whole, step).requires_grad_()
+    train(whole, optimizer_of(whole))
+    budget = weight_bytes(cut) // 4
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut)
+    longshore.shard(cut, optimizer, budget)
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(budget)
+    same(whole, cut)
+
+
 def test_checkpointing_inside_a_unit() -> None:
     """Recomputed weights are views of memory that may have gone since, unless they are asked for."""
 
