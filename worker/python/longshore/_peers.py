@@ -27,6 +27,7 @@ OURS: dict[str, dict[str, Any]] = {
 BASE = "longshore, shared memory"
 LR, CLIP = 1e-4, 1.0
 _START_DEADLINE_S = 60
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -86,7 +87,7 @@ def server() -> Iterator[str]:
 
 def ours(params: list[tuple[str, nn.Parameter]], name: str, job: str, address: str, **options: Any) -> AdamW:
     reach = OURS[name]
-    place = {"servers": address, "job": f"{job}-{reach['transport']}"} if reach else {}
+    place = {"servers": address, "job": f"{job}-{reach['transport']}-{options.get('delay', 0)}"} if reach else {}
     # All ways share one set of 16-bit weights, and each brings its own into it.
     return AdamW(params, lr=LR, max_grad_norm=CLIP, written_weights="drop", **place, **reach, **options)
 
@@ -94,14 +95,14 @@ def ours(params: list[tuple[str, nn.Parameter]], name: str, job: str, address: s
 # Optimizer steps
 
 
-def optimizer_steps(elements: int, wanted: str, address: str) -> Ways:
+def optimizer_steps(elements: int, wanted: str, address: str, device: torch.device = _HOST) -> Ways:
     """Whole optimizer steps: 16-bit gradients in, clipping, 16-bit weights out. All read the same gradients and write to the same
     memory, so that each way takes no more of its own than it needs."""
     tensors = -(-elements // (4 * 1024 * 1024))
     generator = torch.Generator().manual_seed(0)
 
     def values(scale: float) -> Tensor:
-        return (torch.randn(elements // tensors, generator=generator) * scale).bfloat16()
+        return (torch.randn(elements // tensors, generator=generator) * scale).bfloat16().to(device)
 
     weights = [values(0.02) for _ in range(tensors)]
     gradients = [values(0.01) for _ in range(tensors)]
@@ -121,22 +122,39 @@ def optimizer_steps(elements: int, wanted: str, address: str) -> Ways:
 
 
 class WithCasts:
-    """An optimizer of fp32 masters, with the casts that 16-bit weights and gradients need."""
+    """An optimizer of fp32 masters, with the casts that 16-bit weights and gradients need.
 
-    def __init__(self, params: list[tuple[str, nn.Parameter]], make: Callable[[list[Tensor]], Any]) -> None:
+    Args:
+        device: of the masters. Between a host's and the parameters' of an accelerator 16 bits go through page-locked memory.
+    """
+
+    def __init__(
+        self, params: list[tuple[str, nn.Parameter]], make: Callable[[list[Tensor]], Any], device: torch.device = _HOST
+    ) -> None:
         self._params = [parameter for _, parameter in params]
-        self._masters = [parameter.detach().float() for parameter in self._params]
+        self._masters = [parameter.detach().to(device, torch.float32, copy=True) for parameter in self._params]
         self._gradients = [torch.empty_like(master) for master in self._masters]
         for master, gradient in zip(self._masters, self._gradients, strict=True):
             master.grad = gradient
+        self._staged = [
+            torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True)
+            for parameter in self._params
+            if parameter.device.type != device.type
+        ]
         self._optimizer = make(self._masters)
 
     @torch.no_grad()
     def step(self) -> None:
-        torch._foreach_copy_(self._gradients, [parameter.grad for parameter in self._params if parameter.grad is not None])
+        gradients = [parameter.grad for parameter in self._params if parameter.grad is not None]
+        if self._staged:
+            torch._foreach_copy_(self._staged, gradients, non_blocking=True)
+            torch.accelerator.synchronize()
+        torch._foreach_copy_(self._gradients, self._staged or gradients)
         nn.utils.clip_grad_norm_(self._masters, CLIP, foreach=True)
         self._optimizer.step()
-        torch._foreach_copy_(self._params, self._masters)
+        if self._staged:
+            torch._foreach_copy_(self._staged, self._masters)
+        torch._foreach_copy_(self._params, self._staged or self._masters, non_blocking=True)
 
 
 def torch_fused(masters: list[Tensor]) -> Any:
@@ -177,13 +195,14 @@ class Gpt(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def model_of(elements: int, length: int) -> Gpt:
+def model_of(elements: int, length: int, device: torch.device) -> Gpt:
     """A model of about so many parameters, four fifths of them in six layers, but no fewer than 400 thousand."""
     torch.manual_seed(0)
     depth = 6
     width = 64 * max(1, int((0.8 * elements / (12 * depth)) ** 0.5 / 64))
     words = max((elements - 12 * depth * width * width) // width, 256)
-    return Gpt(width, depth, words, length).bfloat16()
+    with device:
+        return Gpt(width, depth, words, length).bfloat16()
 
 
 class Training:
@@ -192,6 +211,7 @@ class Training:
     def __init__(self, model: Gpt, batch: int, length: int, finish: Callable[[Tensor], None]) -> None:
         self._model = model
         self._finish = finish
+        self._device = model.words.weight.device
         self._generator = torch.Generator().manual_seed(0)
         self._shape = (batch, length + 1)
         self._words = model.words.num_embeddings
@@ -199,18 +219,21 @@ class Training:
 
     def step(self) -> None:
         tokens = torch.randint(self._words, self._shape, generator=self._generator)
-        loss = self._model(tokens)
+        loss = self._model(tokens.to(self._device))
         self._finish(loss)
         self.loss = loss.item()
 
 
-def training_steps(elements: int, batch: int, length: int, wanted: str, address: str) -> Ways:
+def training_steps(elements: int, batch: int, length: int, wanted: str, address: str, device: torch.device = _HOST) -> Ways:
     """Whole training steps of a small GPT in bf16, with clipping."""
     ways = Ways()
 
-    def with_ours(name: str) -> Callable[[], Any]:
-        model = model_of(elements, length)
-        optimizer = ways.keep(ours(list(model.named_parameters()), name, "training", address, streaming=True))
+    def made() -> Gpt:
+        return model_of(elements, length, device)
+
+    def with_ours(name: str, **options: Any) -> Callable[[], Any]:
+        model = made()
+        optimizer = ways.keep(ours(list(model.named_parameters()), name, "training", address, streaming=True, **options))
 
         def finish(loss: Tensor) -> None:
             loss.backward()
@@ -218,37 +241,72 @@ def training_steps(elements: int, batch: int, length: int, wanted: str, address:
 
         return Training(model, batch, length, finish).step
 
-    def with_casts(make: Callable[[list[Tensor]], Any]) -> Callable[[], Any]:
-        model = model_of(elements, length)
-        optimizer = WithCasts(list(model.named_parameters()), make)
+    def with_others(make: Callable[[Gpt], Any]) -> Callable[[], Any]:
+        model = made()
+        optimizer = make(model)
 
         def finish(loss: Tensor) -> None:
             loss.backward()
-            optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
             for parameter in model.parameters():
                 parameter.grad = None
 
         return Training(model, batch, length, finish).step
 
+    def with_casts(make: Callable[[list[Tensor]], Any], where: torch.device = _HOST) -> Callable[[], Any]:
+        return with_others(lambda model: WithCasts(list(model.named_parameters()), make, where))
+
     for name in OURS:
         ways.add(name, wanted, lambda name=name: with_ours(name))
     ways.add("torch fused, with casts", wanted, lambda: with_casts(torch_fused))
+    if device.type != "cpu":
+        ways.add(f"{BASE}, delay=1", wanted, lambda: with_ours(BASE, delay=1, warmup_steps=0))
+        ways.add("forward and backward alone", wanted, lambda: with_others(lambda model: None))
+        ways.add("copies out and in alone", wanted, lambda: CopiesAlone(made()).step)
+        ways.add("torch fused, nothing offloaded", wanted, lambda: with_casts(torch_fused, device))
+        ways.add("torchao CPUOffloadOptimizer", wanted, lambda: with_others(torchao_offload))
     ways.add("DeepSpeed CPUAdam, with casts", wanted, lambda: with_casts(deepspeed_adam))
-    ways.add("DeepSpeed engine, ZeRO-2 offload", wanted, lambda: deepspeed_engine(elements, batch, length))
+    ways.add("DeepSpeed engine, ZeRO-2 offload", wanted, lambda: deepspeed_engine(made(), batch, length, device))
     return ways
 
 
-def deepspeed_engine(elements: int, batch: int, length: int) -> Callable[[], Any]:
+class CopiesAlone:
+    """Copies a model's bytes from its device to page-locked memory of the host and back: as gradients leave and weights come."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+        self._staged = [torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True) for parameter in self._params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self._staged, self._params, non_blocking=True)
+        torch._foreach_copy_(self._params, self._staged, non_blocking=True)
+        torch.accelerator.synchronize()
+
+
+def torchao_offload(model: nn.Module) -> Any:
+    """torchao's optimizer keeps weights and state in the model's type, which is 16 bits here, and cannot clip."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, lr=LR)
+
+
+def deepspeed_engine(model: Gpt, batch: int, length: int, device: torch.device) -> Callable[[], Any]:
     """DeepSpeed's own engine with the optimizer offloaded."""
-    model = model_of(elements, length)
-    engine = engine_of(model, batch, {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False})
+    engine = engine_of(model, batch, {"stage": 2, "offload_optimizer": pinned(device), "overlap_comm": False})
     training = Training(model, batch, length, by_engine(engine))
     training._model = engine
     return training.step
 
 
+def pinned(device: torch.device) -> dict[str, Any]:
+    """DeepSpeed's offload to the host, whose memory is page-locked where a device copies from it."""
+    return {"device": "cpu", "pin_memory": device.type != "cpu"}
+
+
 def engine_of(model: nn.Module, batch: int, zero: dict[str, Any]) -> Any:
-    """DeepSpeed's own engine on its CPU accelerator."""
+    """DeepSpeed's own engine on its accelerator, which is the CPU where there is no other."""
     import deepspeed
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
@@ -292,18 +350,18 @@ class Layers(nn.Sequential):
 class Regression:
     """Forward, backward and step of one way over layers, on batches that are the same for all."""
 
-    def __init__(self, model: Any, shape: tuple[int, int], finish: Callable[[Tensor], None]) -> None:
-        self._model, self._shape, self._finish = model, shape, finish
+    def __init__(self, model: Any, shape: tuple[int, int], finish: Callable[[Tensor], None], device: torch.device = _HOST) -> None:
+        self._model, self._shape, self._finish, self._device = model, shape, finish, device
         self._generator = torch.Generator().manual_seed(0)
         self.loss = float("nan")
 
     def step(self) -> None:
-        loss = self._model(torch.randn(self._shape, generator=self._generator).bfloat16())
+        loss = self._model(torch.randn(self._shape, generator=self._generator).bfloat16().to(self._device))
         self._finish(loss)
         self.loss = loss.item()
 
 
-def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str) -> Ways:
+def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str, device: torch.device = _HOST) -> Ways:
     """Whole training steps of linear layers in bf16, with clipping, of which the device holds a few at a time."""
     ways, shape = Ways(), (batch, width)
     #: Bytes of a layer's weights and gradients. The budget has room for four.
@@ -311,25 +369,26 @@ def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str
 
     def with_ours(name: str, stage: int) -> Callable[[], Any]:
         model = Layers(layers, width)
+        model = model if stage == 3 else model.to(device)
         optimizer = ways.keep(ours(list(model.named_parameters()), name, f"stage-{stage}", address, streaming=True))
         if stage == 3:
-            shard(model, optimizer, budget=4 * layer)
+            shard(model, optimizer, budget=4 * layer, device=device)
 
         def finish(loss: Tensor) -> None:
             loss.backward()
             optimizer.step()
 
-        return Regression(model, shape, finish).step
+        return Regression(model, shape, finish, device).step
 
     def with_deepspeed(zero: dict[str, Any]) -> Callable[[], Any]:
         engine = engine_of(Layers(layers, width), batch, zero)
-        return Regression(engine, shape, by_engine(engine)).step
+        return Regression(engine, shape, by_engine(engine), device).step
 
     # Weights lie in the server's memory, so that shared memory alone is a way that stage 3 has of its own.
     ways.add(BASE, wanted, lambda: with_ours(BASE, 3))
     ways.add("longshore, stage 2", wanted, lambda: with_ours(BASE, 2))
-    cpu = {"device": "cpu"}
-    alike = {"offload_optimizer": cpu, "overlap_comm": False}
+    offload = pinned(device)
+    alike = {"offload_optimizer": offload, "overlap_comm": False}
     ways.add("DeepSpeed engine, ZeRO-2 offload", wanted, lambda: with_deepspeed({"stage": 2, **alike}))
-    ways.add("DeepSpeed engine, ZeRO-3 offload", wanted, lambda: with_deepspeed({"stage": 3, "offload_param": cpu, **alike}))
+    ways.add("DeepSpeed engine, ZeRO-3 offload", wanted, lambda: with_deepspeed({"stage": 3, "offload_param": offload, **alike}))
     return ways

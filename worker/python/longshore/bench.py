@@ -44,13 +44,16 @@ def _timed(act: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _by_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way's steps. Each round takes one of all, in another order, so that what disturbs the host disturbs all."""
+def _by_turns(ways: dict[str, Callable[[], Any]], rounds: int, in_a_row: int) -> dict[str, list[float]]:
+    """Seconds of each way's steps. Each round takes so many of all, in another order, so that what disturbs the host disturbs all. Where
+    there are several, the one before them is not counted: it has what the way before has left to do, and nothing left of its own."""
     order = list(ways)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(_WARMUP + rounds):
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            taken = _timed(ways[name])
+            if in_a_row > 1:
+                ways[name]()
+            taken = statistics.mean(_timed(ways[name]) for _ in range(in_a_row))
             if number >= _WARMUP:
                 times[name].append(taken)
     return times
@@ -70,13 +73,28 @@ def _print_table(ways: Ways, times: dict[str, list[float]]) -> None:
         print(f"{name:34} not measured: {why}")
 
 
-def _conditions(rounds: int) -> str:
+def _conditions(rounds: int, in_a_row: int, device: torch.device) -> str:
     load = os.getloadavg()[0]
-    return f"{rounds} rounds by turns, torch on {torch.get_num_threads()} threads, {os.cpu_count()} cores, load {load:.1f}"
+    steps = f" of {in_a_row} steps" if in_a_row > 1 else ""
+    where = "" if device.type == "cpu" else f", device {_name(device)}"
+    return f"{rounds} rounds{steps} by turns, torch on {torch.get_num_threads()} threads, {os.cpu_count()} cores, load {load:.1f}{where}"
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def peers(
-    elements: int, training_elements: int, layers: int, batch: int, length: int, rounds: int, wanted: str
+    elements: int,
+    training_elements: int,
+    layers: int,
+    batch: int,
+    length: int,
+    rounds: int,
+    wanted: str,
+    *,
+    device: str = "cpu",
+    in_a_row: int = 1,
 ) -> dict[str, list[float]]:
     """Prints the median times of whole optimizer steps and of whole training steps by each way, and the median over the rounds of
     how many times ours by shared memory each takes. With 0 elements or layers a part is left out.
@@ -85,21 +103,22 @@ def peers(
         Seconds by part and way, as in ``"training: longshore, TCP"``.
     """
     found = {}
+    where = torch.device(device)
     for part, size in (("step", elements), ("training", training_elements), ("stage 3", layers)):
         if not size:
             continue
         with server() as address:
             if part == "step":
                 print(f"\nOptimizer step, {size / 1e6:.0f} M parameters, 16-bit gradients in, 16-bit weights out, clipping")
-                ways = optimizer_steps(size, wanted, address)
+                ways = optimizer_steps(size, wanted, address, where)
             elif part == "stage 3":
                 print(f"\nTraining step of {size} linear layers of {_WIDTH}, batch {batch}, bf16, clipping; ours: stage 3, and stage 2")
-                ways = stage_3_steps(size, _WIDTH, batch, wanted, address)
+                ways = stage_3_steps(size, _WIDTH, batch, wanted, address, where)
             else:
                 print(f"\nTraining step of a GPT, {size / 1e6:.0f} M parameters, batch {batch} of {length} tokens, bf16, clipping")
-                ways = training_steps(size, batch, length, wanted, address)
-            print(_conditions(rounds))
-            times = _by_turns(ways.steps, rounds)
+                ways = training_steps(size, batch, length, wanted, address, where)
+            print(_conditions(rounds, in_a_row, where))
+            times = _by_turns(ways.steps, rounds, in_a_row)
             _print_table(ways, times)
             found.update({f"{part}: {name}": taken for name, taken in times.items()})
             ways.close()
@@ -182,8 +201,14 @@ def main() -> None:
     whole.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch's threads (default: one a core)")
     whole.add_argument(
         "--ways",
-        default="longshore,torch,deepspeed",
+        default="longshore,torch,deepspeed,alone",
         help="words of the ways' names. Each of ours takes 24 bytes a parameter, of torch and DeepSpeed 16",
+    )
+    whole.add_argument("--device", default="cpu", help="where the models are, as cuda (default cpu)")
+    whole.add_argument(
+        "--in-a-row",
+        type=int,
+        help="steps of a way in each turn: several show what it does while the next step computes (default 1, and 4 on a device)",
     )
     part = commands.add_parser("overhead", help="Python's share of a step")
     part.add_argument("--tensors", type=int, default=400)
@@ -192,7 +217,8 @@ def main() -> None:
     if given.command == "peers":
         torch.set_num_threads(given.threads)
         sizes = int(given.elements), int(given.training), given.layers
-        peers(*sizes, given.batch, given.length, given.rounds, given.ways)
+        in_a_row = given.in_a_row or (1 if given.device == "cpu" else 4)
+        peers(*sizes, given.batch, given.length, given.rounds, given.ways, device=given.device, in_a_row=in_a_row)
     else:
         overhead(given.tensors, streaming=given.streaming)
 

@@ -1,0 +1,160 @@
+"""A GPU whose copies, or whose computing, are made late, so that whatever does not wait for them comes too soon."""
+
+import contextlib
+import gc
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from units import Deep
+
+from longshore import _device, _weights
+
+# Sums have one order then, and memory that torch gives out holds NaN.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this host has no GPU that torch.cuda can use")
+DEVICE = torch.device("cuda", 0)
+#: What is late, each at every time or at times that are drawn from a seed.
+LATE = {"nothing": (0.0, 0.0), "copies": (1.0, 0.0), "computing": (0.0, 1.0), "some of both": (0.5, 0.5)}
+#: Clock cycles of a wait: about half a millisecond.
+_CYCLES = 1_000_000
+
+
+class Gpu(_device.Accelerator):
+    """The GPU of torch.cuda.
+
+    Args:
+        late: of :data:`LATE`.
+        ignored: a call ``"function.method"`` that does nothing: the wait that a function of the package asks for.
+    """
+
+    def __init__(self, late: str = "nothing", seed: int = 0, ignored: str | None = None) -> None:
+        self._copies, self._computing = LATE[late]
+        self._random = random.Random(seed)
+        self._ignored = ignored
+        #: How many pieces of memory are registered, and were to be written, and to be read alone.
+        self.registered = self.to_be_written = self.to_be_read = 0
+        #: Bytes of page-locked memory that torch made.
+        self.locked_bytes = 0
+
+    def pause(self, share: float) -> None:
+        """Holds up the stream in use, so often."""
+        if self._random.random() < share:
+            torch.cuda._sleep(_CYCLES)
+
+    def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
+        def late(*given: Tensor | None) -> None:
+            self.pause(self._copies)
+            act(*given)
+
+        super().run(stream, late, tensors)
+
+    def compute(self, tensor: Tensor) -> Tensor:
+        """The same tensor, later, in forward and in backward."""
+        made: Tensor = _Later.apply(tensor, lambda: self.pause(self._computing))  # type: ignore[no-untyped-call]
+        return made
+
+    def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
+        super().register(address, nbytes, device, read_only=read_only)
+        self.registered += 1
+        self.to_be_read += read_only
+        self.to_be_written += not read_only
+
+    def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        memory = super().locked(shape, dtype)
+        self.locked_bytes += memory.nbytes
+        return memory
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        super().unregister(address, device)
+        self.registered -= 1
+
+    def let_wait(self, stream: Any, event: Any) -> None:
+        if not self._is_ignored():
+            super().let_wait(stream, event)
+
+    def wait(self, event: Any) -> None:
+        if not self._is_ignored():
+            super().wait(event)
+
+    def _is_ignored(self) -> bool:
+        method = sys._getframe(1)
+        caller = method.f_back
+        assert caller is not None
+        return self._ignored == f"{caller.f_code.co_name}.{method.f_code.co_name}"
+
+
+class InOrder(Gpu):
+    """Does nothing before all that came before it is done: what the others are compared with."""
+
+    def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
+        torch.cuda.synchronize()
+        super().run(stream, act, tensors)
+        torch.cuda.synchronize()
+
+    def compute(self, tensor: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        return tensor
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, pause: Callable[[], None]) -> Tensor:
+        ctx.pause = pause
+        pause()
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.pause()
+        return gradient.clone(), None
+
+
+class OnGpu(Deep):
+    """Equal layers, whose computing is as late as the GPU says."""
+
+    def __init__(self, depth: int = 8, width: int = 256, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(depth, width, dtype)
+        self.width = width
+        self.gpu: Gpu | None = None
+        #: How a layer is called, as activation checkpointing changes it.
+        self.call: Any = lambda layer, hidden: layer(hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            done = hidden + nn.functional.gelu(self.call(layer, hidden))
+            hidden = done if self.gpu is None else self.gpu.compute(done)
+        return hidden
+
+    def inputs(self, step: int) -> Tensor:
+        made = torch.randn(4, self.width, generator=torch.Generator().manual_seed(step))
+        # So that reentrant checkpoints compute the first layer's gradients.
+        return made.to(DEVICE, self.dtype).requires_grad_()
+
+
+def same(first: nn.Module, second: nn.Module) -> None:
+    """Both have the same weights, bit for bit, wherever they lie."""
+    theirs = second.state_dict()
+    differ = [name for name, value in first.state_dict().items() if not torch.equal(value.cpu(), theirs[name].cpu())]
+    assert not differ, differ
+
+
+@contextlib.contextmanager
+def on(gpu: Gpu) -> Iterator[None]:
+    """In the block the package uses this GPU, and torch computes alike each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "accelerator", gpu)
+        patch.setattr(_weights, "GROUP_BYTES", 0)  # each parameter alone
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            torch.use_deterministic_algorithms(False)
+            gc.collect()
