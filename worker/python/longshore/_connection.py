@@ -102,6 +102,7 @@ class Connection:
     def put_in_units(self, weights: "UnitWeights") -> None:
         """Weights come unit by unit from now on. Where they are amended, this process's host does that, with the gradients that it has
         anyway: none stays on a device."""
+        self.weights.release()
         self.weights = weights
         self._held = None
 

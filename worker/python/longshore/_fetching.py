@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from longshore import _device
 from longshore._copies import Copies, share_of
+from longshore._fetch import Fetch
 from longshore._gathered import Share
 from longshore._host import Place, is_plain
+from longshore._lending import Lending
 from longshore._params import are_equal
 from longshore._rounds import Rounds
 from longshore._staging import Staging, host_memory
-from longshore._unit_spans import Spans, in_one_piece, places_of
+from longshore._unit_lent import Lent
+from longshore._unit_spans import Span, Spans, in_one_piece, parts_of, places_of
 from longshore._units import Member
 from longshore.errors import LongshoreError
-
-#: Seconds after which a wait lets the handlers of signals run.
-_PERIOD = 0.1
 
 
 class Fetcher:
@@ -34,9 +34,11 @@ class Fetcher:
         rounds: in which ranks that gather weights say what they want; None where each pulls all of them.
         memory: makes the memory in which a tensor is kept.
         amends: whether trained weights are amended as they come. The step that computes with them begins before that.
+        lending: what servers lend of their memory, for a device to copy weights from; None where they come to this process's first.
 
     Attributes:
-        version, rounds: these.
+        version, rounds, lending: these.
+        staging: memory that weights go through on their way to a device.
         is_at_hand: whether what came last was one copy from a server's memory to where it is used. Then nothing is won by fetching
             ahead: on two cores the other thread that this takes made a step 4 % longer.
         pulled: bytes of weights that servers were asked for.
@@ -52,6 +54,7 @@ class Fetcher:
         rounds: Rounds | None = None,
         memory: Callable[[Tensor], Tensor] = host_memory,
         amends: bool = False,
+        lending: Lending | None = None,
     ) -> None:
         self._job = job
         self._amends = amends
@@ -59,13 +62,14 @@ class Fetcher:
         self.pulled = 0
         self._spans = spans
         self.rounds = rounds
+        self.lending = lending
         #: Trained parameters that nobody has read in this version.
         self._unread: set[int] = set()
         self._trained = {member.param.index for member in members if member.param is not None}
         self._frozen = {id(member) for member in members if not member.is_trained}
         self._is_gone = is_gone
         self._copies = Copies(rounds, memory)
-        self._staging = Staging()
+        self.staging = Staging()
         self._streams: dict[torch.device, Any] = {}
         # One thread, since weights come in the order in which they were asked for.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
@@ -123,6 +127,7 @@ class Fetcher:
     def belong_to(self, job: Any) -> None:
         """Weights come from this job from now on: trained ones that were kept, and those that were asked for, are the old one's."""
         self._job = job
+        self.lending = None if self.lending is None else self.lending.renewed(job)
         self._unread.clear()
         self._copies.forget_all_but(self._frozen)
 
@@ -130,26 +135,31 @@ class Fetcher:
         """Whether new weights of it were asked for and nobody has read them."""
         return member.param is not None and member.param.index in self._unread
 
-    def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> "Fetch":
+    def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         """Begins to fetch into these members' memory, in the background if that is ahead of their use. Where ranks share, it
         fetches this rank's part of those that are worth it."""
         with torch._C.DisableTorchFunctionSubclass():
             fetch = Fetch(self, members)
-            places = self._places(fetch, shared)
-        if not places:
+            lent = self._lent(members)
+            fetch.lent = self._lend(lent) if lent else None
+            places = self._places(fetch, [] if fetch.lent is None else lent, shared)
+        if not places and fetch.lent is None:
             return fetch
         if any(member.is_trained for member in members):
             self._begin_step()
         version = self.version
-        pull = self._ask([place for place, _ in places])
+        pull = self._ask([place for place, _ in places]) if places else None
 
         # It holds the tensors of the places, whose memory stays as long as something may write there.
         def read(held: list[tuple[tuple[Place, int], Tensor]] = places) -> None:
-            pull.read()
+            if fetch.lent is not None:
+                fetch.lent.read()
+            if pull is not None:
+                pull.read()
             if version == self.version:
                 self._unread.difference_update(member.param.index for member in members if member.param is not None)
 
-        self.is_at_hand = pull.is_lent and not fetch.is_staged and self.rounds is None
+        self.is_at_hand = pull is not None and pull.is_lent and not fetch.is_staged and self.rounds is None
         if ahead and not self._is_closed:
             fetch.pull = pull
             fetch.read = self._thread.submit(read)
@@ -222,10 +232,34 @@ class Fetcher:
         self.pulled += sum(elements * (4 if wire == "fp32" else 2) for (_, _, elements, wire), _ in places)
         return self._job.fetch(self.version, places)
 
-    def _places(self, fetch: "Fetch", shared: bool) -> list[tuple[tuple[Place, int], Tensor]]:
-        """Where servers' weights go in the host's memory, and the tensors whose memory that is."""
+    def _lent(self, members: list[Member]) -> list[Member]:
+        """Those that a device may copy from servers' memory."""
+        lending = self.lending
+        if lending is None:
+            return []
+        return [m for m in members if m.is_trained and self._copies.whole(m) is None and lending.fits(m.tensor)]
+
+    def _lend(self, members: list[Member]) -> Lent | None:
+        """Asks for members to be copied from where they lie, if that is servers' memory."""
+        parts: list[tuple[Span, Tensor]] = []
+        for member in members:
+            # Not the parameter itself: autograd would take what is written there for a change.
+            left = member.tensor.data.view(-1)
+            for part in parts_of(self._spans, member, left.numel()):
+                parts.append((part, left[: part[2]]))
+                left = left[part[2] :]
+        asked = self._job.lend(self.version, [part for part, _ in parts])
+        if asked is None:
+            return None
+        self.pulled += sum(target.nbytes for _, target in parts)
+        return Lent(self._job, self.version, asked, parts)
+
+    def _places(self, fetch: Fetch, lent: list[Member], shared: bool) -> list[tuple[tuple[Place, int], Tensor]]:
+        """Where servers' weights go in the host's memory, and the tensors whose memory that is; those that are lent go nowhere there."""
         places: list[tuple[tuple[Place, int], Tensor]] = []
         for member in fetch.members:
+            if any(member is other for other in lent):
+                continue
             kept = self._copies.whole(member)
             if kept is None and not shared and is_plain(member.tensor):
                 places += [(place, member.tensor) for place in places_of(self._spans, member, member.tensor, 0)]
@@ -243,13 +277,13 @@ class Fetcher:
             for part, start in parts:
                 memory = part
                 if not is_plain(part):
-                    memory = self._staging.take(part)
+                    memory = self.staging.take(part)
                     fetch.sources.append((part, memory))
                     fetch.staged.append((memory, part.device))
                 places += [(place, memory) for place in places_of(self._spans, member, memory, start)]
         return places
 
-    def _share_of(self, fetch: "Fetch", member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
+    def _share_of(self, fetch: Fetch, member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
         """The memory that this rank fills of a member before ranks gather it, and its first elements."""
         of_rank = share_of(self.rounds, target)
         if of_rank is None:
@@ -263,138 +297,3 @@ class Fetcher:
         if device not in self._streams:
             self._streams[device] = _device.accelerator.new_stream(device)
         return self._streams[device]
-
-
-class Fetch:
-    """Weights of some members on their way."""
-
-    def __init__(self, fetcher: Fetcher, members: list[Member]) -> None:
-        self.members = members
-        #: What waits for them in the background, and what ends that wait.
-        self.read: Future[None] | None = None
-        self.pull: Any = None
-        #: What is copied into a member or a part of it when it has come. Staging memory, and the device that it is for.
-        self.sources: list[tuple[Tensor, Tensor]] = []
-        self.staged: list[tuple[Tensor, torch.device]] = []
-        #: Members of which this is a rank's part, with the bytes that ranks gather and how many of them are a part.
-        self.shared: list[tuple[Member, Tensor, int]] = []
-        self._fetcher = fetcher
-        self._copied: dict[torch.device, Any] | None = None
-        #: By device: the stream that the memory was allocated for, and what it had to do then with memory that another had before.
-        self._before: dict[torch.device, tuple[Any, Any]] = {}
-        for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
-            stream = _device.accelerator.current_stream(device)
-            self._before[device] = stream, _device.accelerator.record(stream)
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether some of it is copied to a device, or to memory of another shape, once it has come."""
-        return bool(self.sources or self._before)
-
-    def owners(self) -> dict[torch.device, Any]:
-        """By device, the stream that the members' memory belongs to."""
-        return {device: stream for device, (stream, _) in self._before.items()}
-
-    def has_come(self) -> bool:
-        """Whether all is in the host's memory."""
-        return self.read is None or (self.read.done() and not self.read.cancelled() and self.read.exception() is None)
-
-    def advance(self) -> None:
-        """Begins to copy to the device what has come by now."""
-        if self.is_staged and self.has_come():
-            self._copy()
-
-    def finish(self) -> None:
-        """Waits until the members can be used by what this thread does next. If that fails, nothing writes to them any more."""
-        try:
-            if self.read is not None:
-                _result(self.read)
-            self._copy()
-            for device, copied in (self._copied or {}).items():
-                _device.accelerator.let_wait(_device.accelerator.current_stream(device), copied)
-        except BaseException:
-            self._end()
-            raise
-
-    def finish_together(self, name: str, place: int, *, is_backward: bool) -> bool:
-        """Waits for this rank's part of a unit, and gathers the others' if all ranks want the same. Else it fetches all of it.
-
-        Args:
-            name, place, is_backward: what :meth:`longshore._rounds.Rounds.agree` says.
-
-        Returns:
-            Whether ranks gather it, which this thread's stream waits for and no other one does.
-        """
-        rounds = self._fetcher.rounds
-        if rounds is None:  # the optimizer is gone
-            self.finish_alone()
-            return False
-        try:
-            self.finish()
-        except LongshoreError:
-            rounds.fail()
-            raise
-        names = [member.name for member, _, _ in self.shared]
-        try:
-            if rounds.agree(name, place, [self._fetcher.version, *names], is_backward=is_backward):
-                rounds.gather([(whole, part) for _, whole, part in self.shared])
-                return True
-        except BaseException:
-            self._end()
-            raise
-        self.finish_alone()
-        return False
-
-    def finish_alone(self) -> None:
-        """Fetches all of the members, where this is a rank's part."""
-        self.give_up()
-        again = self._fetcher.begin(self.members, ahead=False)
-        again._before = self._before  # it is the same memory
-        again.finish()
-
-    def give_up(self) -> None:
-        """Nobody needs the members any more. Nothing writes to them after this."""
-        self._end()
-
-    def _end(self) -> None:
-        """Ends what still writes to the members, whose memory goes now."""
-        if self.pull is not None:
-            self.pull.cancel()
-        if self.read is not None and not self.read.cancel():
-            while not self.read.done():
-                # It ends soon. Ctrl-C once more must not free what it writes to.
-                with contextlib.suppress(KeyboardInterrupt):
-                    wait([self.read])
-        for device, (owner, _) in self._before.items():
-            _device.accelerator.let_wait(owner, _device.accelerator.record(self._fetcher.stream(device)))
-
-    def _copy(self) -> None:
-        if self._copied is not None:
-            return
-        copied: dict[torch.device, Any] = {}
-        if not self.is_staged:
-            self._copied = copied
-            return
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for device, (_, before) in self._before.items():
-                _device.accelerator.let_wait(self._fetcher.stream(device), before)
-            for target, source in self.sources:
-                if _device.accelerator.has(target):
-                    _device.accelerator.copy(target, source, self._fetcher.stream(target.device))
-                else:
-                    target.copy_(source)
-            for device in self._before:
-                copied[device] = _device.accelerator.record(self._fetcher.stream(device))
-            self._copied = copied
-            for staged, device in self.staged:
-                self._fetcher._staging.give_back(staged, copied.get(device))
-
-
-def _result(read: "Future[None]") -> None:
-    """Waits for its end. A signal that comes just before a wait does not end that: its handler runs between two waits."""
-    while True:
-        try:
-            return read.result(_PERIOD)
-        except TimeoutError:
-            if read.done():
-                return read.result()

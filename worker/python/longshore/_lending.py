@@ -3,15 +3,20 @@
 import collections
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longshore import _device
-from longshore._params import Param
+from longshore._locked import host_tensor
 from longshore._registered import Registered
 
 _LOGGER = logging.getLogger("longshore.worker")
+
+#: Weights that lie in a row: their address, the first of them among a target's elements, and how many.
+Run = tuple[int, int, int]
 
 
 class Lending:
@@ -27,32 +32,36 @@ class Lending:
         self._job, self._dtype = job, dtype
         self._memory = Registered(read_only=True)
         self._is_usable = True
-        #: What devices may still copy, each with the events after its copies, and who waits for these.
-        self._lent: collections.deque[tuple[Any, list[Any]]] = collections.deque()
+        #: What devices may still copy, each with the events after its copies, and copies of it on the host. Under the lock somebody waits
+        #: for these.
+        self._lent: collections.deque[tuple[Any, list[Any], list[Tensor]]] = collections.deque()
         self._lock = threading.RLock()
 
-    def fits(self, param: Param) -> bool:
-        """Whether a parameter of a device can have its weights as they lie there."""
-        tensor = param.tensor
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor can have its weights as they lie there."""
         return self._is_usable and _device.accelerator.has(tensor) and tensor.dtype is self._dtype and tensor.is_contiguous()
 
-    def take(self, params: list[Param]) -> Any:
-        """Waits for the weights of parameters that fit.
+    def copy(self, lent: Any, runs: list[list[Run]], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
+        """Has devices copy weights from where they lie.
 
-        Returns:
-            The Rust half's, with the runs of each parameter; None where they do not lie in memory that their devices can copy from.
+        Args:
+            lent, runs: the Rust half's, and what it says of each target.
+            targets: flat memory of devices.
+            stream: of a device, for copies.
         """
-        lent = self._job.lent_weights([param.index for param in params])
-        if lent is None:
-            return None
-        for param, runs in zip(params, lent.runs, strict=True):
-            if not all(self._holds(address, elements * param.dtype.itemsize, param.tensor.device) for address, _, elements in runs):
-                return None
-        return lent
+        held = []
+        for target, of_target in zip(targets, runs, strict=True):
+            for address, first, elements in of_target:
+                source = host_tensor(address, elements, target.dtype)
+                if not self._holds(address, source.nbytes, target.device):
+                    held.append(_device.accelerator.locked(source.shape, source.dtype).copy_(source))
+                    source = held[-1]
+                _device.accelerator.copy(target[first : first + elements], source, stream(target.device))
+        self._lent.append((lent, _after(targets, stream), held))
 
-    def keep(self, lent: Any, copied: list[Any]) -> None:
-        """Devices copy these until the events."""
-        self._lent.append((lent, copied))
+    def hold(self, memory: list[Tensor], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
+        """Keeps memory of the host until what was copied from there is in the targets."""
+        self._lent.append((None, _after(targets, stream), memory))
 
     def finish(self) -> None:
         """Waits until no device copies weights from servers' memory. They may be overwritten once a step that was made with them has left.
@@ -62,10 +71,12 @@ class Lending:
         """
         with self._lock:
             while self._lent:
-                lent, copied = self._lent.popleft()
+                lent, copied, held = self._lent.popleft()
                 for event in copied:
                     _device.accelerator.wait(event)
-                lent.check()
+                del held
+                if lent is not None:
+                    lent.check()
 
     def _holds(self, address: int, nbytes: int, device: torch.device) -> bool:
         found = self._memory.finds(address, nbytes)
@@ -88,12 +99,22 @@ class Lending:
             _LOGGER.warning("weights come through torch's page-locked memory, with one more copy on the host: %s", error)
         return self._is_usable
 
+    def renewed(self, job: Any) -> "Lending":
+        """What stands in its place where weights come from another job from now on."""
+        self.release()
+        return Lending(job, self._dtype)
+
     def release(self) -> None:
         """Unregisters all of it, once nothing is copied."""
         self._is_usable = False
         with self._lock:
-            for _, copied in self._lent:
+            for _, copied, _ in self._lent:
                 for event in copied:
                     _device.accelerator.wait(event)
             self._lent.clear()
         self._memory.release()
+
+
+def _after(targets: list[Tensor], stream: Callable[[torch.device], Any]) -> list[Any]:
+    """The events after all that the targets' devices were given to copy."""
+    return [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from longshore import _unit_tensors
-from longshore._fetching import Fetch, Fetcher
+from longshore._fetch import Fetch
+from longshore._fetching import Fetcher
 from longshore._present import Present, check_here, check_same, size
 from longshore._unit_nodes import Nodes, is_in_backward
 from longshore._unit_order import Order

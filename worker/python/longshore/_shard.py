@@ -12,6 +12,7 @@ from torch import nn
 from longshore import _agree, _ddp, _device, _params, _partition, _unit_tensors, _units, _written
 from longshore._connection import Connection
 from longshore._fetching import Fetcher
+from longshore._lending import Lending
 from longshore._optimizer import Optimizer
 from longshore._params import Param
 from longshore._residency import Residency
@@ -231,7 +232,11 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
 
 def _fetcher(optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
-    return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends)
+    # Ranks that gather bring parts, and what is amended is amended on the host.
+    lending = None if rounds is not None or connection.amends else Lending(connection.job, connection.image_dtype)
+    return Fetcher(
+        connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends, lending=lending
+    )
 
 
 def _take_written(fetcher: Fetcher, was_open: bool) -> None:

@@ -19,6 +19,12 @@ def in_one_piece(param: Param, start: int, elements: int) -> Iterable[Span]:
     return [(param.index, start, elements)]
 
 
+def parts_of(spans: Spans, member: Member, elements: int) -> list[Span]:
+    """Where a trained member lies in the job, whole."""
+    assert member.param is not None
+    return list(spans(member.param, 0, elements))
+
+
 def places_of(spans: Spans, member: Member, memory: Tensor, start: int) -> list[tuple[Place, int]]:
     """Where elements of a member go, from one on, and where each run of them begins in its parameter of the job. The memory has no
     gaps. What is frozen lies there in one piece."""

@@ -64,9 +64,14 @@ class UnitWeights:
             self._fetcher.rounds.meet()
 
     def finish_copies(self) -> None:
-        """Does nothing: what a device copies lies in this process's memory."""
+        """Waits until no device copies weights from a server's memory, before a step's last gradient has left."""
+        if self._fetcher.lending is not None:
+            self._fetcher.lending.finish()
 
-    release = finish_copies
+    def release(self) -> None:
+        """The job is closed: no device copies from a server's memory any more."""
+        if self._fetcher.lending is not None:
+            self._fetcher.lending.release()
 
     def settle(self) -> None:
         """The job ends: its last weights stay in the host's memory, and the model can be used."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from longshore import _awaited, _device, _unit_tensors
 from longshore._host import Place, is_plain
 from longshore._lending import Lending
-from longshore._locked import host_tensor
 from longshore._params import Param, check_unchanged
 from longshore.errors import LongshoreError
 
@@ -165,22 +164,20 @@ class Weights:
         """Those that a device may copy from servers' memory, and the others."""
         if self._lending is None:
             return [], params
-        fits = [self._lending.fits(param) for param in params]
+        fits = [self._lending.fits(param.tensor) for param in params]
         return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
 
     def _copy_lent(self, params: list[Param]) -> bool:
         """Has devices copy weights from where they lie in servers' memory. Returns whether they lie where a device can do that."""
         assert self._lending is not None
-        lent = self._lending.take(params)
-        if lent is None:
+        lent = self._job.lent_weights([param.index for param in params])
+        runs = None if lent is None else lent.runs()
+        if runs is None:
             return False
         devices: list[torch.device] = []
-        for param, runs in zip(params, lent.runs, strict=True):
-            flat = param.tensor.detach().view(-1)
-            stream = self._ordered(flat.device, devices)
-            for address, first, elements in runs:
-                _device.accelerator.copy(flat[first : first + elements], host_tensor(address, elements, param.dtype), stream)
-        self._lending.keep(lent, [_device.accelerator.record(self._stream(device)) for device in devices])
+        for param in params:
+            self._ordered(param.tensor.device, devices)
+        self._lending.copy(lent, runs, [param.tensor.detach().view(-1) for param in params], self._stream)
         for device in devices:
             self._show(device)
         self._job.have_weights([param.index for param in params])

@@ -244,11 +244,23 @@ impl Job {
         self.train(py, |training| Ok(training.read_weights(&params)?.map(|version| version.0)))
     }
 
-    /// Waits for the weights of these parameters that were asked for, and says where they lie in servers' memory; None where some lie
-    /// elsewhere, or are amended. `have_weights` says that they were read.
+    /// The weights of these parameters that were asked for, which may lie in servers' memory; None where they do not come from
+    /// there. `have_weights` says that they were read.
     fn lent_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<Option<LentWeights>> {
         let lent = self.train(py, |training| training.lent_weights(&params))?;
-        Ok(lent.map(|lent| lent.of_job(self.number())))
+        Ok(lent.map(|(feed, places)| LentWeights::new(self.number(), feed, places)))
+    }
+
+    /// Does what `fetch` does with parts of parameters, where servers of this host have the weights in their memory; None elsewhere. Each
+    /// part is a parameter, its first element and how many.
+    fn lend(
+        &self,
+        py: Python<'_>,
+        version: u64,
+        parts: Vec<(usize, u64, u64)>,
+    ) -> PyResult<Option<LentWeights>> {
+        let lent = self.train(py, |training| training.lend(Version(version), &parts))?;
+        Ok(lent.map(|(feed, places)| LentWeights::new(self.number(), feed, places)))
     }
 
     /// The memory of servers of this host that weights lie in.

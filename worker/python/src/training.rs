@@ -33,7 +33,7 @@ pub(crate) struct Training {
     /// Weights that are not in all tensors yet.
     pub(crate) unread: Option<Unread>,
     /// The version whose master weights the next step computes with, because its images are corrected and it was drained.
-    drained: Option<Version>,
+    pub(crate) drained: Option<Version>,
     /// These weights, once some of them were pulled: whoever pulls them unit by unit has them exported once.
     master: Option<Arc<Vec<u8>>>,
     /// A wait was interrupted while gradients were leaving, so nobody knows which of them have left.

@@ -103,13 +103,17 @@ impl Places {
 
     /// Where a tensor lies that is a part of a parameter, from its element `start` on.
     pub(crate) fn of_part(&self, tensor: &HostTensor, start: u64) -> Result<Range<u64>> {
-        let Some(place) = self.0.get(tensor.param) else { return self.of(tensor) };
-        let end = start.checked_add(tensor.elements());
-        match end.filter(|&end| end <= place.end - place.start) {
+        self.part(tensor.param, start, tensor.elements())
+    }
+
+    /// Where a part of a parameter lies: so many elements, from `start` on.
+    pub(crate) fn part(&self, param: usize, start: u64, elements: u64) -> Result<Range<u64>> {
+        let place = self.at(param)?;
+        match start.checked_add(elements).filter(|&end| end <= place.end - place.start) {
             Some(end) => Ok(place.start + start..place.start + end),
             None => {
                 let limit = format!("a part of {} elements", place.end - place.start);
-                let value = format!("{} elements from {start} on", tensor.elements());
+                let value = format!("{elements} elements from {start} on");
                 Err(Fault::invalid("tensor", value, limit, "name parts of the job's parameters").into())
             }
         }

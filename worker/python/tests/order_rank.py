@@ -19,7 +19,7 @@ from units import weight_bytes
 from units_on_a_device import Cut, advance, ended, on
 
 import longshore
-from longshore import _collectives, _device, _fetching, _gathered, _partition
+from longshore import _collectives, _device, _fetch, _gathered, _partition
 
 STEPS = 4
 DEPTH = 5
@@ -120,7 +120,7 @@ def train_units(device: Simulated, part: float | None, **options: Any) -> list[A
 def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the block the package takes this for its accelerator."""
     if isinstance(device, LateInUnits):
-        patch.setattr(_fetching.Fetch, "advance", advance)
+        patch.setattr(_fetch.Fetch, "advance", advance)
         with on(device, patch):
             yield
     else:

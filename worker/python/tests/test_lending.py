@@ -48,7 +48,7 @@ def test_weights_lie_where_the_job_says_until_they_are_overwritten() -> None:
     step(model, optimizer, 0)
     params = list(model.parameters())
     weights = lent(optimizer, list(range(len(params))))
-    assert [at(runs) for runs in weights.runs] == [parameter.detach().numpy().tobytes() for parameter in params]
+    assert [at(runs) for runs in weights.runs()] == [parameter.detach().numpy().tobytes() for parameter in params]
     weights.check()
     step(model, optimizer, 1)
     weights.check()
@@ -65,7 +65,8 @@ def test_other_weights_lie_nowhere() -> None:
         model = Mlp()
         optimizer = longshore.AdamW(model.named_parameters(), streaming=True, transport=transport)
         step(model, optimizer, 0)
-        assert (lent(optimizer, [0]) is not None) == expects
+        weights = lent(optimizer, [0])
+        assert (weights.runs() is not None) == expects
         with pytest.raises(errors.InvalidError, match="tensor is 99, but must be below 8 parameters"):
             lent(optimizer, [99])
         optimizer.flush()
@@ -86,6 +87,7 @@ class Listed:
 
     limit: int = 9
     notes: list[Any] = field(default_factory=list)
+    events: int = 0
 
     def has(self, tensor: Tensor) -> bool:
         return True
@@ -101,64 +103,83 @@ class Listed:
     def wait(self, event: Any) -> None:
         self.notes.append(("wait", event))
 
+    def stream(self, device: torch.device) -> str:
+        return str(device)
+
+    def record(self, stream: str) -> int:
+        self.notes.append(("record", stream))
+        self.events += 1
+        return self.events
+
+    def locked(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
+        self.notes.append(("copy", (source.data_ptr(), source.numel())))
+        if self.limit == 0:  # the source is there
+            target.copy_(source)
+
 
 @dataclass
 class Found:
-    """What the Rust half says of one parameter's weights."""
+    """What the Rust half says of weights."""
 
-    runs: list[list[tuple[int, int, int]]]
+    checks: int = 0
 
     def check(self) -> None:
-        """They are still there."""
+        self.checks += 1
 
 
 @dataclass
 class Job:
     memories: list[Memory]
-    runs: list[tuple[int, int, int]]
 
     def image_memory(self) -> list[Memory]:
         return self.memories
 
-    def lent_weights(self, indices: list[int]) -> Found:
-        return Found([self.runs for _ in indices])
-
-
-def of(tensor: Tensor) -> Any:
-    return type("Param", (), {"index": 0, "tensor": tensor, "dtype": tensor.dtype})()
-
 
 def test_memory_of_a_server_that_is_gone_is_let_go_of_after_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Listed()
+    device, found = Listed(), Found()
     monkeypatch.setattr(_device, "accelerator", device)
-    job = Job([Memory(4096, 8192), Memory(65536, 4096)], [(4096, 0, 1024), (65536, 1024, 16)])
-    lending, param = Lending(job, torch.float32), of(torch.zeros(1040))
-    assert lending.fits(param)
-    found = lending.take([param])
-    assert device.notes == [("register", (4096, 8192, True)), ("register", (65536, 4096, True))]
-    lending.keep(found, ["copied"])
+    job = Job([Memory(4096, 8192), Memory(65536, 4096)])
+    lending, target = Lending(job, torch.float32), torch.zeros(1040)
+    assert lending.fits(target)
+    lending.copy(found, [[(4096, 0, 1024), (65536, 1024, 16)]], [target], device.stream)
+    copies = [("copy", (4096, 1024)), ("copy", (65536, 16))]
+    registered = [("register", (4096, 8192, True)), ("register", (65536, 4096, True))]
+    assert device.notes == [*registered, *copies, ("record", "cpu")]
     device.notes.clear()
     # The first one was started again.
-    job.memories, job.runs = [Memory(1 << 20, 8192), job.memories[1]], [(1 << 20, 0, 1024), (65536, 1024, 16)]
-    assert lending.take([param]) is not None
-    assert device.notes == [("wait", "copied"), ("unregister", 4096), ("register", (1 << 20, 8192, True))]
+    job.memories = [Memory(1 << 20, 8192), job.memories[1]]
+    lending.copy(found, [[(1 << 20, 0, 1024)]], [target], device.stream)
+    assert device.notes[:3] == [("wait", 1), ("unregister", 4096), ("register", (1 << 20, 8192, True))]
+    assert found.checks == 1
+    device.notes.clear()
     lending.release()
-    assert sorted(device.notes[3:]) == [("unregister", 65536), ("unregister", 1 << 20)]
-    assert not lending.fits(param)
+    assert device.notes[0] == ("wait", 2)
+    assert sorted(device.notes[1:]) == [("unregister", 65536), ("unregister", 1 << 20)]
+    assert not lending.fits(target)
 
 
-def test_what_a_device_cannot_copy_from_there_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    device = Listed(limit=1)
+def test_what_cannot_be_registered_is_copied_on_the_host_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    device, there = Listed(limit=0), torch.arange(16.0)
     monkeypatch.setattr(_device, "accelerator", device)
-    job = Job([Memory(4096, 8192), Memory(65536, 4096)], [(65536, 0, 16)])
-    lending, param = Lending(job, torch.float32), of(torch.zeros(16))
-    assert lending.take([param]) is None
-    assert not lending.fits(param), "nobody tries again"
+    lending, target = Lending(Job([Memory(there.data_ptr(), 64)]), torch.float32), torch.zeros(16)
+    lending.copy(Found(), [[(there.data_ptr(), 0, 16)]], [target], device.stream)
+    assert torch.equal(target, there)
+    assert device.notes[0][0] == "copy" and device.notes[0][1] != (there.data_ptr(), 16)
+    assert not lending.fits(target), "nobody tries again"
     (record,) = caplog.records
     assert "weights come through torch's page-locked memory" in record.getMessage()
-    other = Lending(job, torch.bfloat16)
-    assert not other.fits(param) and not other.fits(of(torch.zeros(4, 4, dtype=torch.bfloat16).T[1:]))
     lending.release()
+    assert device.notes[-1] == ("wait", 1)
+
+
+def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device, "accelerator", Listed())
+    lending = Lending(Job([]), torch.bfloat16)
+    weights = torch.zeros(4, 4, dtype=torch.bfloat16)
+    assert [lending.fits(tensor) for tensor in (weights, weights.float(), weights.T[1:])] == [True, False, False]
 
 
 def test_pieces_are_found_to_their_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +212,7 @@ def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step(monk
                 raise errors.LongshoreError("overwritten")
 
         # The copies of what is read from now on come too late.
-        connection.weights._lending.keep(Gone(), [])
+        connection.weights._lending.copy(Gone(), [], [], lambda device: device)
         with pytest.raises(errors.LongshoreError, match="overwritten"):
             optimizer.step()
         optimizer.close()

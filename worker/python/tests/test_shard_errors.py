@@ -12,7 +12,8 @@ from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import _device, _units, errors
-from longshore._fetching import Fetch, Fetcher
+from longshore._fetch import Fetch
+from longshore._fetching import Fetcher
 from longshore._unit_tensors import UnitParameter
 
 

@@ -123,7 +123,7 @@ def _interrupt(thread: int, server: Server, at: list[float]) -> None:
 def _waits(frame: Any) -> bool:
     """Whether a thread waits for a fetch: what it waits in has no frame of its own, or some of the standard library's."""
     while frame is not None:
-        if frame.f_code.co_filename.endswith("_fetching.py") and frame.f_code.co_name in ("read", "finish"):
+        if frame.f_code.co_filename.endswith(("_fetching.py", "_fetch.py")) and frame.f_code.co_name in ("read", "finish"):
             return True
         frame = frame.f_back
     return False

@@ -11,7 +11,7 @@ from units import weight_bytes
 from units_on_a_device import Cut, ImmediateStorages, LateStorages, advance, ended, on
 
 import longshore
-from longshore import _fetching
+from longshore import _fetch
 
 STEPS = 3
 SEEDS = 4
@@ -54,7 +54,7 @@ def train(device: Any, part: float, **options: Any) -> list[Tensor]:
 
 def run(device: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> list[Tensor]:
     with on(device, monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(_fetching.Fetch, "advance", advance)
+        patch.setattr(_fetch.Fetch, "advance", advance)
         found = train(device, **MODES[mode])
         gc.collect()
     return found
@@ -66,6 +66,8 @@ MODES: dict[str, dict[str, Any]] = {
     "some": {"part": 0.7},
     "all": {"part": 1.3},
     "delayed": {"part": 0.7, "delay": 1, "warmup_steps": 1},
+    "over TCP": {"part": 0.7, "transport": "tcp"},
+    "over TCP, delayed": {"part": 0.7, "transport": "tcp", "delay": 1, "warmup_steps": 1},
 }
 
 
@@ -90,7 +92,8 @@ WITHOUT = {
     "the copy in waits for those who had its memory": ("_copy.let_wait", "some"),
     "those who use a unit wait for the copy in": ("finish.let_wait", "some"),
     "memory of what is given up waits for its copy in": ("_end.let_wait", "some"),
-    "staging memory waits for the copy in before": ("take.wait", "some"),
+    "staging memory waits for the copy in before": ("take.wait", "over TCP"),
+    "the end of a step waits for copies out of a server's memory": ("finish.wait", "delayed"),
     "another stream that uses a unit waits for its copy in": ("use.let_wait", "all"),
     "memory waits for other streams that use what was in it": ("leave.let_wait", "some"),
     "the copy out waits for the gradient": ("start.let_wait", "some"),

@@ -14,7 +14,7 @@ from accelerator import Immediate, Layers, Linear, Simulated, Stream, fill_with_
 from torch import Tensor, nn
 
 import longshore
-from longshore import _device, _fetching
+from longshore import _device, _fetch
 
 
 class _OfStorages(Simulated):
@@ -142,7 +142,7 @@ def ended(
     return found
 
 
-def advance(fetch: _fetching.Fetch) -> None:
+def advance(fetch: _fetch.Fetch) -> None:
     """Does what the package's own does where all has come to the host always."""
     if fetch.read is not None:
         wait([fetch.read])

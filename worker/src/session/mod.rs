@@ -324,6 +324,11 @@ impl Session {
         self.pulls.image_memory()
     }
 
+    /// Whether all weights can be read where they lie in the memory of servers of this host.
+    pub fn lends_weights(&self) -> bool {
+        self.pulls.are_lent()
+    }
+
     /// How many gradient chunks no server has acknowledged yet.
     pub fn unacknowledged_chunks(&self) -> usize {
         self.gradients.unacknowledged()
