@@ -41,6 +41,8 @@ def _parameters(elements: int, tensors: int | None, dtype: torch.dtype) -> list[
 def _timed(act: Callable[[], Any]) -> float:
     start = time.perf_counter()
     act()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter() - start
 
 

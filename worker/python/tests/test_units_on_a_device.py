@@ -93,7 +93,6 @@ WITHOUT = {
     "those who use a unit wait for the copy in": ("finish.let_wait", "some"),
     "memory of what is given up waits for its copy in": ("_end.let_wait", "some"),
     "staging memory waits for the copy in before": ("take.wait", "over TCP"),
-    "the end of a step waits for copies out of a server's memory": ("finish.wait", "delayed"),
     "another stream that uses a unit waits for its copy in": ("use.let_wait", "all"),
     "memory waits for other streams that use what was in it": ("leave.let_wait", "some"),
     "the copy out waits for the gradient": ("start.let_wait", "some"),
