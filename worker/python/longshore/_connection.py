@@ -125,10 +125,12 @@ class Connection:
 
     def close(self, delete: bool) -> None:
         """Gives the rank up once the last step is safe; with ``delete`` the job is forgotten."""
-        self.job.close(delete)
-        self.weights.release()
-        if self.locked is not None:
-            self.locked.release()
+        try:
+            self.job.close(delete)
+        finally:
+            self.weights.release()
+            if self.locked is not None:
+                self.locked.release()
 
     def end_step(self) -> None:
         """All gradients of the step have left, and the step is decided next."""

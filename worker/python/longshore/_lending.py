@@ -1,7 +1,9 @@
 """Weights that lie in the memory of a server of this host. A device copies them from there itself, where it can page-lock that."""
 
 import collections
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +14,14 @@ from torch import Tensor
 from longshore import _device
 from longshore._locked import host_tensor
 from longshore._registered import Registered
+from longshore.errors import LongshoreError
 
 _LOGGER = logging.getLogger("longshore.worker")
 
 #: Weights that lie in a row: their address, the first of them among a target's elements, and how many.
 Run = tuple[int, int, int]
+#: Copies that are not waited for, at the most. A step of a large model has fewer.
+_MOST = 1024
 
 
 class Lending:
@@ -32,6 +37,7 @@ class Lending:
         self._job, self._dtype = job, dtype
         self._memory = Registered(read_only=True)
         self._is_usable = True
+        self._process = os.getpid()
         #: What devices may still copy, each with the events after its copies, and copies of it on the host. Under the lock somebody waits
         #: for these.
         self._lent: collections.deque[tuple[Any, list[Any], list[Tensor]]] = collections.deque()
@@ -49,34 +55,55 @@ class Lending:
             targets: flat memory of devices.
             stream: of a device, for copies.
         """
-        held = []
-        for target, of_target in zip(targets, runs, strict=True):
-            for address, first, elements in of_target:
-                source = host_tensor(address, elements, target.dtype)
-                if not self._holds(address, source.nbytes, target.device):
-                    held.append(_device.accelerator.locked(source.shape, source.dtype).copy_(source))
-                    source = held[-1]
-                _device.accelerator.copy(target[first : first + elements], source, stream(target.device))
-        self._lent.append((lent, _after(targets, stream), held))
+        held: list[Tensor] = []
+        sources = [[self._source(run, target, held) for run in of_target] for target, of_target in zip(targets, runs, strict=True)]
+        try:
+            for target, of_target, from_there in zip(targets, runs, sources, strict=True):
+                for (_, first, elements), source in zip(of_target, from_there, strict=True):
+                    _device.accelerator.copy(target[first : first + elements], source, stream(target.device))
+        finally:
+            self._keep(lent, targets, stream, held)
+
+    def _source(self, run: Run, target: Tensor, held: list[Tensor]) -> Tensor:
+        """Memory that a target's device copies from: a run where it lies, or a copy of it on the host, which ``held`` keeps."""
+        address, _, elements = run
+        source = host_tensor(address, elements, target.dtype)
+        if not self._holds(address, source.nbytes, target.device):
+            source = _device.accelerator.locked(source.shape, source.dtype).copy_(source)
+            held.append(source)
+        return source
 
     def hold(self, memory: list[Tensor], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
         """Keeps memory of the host until what was copied from there is in the targets."""
-        self._lent.append((None, _after(targets, stream), memory))
+        self._keep(None, targets, stream, memory)
+
+    def _keep(self, lent: Any, targets: list[Tensor], stream: Callable[[torch.device], Any], held: list[Tensor]) -> None:
+        events = [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]
+        self._lent.append((lent, events, held))
+        # Evaluations fetch units and end no step.
+        if len(self._lent) > _MOST:
+            self.finish()
 
     def finish(self) -> None:
-        """Waits until no device copies weights from servers' memory. They may be overwritten once a step that was made with them has left.
+        """Waits until no device copies weights from servers' memory. They may be overwritten once the gradients have left of a step that
+        was made with them.
 
         Raises:
             LongshoreError: where a server has overwritten them before that, so that what was copied may be torn.
         """
+        if os.getpid() != self._process:
+            return  # a fork has no device
         with self._lock:
+            lent = []
             while self._lent:
-                lent, copied, held = self._lent.popleft()
-                for event in copied:
+                found, events, held = self._lent.popleft()
+                for event in events:
                     _device.accelerator.wait(event)
                 del held
-                if lent is not None:
-                    lent.check()
+                lent.append(found)
+            for found in lent:
+                if found is not None:
+                    found.check()
 
     def _holds(self, address: int, nbytes: int, device: torch.device) -> bool:
         found = self._memory.finds(address, nbytes)
@@ -107,14 +134,6 @@ class Lending:
     def release(self) -> None:
         """Unregisters all of it, once nothing is copied."""
         self._is_usable = False
-        with self._lock:
-            for _, copied, _ in self._lent:
-                for event in copied:
-                    _device.accelerator.wait(event)
-            self._lent.clear()
+        with contextlib.suppress(LongshoreError):
+            self.finish()
         self._memory.release()
-
-
-def _after(targets: list[Tensor], stream: Callable[[torch.device], Any]) -> list[Any]:
-    """The events after all that the targets' devices were given to copy."""
-    return [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]

@@ -232,8 +232,9 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
 
 def _fetcher(optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
-    # Ranks that gather bring parts, and what is amended is amended on the host.
-    lending = None if rounds is not None or connection.amends else Lending(connection.job, connection.image_dtype)
+    # Ranks that do things together end a step's gradients in ways of their own, and what is amended is amended on the host.
+    is_alone = rounds is None and connection.ranks is None and not connection.amends
+    lending = Lending(connection.job, connection.image_dtype) if is_alone else None
     return Fetcher(
         connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends, lending=lending
     )

@@ -68,10 +68,10 @@ class Stepping(Back, Scaling, Watching):
         if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
         self._check_missing(missing)
+        connection.weights.finish_copies()
         self._gradients.push(connection.job, present, scale)
         if missing:
             connection.job.push_zeros([param.index for param in missing])
-        connection.weights.finish_copies()
         connection.job.end_micro_step()
         return True
 
@@ -99,6 +99,7 @@ class Stepping(Back, Scaling, Watching):
         connection.end_step()
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
+        connection.weights.finish_copies()  # of what was read since the gradients left
         connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
         self._is_pushed = False
         connection.expect()

@@ -189,6 +189,8 @@ class Stream:
             self._pusher.wait_for(param.index)
             if self.room is not None:
                 self._pusher.wait_for_room(gradient.nbytes, self.room)
+            if len(self._taken) + 1 == len(connection.params):
+                self._pusher.then(connection.weights.finish_copies)
             self._pusher.push(param.index, optimizer._gradients.start(param, gradient))
             connection.keep(param, gradient)
         self._taken.add(param.index)
@@ -298,8 +300,8 @@ class Stream:
 def _end(connection: "Connection", absent: list[int]) -> None:
     """Ends a micro-step, in which these parameters have no gradient."""
     if absent:
+        connection.weights.finish_copies()
         connection.job.push_zeros(absent)
-    connection.weights.finish_copies()
     connection.job.end_micro_step()
 
 

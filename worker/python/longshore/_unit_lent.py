@@ -26,6 +26,7 @@ class Lent:
         self._job, self._version, self._asked, self._parts = job, version, asked, parts
         self._runs: list[list[Run]] | None = None
         self._staged: list[Tensor] = []
+        self._fetch: Any = None
 
     def read(self) -> None:
         """Waits for the weights. Where they came to this process's memory after all, since the link with a server was lost, they are read
@@ -37,11 +38,14 @@ class Lent:
                 ((index, memory.data_ptr(), elements, DTYPES[memory.dtype]), first)
                 for ((index, first, elements), _), memory in zip(self._parts, self._staged, strict=True)
             ]
-            self._job.fetch(self._version, places).read()
+            self._fetch = self._job.fetch(self._version, places)
+            self._fetch.read()
 
     def cancel(self) -> None:
         """Ends the wait of a thread that reads."""
         self._asked.cancel()
+        if self._fetch is not None:
+            self._fetch.cancel()
 
     def copy(self, lending: Lending, stream: Callable[[torch.device], Any]) -> None:
         """Gives the copies to the streams of their devices, once the weights were read."""

@@ -83,6 +83,7 @@ class UnitWeights:
                 self._fetcher.gather_all(members)
             self._fetcher.keep_all(members)
         finally:
+            self.release()
             self._fetcher.close()
 
     def give_up(self) -> None:
@@ -95,6 +96,7 @@ class UnitWeights:
         # Garbage collection may call this anywhere, also where a lock is held: it waits for no thread of ours and for no rank.
         with contextlib.suppress(LongshoreError):
             self._fetcher.keep_all([*self._members.values()])
+        self.release()
         self._fetcher.retire()
 
     def forget(self) -> None:

@@ -12,7 +12,7 @@ from test_order_on_a_device import on
 from torch import Tensor
 
 import longshore
-from longshore import _device, errors
+from longshore import _device, _lending, errors
 from longshore._lending import Lending
 from longshore._registered import Registered
 
@@ -216,3 +216,59 @@ def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step(monk
         with pytest.raises(errors.LongshoreError, match="overwritten"):
             optimizer.step()
         optimizer.close()
+
+
+class Calls:
+    """A job that notes pushes."""
+
+    def __init__(self, job: Any, notes: list[str]) -> None:
+        self._job, self._notes = job, notes
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("push_with", "push", "push_zeros", "commit"):
+            self._notes.append(name)
+        return getattr(self._job, name)
+
+
+@pytest.mark.parametrize(("streaming", "everything"), [(True, True), (True, False), (False, True), (False, False)])
+def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have the step decided then, and a server overwrites what a delayed step was computed with."""
+    device = Simulated(0)
+    with on(device, monkeypatch):
+        model = Layers(device)
+        named = dict(model.named_parameters())
+        used = named if not everything else {name: value for name, value in named.items() if "head" not in name}
+        options: dict[str, Any] = {} if everything else {"missing_gradients": "zeros"}
+        optimizer = longshore.AdamW(used.items(), streaming=streaming, **options)
+        model.loss(0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        connection: Any = optimizer._connection
+        notes: list[str] = []
+        finish = connection.weights._lending.finish
+        monkeypatch.setattr(connection.weights._lending, "finish", lambda: (notes.append("finish"), finish()))
+        connection.job = Calls(connection.job, notes)
+        if optimizer._stream is not None and optimizer._stream._pusher is not None:
+            optimizer._stream._pusher._job = connection.job
+        model.loss(1).backward()
+        optimizer.step()
+        leaving = [note for note in notes if note != "commit"]
+        last = max(place for place, note in enumerate(leaving) if note.startswith("push"))
+        assert leaving[last] == ("push_with" if everything else "push_zeros")
+        if streaming:
+            assert leaving[last - 1] == "finish"
+        else:
+            assert leaving[0] == "finish", "it is all pushed at once"
+        assert notes[-2:] == ["finish", "commit"], "what was read since then has come, too"
+        optimizer.close()
+
+
+def test_copies_that_end_no_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, found = Listed(), Found()
+    monkeypatch.setattr(_device, "accelerator", device)
+    monkeypatch.setattr(_lending, "_MOST", 3)
+    lending = Lending(Job([Memory(4096, 8192)]), torch.float32)
+    for _ in range(9):
+        lending.copy(found, [[(4096, 0, 4)]], [torch.zeros(4)], device.stream)
+    assert found.checks == 8 and len(lending._lent) == 1
+    lending.release()
