@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longshore import _first, _full, _longshore
+from longshore import _device, _first, _full, _longshore
 from longshore._amending import Amending
 from longshore._filling import Filling
 from longshore._frozen import Kept
@@ -74,7 +74,9 @@ class Connection:
         self._held = _held(options, settings_)
         self.weights: Weights | UnitWeights | Unplaced
         if self._held is None or self.ranks is not None:
-            self.weights = Weights(params, self.job, None if self.ranks else Lending(self.job, self.image_dtype))
+            on_a_device = any(_device.accelerator.has(param.tensor) for param in params)
+            lending = Lending(self.job, self.image_dtype) if on_a_device and self.ranks is None else None
+            self.weights = Weights(params, self.job, lending)
         else:
             self.weights = Amending(params, self.job, self._held)
         if self.ranks is not None:
