@@ -134,7 +134,7 @@ def shard(
         optimizer._stream.room = reserve
     room = None if room is None else room - copies * reserve
     _ddp.refuse_models_in_units()
-    fetcher = _fetcher(optimizer, connection, members, rounds)
+    fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))
     _written.refuse(connection, fetcher, members if was_open else [])
     _take_written(fetcher, was_open)
     _place(model, members, device)
@@ -230,11 +230,13 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
     return units
 
 
-def _fetcher(optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None) -> Fetcher:
+def _fetcher(
+    optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
+) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
     # Ranks that do things together end a step's gradients in ways of their own, and what is amended is amended on the host.
     is_alone = rounds is None and connection.ranks is None and not connection.amends
-    lending = Lending(connection.job, connection.image_dtype) if is_alone else None
+    lending = Lending(connection.job, connection.image_dtype) if is_alone and is_on_device else None
     return Fetcher(
         connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends, lending=lending
     )
