@@ -74,8 +74,9 @@ class Connection:
         self._held = _held(options, settings_)
         self.weights: Weights | UnitWeights | Unplaced
         if self._held is None or self.ranks is not None:
-            on_a_device = any(_device.accelerator.has(param.tensor) for param in params)
-            lending = Lending(self.job, self.image_dtype) if on_a_device and self.ranks is None else None
+            # Ranks that share weights out lay them down in ways of their own.
+            is_lent = self.ranks is None and any(_device.accelerator.has(param.tensor) for param in params)
+            lending = Lending(self.job, self.image_dtype) if is_lent else None
             self.weights = Weights(params, self.job, lending)
         else:
             self.weights = Amending(params, self.job, self._held)
