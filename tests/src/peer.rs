@@ -2,9 +2,11 @@
 
 use std::{
     io::{self, ErrorKind, Read, Write},
-    net::{SocketAddr, TcpStream},
+    net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream},
     time::{Duration, Instant},
 };
+
+use rustix::net::{self, AddressFamily, SocketType};
 
 use crate::process::DEADLINE;
 
@@ -81,19 +83,31 @@ pub fn call_as(path: &str, token: Option<&str>) -> Vec<u8> {
     bytes
 }
 
+fn ready(socket: TcpStream) -> io::Result<TcpStream> {
+    socket.set_nodelay(true)?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    socket.set_read_timeout(Some(DEADLINE))?;
+    Ok(socket)
+}
+
 impl Peer {
     /// Opens a connection and says nothing on it.
     pub fn silent(address: &str) -> io::Result<Peer> {
         let address: SocketAddr = address.parse().expect("a server's address");
-        let socket = TcpStream::connect_timeout(&address, DEADLINE)?;
-        socket.set_nodelay(true)?;
-        socket.set_write_timeout(Some(PATIENCE))?;
-        socket.set_read_timeout(Some(DEADLINE))?;
-        Ok(Peer { socket })
+        Ok(Peer { socket: ready(TcpStream::connect_timeout(&address, DEADLINE)?)? })
     }
 
     pub fn connect(address: &str) -> io::Result<Peer> {
         Peer::over(Peer::silent(address)?.socket)
+    }
+
+    /// Connects from a loopback address of its own, of which there are 65,536: to a server it comes from another host.
+    pub fn from_host(host: u16, address: &str) -> io::Result<Peer> {
+        let [high, low] = host.to_be_bytes();
+        let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
+        net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::new(127, 200, high, low), 0))?;
+        net::connect(&socket, &address.parse::<SocketAddrV4>().expect("a server's address"))?;
+        Peer::over(ready(TcpStream::from(socket))?)
     }
 }
 

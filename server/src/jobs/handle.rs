@@ -18,10 +18,7 @@ use longshore_engine::{
     tier::{Storage, StoredJob},
 };
 use longshore_proto::{Fault, FaultKind, Rank, Step, Version};
-use tokio::{
-    sync::watch,
-    time::{Instant, timeout_at},
-};
+use tokio::{sync::watch, time::Instant};
 
 use super::{
     Hashes, Watchers,
@@ -34,6 +31,7 @@ use super::{
     spans::Spans,
     stages::Stages,
     traffic::Traffic,
+    waits::Decisions,
 };
 
 /// What the compute thread is asked to do.
@@ -47,9 +45,10 @@ enum Task {
 pub(crate) struct JobHandle {
     pub(crate) job: Arc<Job>,
     tasks: Arc<mpsc::Sender<Task>>,
-    changed: watch::Receiver<u64>,
+    pub(super) changed: watch::Receiver<u64>,
+    pub(super) decisions: Decisions,
     /// What every waiter is told once the job is not served any more.
-    closed: watch::Sender<Option<Fault>>,
+    pub(super) closed: watch::Sender<Option<Fault>>,
     /// The last step to which contributions are taken, once a drain has begun.
     last_step: AtomicU64,
     /// True once the job is evicted: then no step begins and none is decided. Whoever changes the job holds the lock for
@@ -118,6 +117,7 @@ impl JobHandle {
         let traffic = Traffic::new(job.spec().world_size);
         let handle = JobHandle {
             idle: Idle::new(&job),
+            decisions: Decisions::new(job.progress().version),
             job,
             stopped: RwLock::new(false),
             owner,
@@ -161,44 +161,6 @@ impl JobHandle {
         }
     }
 
-    /// Calls `check` now and after every change, until it gives an answer or an error, or until `deadline` passes.
-    pub(crate) async fn until<T>(
-        &self,
-        deadline: Instant,
-        mut check: impl FnMut() -> Result<Option<T>, Fault>,
-        late: impl FnOnce() -> Fault,
-    ) -> Result<T, Fault> {
-        let mut changed = self.changed.clone();
-        loop {
-            changed.borrow_and_update();
-            if let Some(fault) = self.closed.borrow().clone() {
-                return Err(fault);
-            }
-            if let Some(value) = check()? {
-                return Ok(value);
-            }
-            // Where the store has failed, no change will come.
-            self.job.check_alive()?;
-            match timeout_at(deadline, changed.changed()).await {
-                Ok(Ok(())) => {}
-                // The observer lives as long as the job, so only the deadline ends the wait.
-                Ok(Err(_)) | Err(_) => return Err(late()),
-            }
-        }
-    }
-
-    /// Waits until no crash of this server can take the version back.
-    pub(crate) async fn until_durable(&self, version: Version, deadline: Instant) -> Result<(), Fault> {
-        let durable = || Ok((self.job.durable() >= version).then_some(()));
-        let late = || {
-            let value = format!("{version}; {} is the newest durable one", self.job.durable());
-            let remedy = "the drives are slower than the deadline: raise it, or add drives or servers; where the version \
-                          is not decided, see rank 0";
-            Fault::new(FaultKind::Deadline, "version", value, "durable in time", remedy)
-        };
-        self.until(deadline, durable, late).await
-    }
-
     /// The block hashes of the current version.
     pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {
         let mut closing = self.closing();
@@ -209,13 +171,6 @@ impl JobHandle {
             Some(fault) = closed => Err(fault),
             hashes = self.hashing.hashes(&self.job, deadline) => hashes,
         }
-    }
-
-    /// The fault of a wait that came to its deadline.
-    pub(crate) fn late(&self, field: &str, value: impl std::fmt::Display) -> Fault {
-        let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
-        let remedy = format!("the job waits for {waiting}: see that worker, or raise the deadline");
-        Fault::new(FaultKind::Deadline, field, value, "there in time", remedy)
     }
 
     /// Notes that a rank has joined over this transport.

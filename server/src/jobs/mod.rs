@@ -15,6 +15,7 @@ mod restores;
 mod spans;
 mod stages;
 pub(crate) mod traffic;
+mod waits;
 mod watchers;
 
 use std::{

@@ -205,6 +205,7 @@ impl Services {
             handle.stages.decided(step, std::time::Instant::now());
         }
         handle.perform(work);
+        handle.decided(step.version());
         if !duplicate {
             handle.pace.decided(step.0, written);
             handle.note(decided);

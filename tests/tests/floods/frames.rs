@@ -1,5 +1,7 @@
 //! Frames that take memory or time, from one connection and from many.
 
+use std::time::Instant;
+
 use longshore_proto::limits::{
     CALLS_SHARE, IDLE_CALL_BYTES, IDLE_CONNECTION_BYTES, MAX_CALLS, MAX_CONNECTION_CALLS,
     MAX_UNFINISHED_BYTES, SMALL_MESSAGE_BYTES, UNFINISHED_SHARE_BYTES, UNTAKEN_RESULTS_BYTES, WINDOW_BYTES,
@@ -117,8 +119,8 @@ fn calls_of_many_connections_are_bounded_together() {
     let connections = soak::pick(100, 1000);
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();
-        for _ in 0..connections {
-            let mut peer = Peer::connect(server.address()).unwrap();
+        for host in 0..connections as u16 {
+            let mut peer = Peer::from_host(host, server.address()).unwrap();
             peer.flood(
                 streams(MAX_CONNECTION_CALLS as usize)
                     .map(|stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH))),
@@ -137,6 +139,26 @@ fn calls_of_many_connections_are_bounded_together() {
     assert!(most < bound as u64 + ONE_CONNECTION, "{most}");
 }
 
+#[test]
+fn an_address_may_have_few_calls_at_once() {
+    let server = ServerOptions::new().start();
+    let come = |host: u16, calls: usize| {
+        let mut peer = Peer::from_host(host, server.address()).unwrap();
+        peer.flood(streams(calls).map(|stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH))));
+        peer.is_alive().then_some(peer)
+    };
+    let many = MAX_CONNECTION_CALLS as usize;
+    let start = Instant::now();
+    // Those of each round leave before the next one's come.
+    let served: usize = (0..4).map(|_| (0..20).filter_map(|_| come(0, many)).collect::<Vec<_>>().len()).sum();
+    // 512 at once, as many again in each second, and of every connection the few that it may always have, and 8.
+    let most = 512.0 * (1.0 + start.elapsed().as_secs_f64());
+    let left = served * (many - CALLS_SHARE - 8);
+    assert!(served >= 4 && left as f64 <= most, "{left} of {most}");
+    assert!(come(0, CALLS_SHARE).is_some(), "a few are always taken");
+    assert!(come(1, many).is_some(), "another host's");
+}
+
 /// Pushes that are refused one by one, on `calls` calls of each connection, by peers that take no answer.
 fn untaken_answers(connections: usize, calls: usize, messages: usize) {
     let server = ServerOptions::new().start();
@@ -144,8 +166,8 @@ fn untaken_answers(connections: usize, calls: usize, messages: usize) {
     let messages = encode(&nonsense).head.repeat(messages);
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();
-        for _ in 0..connections {
-            let mut peer = Peer::connect(server.address()).unwrap();
+        for host in 0..connections as u16 {
+            let mut peer = Peer::from_host(host, server.address()).unwrap();
             // SETTINGS_INITIAL_WINDOW_SIZE: nothing may be sent to it.
             peer.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0])).unwrap();
             // The server may end the connection before all is sent.
@@ -196,8 +218,8 @@ fn weights_that_nobody_takes_share_a_room() {
     let connections = soak::pick(16, 32);
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();
-        for _ in 0..connections {
-            let mut peer = Peer::connect(server.address()).unwrap();
+        for host in 0..connections as u16 {
+            let mut peer = Peer::from_host(host, server.address()).unwrap();
             peer.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0])).unwrap();
             for stream in streams(100) {
                 peer.send(&frame(HEADERS, END_HEADERS, stream, &call(PULL))).unwrap();

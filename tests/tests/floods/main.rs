@@ -4,6 +4,7 @@
 
 mod beside;
 mod connections;
+mod cost;
 mod frames;
 mod handshakes;
 mod strangers;

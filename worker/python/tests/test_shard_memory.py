@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import serve, several
-from units import Accountant, Deep, optimizer_of, pair, same, train, weight_bytes
+from units import Deep, check_in_units, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore import errors
@@ -163,8 +163,6 @@ def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
 
 def test_small_units_come_from_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round trip hides behind more than four of them. The results and the budget stay."""
-    whole, cut = pair(Deep)
-    train(whole, optimizer_of(whole))
     most = [0]
     ahead = Residency._fetch_ahead
 
@@ -173,12 +171,5 @@ def test_small_units_come_from_further_ahead(monkeypatch: pytest.MonkeyPatch) ->
         most.append(len(residency._under_way))
 
     monkeypatch.setattr(Residency, "_fetch_ahead", noted)
-    budget = weight_bytes(cut) // 2
-    accountant = Accountant(cut)
-    optimizer = optimizer_of(cut)
-    longshore.shard(cut, optimizer, budget)
-    with accountant:
-        train(cut, optimizer)
-    accountant.check(budget)
-    same(whole, cut)
+    check_in_units(*pair(Deep), share=1 / 2)
     assert max(most) > 8

@@ -16,26 +16,11 @@ from models import Graph
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
+from units import Deep, Transformer, check_in_units, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore._unit_order import Order
 from longshore._units import Unit
-
-
-def check(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any) -> longshore.Sharded:
-    """Trains both, the second in units with a share of its weights."""
-    train(whole, optimizer_of(whole, **options))
-    accountant = Accountant(cut)
-    optimizer = optimizer_of(cut, **options)
-    budget = int(weight_bytes(cut) * share)
-    sharded = longshore.shard(cut, optimizer, budget)
-    with accountant:
-        train(cut, optimizer)
-    accountant.check(budget)
-    same(whole, cut)
-    cut.optimizer = optimizer  # which the model's weights come from
-    return sharded
 
 
 class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
@@ -71,7 +56,7 @@ def test_activation_checkpointing(way: str) -> None:
             return checkpoint(block, *args, use_reentrant=not way.startswith("not"))
 
     whole.call, cut.call = (functools.partial(call, host) for host in hosts)
-    check(whole, cut)
+    check_in_units(whole, cut)
     if way.endswith("host"):
         of_whole, of_cut = hosts
         assert of_cut.weights == 0, "units come again instead"
@@ -99,15 +84,7 @@ def test_a_checkpoint_inside_a_unit_that_uses_its_parameters_directly(reentrant:
         torch.manual_seed(0)
         model.layers = nn.ModuleList(_Scaled(48, reentrant) for _ in range(16)).bfloat16()
         model.inputs = lambda step: Deep.inputs(whole, step).requires_grad_()
-    train(whole, optimizer_of(whole))
-    budget = weight_bytes(cut) // 4
-    accountant = Accountant(cut)
-    optimizer = optimizer_of(cut)
-    longshore.shard(cut, optimizer, budget)
-    with accountant:
-        train(cut, optimizer)
-    accountant.check(budget)
-    same(whole, cut)
+    check_in_units(whole, cut, share=1 / 4)
 
 
 def test_checkpointing_inside_a_unit() -> None:
@@ -130,12 +107,12 @@ def test_checkpointing_inside_a_unit() -> None:
         def inputs(self, step: int) -> Tensor:
             return torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).to(self.dtype)
 
-    check(*pair(Model))
+    check_in_units(*pair(Model))
 
 
 def test_tied_weights() -> None:
     whole, cut = pair(Transformer, tied=True)
-    sharded = check(whole, cut, share=1 / 6)
+    sharded = check_in_units(whole, cut, share=1 / 6)
     assert "head" not in sharded.units, "the weight is the embedding's"
     assert cut.head.weight is cut.embed.weight
 
@@ -163,7 +140,7 @@ class Adapted(Deep):
 
 
 def test_adapters_on_a_frozen_base() -> None:
-    check(*pair(Adapted))
+    check_in_units(*pair(Adapted))
 
 
 class Skipping(Deep):
@@ -179,7 +156,7 @@ class Skipping(Deep):
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_layers_that_are_left_out_at_random(delay: int) -> None:
-    check(*pair(Skipping), delay=delay, warmup_steps=1)
+    check_in_units(*pair(Skipping), delay=delay, warmup_steps=1)
 
 
 class Experts(nn.Module):
@@ -209,7 +186,7 @@ class Mixture(Deep):
 
 
 def test_a_mixture_of_experts() -> None:
-    sharded = check(*pair(Mixture), share=0.25)
+    sharded = check_in_units(*pair(Mixture), share=0.25)
     assert len(sharded.units) == 12
     whole, cut = pair(Mixture)
     train(whole, optimizer_of(whole))
@@ -220,7 +197,7 @@ def test_a_mixture_of_experts() -> None:
 
 
 def test_forces_which_are_derivatives_in_the_loss() -> None:
-    check(*pair(Graph), share=0.6)
+    check_in_units(*pair(Graph), share=0.6)
 
 
 def test_an_evaluation_between_steps() -> None:
@@ -256,7 +233,7 @@ class Reaching(Deep):
 
 def test_modules_that_use_the_weights_of_others() -> None:
     # What several modules add to one gradient waits for all of them, outside of what parameters hold.
-    check(*pair(Reaching))
+    check_in_units(*pair(Reaching))
 
 
 def test_hooks_that_look_at_weights() -> None:
@@ -266,7 +243,7 @@ def test_hooks_that_look_at_weights() -> None:
         model.layers[20].register_forward_hook(
             lambda _, args, out, model=model: seen[model].append(model.layers[2].weight.detach().float().norm().item())
         )
-    check(whole, cut)
+    check_in_units(whole, cut)
     assert seen[whole] == seen[cut] and len(set(seen[cut])) > 1
 
 
@@ -439,7 +416,7 @@ class Nested(Deep):
 
 def test_a_backward_inside_a_backward_leaves_the_outer_one_its_weights() -> None:
     whole, cut = pair(Nested)
-    check(whole, cut, share=1 / 3)
+    check_in_units(whole, cut, share=1 / 3)
 
 
 def test_a_backward_that_has_ended_holds_nothing() -> None:

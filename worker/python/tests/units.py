@@ -142,3 +142,18 @@ def same(first: nn.Module, second: nn.Module) -> None:
     assert ours.keys() == theirs.keys()
     differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not differ, differ
+
+
+def check_in_units(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any) -> longshore.Sharded:
+    """Trains both, the second in units with a share of its weights: both have the same weights then, and the share was enough."""
+    train(whole, optimizer_of(whole, **options))
+    accountant = Accountant(cut)
+    optimizer = optimizer_of(cut, **options)
+    budget = int(weight_bytes(cut) * share)
+    sharded = longshore.shard(cut, optimizer, budget)
+    with accountant:
+        train(cut, optimizer)
+    accountant.check(budget)
+    same(whole, cut)
+    cut.optimizer = optimizer  # which the model's weights come from
+    return sharded

@@ -172,8 +172,7 @@ impl Guest {
 
     /// Notes that headers came on a stream. Returns false where no more calls may be open.
     pub(super) fn call(&mut self, stream: u32) -> bool {
-        if stream <= self.last {
-            // These headers are the call's trailers.
+        if !self.begins(stream) {
             return true;
         }
         self.last = stream;
@@ -200,9 +199,16 @@ impl Guest {
         ended.swap(false, Ordering::Relaxed) && self.open.is_empty() || cut.load(Ordering::Relaxed)
     }
 
-    /// Whether HTTP/2 refuses the newest call, since the connection has too many.
-    pub(super) fn is_refused(&self) -> bool {
-        self.open.len() > MAX_CONNECTION_CALLS as usize
+    /// Whether headers on this stream begin a call, and are not its trailers.
+    pub(super) fn begins(&self, stream: u32) -> bool {
+        stream > self.last
+    }
+
+    /// Whether the newest call counts as much as a reset: each one that HTTP/2 refuses, since the connection has too many, and of a
+    /// stranger's those beside the few that it may always have. It costs a server as much, and whoever takes its answer pays with that.
+    pub(super) fn is_to_pay(&self, is_stranger: bool) -> bool {
+        let most = if is_stranger { CALLS_SHARE } else { MAX_CONNECTION_CALLS as usize };
+        self.open.len() > most
     }
 
     /// Takes so much of what its address may send that moves nothing. Returns false where there is less, and None where it
@@ -258,5 +264,19 @@ mod tests {
         drop(flood);
         assert!(worker.call(1003));
         assert_eq!(bounds.calls(), CALLS_SHARE + 1);
+    }
+
+    #[test]
+    fn strangers_pay_for_more_calls_than_a_few() {
+        let mut guest = Guest::new(&Arc::new(Bounds::default()), None);
+        let is_to_pay = |call: u32| {
+            assert!(guest.begins(2 * call + 1) && guest.call(2 * call + 1) && !guest.begins(2 * call + 1));
+            (guest.is_to_pay(true), guest.is_to_pay(false))
+        };
+        let paid: Vec<(bool, bool)> = (0..MAX_CONNECTION_CALLS + 1).map(is_to_pay).collect();
+        assert_eq!(paid.iter().filter(|(stranger, _)| !stranger).count(), CALLS_SHARE);
+        assert_eq!(paid.iter().filter(|(_, rank)| *rank).count(), 1, "what HTTP/2 refuses");
+        (0..MAX_CONNECTION_CALLS).for_each(|call| guest.hang_up(2 * call + 1));
+        assert!(guest.call(1001) && !guest.is_to_pay(true), "one after the other is free");
     }
 }

@@ -30,9 +30,10 @@ impl<S: Socket> Direct<S> {
         let is_stranger = self.is_stranger();
         let mut conduct = self.conduct.follow(&header, self.guest.as_ref().filter(|_| is_stranger));
         if let Some(guest) = &mut self.guest {
+            let begins = header.kind == Header::HEADERS && guest.begins(header.stream);
             match header.kind {
                 Header::HEADERS if !guest.call(header.stream) => conduct = Err(Breach::Excess),
-                Header::HEADERS if guest.is_refused() => {
+                Header::HEADERS if begins && guest.is_to_pay(is_stranger) => {
                     conduct = conduct.and(self.conduct.useless(RESET_BYTES, is_stranger.then_some(guest)));
                 }
                 Header::RESET => guest.hang_up(header.stream),
