@@ -1,8 +1,6 @@
 """Whole steps by us and by others, on equal bytes: what ``python -m longshore.bench peers`` takes by turns."""
 
 import contextlib
-import logging
-import os
 import subprocess
 import sys
 import threading
@@ -14,6 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longshore._peer_optimizers import (
+    CLIP,
+    LR,
+    GivenToEngine,
+    WithCasts,
+    by_engine,
+    deepspeed_adam,
+    engine_of,
+    pinned,
+    torch_default,
+    torch_fused,
+    torchao_offload,
+)
 from longshore._shard import shard
 from longshore.optim import AdamW
 
@@ -25,7 +36,6 @@ OURS: dict[str, dict[str, Any]] = {
 }
 #: The way that others are compared with.
 BASE = "longshore, shared memory"
-LR, CLIP = 1e-4, 1.0
 _START_DEADLINE_S = 60
 _HOST = torch.device("cpu")
 
@@ -116,55 +126,11 @@ def optimizer_steps(elements: int, wanted: str, address: str, device: torch.devi
     ways = Ways()
     for name in OURS:
         ways.add(name, wanted, lambda name=name: ways.keep(ours(params(), name, "step", address)).step)
+    ways.add("torch AdamW, with casts", wanted, lambda: WithCasts(params(), torch_default).step)
     ways.add("torch fused, with casts", wanted, lambda: WithCasts(params(), torch_fused).step)
     ways.add("DeepSpeed CPUAdam, with casts", wanted, lambda: WithCasts(params(), deepspeed_adam).step)
+    ways.add("DeepSpeed engine, ZeRO-2 offload", wanted, lambda: GivenToEngine(params(), device).step)
     return ways
-
-
-class WithCasts:
-    """An optimizer of fp32 masters, with the casts that 16-bit weights and gradients need.
-
-    Args:
-        device: of the masters. Between a host's and the parameters' of an accelerator 16 bits go through page-locked memory.
-    """
-
-    def __init__(
-        self, params: list[tuple[str, nn.Parameter]], make: Callable[[list[Tensor]], Any], device: torch.device = _HOST
-    ) -> None:
-        self._params = [parameter for _, parameter in params]
-        self._masters = [parameter.detach().to(device, torch.float32, copy=True) for parameter in self._params]
-        self._gradients = [torch.empty_like(master) for master in self._masters]
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient
-        self._staged = [
-            torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True)
-            for parameter in self._params
-            if parameter.device.type != device.type
-        ]
-        self._optimizer = make(self._masters)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        gradients = [parameter.grad for parameter in self._params if parameter.grad is not None]
-        if self._staged:
-            torch._foreach_copy_(self._staged, gradients, non_blocking=True)
-            torch.accelerator.synchronize()
-        torch._foreach_copy_(self._gradients, self._staged or gradients)
-        nn.utils.clip_grad_norm_(self._masters, CLIP, foreach=True)
-        self._optimizer.step()
-        if self._staged:
-            torch._foreach_copy_(self._staged, self._masters)
-        torch._foreach_copy_(self._params, self._staged or self._masters, non_blocking=True)
-
-
-def torch_fused(masters: list[Tensor]) -> Any:
-    return torch.optim.AdamW(masters, lr=LR, fused=True)
-
-
-def deepspeed_adam(masters: list[Tensor]) -> Any:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(masters, lr=LR, weight_decay=1e-2, adamw_mode=True)
 
 
 # Training steps
@@ -285,51 +251,12 @@ class CopiesAlone:
         torch.accelerator.synchronize()
 
 
-def torchao_offload(model: nn.Module) -> Any:
-    """torchao's optimizer keeps weights and state in the model's type, which is 16 bits here, and cannot clip."""
-    from torchao.optim import CPUOffloadOptimizer
-
-    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, lr=LR)
-
-
 def deepspeed_engine(model: Gpt, batch: int, length: int, device: torch.device) -> Callable[[], Any]:
     """DeepSpeed's own engine with the optimizer offloaded."""
     engine = engine_of(model, batch, {"stage": 2, "offload_optimizer": pinned(device), "overlap_comm": False})
     training = Training(model, batch, length, by_engine(engine))
     training._model = engine
     return training.step
-
-
-def pinned(device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's offload to the host, whose memory is page-locked where a device copies from it."""
-    return {"device": "cpu", "pin_memory": device.type != "cpu"}
-
-
-def engine_of(model: nn.Module, batch: int, zero: dict[str, Any]) -> Any:
-    """DeepSpeed's own engine on its accelerator, which is the CPU where there is no other."""
-    import deepspeed
-
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    config = {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 1e-2}},
-        "zero_optimization": zero,
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
-
-
-def by_engine(engine: Any) -> Callable[[Tensor], None]:
-    def finish(loss: Tensor) -> None:
-        engine.backward(loss)
-        engine.step()
-
-    return finish
 
 
 # Training steps at stage 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from longshore import _peers, bench
+from longshore import _peer_optimizers, _peers, bench
 
 ROUNDS = 2
 
@@ -24,7 +24,7 @@ def params() -> list[tuple[str, nn.Parameter]]:
 def test_a_step_of_torch_with_casts_is_ours(servers: str) -> None:
     mine, others, before = params(), params(), params()
     step = _peers.ours(mine, _peers.BASE, "alike", servers).step
-    other = _peers.WithCasts(others, _peers.torch_fused).step
+    other = _peer_optimizers.WithCasts(others, _peer_optimizers.torch_fused).step
     for _ in range(5):
         step()
         other()
@@ -39,10 +39,12 @@ def test_peers_take_turns_and_train_alike(capsys: pytest.CaptureFixture[str], mo
     times = bench.peers(300_000, 500_000, 3, 2, 8, ROUNDS, "longshore,torch,deepspeed")
     ways = [*_peers.OURS, "torch fused, with casts"]
     layered = [_peers.BASE, "longshore, stage 2"]
-    assert list(times) == [f"{part}: {name}" for part in ("step", "training") for name in ways] + [f"stage 3: {name}" for name in layered]
+    steps = [*_peers.OURS, "torch AdamW, with casts", "torch fused, with casts"]
+    parts = {"step": steps, "training": ways, "stage 3": layered}
+    assert list(times) == [f"{part}: {name}" for part, names in parts.items() for name in names]
     assert all(len(taken) == ROUNDS and min(taken) > 0 for taken in times.values())
     printed = capsys.readouterr().out
-    assert printed.count("not measured: ") == 5, "what is not installed is said, and nothing else stops"
+    assert printed.count("not measured: ") == 6, "what is not installed is said, and nothing else stops"
     assert "load" in printed
     losses = [float(line.split()[-1]) for line in printed.splitlines() if " loss " in line]
     assert len(losses) == len(ways) + len(layered)
