@@ -12,7 +12,7 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    /// Of a run that `train` makes on the server of this process. The first steps are left out of what the steps took.
+    /// Measures a run that `train` makes on the server of this process. The first five steps do not count in the mean and the longest.
     pub(crate) fn of(server: u32, train: impl FnOnce() -> Run) -> (Run, Steps) {
         let before = processor_time_of(server);
         let run = train();
