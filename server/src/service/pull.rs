@@ -151,7 +151,7 @@ impl Pull {
             if sender.send(piece).await.is_err() || failed {
                 return;
             }
-            // Strangers who take nothing made a server copy 1.3 GB/s while it made four messages of each of their calls.
+            // When the server made four messages for each call, fifty strangers a second who took none of them had it copy 1.3 GB/s.
             if let Some(taken) = taken.filter(|_| is_first) {
                 tokio::select! {
                     _ = taken => (),
@@ -273,8 +273,7 @@ impl Pull {
     }
 
     fn owned(&self, head: &v1::PullResponse, bytes: Vec<u8>, room: Option<Held>) -> Outgoing {
-        let (taking, taken) = oneshot::channel();
-        let taken = room.is_some().then_some(taken);
+        let (taking, taken) = room.is_some().then(oneshot::channel).unzip();
         let copied = Copied { bytes, _handle: Arc::clone(&self.handle), _room: room, _taking: taking };
         Outgoing { taken, ..Outgoing::whole(frame::encode_with(head, Bytes::from_owner(copied))) }
     }
@@ -284,7 +283,7 @@ impl Pull {
 struct Outgoing {
     piece: Piece,
     payload: Option<SharedBytes>,
-    /// Ends once it has left, or is given up: where a stranger pulls, and it takes up room until then.
+    /// A stranger's message takes up room until it has left or is given up. This ends then.
     taken: Option<oneshot::Receiver<()>>,
 }
 
@@ -299,8 +298,8 @@ struct Copied {
     bytes: Vec<u8>,
     _handle: Arc<JobHandle>,
     _room: Option<Held>,
-    /// Dropped with it.
-    _taking: oneshot::Sender<()>,
+    /// Dropped with the message, which ends [`Outgoing::taken`].
+    _taking: Option<oneshot::Sender<()>>,
 }
 
 impl AsRef<[u8]> for Copied {

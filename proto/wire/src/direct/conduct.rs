@@ -17,7 +17,7 @@ const FIRST_WINDOW_BYTES: i64 = 65_535;
 /// WINDOW_UPDATE. So 20,000 useless frames a second are too many; gRPC's own pings and resets come to some hundreds.
 /// A stranger's connection begins with [`STRANGER_BYTES`], and beyond that uses up what its address may send.
 const USELESS_BYTES: u64 = 1024;
-/// How much a reset counts: h2 makes room for a call before its peer resets it.
+/// How much a reset counts, and a call that [`Guest::is_to_pay`] names: h2 makes room for a call before its peer resets it.
 pub(super) const RESET_BYTES: u64 = 8 * USELESS_BYTES;
 const SPARE_BYTES: u64 = 20 * 1024 * 1024;
 /// 64 frames: what gRPC sends when it begins is some ten.
