@@ -4,14 +4,16 @@ import os
 import pathlib
 import random
 import signal
-import socket
 import subprocess
 import sys
 from typing import Any
 
 from conftest import ended_after
+from torch.distributed import TCPStore
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+#: One for all processes that a test starts together. A store ends when nobody holds it.
+STORES: list[TCPStore] = []
 
 
 def load(name: str) -> dict[str, Any]:
@@ -61,9 +63,8 @@ def kill_at(step: int, *processes: subprocess.Popen[str]) -> dict[int, float]:
 
 
 def ranks(number: int) -> list[dict[str, str]]:
-    """The environments of torchrun's processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [{**both, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    """The environments of torchrun's processes. The store in which they find each other is this process's, as it is torchrun's: nobody
+    else takes its port before rank 0 has started, and a rank that starts early has something to connect to."""
+    STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(STORES[-1].port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return [{**place, "WORLD_SIZE": str(number), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]

@@ -3,7 +3,6 @@
 import copy
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from typing import Any
 import longshore
 import pytest
 import torch
-from conftest import address_of, serve
+from conftest import serve
 from longshore import errors
 from longshore._filling import Filling
 from models import distance, pair
@@ -217,24 +216,11 @@ def test_a_process_that_is_killed_in_the_middle_of_filling_is_followed_by_anothe
     assert distance(ours, theirs) < 1e-6
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def test_a_server_that_is_killed_in_the_middle_of_filling_is_filled_again(two_servers: str) -> None:
     ours, theirs, plain = trained(torch.optim.AdamW, width=300)
-    first, listen = two_servers.split(",")[0], f"127.0.0.1:{free_port()}"
-    code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
-
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, "--listen", listen, "--memory", "256MiB", "--threads", "1"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        address_of(process)
-        return process
-
-    processes = [start()]
+    first = two_servers.split(",")[0]
+    process, listen = serve()
+    processes = [process]
     try:
         optimizer = longshore.AdamW(ours.named_parameters(), servers=f"{first},{listen}", job="again", shard_elements=65536)
         optimizer.load_state_dict(plain.state_dict())
@@ -245,7 +231,7 @@ def test_a_server_that_is_killed_in_the_middle_of_filling_is_filled_again(two_se
             if (array, param.index) == (2, 4) and len(processes) == 1:
                 processes[0].kill()
                 processes[0].wait()
-                processes.append(start())
+                processes.append(serve(listen=listen)[0])
             return whole.read(array, param)
 
         optimizer._filling = Filling(whole.applied, read, whole.check)

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -227,11 +226,8 @@ def tmpfs() -> Iterator[str]:
 
 @pytest.mark.parametrize("tier", ["shm", "nvme"])
 def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str, tmp_path: pathlib.Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     flags = {"shm": ("--shm-dir", tmpfs), "nvme": ("--state-dir", str(tmp_path))}[tier]
-    process, _ = serve(*flags, listen=address)
+    process, address = serve(*flags)
     try:
         model, undisturbed = pair()
         options = {"lr": 1e-3, "servers": address, "job": "counts", "tier": tier, "streaming": True}

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import ranks
 from rank import STEPS, loss, net
 from test_streaming_and_delay import Delayed
 from torch import Tensor, nn
@@ -27,18 +27,11 @@ def start(
     out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
 ) -> list[subprocess.Popen[str]]:
     """Starts all ranks, as torchrun does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(world_size):
-        places = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(Path(__file__).parent / program), str(out), json.dumps(runs)]
-        process = subprocess.Popen(
-            command, env={**os.environ, **places}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-    return started
+    command = [sys.executable, str(Path(__file__).parent / program), str(out), json.dumps(runs)]
+    return [
+        subprocess.Popen(command, env={**os.environ, **place}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for place in ranks(world_size)
+    ]
 
 
 def finish(started: list[subprocess.Popen[str]]) -> list[str]:

@@ -108,6 +108,7 @@ def test_writes_to_a_device_that_torch_does_not_count_are_found(mode: str, monke
                 for weight in model.parameters():
                     device.alias(weight).mul_(0.5)
                 step(model, optimizer, number)
+        optimizer.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
