@@ -10,7 +10,7 @@ use std::{
 };
 
 /// How much an address may send at once, and how much comes again in a second. A useless frame counts 1 KiB
-/// (`conduct.rs`), so these are 4,096 pings or 512 resets. Beside it each connection has some of its own.
+/// (`conduct.rs`), so these are 4,096 pings, 512 calls or 256 resets. Beside it each connection has some of its own.
 const ALLOWANCE_BYTES: u64 = 4 * 1024 * 1024;
 /// How many allowances there are. Addresses whose hashes meet share one. The hash has a secret key, so nobody can choose
 /// with whom.

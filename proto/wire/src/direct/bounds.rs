@@ -204,9 +204,9 @@ impl Guest {
         stream > self.last
     }
 
-    /// Whether the newest call counts as much as a reset, which costs a server as much. A rank's call counts where HTTP/2 refuses it,
-    /// since the connection has too many. A stranger's counts where more are open than the few that every connection may have; a
-    /// stranger who takes the answers may send more again.
+    /// Whether the newest call counts as something that moves nothing. A rank's call does where HTTP/2 refuses it, since the connection
+    /// has too many. A stranger's does where more are open than the few that every connection may have; a stranger who takes the
+    /// answers may send more again.
     pub(super) fn is_to_pay(&self, is_stranger: bool) -> bool {
         let most = if is_stranger { CALLS_SHARE } else { MAX_CONNECTION_CALLS as usize };
         self.open.len() > most

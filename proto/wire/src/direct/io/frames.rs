@@ -9,7 +9,7 @@ use std::{
 use super::{Direct, Inward, Side, Stream, TAPS_MOST};
 use crate::{
     direct::{
-        conduct::{Breach, RESET_BYTES},
+        conduct::{Breach, CALL_BYTES},
         outgoing::Outgoing,
         outward::{HEADER_BYTES, Header},
         socket::Socket,
@@ -34,7 +34,7 @@ impl<S: Socket> Direct<S> {
             match header.kind {
                 Header::HEADERS if !guest.call(header.stream) => conduct = Err(Breach::Excess),
                 Header::HEADERS if begins && guest.is_to_pay(is_stranger) => {
-                    conduct = conduct.and(self.conduct.useless(RESET_BYTES, is_stranger.then_some(guest)));
+                    conduct = conduct.and(self.conduct.useless(CALL_BYTES, is_stranger.then_some(guest)));
                 }
                 Header::RESET => guest.hang_up(header.stream),
                 _ => {}
