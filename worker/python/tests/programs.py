@@ -12,7 +12,7 @@ from conftest import ended_after
 from torch.distributed import TCPStore
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-#: One for all processes that a test starts together. A store ends when nobody holds it.
+#: Each store is for the processes that a test starts together. It is kept here because a store ends when nobody holds it.
 STORES: list[TCPStore] = []
 
 
