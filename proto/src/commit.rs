@@ -230,26 +230,18 @@ pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, JobName, Param, Rule, TierKind, limits::BLOCK_ELEMENTS};
+    use crate::{JobName, Param, Rule, limits::BLOCK_ELEMENTS};
 
     fn spec(rule: Rule, max_delay: u32) -> JobSpec {
         JobSpec {
-            name: JobName::parse("name", "delayed").unwrap(),
-            params: vec![Param { name: "weight".into(), shape: vec![100], group: 1 }],
             groups: vec!["decay".into(), "no decay".into()],
             rule,
-            gradient_dtype: Dtype::Bf16,
-            image_dtype: Dtype::Bf16,
-            world_size: 1,
-            micro_steps: 1,
             max_delay,
             shard_elements: BLOCK_ELEMENTS,
-            tier: TierKind::Memory,
-            formats: Default::default(),
-            unchecked: false,
-            partitions: Vec::new(),
-            worker_local: false,
-            leave_out: false,
+            ..JobSpec::new(
+                JobName::parse("name", "delayed").unwrap(),
+                vec![Param { name: "weight".into(), shape: vec![100], group: 1 }],
+            )
         }
     }
 

@@ -9,8 +9,8 @@ use crate::{
     ids::Rank,
     layout::{Layout, Param},
     limits::{
-        BLOCK_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES, MAX_LEAVE_OUT_PARAMS, MAX_MICRO_STEPS,
-        MAX_SHARD_ELEMENTS, MAX_WORLD_SIZE,
+        BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES,
+        MAX_LEAVE_OUT_PARAMS, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS, MAX_WORLD_SIZE,
     },
     partition::{self, Partition},
     state::{Formats, StateFormat},
@@ -120,6 +120,29 @@ pub struct JobSpec {
 }
 
 impl JobSpec {
+    /// A job of one rank and one group in `memory`, by AdamW, with exact steps and bf16 on the wire. Literals name the
+    /// fields in which another job differs.
+    pub fn new(name: JobName, params: Vec<Param>) -> JobSpec {
+        JobSpec {
+            name,
+            params,
+            groups: vec!["all".into()],
+            rule: Rule::AdamW,
+            gradient_dtype: Dtype::Bf16,
+            image_dtype: Dtype::Bf16,
+            world_size: 1,
+            micro_steps: 1,
+            max_delay: 0,
+            shard_elements: DEFAULT_SHARD_ELEMENTS,
+            tier: TierKind::Memory,
+            formats: Formats::default(),
+            unchecked: false,
+            partitions: Vec::new(),
+            worker_local: false,
+            leave_out: false,
+        }
+    }
+
     /// Checks every field against its limit and lays the parameters out.
     pub fn validate(&self) -> Result<Layout, Fault> {
         let range = |field: &str, value: u64, low: u64, high: u64| {

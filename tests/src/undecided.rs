@@ -1,6 +1,6 @@
 //! A job that waits for the decision on its first step, as one does whose worker died between its gradient and its decision.
 
-use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, limits::BLOCK_ELEMENTS};
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session};
 
 /// Opens a job of one rank and one parameter on a server, and sends all gradients of its first step.
@@ -8,23 +8,10 @@ use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session};
 /// # Panics
 /// When the server refuses.
 pub fn undecided(address: &str, job: &str) -> Pipeline {
+    let weight = Param { name: "weight".into(), shape: vec![1000], group: 0 };
     let spec = JobSpec {
-        name: JobName::parse("name", job).unwrap(),
-        params: vec![Param { name: "weight".into(), shape: vec![1000], group: 0 }],
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: BLOCK_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", job).unwrap(), vec![weight])
     };
     let mut session = Session::connect(Options::new(vec![address.to_string()], spec, Rank(0))).unwrap();
     let joined = session.start(&|_| vec![0.5; 1000]).unwrap();

@@ -4,7 +4,7 @@
 use std::{ops::Range, sync::Mutex};
 
 use longshore_proto::{
-    Dtype, Formats, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, StateArray, TierKind,
+    Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, StateArray, TierKind,
     limits::BLOCK_ELEMENTS,
 };
 use longshore_tests::{
@@ -25,31 +25,20 @@ const BLOCK: u64 = BLOCK_ELEMENTS;
 /// Adapters among frozen weights, in shards of two blocks.
 fn spec(tier: TierKind, max_delay: u32) -> JobSpec {
     let sizes = [BLOCK + 17, 3 * BLOCK + 5, 300, 5 * BLOCK];
-    let params = sizes.iter().enumerate();
+    let param =
+        |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
+    let params = sizes.iter().enumerate().map(param).collect();
     JobSpec {
-        name: JobName::parse("name", "lora").expect("a name"),
-        params: params
-            .map(|(index, &size)| Param { name: format!("p{index}"), shape: vec![size], group: 0 })
-            .collect(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
         max_delay,
         shard_elements: 2 * BLOCK,
         tier,
-        formats: Formats::default(),
-        unchecked: false,
         partitions: vec![
             Partition::whole(1),
             Partition::frozen(1),
             Partition { first: 2, ranks: vec![Rank(0)] },
             Partition::frozen(3),
         ],
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", "lora").expect("a name"), params)
     }
 }
 

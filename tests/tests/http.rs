@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Incarnation, JobName, JobSpec, Param, Rule, TierKind};
+use longshore_proto::{Dtype, Incarnation, JobName, JobSpec, Param};
 use longshore_tests::{
     command::{longshore, longshored},
     conformance::{
@@ -199,22 +199,12 @@ fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     let raw = Raw::connect(runtime.handle().clone(), name.parse().unwrap());
     let job = "wide";
     let spec = JobSpec {
-        name: JobName::parse("name", job).unwrap(),
-        params: vec![Param { name: "p".into(), shape: vec![65_536], group: 0 }],
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
         world_size: RANKS,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: 65_536,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(
+            JobName::parse("name", job).unwrap(),
+            vec![Param { name: "p".into(), shape: vec![65_536], group: 0 }],
+        )
     };
     let layout = spec.validate().unwrap();
     raw.open(spec.to_wire(), &placement(&[name], &layout), 0).unwrap();

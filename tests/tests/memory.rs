@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind};
+use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, TierKind};
 use longshore_tests::{
     conformance::cluster::eventually, process::memory_of, server::ServerOptions, soak, status::job_status,
 };
@@ -33,22 +33,13 @@ fn stall() -> Duration {
 fn spec(tier: TierKind) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
-        name: JobName::parse("name", "many-ranks").expect("a name"),
-        params: (0..PARAMS).map(param).collect(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
         world_size: RANKS,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: ELEMENTS,
         tier,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(
+            JobName::parse("name", "many-ranks").expect("a name"),
+            (0..PARAMS).map(param).collect(),
+        )
     }
 }
 

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use longshore_proto::{
-    Dtype, Fault, FaultKind, Hyper, JobName, JobSpec, Param, Rule, TierKind, limits::MAX_EXPORTS_AT_ONCE,
+    Dtype, Fault, FaultKind, Hyper, JobName, JobSpec, Param, TierKind, limits::MAX_EXPORTS_AT_ONCE,
 };
 use longshore_tests::conformance::{
     cluster::{Cluster, eventually},
@@ -24,22 +24,9 @@ const STALL: Duration = Duration::from_secs(10);
 fn spec(tier: TierKind) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
-        name: JobName::parse("name", JOB).expect("a name"),
-        params: (0..PARAMS).map(param).collect(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: ELEMENTS,
         tier,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", JOB).expect("a name"), (0..PARAMS).map(param).collect())
     }
 }
 

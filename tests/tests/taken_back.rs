@@ -12,9 +12,7 @@ use std::{
     thread,
 };
 
-use longshore_proto::{
-    Dtype, Formats, Hyper, Incarnation, JobName, JobSpec, Param, Rank, Rule, TierKind, limits::BLOCK_ELEMENTS,
-};
+use longshore_proto::{Hyper, Incarnation, JobName, JobSpec, Param, Rank, TierKind, limits::BLOCK_ELEMENTS};
 use longshore_tests::{
     conformance::{
         cluster::{Cluster, DEADLINE, eventually},
@@ -39,22 +37,13 @@ const AFTER: f32 = 3.0;
 /// One parameter in four shards, dealt to two servers.
 fn spec(tier: TierKind) -> JobSpec {
     JobSpec {
-        name: JobName::parse("name", JOB).expect("a name"),
-        params: vec![Param { name: "all".into(), shape: vec![ALL.end], group: 0 }],
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
         world_size: 2,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: BLOCK_ELEMENTS,
         tier,
-        formats: Formats::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(
+            JobName::parse("name", JOB).expect("a name"),
+            vec![Param { name: "all".into(), shape: vec![ALL.end], group: 0 }],
+        )
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use longshore_proto::{
-    DECISION_AWAITED, Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, Step, TierKind, Version,
+    DECISION_AWAITED, Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Step, Version,
     limits::BLOCK_ELEMENTS,
 };
 use longshore_server::{Config, Server};
@@ -111,22 +111,13 @@ fn spec(world_size: u32, micro_steps: u32, max_delay: u32, dtype: Dtype) -> JobS
     let param =
         |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
     JobSpec {
-        name: JobName::parse("name", "job").unwrap(),
-        params: SIZES.iter().enumerate().map(param).collect(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
         gradient_dtype: dtype,
         image_dtype: dtype,
         world_size,
         micro_steps,
         max_delay,
         shard_elements: 4 * BLOCK_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", "job").unwrap(), SIZES.iter().enumerate().map(param).collect())
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, Step, TierKind};
+use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, Step};
 use longshore_server::{Config, Server};
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Result, Session, Transport};
 use tokio::runtime::Runtime;
@@ -36,22 +36,10 @@ fn spec(job: &str) -> JobSpec {
     let param =
         |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
     JobSpec {
-        name: JobName::parse("job", job).unwrap(),
-        params: SIZES.iter().enumerate().map(param).collect(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
         world_size: WORLD,
         micro_steps: 2,
-        max_delay: 0,
         shard_elements: 10 * 65536,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("job", job).unwrap(), SIZES.iter().enumerate().map(param).collect())
     }
 }
 

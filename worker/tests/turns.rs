@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, limits::BLOCK_ELEMENTS};
 use longshore_server::{Config, Server};
 use longshore_worker::{
     LossScaler, Options, Pipeline, PipelineOptions, Schedule, Session, Transport, pipeline::Weights,
@@ -17,22 +17,8 @@ const LINK: u64 = 8 << 20;
 fn spec() -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
-        name: JobName::parse("name", "turns").unwrap(),
-        params: (0..2).map(param).collect(),
-        groups: vec!["all".into()],
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        rule: Rule::AdamW,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: SHARD,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", "turns").unwrap(), (0..2).map(param).collect())
     }
 }
 

@@ -4,8 +4,7 @@
 use std::sync::Arc;
 
 use longshore_proto::{
-    Dtype, Hyper, JobName, JobSpec, Layout, Param, Partition, Rank, Rule, Step, TierKind, Version,
-    limits::BLOCK_ELEMENTS,
+    Dtype, Hyper, JobName, JobSpec, Layout, Param, Partition, Rank, Step, Version, limits::BLOCK_ELEMENTS,
 };
 use longshore_server::{Config, Server};
 use longshore_worker::{
@@ -39,22 +38,10 @@ fn serve() -> (tokio::runtime::Runtime, String) {
 fn spec(name: &str, micro_steps: u32) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![elements(index)], group: 0 };
     JobSpec {
-        name: JobName::parse("name", name).unwrap(),
-        params: (0..2 * UNITS).map(param).collect(),
-        groups: vec!["all".into()],
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        rule: Rule::AdamW,
-        world_size: 1,
         micro_steps,
         max_delay: 1,
         shard_elements: 2 * BLOCK_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", name).unwrap(), (0..2 * UNITS).map(param).collect())
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rank, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, limits::BLOCK_ELEMENTS};
 use longshore_server::{Config, Server};
 use longshore_worker::{Error, LossScaler, Options, Pipeline, PipelineOptions, Result, Session};
 use tokio::runtime::Runtime;
@@ -34,22 +34,12 @@ impl Job {
 
     fn enter(&self, rank: u32) -> Pipeline {
         let spec = JobSpec {
-            name: JobName::parse("name", "waits").unwrap(),
-            params: vec![Param { name: "all".into(), shape: vec![ALL.end], group: 0 }],
-            groups: vec!["all".into()],
-            rule: Rule::AdamW,
-            gradient_dtype: Dtype::Bf16,
-            image_dtype: Dtype::Bf16,
             world_size: 2,
-            micro_steps: 1,
-            max_delay: 0,
             shard_elements: BLOCK_ELEMENTS,
-            tier: TierKind::Memory,
-            formats: Default::default(),
-            unchecked: false,
-            partitions: Vec::new(),
-            worker_local: false,
-            leave_out: false,
+            ..JobSpec::new(
+                JobName::parse("name", "waits").unwrap(),
+                vec![Param { name: "all".into(), shape: vec![ALL.end], group: 0 }],
+            )
         };
         let options = Options::new(vec![self.server.address().to_string()], spec, Rank(rank));
         let options = Options { deadline: self.deadline, slow_deadline: self.slow_deadline, ..options };

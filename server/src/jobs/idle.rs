@@ -112,8 +112,8 @@ mod tests {
         tier::Storage,
     };
     use longshore_proto::{
-        ChunkId, Dtype, Incarnation, JobName, JobSpec, Param, Placement, Rank, Rule, ServerId, ShardId,
-        StateArray, TierKind, checksum::crc32, limits::BLOCK_ELEMENTS,
+        ChunkId, Incarnation, JobName, JobSpec, Param, Placement, Rank, ServerId, ShardId, StateArray,
+        checksum::crc32, limits::BLOCK_ELEMENTS,
     };
 
     use super::*;
@@ -121,22 +121,11 @@ mod tests {
     /// A job of one block that has its weights.
     fn job() -> Arc<Job> {
         let spec = JobSpec {
-            name: JobName::parse("name", "run").unwrap(),
-            params: vec![Param { name: "a".into(), shape: vec![64], group: 0 }],
-            groups: vec!["all".into()],
-            rule: Rule::AdamW,
-            gradient_dtype: Dtype::Bf16,
-            image_dtype: Dtype::Bf16,
-            world_size: 1,
-            micro_steps: 1,
-            max_delay: 0,
             shard_elements: BLOCK_ELEMENTS,
-            tier: TierKind::Memory,
-            formats: Default::default(),
-            unchecked: false,
-            partitions: Vec::new(),
-            worker_local: false,
-            leave_out: false,
+            ..JobSpec::new(
+                JobName::parse("name", "run").unwrap(),
+                vec![Param { name: "a".into(), shape: vec![64], group: 0 }],
+            )
         };
         let (placement, budget) = (Placement::striped(vec!["here".into()], 1), Budget::new(1 << 26));
         let compute = Arc::new(Compute::new(1, Isa::detect()).unwrap());

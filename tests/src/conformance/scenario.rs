@@ -1,6 +1,6 @@
 //! What a run is: everything that decides its bits, taken both by the worker library and by the reference loop.
 
-use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Step, limits::BLOCK_ELEMENTS};
 use longshore_worker::{
     Accumulate, DelayCorrection, LossScaler, LossScalerOptions, Pipeline, PipelineOptions, Schedule,
     StepInputs, pipeline::Weights,
@@ -89,25 +89,18 @@ impl Scenario {
 
     pub fn spec(&self, name: &str, model: &dyn Model) -> JobSpec {
         JobSpec {
-            name: JobName::parse("name", name).expect("a job's name"),
-            params: model.params(),
             groups: vec!["decay".to_string(), "no decay".to_string()],
-            rule: Rule::AdamW,
             gradient_dtype: self.gradient,
             image_dtype: self.image,
             world_size: self.world,
             micro_steps: if self.on_worker { 1 } else { self.micro_steps },
             max_delay: u32::from(self.delay.is_some()),
             shard_elements: self.shard_blocks * BLOCK_ELEMENTS,
-            tier: TierKind::Memory,
-            formats: Default::default(),
-            unchecked: false,
-            partitions: Vec::new(),
-            leave_out: false,
             worker_local: matches!(
                 self.delay,
                 Some(Delay { correction: DelayCorrection::WorkerLocal(_), .. })
             ),
+            ..JobSpec::new(JobName::parse("name", name).expect("a job's name"), model.params())
         }
     }
 

@@ -15,8 +15,8 @@ use std::{
 
 use drive::Drive;
 use longshore_proto::{
-    Dtype, Formats, Hyper, InitialWeights, Initialisation, JobName, JobSpec, MasterFormat, Param, Rank, Rule,
-    StateFormat, TierKind, Version, limits::PROCESS_BYTES,
+    Formats, Hyper, InitialWeights, Initialisation, JobName, JobSpec, MasterFormat, Param, Rank, StateFormat,
+    TierKind, Version, limits::PROCESS_BYTES,
 };
 use longshore_tests::{
     binaries,
@@ -106,22 +106,9 @@ sys.exit(code)";
 
 fn spec() -> JobSpec {
     JobSpec {
-        name: JobName::parse("name", "large").expect("a name"),
-        params: Vec::new(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: ELEMENTS,
         tier: TierKind::Nvme,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", "large").expect("a name"), Vec::new())
     }
 }
 

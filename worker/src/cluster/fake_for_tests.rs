@@ -12,9 +12,7 @@ use std::{
 use bytes::{BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use http_body_util::{BodyExt, Full};
-use longshore_proto::{
-    Dtype, Fault, FaultKind, JobName, JobSpec, Param, Rank, Rule, TierKind, limits::BLOCK_ELEMENTS,
-};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Param, Rank, TierKind, limits::BLOCK_ELEMENTS};
 use longshore_wire::v1::{DescribeResponse, JobProgress, JoinResponse, Phase};
 use prost::Message;
 use tokio::runtime::Runtime;
@@ -136,22 +134,12 @@ pub(crate) fn start(servers: Vec<Says>) -> (Options, Runtime) {
         runtime.spawn(server.add_service(Service::<false>(says)).serve_with_incoming(incoming));
     }
     let spec = JobSpec {
-        name: JobName::parse("name", "faked").unwrap(),
-        params: vec![Param { name: "all".into(), shape: vec![elements], group: 0 }],
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: BLOCK_ELEMENTS,
         tier: TierKind::Nvme,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(
+            JobName::parse("name", "faked").unwrap(),
+            vec![Param { name: "all".into(), shape: vec![elements], group: 0 }],
+        )
     };
     let options = Options { transport: Transport::Tcp, ..Options::new(addresses, spec, Rank(0)) };
     drop(entered);

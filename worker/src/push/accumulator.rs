@@ -127,7 +127,7 @@ fn mean(values: &mut [f32], sums: &[f32], share: f32) {
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{JobName, JobSpec, Param, Partition, Rule, TierKind, limits::BLOCK_ELEMENTS};
+    use longshore_proto::{JobName, JobSpec, Param, Partition, limits::BLOCK_ELEMENTS};
 
     use super::*;
     use crate::push::nothing;
@@ -138,22 +138,12 @@ mod tests {
         let param =
             |(name, elements): (&str, u64)| Param { name: name.into(), shape: vec![elements], group: 0 };
         JobSpec {
-            name: JobName::parse("name", "test").unwrap(),
-            params: params.map(param).into(),
-            groups: vec!["all".into()],
-            rule: Rule::AdamW,
             gradient_dtype: Dtype::F16,
             image_dtype: Dtype::F16,
             world_size: 2,
-            micro_steps: 1,
-            max_delay: 0,
             shard_elements: BLOCK_ELEMENTS,
-            tier: TierKind::Memory,
-            formats: Default::default(),
-            unchecked: false,
             partitions: (0..4).map(|first| Partition { first, ranks: vec![Rank((first + 1) % 2)] }).collect(),
-            worker_local: false,
-            leave_out: false,
+            ..JobSpec::new(JobName::parse("name", "test").unwrap(), params.map(param).into())
         }
     }
 

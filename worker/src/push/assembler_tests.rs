@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use longshore_proto::{Dtype, JobName, Param, Partition, Rule, TierKind, limits::BLOCK_ELEMENTS};
+use longshore_proto::{Dtype, JobName, Param, Partition, limits::BLOCK_ELEMENTS};
 use proptest::prelude::*;
 
 use super::*;
@@ -15,22 +15,10 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
     let param =
         |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
     JobSpec {
-        name: JobName::parse("name", "test").unwrap(),
-        params: sizes.iter().enumerate().map(param).collect(),
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
         gradient_dtype: dtype,
         image_dtype: dtype,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: shard_blocks * BLOCK_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", "test").unwrap(), sizes.iter().enumerate().map(param).collect())
     }
 }
 

@@ -7,7 +7,7 @@ pub(crate) mod low;
 pub(crate) mod reference;
 
 use longshore_proto::{
-    Commit, Correction, Dtype, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind, limits::BLOCK_ELEMENTS,
+    Commit, Correction, Dtype, Hyper, JobName, JobSpec, Param, Step, limits::BLOCK_ELEMENTS,
 };
 
 pub(crate) const BLOCK: usize = BLOCK_ELEMENTS as usize;
@@ -57,22 +57,9 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
         group,
     });
     JobSpec {
-        name: JobName::parse("name", "test").unwrap(),
-        params: params.collect(),
         groups: (0..count).map(|group| format!("group {group}")).collect(),
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
         shard_elements: BLOCK_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(JobName::parse("name", "test").unwrap(), params.collect())
     }
 }
 

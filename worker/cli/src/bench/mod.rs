@@ -15,33 +15,14 @@ pub(crate) mod wire;
 
 use std::time::Duration;
 
-use longshore_proto::{
-    Dtype, Formats, JobName, JobSpec, Param, Rule, TierKind, limits::DEFAULT_SHARD_ELEMENTS,
-};
+use longshore_proto::{JobName, JobSpec, Param};
 use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::table::Rows;
 
 /// A job to measure with: AdamW, bf16 both ways, one rank, exact. Each bench changes what it varies.
 pub(crate) fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
-    Ok(JobSpec {
-        name: JobName::parse("job", name)?,
-        params,
-        groups: vec!["all".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 0,
-        shard_elements: DEFAULT_SHARD_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Formats::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
-    })
+    Ok(JobSpec::new(JobName::parse("job", name)?, params))
 }
 
 pub(crate) fn param(name: impl Into<String>, elements: u64) -> Param {

@@ -138,8 +138,6 @@ impl Settings {
         let elements: u64 = params.iter().filter_map(Param::elements).sum();
         let shard = elements.div_ceil(SMALL_MODEL_SHARDS).next_multiple_of(BLOCK_ELEMENTS);
         JobSpec {
-            name: self.job.clone(),
-            params,
             groups: vec!["decay".to_string(), "no_decay".to_string()],
             rule: self.rule,
             gradient_dtype: self.gradient_dtype,
@@ -151,9 +149,8 @@ impl Settings {
             tier: self.tier,
             formats: self.formats,
             unchecked: self.unchecked,
-            partitions: Vec::new(),
             worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
-            leave_out: false,
+            ..JobSpec::new(self.job.clone(), params)
         }
     }
 

@@ -36,22 +36,13 @@ const RANK: Incarnation = Incarnation(1);
 fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
     let param = |name: &str, shape: &[u64], group| Param { name: name.into(), shape: shape.to_vec(), group };
     JobSpec {
-        name: JobName::parse("name", "run").unwrap(),
-        params: vec![param("a", &[1000, 100], 0), param("b", &[63], 1), param("c", &[450, 450], 0)],
         groups: vec!["decay".into(), "none".into()],
-        rule: Rule::AdamW,
-        gradient_dtype: Dtype::Bf16,
-        image_dtype: Dtype::Bf16,
-        world_size: 1,
-        micro_steps: 1,
         max_delay,
         shard_elements: shard_blocks * BLOCK_ELEMENTS,
-        tier: TierKind::Memory,
-        formats: Default::default(),
-        unchecked: false,
-        partitions: Vec::new(),
-        worker_local: false,
-        leave_out: false,
+        ..JobSpec::new(
+            JobName::parse("name", "run").unwrap(),
+            vec![param("a", &[1000, 100], 0), param("b", &[63], 1), param("c", &[450, 450], 0)],
+        )
     }
 }
 

@@ -167,8 +167,6 @@ impl Args {
             tier: self.tier,
             formats: self.formats(),
             unchecked: self.unchecked,
-            worker_local: false,
-            leave_out: false,
             ..job("bench-step", params.collect())?
         })
     }

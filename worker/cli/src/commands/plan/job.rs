@@ -6,7 +6,7 @@ use longshore_engine::{
     tier::{self, Storage},
 };
 use longshore_proto::{
-    Formats, JobName, JobSpec, Param, Partition, Placement, Rank, Rule, ServerId,
+    Formats, JobName, JobSpec, Param, Partition, Placement, Rank, ServerId,
     limits::{MAX_ELEMENTS, MAX_SHARDS},
 };
 use longshore_worker::DelayCorrection;
@@ -76,10 +76,6 @@ impl Args {
         let params =
             params.map(|(index, size)| Param { name: format!("p{index}"), shape: vec![size], group: 0 });
         Ok(JobSpec {
-            name: JobName::parse("job", "plan")?,
-            params: params.collect(),
-            groups: vec!["all".into()],
-            rule: Rule::AdamW,
             gradient_dtype: self.dtype,
             image_dtype: self.dtype,
             world_size: self.world_size,
@@ -88,10 +84,9 @@ impl Args {
             shard_elements: cut,
             tier: self.tier,
             formats: self.formats(),
-            unchecked: false,
             partitions,
             worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
-            leave_out: false,
+            ..JobSpec::new(JobName::parse("job", "plan")?, params.collect())
         })
     }
 
