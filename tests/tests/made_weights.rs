@@ -171,7 +171,7 @@ fn the_trainer_has_its_weights_made_on_any_servers() {
 
 /// Where a rank 0 that is killed finds the servers' addresses. Only its own process has this variable.
 const SERVERS: &str = "LONGSHORE_TEST_SERVERS";
-const KILLED: &str = "a_rank_0_with_another_seed_is_refused_once_a_server_is_full";
+const KILLED: &str = "made_weights::a_rank_0_with_another_seed_is_refused_once_a_server_is_full";
 
 /// Two of three servers are full, and rank 0 is killed before it uploads what the third one lacks.
 #[test]

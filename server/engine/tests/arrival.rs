@@ -1,11 +1,10 @@
 //! Chunks whose payload arrives in slices. They count when all of it is there and sound, and otherwise were never
 //! there.
 
-mod common;
-
-use common::{BLOCK, cluster::Cluster, gradient, spec, weights};
 use longshore_engine::job::{Admitted, Job, Stored, Writing};
 use longshore_proto::{ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, Rank};
+
+use crate::common::{self, BLOCK, cluster::Cluster, gradient, spec, weights};
 
 /// A job of one rank and one shard of two bf16 chunks and a short one.
 fn small() -> JobSpec {

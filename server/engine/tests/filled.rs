@@ -1,17 +1,18 @@
 //! A job that is filled with another one's state goes on as that one does, to the bit, on any tier and in any formats, also
 //! where each parameter has its own count of updates.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights};
 use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
 use longshore_proto::{
     Commit, Dtype, Formats, JobSpec, LeftOut, MasterFormat, Rule, ShardId, StateArray, StateFormat, TierKind,
     left_out::advance,
 };
 use proptest::prelude::*;
+
+use crate::common::{
+    self, BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
+};
 
 /// A job of four shards, whose parameters lie across their borders.
 fn job(rule: Rule, formats: Formats) -> JobSpec {

@@ -1,8 +1,6 @@
 //! Promise 3 for tier `shm`: a process is killed at random instants, for real, and its successor has the bits of a
 //! run that was never disturbed.
 
-mod common;
-
 use std::{
     env, fs,
     path::Path,
@@ -11,16 +9,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
+use longshore_engine::{ids::OwnedShard, kernels::Isa, step::Work, tier::Storage};
+use longshore_proto::{
+    Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, Slice, StateFormat, TierKind, Version,
+};
+
+use crate::common::{
     BLOCK, Noise,
     cluster::{Cluster, compute},
     commit, gradient,
     reference::Reference,
     spec, weights,
-};
-use longshore_engine::{ids::OwnedShard, kernels::Isa, step::Work, tier::Storage};
-use longshore_proto::{
-    Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, Slice, StateFormat, TierKind, Version,
 };
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
@@ -151,7 +150,10 @@ fn run_and_kill(dir: &Path, after: Duration) {
     let ready = dir.join("ready");
     let _ = fs::remove_file(&ready);
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--ignored", "--exact", "child", "--nocapture"]).env(CHILD, dir).stdout(Stdio::null());
+    command
+        .args(["--ignored", "--exact", "killed::child", "--nocapture"])
+        .env(CHILD, dir)
+        .stdout(Stdio::null());
     let mut child = command.spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     while !ready.exists() {

@@ -1,10 +1,7 @@
 //! Random events for the state machine and for a naive model of it. The two must agree on every answer, a refused
 //! event must change nothing, and from wherever they got to honest workers must be able to finish the step.
 
-mod common;
-#[path = "machine/model.rs"]
 mod model;
-#[path = "machine/pair.rs"]
 mod pair;
 
 use std::collections::BTreeMap;

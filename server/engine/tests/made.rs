@@ -1,17 +1,18 @@
 //! Weights that servers make by themselves: the same bits whatever the servers, shards, tiers and threads, beside those that
 //! rank 0 uploads, and after a server that ended in the middle.
 
-mod common;
-
 use std::thread;
 
-use common::{BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights};
 use longshore_engine::{kernels::Isa, tier::Storage};
 use longshore_proto::{
     ChunkId, Dtype, FaultKind, Formats, Incarnation, InitialWeights, Initialisation, JobSpec, MasterFormat,
     Partition, Rank, ShardId, TierKind, Version, checksum::crc32,
 };
 use proptest::prelude::*;
+
+use crate::common::{
+    self, BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
+};
 
 const NORMAL: InitialWeights = InitialWeights::Normal { mean: 0.0, std: 0.02 };
 

@@ -1,13 +1,12 @@
 //! Promise 3 inside one server: workers die at any point of a step and join again, and the bits are those of a run in
 //! which nobody died.
 
-mod common;
-
-use common::{BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
 use longshore_engine::job::Stored;
 use longshore_proto::{
     Commit, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Origin, Rank, Reads, Step,
 };
+
+use crate::common::{self, BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
 
 /// A job of three shards over two servers; the first two shards have two chunks each.
 fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {

@@ -1,17 +1,8 @@
 //! Promise 1: weights and state depend on the job, its initial weights and the gradients alone. Random jobs are split
 //! and driven in random ways, and compared with a plain loop.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::{
-    BLOCK, Noise,
-    cluster::{Cluster, compute},
-    encode,
-    reference::{Reference, block_squares, flat_elements, param_ranges, sum},
-    spec, weights,
-};
 use longshore_engine::{
     io::Engine,
     job::Stored,
@@ -23,6 +14,14 @@ use longshore_proto::{
     Rank, Rule, ShardId, Slice, StateFormat, Step, TierKind, Version,
 };
 use proptest::prelude::*;
+
+use crate::common::{
+    BLOCK, Noise,
+    cluster::{Cluster, compute},
+    encode,
+    reference::{Reference, block_squares, flat_elements, param_ranges, sum},
+    spec, weights,
+};
 
 /// A whole run as it must come out.
 struct Run {

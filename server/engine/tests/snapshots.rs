@@ -1,8 +1,6 @@
 //! Snapshots taken while training goes on. Each is of exactly one version, training's bits stay, and no reader holds
 //! it up.
 
-mod common;
-
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
@@ -14,13 +12,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
-    BLOCK, Noise,
-    cluster::{Cluster, compute, soon},
-    commit, encode, gradient,
-    reference::Reference,
-    spec, weights,
-};
 use longshore_engine::{
     admission::{Budget, Need},
     job::{Exported, Job, Piece, Snapshot, SnapshotInfo, Stored},
@@ -31,6 +22,14 @@ use longshore_engine::{
 use longshore_proto::{
     ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Step,
     TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
+};
+
+use crate::common::{
+    BLOCK, Noise,
+    cluster::{Cluster, compute, soon},
+    commit, encode, gradient,
+    reference::Reference,
+    spec, weights,
 };
 
 const STEPS: u64 = 200;

@@ -1,13 +1,14 @@
 //! What torch.optim computed, replayed by the kernels on every instruction set, and by a whole job.
 
-mod common;
-
 use std::path::Path;
 
-use common::{cluster::Cluster, cluster::compute, commit, encode, reference::param_ranges, spec};
 use longshore_engine::kernels::{Gradient, Hyper, ImageMut, Isa, Rule, Scalars, State, update};
 use longshore_proto::Dtype;
 use serde_json::Value;
+
+use crate::common::{
+    self, cluster::Cluster, cluster::compute, commit, encode, reference::param_ranges, spec,
+};
 
 /// The largest relative difference. Parameters below the floor are compared as if they were that large.
 const TOLERANCE: f64 = 1e-6;

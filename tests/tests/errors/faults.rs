@@ -11,7 +11,7 @@ use syn::{
     visit::{self, Visit},
 };
 
-use crate::{
+use super::{
     ROOMS, root, sources,
     text::{self, Names},
 };

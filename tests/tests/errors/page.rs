@@ -5,11 +5,11 @@ use std::{collections::BTreeMap, fmt::Write, fs};
 use longshore_proto::{Fault, FaultKind};
 use syn::Item;
 
-use crate::{faults, root, worker};
+use super::{faults, root, worker};
 
 const HEAD: &str = "# Errors
 
-This page is made from the sources by a test (`LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test errors`); change the sources, not the page.
+This page is made from the sources by a test (`LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test all errors::`); change the sources, not the page.
 What is wrong with a whole run, what one sees of it and what one does is in [failures.md](failures.md).
 
 Every refused call changes nothing. Its error has a **kind**, a **field**, its **value**, the **limit** and the **remedy**, which read together as a sentence:

@@ -7,7 +7,7 @@ use syn::{
     visit::{self, Visit},
 };
 
-use crate::{
+use super::{
     root, sources,
     text::{self, Names},
 };

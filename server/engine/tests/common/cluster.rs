@@ -433,10 +433,6 @@ impl Cluster {
         }
         [0, 1, 2].map(|array| shards.values().flat_map(|arrays| arrays[array].iter().copied()).collect())
     }
-
-    pub(crate) fn blocks(&self) -> usize {
-        self.layout.elements() as usize / BLOCK
-    }
 }
 
 fn lend(job: &Job, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {

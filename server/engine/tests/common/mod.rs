@@ -1,7 +1,5 @@
 //! What the engine's integration tests share: numbers from a seed, jobs split over servers, and an independent model.
 
-#![allow(dead_code, reason = "each test binary uses a part")]
-
 pub(crate) mod cluster;
 pub(crate) mod low;
 pub(crate) mod reference;

@@ -12,10 +12,8 @@ use longshore_proto::{
     Step, Version,
 };
 
-use crate::{
-    common::{BLOCK, Noise, commit, spec},
-    model::{Answer, Model},
-};
+use super::model::{Answer, Model};
+use crate::common::{BLOCK, Noise, commit, spec};
 
 const OWNED: [ShardId; 2] = [ShardId(0), ShardId(2)];
 

@@ -105,7 +105,7 @@ fn run_and_kill(root: &Path, after: Duration) {
     let _ = fs::remove_file(&ready);
     let mut command = Command::new(env::current_exe().unwrap());
     command
-        .args(["--ignored", "--exact", "removal::child", "--nocapture"])
+        .args(["--ignored", "--exact", "storage::removal::child", "--nocapture"])
         .env(CHILD, root)
         .stdout(Stdio::null());
     let mut child = command.spawn().unwrap();

@@ -6,7 +6,7 @@ use longshore_engine::{
 };
 use longshore_proto::{FaultKind, Incarnation, Rank, Step, Version};
 
-use crate::{
+use super::{
     each, each_that,
     fixture::{FIRST, Keeps, TierCase, check, check_all, update},
 };

@@ -7,7 +7,7 @@ use std::{
 
 use longshore_proto::FaultKind;
 
-use crate::{
+use super::{
     each, each_that,
     fixture::{Keeps, check_all, update},
 };

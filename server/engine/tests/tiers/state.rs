@@ -3,7 +3,7 @@
 use longshore_engine::tier::StateRef;
 use longshore_proto::Version;
 
-use crate::{
+use super::{
     each, each_that,
     fixture::{FIRST, bump, check, check_all, fill, update},
 };

@@ -9,7 +9,7 @@ use longshore_engine::{
 };
 use longshore_proto::Version;
 
-use crate::{
+use super::{
     each_that,
     fixture::{AGES, IMAGE_BLOCK, TierCase, check_all, image},
 };

@@ -1,7 +1,7 @@
 //! The status page as a browser draws it: what is wrong and what to do, nothing on the console, nothing fetched from elsewhere, and nothing
 //! that sticks out at the width of a phone.
 //!
-//! `LONGSHORE_REGENERATE=1 cargo test --release --workspace --locked --test page` makes the screenshots of docs/observe.md anew.
+//! `LONGSHORE_REGENERATE=1 cargo test --release --locked -p longshore-tests --test all page::` makes the screenshots of docs/observe.md anew.
 
 mod figures;
 mod reach;

@@ -1,7 +1,7 @@
 //! docs/errors.md is what the sources say: every fault that servers, workers and commands make, and every error of the worker's library.
 //!
 //! After a change of an error:
-//! `LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test errors`
+//! `LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test all errors::`
 
 mod faults;
 mod page;
@@ -56,7 +56,7 @@ fn the_page_of_errors_is_what_the_sources_say() {
     assert!(
         kept == made,
         "docs/errors.md is not what the sources say ({differs:?}); make it again: \
-         LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test errors"
+         LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test all errors::"
     );
 }
 

@@ -1,9 +1,6 @@
 //! Promise 3 on disk: whatever happens to a server or its disks, it goes on from a version that was decided, or says
 //! which file is wrong and why, and changes nothing.
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod crashes;
 mod damage;
 mod disk;
@@ -20,15 +17,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
-    BLOCK,
+use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
+use longshore_proto::{Correction, Dtype, Fault, JobSpec, TierKind};
+
+use crate::common::{
+    self, BLOCK,
     cluster::{Cluster, compute},
     commit, gradient,
     reference::Reference,
     spec, weights,
 };
-use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
-use longshore_proto::{Correction, Dtype, Fault, JobSpec, TierKind};
 
 /// A job of three shards of one and two blocks.
 fn small(max_delay: u32) -> JobSpec {

@@ -2,9 +2,6 @@
 //!
 //! A new tier is one line of [`tiers`]. A behaviour that needs an optional object runs wherever that object is given.
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod durable;
 mod ends;
 mod fixture;

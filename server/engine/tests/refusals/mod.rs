@@ -1,8 +1,5 @@
 //! Promise 6: bad input gets a typed error that names field, value, limit and remedy, and changes nothing.
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod commits;
 mod left_out;
 mod making;
@@ -11,14 +8,15 @@ mod pulls;
 mod pushes;
 mod uploads;
 
-use common::{
-    BLOCK,
+use longshore_proto::{Fault, FaultKind, JobSpec};
+
+use crate::common::{
+    self, BLOCK,
     cluster::Cluster,
     commit, gradient,
     reference::{self, Reference},
     spec, weights,
 };
-use longshore_proto::{Fault, FaultKind, JobSpec};
 
 /// The kind, the field, and words that the message must contain.
 type Expected = (FaultKind, &'static str, &'static [&'static str]);

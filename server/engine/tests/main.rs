@@ -1,0 +1,15 @@
+//! The engine's tests through its public objects, as one program.
+
+mod arrival;
+mod common;
+mod filled;
+mod killed;
+mod machine;
+mod made;
+mod recovery;
+mod refusals;
+mod same_bits;
+mod snapshots;
+mod storage;
+mod tiers;
+mod torch;

@@ -1,0 +1,4 @@
+//! The server's tests through its public objects, as one program.
+
+mod memfd;
+mod stock;
