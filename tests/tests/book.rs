@@ -16,8 +16,8 @@ fn root() -> PathBuf {
 
 /// The documents that have links: those at the root, and all in docs and deploy.
 fn documents() -> Vec<PathBuf> {
-    let mut found =
-        vec![root().join("README.md"), root().join("ARCHITECTURE.md"), root().join("deploy/README.md")];
+    let names = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md"];
+    let mut found: Vec<PathBuf> = names.iter().map(|name| root().join(name)).collect();
     let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
     found.extend(docs.filter(|path| path.extension().is_some_and(|end| end == "md")));
     found

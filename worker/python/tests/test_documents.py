@@ -1,5 +1,6 @@
-"""What docs/pytorch.md shows is what runs."""
+"""Examples of docs/pytorch.md run, and docs/pytorch-reference.md lists the public names and options."""
 
+import dataclasses
 import pathlib
 import re
 import subprocess
@@ -11,9 +12,11 @@ from models import distance, pair
 from programs import load
 
 import longshore
+from longshore._options import Options
 
 PACKAGE = pathlib.Path(__file__).parent.parent
 DOCUMENT = PACKAGE.parent.parent / "docs" / "pytorch.md"
+REFERENCE = DOCUMENT.with_name("pytorch-reference.md")
 
 
 def changed(side: str) -> str:
@@ -49,6 +52,16 @@ def test_the_line_with_servers_finds_the_job_again(servers: str) -> None:
         model.loss(0).backward()
         names["optimizer"].step()
         names["optimizer"].close()
+
+
+def test_the_reference_lists_every_option_and_every_public_name() -> None:
+    text = REFERENCE.read_text()
+    section = text[text.index("## Options") : text.index("## Methods")]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `") and line.count("|") == 5]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert listed == {field.name for field in dataclasses.fields(Options)}
+    absent = [name for name in [*longshore.__all__, *longshore.errors.__dict__] if name[0].isupper() and name not in text]
+    assert not absent, f"docs/pytorch-reference.md lacks {absent}"
 
 
 def test_the_trainer_example(tmp_path: pathlib.Path, servers: str, capfd: pytest.CaptureFixture[str]) -> None:
