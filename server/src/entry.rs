@@ -6,9 +6,9 @@ use clap::Parser;
 use longshore_engine::memory::few_arenas;
 
 use crate::{
-    config::{Config, Flags},
+    config::{Config, Flags, retired},
     lifecycle::{Server, ServerError, StopSignals},
-    log, otlp,
+    log,
 };
 
 /// How long calls that work on files may go on once the server has stopped.
@@ -18,7 +18,8 @@ const LAST_CALLS: Duration = Duration::from_secs(5);
 /// 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     few_arenas();
-    let flags = match Flags::try_parse_from(arguments) {
+    let parsed = Flags::try_parse_from(arguments);
+    let flags = match parsed.map_err(|error| retired::explain(error, &retired::SETTINGS)) {
         Ok(flags) => flags,
         Err(usage) => {
             // A terminal that is gone cannot be told.
@@ -33,14 +34,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             return 2;
         }
     };
-    let (spans, _export) = match config.otlp.as_deref().map(|at| otlp::export(at, "longshored")).transpose() {
-        Ok(export) => export.unzip(),
-        Err(error) => {
-            eprintln!("longshored: {error}");
-            return 2;
-        }
-    };
-    log::init(config.log_format, &config.log, spans.into_iter().collect());
+    log::init(config.log_format, &config.log, None);
     match serve(config) {
         Ok(()) => 0,
         Err(error) => {

@@ -20,7 +20,6 @@ pub mod lifecycle;
 pub mod log;
 mod members;
 mod memfd;
-pub mod otlp;
 mod places;
 mod refusals;
 mod requests;

@@ -44,8 +44,8 @@ impl Seldom {
 }
 
 /// Installs the process's subscriber; a second call does nothing. `filter` is a level, or levels by module as in
-/// `info,longshore_engine=debug`; the `others` have filters of their own.
-pub fn init(format: LogFormat, filter: &str, others: Vec<Reader>) {
+/// `info,longshore_engine=debug`; the `other` reader has a filter of its own.
+pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let filter =
         without_guests(filter.parse().unwrap_or_else(|_| Targets::new().with_default(LevelFilter::INFO)));
     let stderr = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
@@ -53,9 +53,7 @@ pub fn init(format: LogFormat, filter: &str, others: Vec<Reader>) {
         LogFormat::Text => stderr.with_filter(filter).boxed(),
         LogFormat::Json => stderr.json().with_filter(filter).boxed(),
     };
-    // An empty list would turn off all that is below it.
-    let others = (!others.is_empty()).then_some(others);
-    let _ = tracing_subscriber::registry().with(others).with(stderr).try_init();
+    let _ = tracing_subscriber::registry().with(other).with(stderr).try_init();
 }
 
 /// h2 warns of every connection whose peer resets calls too fast, so that strangers could fill the log. It is heard where the

@@ -26,7 +26,6 @@ mod large;
 mod made_weights;
 mod memory;
 mod monitoring;
-mod otlp;
 mod output;
 mod overflow;
 mod packages;

@@ -12,7 +12,6 @@ pub mod memfd;
 mod parts;
 mod piece;
 pub mod sink;
-pub mod spans;
 mod status;
 pub mod tls;
 

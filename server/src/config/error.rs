@@ -10,6 +10,10 @@ pub enum ConfigError {
     Parse { path: PathBuf, message: String },
     #[error("{path}: unknown key `{key}`{}", suggest(nearest.as_deref()))]
     UnknownKey { path: PathBuf, key: String, nearest: Option<String> },
+    #[error("{path}: key `{key}` is no longer there: {instead}")]
+    RetiredKey { path: PathBuf, key: String, instead: &'static str },
+    #[error("variable {name} is no longer there: {instead}")]
+    RetiredVariable { name: String, instead: &'static str },
     #[error("unknown variable {name}{}", suggest(nearest.as_deref()))]
     UnknownVariable { name: String, nearest: Option<String> },
     #[error(

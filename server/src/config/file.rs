@@ -6,7 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{ByteSize, ConfigError, Durability, IdleLimit, Spill, StorageIo, names::nearest};
+use clap::CommandFactory;
+
+use super::{ByteSize, ConfigError, Durability, Flags, IdleLimit, Spill, StorageIo, names::nearest, retired};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]
@@ -37,42 +39,9 @@ pub(super) struct File {
     pub(super) tls_dir: Option<PathBuf>,
     pub(super) insecure: Option<bool>,
     pub(super) no_memfd: Option<bool>,
-    pub(super) otlp: Option<String>,
     pub(super) log: Option<String>,
     pub(super) log_format: Option<LogFormat>,
 }
-
-/// The keys above, among which the nearest to a mistyped one is found.
-const KEYS: [&str; 28] = [
-    "listen",
-    "listen_unix",
-    "unix_group",
-    "http",
-    "http_open",
-    "http_tls",
-    "memory",
-    "threads",
-    "state_dir",
-    "resident",
-    "storage_io",
-    "storage_buffers",
-    "durability",
-    "spill",
-    "drive_endurance",
-    "shm_dir",
-    "checkpoint_dir",
-    "checkpoint_on_drain",
-    "checkpoint_keep",
-    "idle_limit",
-    "drain_deadline_s",
-    "max_connections",
-    "tls_dir",
-    "insecure",
-    "no_memfd",
-    "otlp",
-    "log",
-    "log_format",
-];
 
 impl File {
     pub(super) fn read(path: &Path) -> Result<File, ConfigError> {
@@ -81,9 +50,15 @@ impl File {
         let parse =
             |error: toml::de::Error| ConfigError::Parse { path: path.into(), message: error.to_string() };
         let table: toml::Table = text.parse().map_err(parse)?;
-        if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
-            let nearest = nearest(key, KEYS);
-            return Err(ConfigError::UnknownKey { path: path.into(), key: key.clone(), nearest });
+        let flags = Flags::command();
+        let known: Vec<&str> =
+            flags.get_arguments().map(|flag| flag.get_id().as_str()).filter(|id| *id != "config").collect();
+        if let Some(key) = table.keys().find(|key| !known.contains(&key.as_str())) {
+            let (path, key) = (path.into(), key.clone());
+            return Err(match retired::instead(&key, &retired::SETTINGS) {
+                Some(instead) => ConfigError::RetiredKey { path, key, instead },
+                None => ConfigError::UnknownKey { path, nearest: nearest(&key, known), key },
+            });
         }
         toml::from_str(&text).map_err(parse)
     }

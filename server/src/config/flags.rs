@@ -2,9 +2,11 @@
 
 use std::{net::SocketAddr, path::PathBuf};
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
-use super::{ByteSize, ConfigError, Durability, IdleLimit, Spill, StorageIo, check_variables};
+use super::{
+    ByteSize, ConfigError, Durability, IdleLimit, Spill, StorageIo, check_variables, retired::SETTINGS,
+};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
@@ -97,9 +99,6 @@ pub struct Flags {
     /// Share no memory with workers of this host and user: their payloads come through sockets
     #[arg(long, env = "LONGSHORED_NO_MEMFD")]
     pub no_memfd: bool,
-    /// Collector of OpenTelemetry to send spans of steps to, by gRPC [default: none]
-    #[arg(long, env = "LONGSHORED_OTLP", value_name = "http://HOST:4317")]
-    pub otlp: Option<String>,
     /// What to log, as in info or longshore_server=debug [default: info]
     #[arg(long, env = "LONGSHORED_LOG", value_name = "FILTER")]
     pub log: Option<String>,
@@ -110,38 +109,9 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-const VARIABLES: [&str; 28] = [
-    "LONGSHORED_CONFIG",
-    "LONGSHORED_LISTEN",
-    "LONGSHORED_LISTEN_UNIX",
-    "LONGSHORED_UNIX_GROUP",
-    "LONGSHORED_HTTP",
-    "LONGSHORED_HTTP_OPEN",
-    "LONGSHORED_MEMORY",
-    "LONGSHORED_THREADS",
-    "LONGSHORED_STATE_DIR",
-    "LONGSHORED_RESIDENT",
-    "LONGSHORED_STORAGE_IO",
-    "LONGSHORED_STORAGE_BUFFERS",
-    "LONGSHORED_DURABILITY",
-    "LONGSHORED_SPILL",
-    "LONGSHORED_DRIVE_ENDURANCE",
-    "LONGSHORED_SHM_DIR",
-    "LONGSHORED_CHECKPOINT_DIR",
-    "LONGSHORED_CHECKPOINT_ON_DRAIN",
-    "LONGSHORED_CHECKPOINT_KEEP",
-    "LONGSHORED_IDLE_LIMIT",
-    "LONGSHORED_DRAIN_DEADLINE_S",
-    "LONGSHORED_MAX_CONNECTIONS",
-    "LONGSHORED_TLS_DIR",
-    "LONGSHORED_INSECURE",
-    "LONGSHORED_NO_MEMFD",
-    "LONGSHORED_OTLP",
-    "LONGSHORED_LOG",
-    "LONGSHORED_LOG_FORMAT",
-];
-
-/// Refuses a variable of this server's that it does not know.
+/// Refuses a variable of this server's that belongs to no flag.
 pub(super) fn check_environment(names: impl IntoIterator<Item = String>) -> Result<(), ConfigError> {
-    check_variables(PREFIX, &VARIABLES, names)
+    let flags = Flags::command();
+    let known: Vec<&str> = flags.get_arguments().filter_map(|flag| flag.get_env()?.to_str()).collect();
+    check_variables(PREFIX, (&known, &SETTINGS), names)
 }

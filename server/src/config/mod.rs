@@ -5,6 +5,7 @@ mod file;
 mod flags;
 mod idle_limit;
 mod names;
+pub mod retired;
 mod size;
 mod storage;
 
@@ -55,8 +56,6 @@ pub struct Config {
     pub insecure: bool,
     /// Share no memory with workers of this host.
     pub no_memfd: bool,
-    /// A collector of OpenTelemetry, to which spans of steps go.
-    pub otlp: Option<String>,
     pub log: String,
     pub log_format: LogFormat,
 }
@@ -83,7 +82,6 @@ impl Config {
             tls_dir: None,
             insecure: false,
             no_memfd: false,
-            otlp: None,
             log: "info".to_string(),
             log_format: LogFormat::Text,
         }
@@ -120,7 +118,6 @@ impl Config {
             tls_dir: flags.tls_dir.or(file.tls_dir),
             insecure: flags.insecure || file.insecure.unwrap_or(false),
             no_memfd: flags.no_memfd || file.no_memfd.unwrap_or(false),
-            otlp: flags.otlp.or(file.otlp),
             log: flags.log.or(file.log).unwrap_or(defaults.log),
             log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
         };
@@ -231,6 +228,22 @@ mod tests {
     fn an_unknown_key_names_the_nearest() {
         let error = resolve(&[], "checkpont_dir = \"/tmp\"").unwrap_err().to_string();
         assert!(error.contains("`checkpont_dir`; did you mean `checkpoint_dir`?"), "{error}");
+    }
+
+    #[test]
+    fn a_retired_setting_says_what_to_do() {
+        let key = resolve(&[], "otlp = \"http://collector:4317\"").unwrap_err().to_string();
+        let variable = flags::check_environment(["LONGSHORED_OTLP".to_string()]).unwrap_err().to_string();
+        for error in [key, variable] {
+            assert!(error.contains("no longer there: scrape the metrics of --http"), "{error}");
+        }
+    }
+
+    #[test]
+    fn every_flag_is_a_key_and_may_have_a_variable() {
+        let config = resolve(&[], "http_open = true\nno_memfd = true").unwrap();
+        assert!(config.http_open && config.no_memfd);
+        flags::check_environment(["LONGSHORED_HTTP_TLS".to_string()]).unwrap();
     }
 
     #[test]

@@ -1,21 +1,23 @@
 //! Names that are not known, and the known one that each of them is nearest to.
 
-use super::error::ConfigError;
+use super::{
+    error::ConfigError,
+    retired::{self, Retired},
+};
 
 /// Refuses a name that starts with `prefix` and is not known: otherwise a mistyped variable would be ignored in
 /// silence.
 pub fn check_variables(
     prefix: &str,
-    known: &[&str],
+    (known, retired): (&[&str], &[Retired]),
     names: impl IntoIterator<Item = String>,
 ) -> Result<(), ConfigError> {
     let unknown = names.into_iter().find(|name| name.starts_with(prefix) && !known.contains(&name.as_str()));
-    match unknown {
-        Some(name) => {
-            Err(ConfigError::UnknownVariable { nearest: nearest(&name, known.iter().copied()), name })
-        }
-        None => Ok(()),
-    }
+    let Some(name) = unknown else { return Ok(()) };
+    Err(match retired::instead(name.trim_start_matches(prefix), retired) {
+        Some(instead) => ConfigError::RetiredVariable { name, instead },
+        None => ConfigError::UnknownVariable { nearest: nearest(&name, known.iter().copied()), name },
+    })
 }
 
 /// The candidate nearest to a mistyped name, if it is near enough to be meant.

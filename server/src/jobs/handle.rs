@@ -28,7 +28,6 @@ use super::{
     idle::Idle,
     pace::Pace,
     restores::Restores,
-    spans::Spans,
     stages::Stages,
     traffic::Traffic,
     waits::Decisions,
@@ -66,7 +65,6 @@ pub(crate) struct JobHandle {
     pub(crate) history: History,
     pub(crate) busy: Arc<Busy>,
     pub(crate) traffic: Traffic,
-    pub(crate) spans: Arc<Spans>,
     pub(crate) stages: Arc<Stages>,
     hashing: Hashing,
     pub(crate) restores: Restores,
@@ -105,8 +103,8 @@ impl JobHandle {
             let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
         }));
         let busy = Arc::<Busy>::default();
-        let (spans, stages) = (Arc::<Spans>::default(), Arc::<Stages>::default());
-        let seen = Seen { busy: Arc::clone(&busy), spans: Arc::clone(&spans), stages: Arc::clone(&stages) };
+        let stages = Arc::<Stages>::default();
+        let seen = Seen { busy: Arc::clone(&busy), stages: Arc::clone(&stages) };
         let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
         let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox, &seen));
@@ -132,7 +130,6 @@ impl JobHandle {
             history: History::default(),
             busy,
             traffic,
-            spans,
             stages,
             hashing: Hashing::default(),
             restores: Restores::default(),
@@ -276,7 +273,6 @@ impl JobHandle {
 /// What is seen of the compute thread's work.
 struct Seen {
     busy: Arc<Busy>,
-    spans: Arc<Spans>,
     stages: Arc<Stages>,
 }
 
@@ -297,7 +293,6 @@ fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, seen: &Seen) -> Result<(
                 break;
             }
             let next = works.front().cloned();
-            let _span = seen.spans.of(job.spec().name.as_str(), next.as_ref());
             seen.busy.count(next.as_ref(), || job.perform(&mut works))?;
             if let Some(Work::Update { step, .. }) = next {
                 seen.stages.updated(step, std::time::Instant::now());

@@ -12,7 +12,6 @@ mod notes;
 mod owned;
 mod pace;
 mod restores;
-mod spans;
 mod stages;
 pub(crate) mod traffic;
 mod waits;

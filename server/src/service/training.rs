@@ -7,7 +7,6 @@ use longshore_proto::{Commit, Fault, Initialisation, JobSpec, Origin, Placement,
 use longshore_wire::{
     self as wire, Wire,
     direct::{Connection, Taps},
-    spans::Parent,
     v1::{self, training_server::Training},
 };
 use tokio::time::Instant;
@@ -61,10 +60,9 @@ impl Training for Services {
         &self,
         request: Request<v1::CommitRequest>,
     ) -> Result<Response<v1::CommitResponse>, Status> {
-        let parent = wire::spans::extract(request.metadata());
         let request = permitted(request)?;
         let job = request.job.clone();
-        let answer = self.commit_step(request, parent).await;
+        let answer = self.commit_step(request).await;
         answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
     }
 
@@ -180,11 +178,7 @@ impl Services {
         Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: self.links.offer() })
     }
 
-    async fn commit_step(
-        &self,
-        request: v1::CommitRequest,
-        parent: Parent,
-    ) -> Result<v1::CommitResponse, Fault> {
+    async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
         let commit = Commit::from_wire(request.commit)?;
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
@@ -194,7 +188,6 @@ impl Services {
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
-        handle.spans.note(step, parent);
         let decided = Decided::now(&commit, request.report);
         let (duplicate, work) = {
             let _kept = handle.hold()?;

@@ -72,7 +72,6 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         shm_dir: None,
         memory: None,
         json: false,
-        tensorboard: None,
         plot: false,
     }
 }

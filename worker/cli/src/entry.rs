@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 
 use clap::{CommandFactory, FromArgMatches};
+use longshore_server::config::retired;
 
 use crate::{
-    commands::{Cli, check_environment},
+    commands::{Cli, RETIRED, check_environment},
     output::{self, fail},
     train::Stopped,
     wrong_use::WrongUse,
@@ -23,6 +24,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         let cli = Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut Cli::command()))?;
         Ok((cli, matches))
     });
+    let parsed = parsed.map_err(|error| retired::explain(error, &RETIRED));
     // Help is given whatever the environment is. But a flag that is missing may be a variable that was mistyped.
     let helps = parsed.as_ref().is_err_and(|error| !error.use_stderr());
     if let (false, Err(error)) = (helps, check_environment()) {

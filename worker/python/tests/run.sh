@@ -59,9 +59,8 @@ install_beside() {
 install_package() {
     local package=$cache/python-package
     rm -rf "$package"
-    # maturin is in the environment already. Without isolation it finds what cargo has built here, and with --otlp, which builds of
-    # the whole workspace have, it builds little of it again.
-    PATH=${package_python%/*}:$PATH MATURIN_PEP517_ARGS="--features otlp" "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+    # maturin is in the environment already. Without isolation it takes what cargo has built here.
+    PATH=${package_python%/*}:$PATH "$package_python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
         --target "$package" "$root/worker/python" || fail "the Python package could not be built"
     export PYTHONPATH=$package
 }

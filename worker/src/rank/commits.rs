@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use longshore_proto::{Commit, Incarnation, Origin, ServerId, Step, Version};
 use longshore_wire::{
-    Wire, spans,
+    Wire,
     v1::{AwaitDurableRequest, CommitRequest, StepReport},
 };
 
@@ -73,8 +73,7 @@ pub(crate) async fn commit_as(
         report,
     };
     let answer = cluster.call(server, "Commit", Some(commit.step), cluster.options.deadline, |peer| {
-        let mut request = tonic::Request::new(request.clone());
-        spans::inject(request.metadata_mut());
+        let request = request.clone();
         async move { peer.training().commit(request).await }
     });
     let duplicate = answer.await?.duplicate;

@@ -3,7 +3,7 @@
 use clap::{Command, CommandFactory};
 use longshore_server::config::{ConfigError, check_variables};
 
-use super::Cli;
+use super::{Cli, RETIRED};
 
 const PREFIX: &str = "LONGSHORE_";
 /// Variables without a flag: those read by the update kernels of an embedded server, and those set for tests.
@@ -25,7 +25,8 @@ pub fn check_environment() -> Result<(), ConfigError> {
     let command = Cli::command();
     let mut known = NO_FLAGS.to_vec();
     collect(&command, &mut known);
-    check_variables(PREFIX, &known, std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned()))
+    let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
+    check_variables(PREFIX, (&known, &RETIRED), names)
 }
 
 /// Collects the variables of all flags of a command and of those below it.

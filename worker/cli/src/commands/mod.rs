@@ -21,7 +21,7 @@ use std::path::PathBuf;
 
 use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
 use longshore_proto::Fault;
-use longshore_server::{log, otlp};
+use longshore_server::{config::retired::Retired, log};
 
 pub use self::environment::check_environment;
 use self::trace::TraceFlag;
@@ -38,6 +38,12 @@ Exit codes:
   1  an error, which the last line on stderr explains; of doctor, inspect and plan also: something is not as it should be
   2  wrong arguments, variables or config file: nothing was tried
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
+
+/// Flags of earlier releases, and what to do instead. Rows stay for one release.
+pub const RETIRED: [Retired; 2] = [
+    ("otlp", "write one process's stages with --trace FILE, and scrape the metrics of `longshored --http`"),
+    ("tensorboard", "print the losses with --plot, or write the events of --json with the tool you use"),
+];
 
 /// Trains models whose optimizer state lives on servers.
 #[derive(Parser)]
@@ -162,13 +168,11 @@ impl Cli {
     }
 
     pub fn run(self) -> anyhow::Result<()> {
-        // The guards are kept to the end, when the trace is written out and the last spans are sent.
+        // The guard writes the trace out when it is dropped.
         let flags = self.command.trace();
         let (stages, _trace) =
             flags.and_then(|flags| flags.trace.as_deref()).map(trace::to).transpose()?.unzip();
-        let collector = flags.and_then(|flags| flags.otlp.as_deref());
-        let (spans, _export) = collector.map(|at| otlp::export(at, "longshore")).transpose()?.unzip();
-        log::init(log::LogFormat::Text, &self.log, stages.into_iter().chain(spans).collect());
+        log::init(log::LogFormat::Text, &self.log, stages);
         let out = self.output;
         match self.command {
             Command::Train(args) => train::run(*args, out),

@@ -1,4 +1,4 @@
-//! `--trace FILE`: when each stage of a step ran, on which thread, as Chrome's trace format has it. `--otlp URL`: steps across processes.
+//! `--trace FILE`: when each stage of a step ran, on which thread, as Chrome's trace format has it.
 
 use std::{
     fs::File,
@@ -19,9 +19,6 @@ pub(super) struct TraceFlag {
     /// Write when each stage ran to this file, for ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
-    /// Collector of OpenTelemetry to send spans of steps to, by gRPC; servers with --otlp add theirs
-    #[arg(long, value_name = "http://HOST:4317")]
-    pub(super) otlp: Option<String>,
 }
 
 /// Starts the trace. It is whole once the guard is dropped.

@@ -212,9 +212,6 @@ pub(super) struct Args {
     prompt: String,
     #[arg(long, default_value_t = 0.8, help_heading = "Output")]
     temperature: f64,
-    /// Write event files for TensorBoard into this folder: loss, norm, learning rate, times
-    #[arg(long, value_name = "DIR", help_heading = "Output")]
-    tensorboard: Option<PathBuf>,
     /// Print a plot of the loss at the end, where stdout is no terminal, too
     #[arg(long, help_heading = "Output")]
     plot: bool,

@@ -12,7 +12,6 @@ mod report;
 mod settings;
 mod staging;
 mod stop;
-mod tensorboard;
 mod tested;
 pub mod text;
 mod weights;

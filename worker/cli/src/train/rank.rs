@@ -64,7 +64,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let tokens = (settings.batch * run.model.config().context) as u64
         * u64::from(settings.micro_steps)
         * u64::from(settings.world_size);
-    let mut report = Report::new(rank, settings, tokens)?;
+    let mut report = Report::new(rank, settings, tokens);
     let choice = ServerChoice { servers, embedded };
     loop {
         match run.train(choice, &mut report) {

@@ -7,13 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use longshore_proto::{Formats, Step};
 use longshore_worker::pipeline::{StepInputs, StepOutcome};
 use serde_json::json;
 
-use super::{plot::plot, settings::Settings, tensorboard::EventFile};
+use super::{plot::plot, settings::Settings};
 use crate::sizes::human;
 
 /// How many plain lines a whole run writes, so that a log stays readable.
@@ -44,7 +43,6 @@ pub(super) struct Report {
     /// Every step's loss, for the plot at the end.
     curve: Vec<(u64, f32)>,
     settings: Settings,
-    events: Option<EventFile>,
 }
 
 /// What a run trains, shown before its first step.
@@ -98,15 +96,7 @@ pub(super) struct Ending {
 }
 
 impl Report {
-    /// # Errors
-    /// Where the file for TensorBoard cannot be made.
-    pub(super) fn new(rank: u32, settings: &Settings, tokens_per_step: u64) -> anyhow::Result<Report> {
-        let events = match settings.tensorboard.as_deref().filter(|_| rank == 0) {
-            Some(dir) => {
-                Some(EventFile::create(dir).with_context(|| format!("--tensorboard {}", dir.display()))?)
-            }
-            None => None,
-        };
+    pub(super) fn new(rank: u32, settings: &Settings, tokens_per_step: u64) -> Report {
         let steps = settings.steps;
         let output = match (rank, settings.json) {
             (0, true) => Output::Json,
@@ -114,7 +104,7 @@ impl Report {
             (0, false) => Output::Plain,
             _ => Output::Silent,
         };
-        Ok(Report {
+        Report {
             output,
             steps,
             tokens_per_step,
@@ -129,8 +119,7 @@ impl Report {
             last_shown: None,
             curve: Vec::new(),
             settings: settings.clone(),
-            events,
-        })
+        }
     }
 
     pub(super) fn opening(&mut self, opening: &Opening<'_>) {
@@ -190,8 +179,6 @@ impl Report {
             self.pushed += outcome.timing.pushed_bytes;
             self.pulled += outcome.timing.pulled_bytes;
             self.curve.push((outcome.step.0, loss));
-            let (rate, tokens) = (self.settings.learning_rate(outcome.step), self.tokens_per_step);
-            self.write_events(|events| events.step(&outcome, loss, rate, tokens));
             self.step(&outcome, loss);
         }
     }
@@ -234,15 +221,7 @@ impl Report {
         }
     }
 
-    /// Writes for TensorBoard. A file that cannot be written any more ends with a note, and training goes on.
-    fn write_events(&mut self, write: impl FnOnce(&mut EventFile) -> io::Result<()>) {
-        let Some(Err(error)) = self.events.as_mut().map(write) else { return };
-        self.events = None;
-        self.note(&format!("nothing more is written for TensorBoard: {error}"));
-    }
-
     pub(super) fn validation(&mut self, version: u64, loss: f32) {
-        self.write_events(|events| events.scalars(version, &[("validation_loss", loss.into())]));
         match self.output {
             Output::Json => self.json(&json!({"event": "validation", "version": version, "loss": loss})),
             _ => self.line(&format!("validation loss at version {version}: {loss:.3} nats per byte")),
@@ -276,9 +255,6 @@ impl Report {
         if let Output::Bar(bar) = &self.output {
             bar.finish_and_clear();
         }
-        let last = [("validation_loss", ending.validation_loss.into())];
-        self.write_events(|events| events.scalars(ending.version, &last));
-        self.write_events(EventFile::flush);
         let steps = self.done.max(1);
         let per_step = |bytes: u64| bytes / steps;
         let exposed_ms = self.exposed.as_secs_f64() * 1e3 / steps as f64;

@@ -98,8 +98,6 @@ pub struct Settings {
     pub json: bool,
     /// An error is one JSON object.
     pub errors_as_json: bool,
-    /// The folder of event files for TensorBoard.
-    pub tensorboard: Option<PathBuf>,
     /// The losses are plotted at the end, on a terminal or not.
     pub plot: bool,
     /// Each step shows the checksum of the weights that it begins with. Tests ask for this.

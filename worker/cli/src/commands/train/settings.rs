@@ -88,7 +88,6 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         shm_dir: args.shm_dir,
         json: out.is_json(),
         errors_as_json: out.errors_are_json(),
-        tensorboard: args.tensorboard,
         plot: args.plot,
         step_weights: args.step_weights,
     })

@@ -1,0 +1,60 @@
+//! Settings that earlier releases had. Each is refused with a sentence that says what does its work now.
+//!
+//! Flags, keys and variables of one setting share its row. Rows stay for one release.
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+/// A flag's name without its dashes, and what to do instead.
+pub type Retired = (&'static str, &'static str);
+
+/// Settings of `longshored`.
+pub(crate) const SETTINGS: [Retired; 1] =
+    [("otlp", "scrape the metrics of --http, or write one process's stages with `longshore train --trace`")];
+
+/// The sentence for a key or a flag, if it is retired.
+pub(super) fn instead(name: &str, retired: &[Retired]) -> Option<&'static str> {
+    let name = name.trim_start_matches('-').to_lowercase().replace('_', "-");
+    retired.iter().find(|(flag, _)| *flag == name).map(|(_, instead)| *instead)
+}
+
+/// Adds the sentence to the parser's error about a flag that is retired. Other errors stay as they are.
+pub fn explain(error: clap::Error, retired: &[Retired]) -> clap::Error {
+    let flag = match (error.kind(), error.get(ContextKind::InvalidArg)) {
+        (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) => flag,
+        _ => return error,
+    };
+    match instead(flag, retired) {
+        Some(instead) => {
+            clap::Error::raw(ErrorKind::UnknownArgument, format!("{flag} is no longer there: {instead}\n"))
+        }
+        None => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Arg, Command};
+
+    use super::*;
+
+    #[test]
+    fn a_retired_flag_says_what_to_do() {
+        let command = Command::new("longshored").arg(Arg::new("log").long("log"));
+        let refused = |flag: &str| {
+            let error = command.clone().try_get_matches_from(["longshored", flag]).unwrap_err();
+            explain(error, &SETTINGS).to_string()
+        };
+        for flag in ["--otlp", "--otlp=http://collector:4317"] {
+            assert!(refused(flag).contains("--otlp is no longer there: scrape"), "{}", refused(flag));
+        }
+        assert!(refused("--lgo").contains("--log"), "{}", refused("--lgo"));
+    }
+
+    #[test]
+    fn keys_and_flags_share_a_row() {
+        let retired: [Retired; 1] = [("idle-limit", "delete the job")];
+        for name in ["idle_limit", "IDLE_LIMIT", "--idle-limit"] {
+            assert_eq!(instead(name, &retired), Some("delete the job"));
+        }
+    }
+}
