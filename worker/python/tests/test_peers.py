@@ -2,11 +2,12 @@
 
 import sys
 
+import peer_optimizers
+import peer_ways
+import peers
 import pytest
 import torch
 from torch import nn
-
-from longshore import _peer_optimizers, _peers, bench
 
 ROUNDS = 2
 
@@ -23,8 +24,8 @@ def params() -> list[tuple[str, nn.Parameter]]:
 
 def test_a_step_of_torch_with_casts_is_ours(servers: str) -> None:
     mine, others, before = params(), params(), params()
-    step = _peers.ours(mine, _peers.BASE, "alike", servers).step
-    other = _peer_optimizers.WithCasts(others, _peer_optimizers.torch_fused).step
+    step = peer_ways.ours(mine, peer_ways.BASE, "alike", servers).step
+    other = peer_optimizers.WithCasts(others, peer_optimizers.torch_fused).step
     for _ in range(5):
         step()
         other()
@@ -36,10 +37,10 @@ def test_a_step_of_torch_with_casts_is_ours(servers: str) -> None:
 
 def test_peers_take_turns_and_train_alike(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    times = bench.peers(300_000, 500_000, 3, 2, 8, ROUNDS, "longshore,torch,deepspeed")
-    ways = [*_peers.OURS, "torch fused, with casts"]
-    layered = [_peers.BASE, "longshore, stage 2"]
-    steps = [*_peers.OURS, "torch AdamW, with casts", "torch fused, with casts"]
+    times = peers.peers(300_000, 500_000, 3, 2, 8, ROUNDS, "longshore,torch,deepspeed")
+    ways = [*peer_ways.OURS, "torch fused, with casts"]
+    layered = [peer_ways.BASE, "longshore, stage 2"]
+    steps = [*peer_ways.OURS, "torch AdamW, with casts", "torch fused, with casts"]
     parts = {"step": steps, "training": ways, "stage 3": layered}
     assert list(times) == [f"{part}: {name}" for part, names in parts.items() for name in names]
     assert all(len(taken) == ROUNDS and min(taken) > 0 for taken in times.values())
@@ -54,5 +55,5 @@ def test_peers_take_turns_and_train_alike(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_a_part_and_a_way_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(bench.peers(100_000, 0, 0, 2, 8, 1, "torch fused")) == ["step: torch fused, with casts"]
+    assert list(peers.peers(100_000, 0, 0, 2, 8, 1, "torch fused")) == ["step: torch fused, with casts"]
     assert "Training step" not in capsys.readouterr().out

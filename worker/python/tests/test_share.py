@@ -3,8 +3,7 @@
 import time
 
 import pytest
-
-from longshore.bench import overhead
+from overhead import overhead
 
 
 def fixed() -> float:

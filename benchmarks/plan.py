@@ -4,7 +4,7 @@
 Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
 needs root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing,
 and prints what `configurations` runs. `hosts` and `prefetch` need a Python that has the package and PyTorch.
-Usage: docs/plan.py links | configurations | commands | scaling | hosts | prefetch | papers | largest
+Usage: benchmarks/plan.py links | configurations | commands | scaling | hosts | prefetch | papers | largest
                     [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
 """
 

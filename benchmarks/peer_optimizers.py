@@ -1,4 +1,4 @@
-"""Others' optimizers, as what ``python -m longshore.bench peers`` compares with uses them."""
+"""Optimizers of torch, torchao and DeepSpeed as ``peer_ways.py`` uses them."""
 
 import logging
 import os

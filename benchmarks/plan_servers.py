@@ -1,4 +1,4 @@
-"""Servers for docs/plan.py, each in a network namespace of its own behind a link that the kernel shapes each way."""
+"""Servers for benchmarks/plan.py, each in a network namespace of its own behind a link that the kernel shapes each way."""
 
 import contextlib
 import pathlib

@@ -1,6 +1,6 @@
-"""One training run of `docs/plan.py prefetch`: linear layers in units, each with a timed wait for its compute. Prints what its steps took.
+"""One training run of `benchmarks/plan.py prefetch`: linear layers in units, each with a timed wait for its compute. Prints what its steps took.
 
-Usage: docs/plan_units.py SERVERS LINK UNITS COMPUTE DELAY
+Usage: benchmarks/plan_units.py SERVERS LINK UNITS COMPUTE DELAY
 
 LINK is bytes a second; COMPUTE is the compute of each use of a unit, in forward and in backward, as a multiple of the unit's time on the link.
 """

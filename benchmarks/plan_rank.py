@@ -1,6 +1,6 @@
-"""One rank of `docs/plan.py hosts`, started by torchrun: it trains linear layers, and rank 0 prints how long a step takes.
+"""One rank of `benchmarks/plan.py hosts`, started by torchrun: it trains linear layers, and rank 0 prints how long a step takes.
 
-Usage: docs/plan_rank.py SERVERS LAYERS STEPS
+Usage: benchmarks/plan_rank.py SERVERS LAYERS STEPS
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Whole steps by us and by others, on equal bytes: what ``python -m longshore.bench peers`` takes by turns."""
+"""Whole steps of Longshore and of other optimizers on equal bytes: the ways that ``peers.py`` takes by turns."""
 
 import contextlib
 import subprocess
@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from longshore._peer_optimizers import (
+from peer_optimizers import (
     CLIP,
     LR,
     GivenToEngine,
@@ -25,8 +22,10 @@ from longshore._peer_optimizers import (
     torch_fused,
     torchao_offload,
 )
-from longshore._shard import shard
-from longshore.optim import AdamW
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longshore import AdamW, shard
 
 #: How our ways reach their server.
 OURS: dict[str, dict[str, Any]] = {
