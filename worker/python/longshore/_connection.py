@@ -10,6 +10,7 @@ from longshore import _device, _first, _full, _longshore
 from longshore._amending import Amending
 from longshore._filling import Filling
 from longshore._frozen import Kept
+from longshore._guards import Writes, places
 from longshore._held import Held
 from longshore._job import Settings, settings
 from longshore._lending import Lending
@@ -18,7 +19,6 @@ from longshore._options import Options
 from longshore._params import Param, dtype_of, fingerprint, is_sharded
 from longshore._partition import in_one_piece
 from longshore._weights import Weights, is_compiling
-from longshore._writes import Writes, places
 from longshore.errors import StateError, UsageError, invalid
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Connection:
         self.joined: int | None = None
         #: The parameters that had other weights when the job was opened in the midst of a step.
         self._others: list[Param] = []
-        #: Who has written to parameters since they had the job's weights.
+        #: Writes to parameters since they had the job's weights.
         self._writes = Writes(params)
         #: Whether this process amends weights, which are no version's of the servers then.
         self.amends = options.amends
@@ -221,10 +221,6 @@ class Connection:
 
             _agree.together(refuse)
 
-    def may_be_written(self, param: Param) -> bool:
-        """Whether torch has counted a change of a parameter since the job was opened. Once a step was made nobody knows."""
-        return self.joined is None or self._writes.is_written(param)
-
     def _note(self) -> None:
         """The parameters have the job's weights, but for those that are awaited: they note that when they do. Where weights are amended
         on a device they come at any time."""
@@ -235,17 +231,17 @@ class Connection:
             self._writes.forget()
 
     def check_written(self) -> None:
-        """Refuses to begin a step with trained weights that somebody has written, unless that is wanted. Where nobody has, nothing is
-        read.
+        """Refuses trained weights that were written since the last step, unless ``written_weights`` lets them be lost. Nothing is read where
+        torch has counted no write.
 
         Raises:
             UsageError: naming the parameter.
         """
         if not self._looks_for_writes or not isinstance(self.weights, Weights):
             return
-        written, looked_at = self._writes.written()
-        if written or looked_at:
-            self._writes.refuse(written, looked_at, self._read_again, self.image_dtype, self.name)
+        written = self._writes.written()
+        if written:
+            self._writes.refuse(written, self._read_again, self.image_dtype, self.name)
 
     def _read_again(self, param: Param, memory: Tensor) -> None:
         """Reads the weights of the version that the parameters have, into memory of a parameter's shape or its shard's."""

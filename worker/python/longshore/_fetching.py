@@ -97,11 +97,6 @@ class Fetcher:
                 names.append(member.name)
         return names
 
-    def read_first(self, wanted: list[tuple[Member, Tensor]]) -> None:
-        """Reads the first elements of members from the servers, into flat memory of the host."""
-        self._begin_step()
-        self._job.fetch(self.version, [place for member, memory in wanted for place in places_of(self._spans, member, memory, 0)]).read()
-
     def take_all_of(self, names: Iterable[str]) -> None:
         """Keeps all of these frozen members as they are, instead of a part. It is called before their memory goes."""
         self._copies.take_all_of(names)

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from longshore import _clip, _job, _params
+from longshore import _guards, _job, _params
 from longshore._connection import Connection
 from longshore._filling import Filling
+from longshore._guards import Absent, Watch
 from longshore._host import Gradients
 from longshore._init import Unplaced, filling
 from longshore._options import Options
@@ -26,7 +27,6 @@ from longshore._streaming import Stream
 from longshore._succession import Succession
 from longshore._unit_tensors import UnitParameter, is_built
 from longshore._unit_weights import UnitWeights
-from longshore._watching import Absent, Watch
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 
 #: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
@@ -258,7 +258,7 @@ class Optimizer(Stepping, Stateful, Succession):
         if self._connection is not None and self._finalizer.alive:
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
-            _clip.release(tensors)
+            _guards.release_clipping(tensors)
             if self._stream is not None:
                 self._stream.unhook()
             self._connection.weights.settle()
@@ -384,16 +384,16 @@ class Optimizer(Stepping, Stateful, Succession):
 
     def _guard_clipping(self) -> None:
         options = self._options
-        _clip.release(id(tensor) for tensor in self._tensors())
-        why = _clip.STREAMING if options.streaming else _clip.SCALED if options.loss_scale else _clip.SERVERS
+        _guards.release_clipping(id(tensor) for tensor in self._tensors())
+        why = _guards.STREAMING if options.streaming else _guards.SCALED if options.loss_scale else _guards.SERVERS
         if options.streaming or options.loss_scale or options.max_grad_norm is not None:
-            _clip.guard(self, _params.named(self.param_groups), why)
+            _guards.guard_clipping(self, _params.named(self.param_groups), why)
 
 
 def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
     """Ends the job of an optimizer that is gone. Nobody else can reach a job of the server in this process."""
     _params.release(tensors)
-    _clip.release(tensors)
+    _guards.release_clipping(tensors)
     connection.weights.abandon()
     if embedded:
         # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longshore import _agree, _ddp, _device, _params, _partition, _unit_tensors, _units, _written
+from longshore import _agree, _ddp, _device, _params, _partition, _unit_tensors, _units
 from longshore._connection import Connection
 from longshore._fetching import Fetcher
 from longshore._lending import Lending
@@ -113,6 +113,7 @@ def shard(
     connection = optimizer._connection
     assert connection is not None
     connection.weights.settle()
+    _check_written(connection, is_gathered, was_open)
     members = _units.members(model, connection.params, connection.frozen())
     whole = _budget(budget, members, device)
     rounds = None
@@ -135,7 +136,6 @@ def shard(
     room = None if room is None else room - copies * reserve
     _ddp.refuse_models_in_units()
     fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))
-    _written.refuse(connection, fetcher, members if was_open else [])
     _take_written(fetcher, was_open)
     _place(model, members, device)
     if connection.ranks is not None:
@@ -240,6 +240,19 @@ def _fetcher(
     return Fetcher(
         connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends, lending=lending
     )
+
+
+def _check_written(connection: Connection, is_gathered: bool, was_open: bool) -> None:
+    """Refuses trained weights that were written since the job was opened. A job that this rank has just opened needs no look."""
+
+    def check() -> None:
+        if was_open:
+            connection.check_written()
+
+    if is_gathered:
+        _agree.together(check)
+    else:
+        check()
 
 
 def _take_written(fetcher: Fetcher, was_open: bool) -> None:

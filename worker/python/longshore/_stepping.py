@@ -5,17 +5,76 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from longshore import _params
+from longshore import _guards, _params
 from longshore._back import Back
 from longshore._connection import Connection
 from longshore._host import Gradients, Place
+from longshore._options import Options
 from longshore._params import Param
 from longshore._scaling import Scaling
 from longshore._step import Hyper, StepReport
-from longshore._watching import Absent, Watching
 from longshore.errors import LongshoreError, UsageError
+
+
+class Watching:
+    """The part of an optimizer that refuses replaced parameters, and names those without a gradient."""
+
+    _options: Options
+    _connection: Connection | None
+    param_groups: list[dict[str, Any]]
+    #: The guard of the model's parameters; None where no adapter has named the model.
+    _watch: _guards.Watch | None
+    _absent: _guards.Absent
+
+    def watch(self, *models: nn.Module) -> None:
+        """From now on steps and saves are refused once a parameter of the optimizer was replaced in its model by another one. Adapters of
+        frameworks call it."""
+        connection = self._connection
+        if connection is not None:
+            params = [(param.name, param.tensor) for param in [*connection.params, *connection.frozen()]]
+        else:
+            keeps = self._options.frozen != "leave"
+            params = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad or keeps]
+        self._watch = _guards.Watch(models, params) if models else None
+
+    def check_model(self) -> None:
+        """Refuses a model in which a parameter was replaced, if it is known.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        if self._watch is None:
+            return
+        connection = self._connection
+        with contextlib.nullcontext() if connection is None or connection.ranks is None else connection.ranks.telling():
+            self._watch.check()
+
+    def _warn_of_unused(self, connection: Connection) -> None:
+        """Ends a step, and warns of parameters without a gradient in all of the first steps, unless ``missing_gradients`` is given."""
+        unused = self._absent.end_step()
+        rank, world_size = self._options.place()
+        if not unused or rank != 0 or self._options.missing_gradients is not None:
+            return
+        steps = _guards.FIRST_STEPS
+        if world_size > 1:
+            # Another rank may have had some. Servers count the steps that they have left a parameter out of.
+            left_out = connection.left_out()
+            unused = {index for index in unused if left_out.get(index, 0) > _guards.FIRST_STEPS // 2}
+            steps = min([_guards.FIRST_STEPS, *(left_out[index] for index in unused)])
+        names = [param.name for param in connection.params if param.index in unused]
+        if not names:
+            return
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"{shown} got no gradient in {'all' if steps == _guards.FIRST_STEPS else steps} of the first {_guards.FIRST_STEPS} steps, and do not train. If the model "
+            "was changed after its optimizer was built (a layer replaced, its embedding resized), the new parameters do not train either: build the "
+            "optimizer after that. Otherwise freeze these with requires_grad_(False), or pass missing_gradients='skip' if some later step will use "
+            "them",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 class Stepping(Back, Scaling, Watching):
@@ -23,7 +82,6 @@ class Stepping(Back, Scaling, Watching):
 
     param_groups: list[dict[str, Any]]
     _gradients: Gradients
-    _absent: Absent
     #: What is in the param groups and does not train.
     _frozen: list[tuple[str, Tensor]]
     _applied: Tensor

@@ -17,9 +17,9 @@ from longshore.errors import GradientError, UsageError, invalid
 
 if TYPE_CHECKING:
     from longshore._connection import Connection
+    from longshore._guards import Watch
     from longshore._options import Options
     from longshore._ranks import Ranks
-    from longshore._watching import Watch
 
 
 class Streamed(Protocol):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longshore import _clip, _params
+from longshore import _guards, _params
 from longshore._options import Options
 from longshore._streaming import Stream
 from longshore._unit_weights import UnitWeights
@@ -59,7 +59,7 @@ class Succession:
         self.close()
         if self._stream is not None:
             self._stream.unhook()
-        _clip.release(mine)
+        _guards.release_clipping(mine)
         self._is_replaced = True
         return True
 

@@ -1,22 +1,184 @@
-"""A parameter that is replaced after its optimizer was built is an error where the model is known, and named in a warning where it is not."""
+"""What a program may not do to an optimizer's parameters: clip what has left, write weights that are lost, replace a parameter."""
 
+import gc
 import pathlib
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from models import Mlp, pair
+from models import Mlp, pair, same_bits
 from programs import load
 from torch import nn
 from units import Deep
 
 import longshore
-from longshore import _watching, errors
+from longshore import _guards, errors
 
+Act = Callable[[nn.Module], Any]
+MODES: dict[str, dict[str, Any]] = {
+    "safe": {},
+    "streaming": {"streaming": True},
+    "at once": {"streaming": True, "layerwise": False},
+    "delayed": {"delay": 1, "warmup_steps": 1},
+    "bf16": {"image_dtype": "bf16"},
+    "clipped": {"max_grad_norm": 1.0},
+    "drop": {"written_weights": "drop"},
+}
 NAMED = r"^layers\.5\.weight is out of the model.*layers\.5\.weight, fp32 \[4, 32\].*build the optimizer, engine or Trainer after that"
+
+
+def step(model: nn.Module, optimizer: longshore.AdamW, number: int) -> None:
+    optimizer.zero_grad()
+    model.loss(number).backward()
+    optimizer.step()
+
+
+def load_state_dict(model: nn.Module) -> None:
+    model.load_state_dict(pair("mlp")[0].state_dict())
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    model.layers[0].weight.clamp_(-0.01, 0.01)
+
+
+@torch.no_grad()
+def one_element(model: nn.Module) -> None:
+    model.layers[0].weight[3, 3] += 1.0
+
+
+@torch.no_grad()
+def swap_averages(model: nn.Module) -> None:
+    """As an evaluation with averages does, which puts the weights back."""
+    kept = [weight.detach().clone() for weight in model.parameters()]
+    for weight in model.parameters():
+        weight.mul_(0.5)
+    for weight, before in zip(model.parameters(), kept, strict=True):
+        weight.copy_(before)
+
+
+def clip_by_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clip_by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def norm_alone(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+
+WRITTEN = r"layers\.0\.weight is another in the model.*written_weights='drop'"
+CLIPPED = r"clipping of layers\.0\.weight.*max_grad_norm="
+#: An act between two steps, the modes in which it is refused, and the words of the refusal.
+ACTS: dict[str, tuple[Act, set[str], str]] = {
+    "loads": (load_state_dict, MODES.keys() - {"drop"}, WRITTEN),
+    "clamps": (clamp, MODES.keys() - {"drop"}, WRITTEN),
+    "writes one element": (one_element, MODES.keys() - {"drop"}, WRITTEN),
+    "swaps averages": (swap_averages, set(), ""),
+    "clips by norm": (clip_by_norm, {"streaming", "at once", "clipped"}, CLIPPED),
+    "clips by value": (clip_by_value, {"streaming", "at once", "clipped"}, CLIPPED),
+    "reads the norm": (norm_alone, set(), ""),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("act", ACTS)
+def test_an_act_between_two_steps_is_refused_or_changes_nothing(act: str, mode: str) -> None:
+    do, refused, said = ACTS[act]
+    models = pair("mlp")
+    made = [longshore.AdamW(model.named_parameters(), lr=1e-2, **MODES[mode]) for model in models]
+    for number in range(3):
+        for model, optimizer in zip(models, made, strict=True):
+            step(model, optimizer, number)
+    if "delay" in MODES[mode]:
+        for optimizer in made:
+            optimizer.flush()
+    if mode in refused:
+        with pytest.raises(errors.UsageError, match=said):
+            do(models[0])
+            step(models[0], made[0], 3)
+        return
+    do(models[0])
+    if act in ("loads", "clamps", "writes one element"):
+        models[0].zero_grad()
+        models[0].load_state_dict(models[1].state_dict())  # the next gradients are those of the other model
+    for model, optimizer in zip(models, made, strict=True):
+        step(model, optimizer, 3)
+        optimizer.flush()
+    assert same_bits(*models)
+
+
+def test_the_written_weights_option_has_two_values() -> None:
+    with pytest.raises(errors.InvalidError, match="written_weights is 'keep', but must be one of error, drop"):
+        longshore.AdamW(pair("mlp")[0].parameters(), written_weights="keep")
+
+
+def test_weights_that_are_dropped_change_no_later_step() -> None:
+    models = pair("mlp")
+    made = [longshore.AdamW(model.named_parameters(), lr=1e-2, written_weights="drop") for model in models]
+    for optimizer in made:
+        optimizer.open()
+    for number in range(3):
+        for model, optimizer in zip(models, made, strict=True):
+            optimizer.zero_grad()
+            model.loss(number).backward()
+            if model is models[1]:
+                clamp(model)
+            optimizer.step()
+        assert same_bits(*models)
+
+
+def test_what_is_loaded_before_the_job_is_opened_counts() -> None:
+    model, other = pair("mlp")
+    nn.init.normal_(other.layers[0].weight)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.0)
+    model.load_state_dict(other.state_dict())
+    step(model, optimizer, 0)
+    assert same_bits(model, other)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_refuses_weights_that_come_after_it(stage: int) -> None:
+    model, other = pair("mlp")
+    engine = engine_of(model, {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage}})
+    nn.init.normal_(other.layers[3].weight)
+    engine.module.load_state_dict(other.state_dict())
+    with pytest.raises(errors.UsageError, match=r"layers\.3\.weight is another in the model.*before the optimizer or engine opens its job"):
+        engine.backward(model.loss(0))
+
+
+@pytest.mark.parametrize("mode", ["safe", "streaming"])
+def test_other_memory_of_another_shape_is_refused(mode: str) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = longshore.AdamW(model.named_parameters(), **MODES[mode])
+
+    def step_with(width: int) -> None:
+        model.weight.data = model.weight.data[:, :width].clone()
+        optimizer.zero_grad()
+        model(torch.ones(2, width)).sum().backward()
+        optimizer.step()
+
+    step_with(64)
+    with pytest.raises(errors.UsageError, match=r"weight is fp32 \[64, 8\]"):
+        step_with(8)
+
+
+@pytest.mark.parametrize("mode", ["streaming", "clipped"])
+def test_parameters_of_an_optimizer_that_is_gone_may_be_clipped(mode: str) -> None:
+    model, _ = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters(), **MODES[mode])
+    step(model, optimizer, 0)
+    del optimizer
+    gc.collect()
+    model.loss(0).backward()
+    clip_by_norm(model)
+    clip_by_value(model)
 
 
 def replace(model: nn.Module) -> None:
@@ -60,29 +222,13 @@ def test_an_engine_refuses_a_layer_that_was_replaced(tmp_path: pathlib.Path) -> 
     assert engine.optimizer.version == 3
 
 
-def test_an_engine_refuses_parameters_of_before(tmp_path: pathlib.Path) -> None:
-    """The optimizer has them under the names that others have in the model."""
-    model, _ = pair("mlp")
-    params = list(model.named_parameters())
-    replace(model)
-    with pytest.raises(errors.UsageError, match=NAMED):
-        engine_of(model, {}, model_parameters=params)
-
-
-def test_an_optimizer_of_another_model() -> None:
-    """As of the one that was copied."""
-    model, copied = pair("mlp")
-    with pytest.raises(errors.UsageError, match=r"^layers\.0\.weight is a parameter of the optimizer, and of no module of the model"):
-        engine_of(copied, {}, model_parameters=model.named_parameters())
-
-
 @pytest.mark.filterwarnings("ignore:.* changes nothing here")
 def test_a_model_in_units() -> None:
     torch.manual_seed(0)
     model = Deep(depth=4)
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
     model.layers[1] = nn.Linear(48, 48)
-    with pytest.raises(errors.UsageError, match=r"^layers\.1\.weight is out of the model"):
+    with pytest.raises(errors.UsageError, match=r"^layers\.1\.weight is a parameter of the optimizer, and of no module of the model"):
         longshore.shard(model, optimizer, "1MB")
     model = Deep(depth=4)
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
@@ -181,7 +327,7 @@ def test_what_moves_or_goes_is_let_be() -> None:
 
 def test_the_look_costs_far_less_than_a_tenth_of_a_millisecond() -> None:
     model = nn.ModuleList(nn.Linear(1, 1) for _ in range(200))
-    watch = _watching.Watch([model], model.named_parameters())
+    watch = _guards.Watch([model], model.named_parameters())
     shortest = min(_seconds(watch.check) for _ in range(200))
     print(f"a look at 400 parameters takes {shortest * 1e6:.1f} us")
     assert shortest < 1e-4
@@ -195,7 +341,7 @@ def _seconds(act: Callable[[], None]) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True}, {"streaming": True, "accumulate": 2}])
 def test_who_never_has_a_gradient_is_named_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_watching, "FIRST_STEPS", 4)
+    monkeypatch.setattr(_guards, "FIRST_STEPS", 4)
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), **options)
     model.layers[5] = nn.Linear(32, 4)
@@ -220,7 +366,7 @@ def test_who_never_has_a_gradient_is_named_once(options: dict[str, Any], monkeyp
 
 @pytest.mark.parametrize("missing", ["skip", "zeros"])
 def test_who_has_said_what_that_means_is_not_told(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_watching, "FIRST_STEPS", 2)
+    monkeypatch.setattr(_guards, "FIRST_STEPS", 2)
     model = Mlp()
     optimizer = longshore.AdamW(model.named_parameters(), missing_gradients=missing)
     model.layers[5] = nn.Linear(32, 4)
@@ -232,13 +378,11 @@ def test_who_has_said_what_that_means_is_not_told(missing: str, monkeypatch: pyt
 
 
 def test_a_parameter_that_another_rank_uses_is_not_named(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 asks the servers what they have left out."""
-    import concurrent.futures
-
-    monkeypatch.setattr(_watching, "FIRST_STEPS", 4)
+    """Rank 0 asks the servers which parameters they have left out."""
+    monkeypatch.setattr(_guards, "FIRST_STEPS", 4)
     models = [Mlp(), Mlp()]
     models[1].load_state_dict(models[0].state_dict())
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads:
         optimizers = [
             longshore.AdamW(model.named_parameters(), servers=servers, job="two", rank=rank, world_size=2)
             for rank, model in enumerate(models)
