@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as an engine uses it. Every key is used, named in a warning, or refused with its path."""
+"""DeepSpeed's configuration as an engine uses it. Every key is used, named in the one warning of keys without effect, or refused by its path."""
 
 import difflib
 import inspect
@@ -344,39 +344,46 @@ class _Keys:
         return value
 
     def check(self) -> None:
-        """Warns of keys that change nothing, and refuses those that cannot be followed."""
+        """Refuses keys that cannot be followed, and warns once of those without effect.
+
+        Raises:
+            InvalidError: naming the path, and the right place or the nearest name.
+        """
+        ignored = []
         for path, value in self._given.items():
-            key = _config_keys.find(path)
-            if key is None:
-                self._refuse(path, value)
-            elif key.act == "no effect" and not (key.path.endswith(".*") and key.asks_for_nothing(value)):
-                _warn(path, key.what)
-            elif key.act == "refused" and not key.asks_for_nothing(value):
-                is_alone = path.endswith(".enabled") or not key.path.endswith(".*")
-                if is_alone or self._is_on(path):
-                    raise invalid(f"config key {path}", repr(value), "left out", key.what)
+            line = _config_keys.line_of(path)
+            if line in _config_keys.USED:
+                continue
+            if line in _config_keys.NO_EFFECT:
+                if not (line.endswith(".*") and _config_keys.asks_for_nothing(path, value)):
+                    ignored.append(path)
+            elif _config_keys.is_section(path) and value not in (None, {}):
+                raise invalid(f"config key {path}", repr(value), "a section with keys of its own", f'write "{path}": {{...}}')
+            else:
+                self._check_unknown(path, value, line)
+        if ignored:
+            message = f"without effect here: {', '.join(ignored)}. docs/migrate.md says what holds instead"
+            warnings.warn(message, UserWarning, stacklevel=5)
 
-    def _is_on(self, path: str) -> bool:
-        """Whether the section of a key is not switched off."""
-        return self._given.get(path.rsplit(".", 1)[0] + ".enabled", True) is not False
-
-    def _refuse(self, path: str, value: Any) -> None:
-        if value is None or value == {}:
-            if _config_keys.is_section(path):
-                return
-        elif _config_keys.is_section(path):
-            raise invalid(f"config key {path}", repr(value), "a section with keys of its own", f'write "{path}": {{...}}')
-        place = _config_keys.place_of(path)
-        name = path.rsplit(".", 1)[-1]
-        if place is None and name in inspect.signature(optim.AdamW).parameters:
-            place = f"optimizer.params.{name}"
-        if place is not None:
-            raise invalid(
-                f"config key {path}", repr(value), f"at {place}", f"move it there: as {path} DeepSpeed would ignore it"
-            )
-        close = difflib.get_close_matches(path, _config_keys.KEYS, 1, 0.8)
-        remedy = f"did you mean {close[0]}?" if close else "take it out: docs/migrate.md lists what is used"
-        raise invalid(f"config key {path}", repr(value), "one of DeepSpeed's", remedy)
+    def _check_unknown(self, path: str, value: Any, line: str | None) -> None:
+        """Refuses a key that is not used here, unless its value, or its section, is switched off."""
+        section, _, name = path.rpartition(".")
+        is_off = _config_keys.asks_for_nothing(path, value) or (name != "enabled" and self._given.get(f"{section}.enabled") is False)
+        remedy = _config_keys.instead(path)
+        # The right place of a misplaced key counts even where the key is switched off: nothing would follow it.
+        if line is None and (not is_off or _config_keys.is_section(section) or not section):
+            place = _config_keys.place_of(path)
+            if place is None and name in inspect.signature(optim.AdamW).parameters:
+                place = f"optimizer.params.{name}"
+            if place is not None:
+                remedy = f"move it there: as {path} DeepSpeed would ignore it"
+                raise invalid(f"config key {path}", repr(value), f"at {place}", remedy)
+            close = _config_keys.nearest(path)
+            if close is not None:
+                raise invalid(f"config key {path}", repr(value), "a key that is used here", f"did you mean {close}?")
+        if not is_off:
+            remedy = remedy or "take it out, or do it in the training loop: docs/migrate.md lists the keys that are used"
+            raise invalid(f"config key {path}", repr(value), "left out", remedy)
 
 
 def _flat(given: Mapping[str, Any], lead: str = "") -> dict[str, Any]:

@@ -308,7 +308,7 @@ def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> No
         offload["nvme_path"] = str(tmp_path)
     config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
     model, other = pair("mlp")
-    with pytest.warns(UserWarning, match=r"offload_optimizer\.fast_init changes nothing here"):
+    with pytest.warns(UserWarning, match=r"without effect here: .*offload_optimizer\.fast_init"):
         engine, _, _, _ = longshore.initialize(model=model, config=config)
     train(engine, model, range(3))
     # The tier changes no bit.
@@ -471,52 +471,91 @@ BOOLEANS = (
 )
 
 
-#: Where drives are used, test_stage_2_with_offloading_runs has the path, since it must be a folder of a server's.
-ALONE = [path for path, key in _config_keys.KEYS.items() if not (path.endswith("nvme_path") and key.act == "used")]
+#: Paths of drives are left out: test_stage_2_with_offloading_runs has a folder of a server's.
+USED = [path for path in _config_keys.USED if not path.endswith("nvme_path")]
 
 
-@pytest.mark.parametrize("path", ALONE)
-def test_no_key_is_silently_ignored(path: str, tmp_path: pathlib.Path) -> None:
-    key = _config_keys.KEYS[path]
-    given = path.replace(".*", ".some_key")
-    value = SAMPLES.get(path, path.endswith(BOOLEANS) or 2)
-    config: Any = value
-    for part in reversed(given.split(".")):
-        config = {part: config}
+def configured(path: str, value: Any) -> Any:
+    """A configuration of this key alone."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+@pytest.mark.parametrize("path", USED)
+def test_a_used_key_is_taken_without_a_word(path: str) -> None:
+    config = configured(path, SAMPLES.get(path, path.endswith(BOOLEANS) or 2))
     if path in OF_STAGE_3:
         config["zero_optimization"]["stage"] = 3
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        if key.act == "refused":
-            with pytest.raises(errors.InvalidError, match=re.escape(given)) as raised:
-                Config.of(config)
-            assert raised.value.remedy == key.what
-            return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         Config.of(config)
-    named = [str(warning.message) for warning in said if str(warning.message).startswith(given + " changes nothing here")]
-    assert len(named) == (key.act == "no effect")
+
+
+def test_one_warning_names_all_keys_without_effect() -> None:
+    config: Any = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
+    named = []
+    for key in _config_keys.NO_EFFECT:
+        *sections, name = key.replace(".*", ".some_key").split(".")
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = 2
+        named.append(".".join([*sections, name]))
+    with pytest.warns(UserWarning) as said:
+        Config.of(config)
+    [message] = [str(warning.message) for warning in said]
+    head, _, tail = message.removeprefix("without effect here: ").rpartition(". docs/migrate.md")
+    assert sorted(head.split(", ")) == sorted(named) and tail
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "remedy"),
+    [
+        ("zero_optimization.cpu_offload", True, "offload_optimizer"),
+        ("zero_optimization.zenflow.topk_ratio", 0.1, '"delay": 1'),
+        ("zero_optimization.zero_quantized_weights", True, "lists the keys that are used"),
+        ("zero_optimization.overlap_com", False, r"did you mean zero_optimization\.overlap_comm"),
+        ("elasticity.enabled", True, "lists the keys that are used"),
+        ("no_such_key", 1, "lists the keys that are used"),
+    ],
+)
+def test_any_other_key_is_refused_by_its_path(path: str, value: Any, remedy: str) -> None:
+    with pytest.raises(errors.InvalidError, match=f"config key {re.escape(path)} is .*{remedy}"):
+        Config.of(configured(path, value))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"zero_quantized_gradients": False, "zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}},
+        {"elasticity": {"enabled": False, "max_train_batch_size": 2000}},
+        {"sparse_gradients": False, "gradient_allreduce_op": "mean", "tensorboard": {}, "compile": {}},
+    ],
+)
+def test_a_key_that_asks_for_nothing_is_let_be(config: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Config.of(config)
 
 
 def test_keys_of_stage_3_without_their_prefix() -> None:
     """DeepSpeed takes its fields by either name."""
     assert Config.of({"zero_optimization": {"stage": 3, "max_live_parameters": 5}}).shard == {"live": 5}
-    with pytest.warns(UserWarning, match=r"^zero_optimization\.stage3_max_reuse_distance changes nothing here"):
+    with pytest.warns(UserWarning, match=r"^without effect here: zero_optimization\.stage3_max_reuse_distance\. "):
         Config.of({"zero_optimization": {"max_reuse_distance": 5}})
     with pytest.raises(errors.InvalidError, match=r"zero_optimization\.max_live_parameters is 5.*given once"):
         Config.of({"zero_optimization": {"stage3_max_live_parameters": 5, "max_live_parameters": 5}})
 
 
-@pytest.mark.parametrize("name", ["offload_activation_pin_memory", "double_buffer", "keep_int_input_tensors"])
-def test_defaults_of_compile_ask_for_nothing(name: str) -> None:
-    Config.of({"compile": {name: True}})
-    with pytest.raises(errors.InvalidError, match=r"compile\.deepcompile.*torch\.compile"):
-        Config.of({"compile": {name: True, "deepcompile": True}})
-
-
-def test_the_document_has_the_table() -> None:
-    shown = DOCUMENT.read_text().split("### Every key")[1].split("\n## ")[0].splitlines()
-    lines = [f"| `{path}` | {act} | {what} |" for path, act, what in _config_keys.rows()]
-    assert [line for line in shown if line.startswith("| `")] == lines
+def test_the_document_has_the_tables() -> None:
+    shown = DOCUMENT.read_text().split("### Every key")[1].split("\n## ")[0]
+    used, ignored = shown.split("steer DeepSpeed's own implementation")
+    assert re.findall(r"^\| `([^`]*)` \| (.*) \|$", used, re.MULTILINE) == [*_config_keys.USED.items()]
+    rows = re.findall(r"^\| (?:`([^`]*)`|top level.*?) \| (`.*) \|$", ignored, re.MULTILINE)
+    named = [f"{section}.{name}" if section else name for section, names in rows for name in re.findall("`([^`]*)`", names)]
+    assert sorted(named) == sorted(_config_keys.NO_EFFECT)
 
 
 def rates(scheduler: object, steps: int) -> list[float]:

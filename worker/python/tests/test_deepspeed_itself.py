@@ -5,7 +5,6 @@ it is compiled once.
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from test_import_command import run as import_job
 from test_ranks import run
 
 import longshore
-from longshore import _config_keys, checkpoint
+from longshore import checkpoint
 
 FOLDER = os.environ.get("TEST_DEEPSPEED")
 IS_HERE = bool(FOLDER) or importlib.util.find_spec("deepspeed") is not None
@@ -228,23 +227,3 @@ def test_deepspeeds_own_optimizer_of_cpus_takes_what_is_written_for_it(tmp_path:
     [found] = deepspeed(tmp_path / "found", {"offloaded": ("load", options)}, 1)["offloaded"]
     check_same_bits(gone, found["state"], STEPS + LATER)
     check_close(after, [found], "offloaded")
-
-
-def test_every_key_of_deepspeed_has_a_line() -> None:
-    """Under each name that its configuration takes; and a default that is written out asks for nothing that is refused."""
-    program = Path(__file__).with_name("deepspeed_keys.py")
-    environment = {**os.environ, "PYTHONPATH": with_deepspeed()}
-    done = subprocess.run([sys.executable, "-W", "ignore", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.rsplit("keys ", 1)[1])
-    assert {"zero_optimization", "train_batch_size", "disable_python_gc", "fp16"} <= set(found["asked"])
-    names = [*found["asked"], *(f"{section}.{name}" for section, fields in found["sections"].items() for name in fields)]
-    assert len(names) > 150
-    own = [_config_keys.own_name(name) for name in names]
-    assert not [name for name in own if _config_keys.find(name) is None and not _config_keys.is_section(name)]
-    # Where a section is there at all, ZenFlow is on.
-    sections = {name: fields for name, fields in found["sections"].items() if name.startswith("zero_optimization") and "zenflow" not in name}
-    for section in ("bf16", "compile", "fp16", *sections):
-        for name, default in found["sections"][section].items():
-            key = _config_keys.find(_config_keys.own_name(f"{section}.{name}"))
-            assert key is None or key.act != "refused" or key.asks_for_nothing(default), f"{section}.{name}: {default}"
