@@ -14,8 +14,8 @@ from longshore.errors import UsageError, invalid
 
 T = TypeVar("T")
 
-#: Settings that ranks need not share.
-_OWN = {"rank", "servers", "transport"}
+#: Settings that ranks need not share: the way to the servers, and those that no server hears of.
+_OWN = {"rank", "servers", "transport", "partition", "reduce_dtype", "streaming", "layerwise", "frozen", "written_weights", "nonfinite"}
 
 
 def place() -> tuple[int, int]:

@@ -83,7 +83,7 @@ class Connection:
         if self.ranks is not None:
             self.ranks.amend_with(self._held)
         #: Where a device may copy gradients to. Sums on the worker have memory of their own.
-        self.locked = None if settings_.accumulate_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
+        self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:
             self.ranks.copy_into(self.locked)
         self._is_layerwise = options.streaming and options.layerwise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longshore import _server
-from longshore._options import LossScale, Options
+from longshore._options import Options
 
 # How many shards a small model has, as in the trainer of the command line.
 _SMALL_MODEL_SHARDS = 16
@@ -34,38 +34,28 @@ class JobParam(Protocol):
     def elements(self) -> int: ...
 
 
-@dataclass
-class Settings:
-    """What a job is, and the way to it. The fields are those of ``Settings`` in settings.rs."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """A job and the way to it: the options with every default resolved, and the layout. ``Settings`` in settings.rs reads these fields.
 
-    servers: list[str]
-    tls_dir: str | None
-    job: str
+    Attributes:
+        params: name, shape and group of each parameter, frozen ones last.
+        groups: the names of the param groups.
+        rule: the update rule's name.
+        partitions: the first parameter of each partition, and the rank that sends it. Empty where all ranks send everything.
+        frozen_from: the first of the frozen parameters; None without any.
+    """
+
     params: list[tuple[str, list[int], int]]
     groups: list[str]
     rule: str
-    gradient_dtype: str
-    image_dtype: str
-    rank: int
-    world_size: int
-    partitions: Sequence[tuple[int, int]]
+    partitions: list[tuple[int, int]]
     frozen_from: int | None
-    micro_steps: int
-    accumulate_on_worker: bool
-    delay: int
-    warmup_steps: int
-    correction: str
-    clip: float | None
-    unchecked: bool
-    loss_scale: LossScale | None
-    leave_out: bool
-    shard_elements: int
-    tier: str
-    state: str
-    master: str
-    seed: int
-    transport: str
-    deadline_s: float
+
+    @property
+    def sums_on_worker(self) -> bool:
+        """Whether this process adds up the gradients of a step's backward passes."""
+        return self.accumulate_on == "worker" and self.accumulate > 1
 
 
 #: What users name without knowing the next learning rate: schedulers step after the optimizer.
@@ -92,36 +82,26 @@ def settings(
     if addresses is None:
         addresses = [_server.default().address]
     rank, world_size = options.place()
-    dtype, image_dtype = common_dtype(params), common_dtype([*params, *frozen])
+    everything = [*params, *frozen]
+    resolved = {
+        "servers": addresses,
+        "tls_dir": options.tls_folder(),
+        "job": job,
+        "rank": rank,
+        "world_size": world_size,
+        "missing_gradients": options.on_missing(),
+        "gradient_dtype": common_dtype(params) if options.gradient_dtype == "auto" else options.gradient_dtype,
+        "image_dtype": common_dtype(everything) if options.image_dtype == "auto" else options.image_dtype,
+        "correction": _CORRECTIONS.get(options.correction, options.correction),
+        "shard_elements": options.shard_elements or shard_elements(everything),
+    }
     return Settings(
-        servers=addresses,
-        tls_dir=options.tls_folder(),
-        job=job,
-        params=[(param.name, list(param.shape), param.group) for param in [*params, *frozen]],
+        **{**vars(options), **resolved},
+        params=[(param.name, list(param.shape), param.group) for param in everything],
         groups=[f"group{index}" for index in range(groups)],
         rule=rule,
-        gradient_dtype=dtype if options.gradient_dtype == "auto" else options.gradient_dtype,
-        image_dtype=image_dtype if options.image_dtype == "auto" else options.image_dtype,
-        rank=rank,
-        world_size=world_size,
         partitions=list(partitions),
         frozen_from=len(params) if frozen else None,
-        micro_steps=options.accumulate,
-        accumulate_on_worker=options.accumulate_on == "worker" and options.accumulate > 1,
-        delay=options.delay,
-        warmup_steps=options.warmup_steps,
-        correction=_CORRECTIONS.get(options.correction, options.correction),
-        clip=options.max_grad_norm,
-        unchecked=options.nonfinite == "apply",
-        loss_scale=options.loss_scale,
-        leave_out=options.on_missing() == "skip",
-        shard_elements=options.shard_elements or shard_elements([*params, *frozen]),
-        tier=options.tier,
-        state=options.state,
-        master=options.master,
-        seed=options.seed,
-        transport=options.transport,
-        deadline_s=options.deadline,
     )
 
 

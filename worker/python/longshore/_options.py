@@ -1,10 +1,11 @@
 """What can be said of a job beside the optimizer's own arguments."""
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from longshore import _server
 from longshore._server import Server
@@ -34,7 +35,7 @@ class LossScale:
 
 
 class JobOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer of this package takes. :class:`Options` says what they mean."""
+    """Keyword arguments that every optimizer of this package takes. :class:`Options` documents them, and checks choices by these types."""
 
     servers: str | Sequence[str] | Server | None
     tls_dir: str | os.PathLike[str] | None
@@ -166,18 +167,7 @@ class Options:
         return options
 
     def _check(self) -> None:
-        choices = {
-            "accumulate_on": ("servers", "worker"),
-            "missing_gradients": (None, "skip", "zeros", "error"),
-            "written_weights": ("error", "drop"),
-            "partition": (None, "reduce-scatter", "all-reduced"),
-            "frozen": ("leave", "keep", "train-later"),
-            "reduce_dtype": ("auto", "fp32"),
-            "nonfinite": ("skip", "raise", "apply"),
-            "gradient_dtype": ("auto", "fp32", "bf16", "fp16"),
-            "image_dtype": ("auto", "fp32", "bf16", "fp16"),
-        }
-        for field, allowed in choices.items():
+        for field, allowed in _choices().items():
             value = getattr(self, field)
             if value not in allowed:
                 raise invalid(field, repr(value), "one of " + ", ".join(filter(None, allowed)), "choose one of them")
@@ -276,6 +266,18 @@ class Options:
             return None
         folder = os.environ.get("LONGSHORE_TLS_DIR") if self.tls_dir is None else self.tls_dir
         return os.fspath(folder) if folder else None
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str | None, ...]]:
+    """The values of each option that has a few, by its type."""
+    found = {}
+    for field, hint in get_type_hints(JobOptions).items():
+        kinds = [hint] if get_origin(hint) is Literal else get_args(hint)
+        values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        if values:
+            found[field] = (*values, *(None for kind in kinds if kind is type(None)))
+    return found
 
 
 def _group() -> tuple[int, int]:

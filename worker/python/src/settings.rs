@@ -14,11 +14,11 @@ use longshore_worker::{
 };
 use pyo3::FromPyObject;
 
-/// `longshore._job.Settings`, field by field.
+/// `longshore._job.Settings`: the options as `longshore._options.Options` documents them, with every default resolved, and
+/// the job's layout. Options that only Python reads are left out.
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
     servers: Vec<String>,
-    /// The folder of what those servers are shown and asked for; None where nothing is encrypted.
     tls_dir: Option<PathBuf>,
     job: String,
     /// Name, shape, group.
@@ -33,26 +33,22 @@ pub(crate) struct Settings {
     partitions: Vec<(u32, u32)>,
     /// The first of the parameters that are frozen, which are the last ones; None where all are trained.
     frozen_from: Option<u32>,
-    /// How many gradients each rank gives a step; their sum counts.
-    micro_steps: u32,
-    accumulate_on_worker: bool,
+    accumulate: u32,
+    accumulate_on: String,
     delay: u32,
     warmup_steps: u64,
     correction: String,
-    clip: Option<f64>,
-    /// Gradients are used as they come.
-    unchecked: bool,
-    /// What losses are multiplied by; None where they are not.
+    max_grad_norm: Option<f64>,
+    nonfinite: String,
     loss_scale: Option<GivenScaler>,
-    /// Parameters without a gradient are left out of the step.
-    leave_out: bool,
+    missing_gradients: String,
     shard_elements: u64,
     tier: String,
     state: String,
     master: String,
     seed: u64,
     transport: String,
-    deadline_s: f64,
+    deadline: f64,
 }
 
 /// `longshore._options.LossScale`, field by field.
@@ -142,18 +138,18 @@ impl Settings {
             gradient_dtype: self.gradient_dtype.parse()?,
             image_dtype: self.image_dtype.parse()?,
             world_size: self.world_size,
-            micro_steps: if self.accumulate_on_worker { 1 } else { self.micro_steps },
+            micro_steps: if self.sums_on_worker() { 1 } else { self.accumulate },
             max_delay: self.delay,
             shard_elements: self.shard_elements,
             tier: self.tier.parse()?,
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
-            unchecked: self.unchecked,
+            unchecked: self.nonfinite == "apply",
             partitions: self.partitions(),
             worker_local: self.delay > 0 && self.correction.starts_with(WORKER_LOCAL),
-            leave_out: self.leave_out,
+            leave_out: self.missing_gradients == "skip",
         };
-        let deadline = Duration::try_from_secs_f64(self.deadline_s)
-            .map_err(|_| Fault::invalid("deadline", self.deadline_s, "above 0 seconds", "give seconds"))?;
+        let deadline = Duration::try_from_secs_f64(self.deadline)
+            .map_err(|_| Fault::invalid("deadline", self.deadline, "above 0 seconds", "give seconds"))?;
         let transport = self.transport.parse()?;
         Ok(Options {
             deadline,
@@ -162,6 +158,11 @@ impl Settings {
             tls_dir: self.tls_dir.clone(),
             ..Options::new(self.servers.clone(), spec, Rank(self.rank))
         })
+    }
+
+    /// This process adds up the gradients of a step's backward passes.
+    fn sums_on_worker(&self) -> bool {
+        self.accumulate_on == "worker" && self.accumulate > 1
     }
 
     fn partitions(&self) -> Vec<Partition> {
@@ -179,7 +180,7 @@ impl Settings {
     /// How much larger a loss is than the scaler says. Servers divide by the number of gradients, and so does a worker
     /// that adds them up: in torch they add up.
     pub(crate) fn scale_factor(&self) -> f64 {
-        f64::from(self.micro_steps.max(1))
+        f64::from(self.accumulate.max(1))
     }
 
     fn scaler(&self) -> Result<LossScaler, Fault> {
@@ -206,8 +207,8 @@ impl Settings {
             0 => Schedule::exact(),
             _ => Schedule::delayed(self.warmup_steps).draining_when(move |step| drains.drains_after(step)),
         };
-        let accumulate = match self.accumulate_on_worker {
-            true => Accumulate::OnWorker { micro_steps: self.micro_steps },
+        let accumulate = match self.sums_on_worker() {
+            true => Accumulate::OnWorker { micro_steps: self.accumulate },
             false => Accumulate::OnServers,
         };
         let weights = match spec.partitions.is_empty() {
@@ -216,7 +217,7 @@ impl Settings {
         };
         Ok(PipelineOptions {
             schedule,
-            clip: self.clip,
+            clip: self.max_grad_norm,
             correction: self.correction.parse()?,
             accumulate,
             weights,
