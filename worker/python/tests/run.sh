@@ -65,9 +65,10 @@ install_package() {
     export PYTHONPATH=$package
 }
 
-# Runs the package's tests and adds them to passed, failed and skipped. Arguments are pytest's.
+# Runs the package's tests and adds them to passed, failed and skipped. Arguments are pytest's. Names of tests that failed and then
+# passed are appended to LONGSHORE_TEST_FLAKY.
 test_package() {
-    local base=${PYTHON:-python3} results=$cache/pytest.xml own_passed own_failed own_skipped reason=
+    local base=${PYTHON:-python3} results=$cache/pytest.xml again=$cache/pytest-again.xml own_passed own_failed own_skipped reason=
     [[ ${LONGSHORE_SKIP_PACKAGE:-} ]] && reason="LONGSHORE_SKIP_PACKAGE is set"
     "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || reason="it needs Python 3.11 or later, and $base is older"
     if [[ $reason ]]; then
@@ -84,6 +85,7 @@ test_package() {
     install_beside xdist
     install_package
     took "installed the Python package"
+    export LONGSHORE_TEST_FLAKY=${LONGSHORE_TEST_FLAKY:-$cache/flaky.log}
     # Half of a test is waiting for processes to start. A file's tests stay in one process, since they share what they have started.
     local parallel=()
     if [[ ${TEST_XDIST:-} ]]; then
@@ -92,20 +94,48 @@ test_package() {
     fi
     # From another folder, so that the installed package is tested and not its sources. The exit status also tells of errors
     # outside of tests.
-    (cd "$cache" && "$package_python" -m pytest ${parallel[@]+"${parallel[@]}"} --durations 15 -o cache_dir="$cache/pytest" --junitxml="$results" "$root/worker/python/tests" "$@") ||
-        package_failed=1
+    package_pytest() {
+        (cd "$cache" && "$package_python" -m pytest --durations 15 -o cache_dir="$cache/pytest" "$@" "$root/worker/python/tests")
+    }
+    # Failures of earlier runs are forgotten, so that only this run's are repeated.
+    rm -rf "$cache/pytest" "$results" "$again"
+    package_pytest ${parallel[@]+"${parallel[@]}"} --junitxml="$results" "$@" || package_failed=1
+    # A test that failed is run once more, with nothing beside it. One that passes then is flaky.
+    if ((package_failed)); then
+        took "failed tests of the Python package once more"
+        package_pytest --last-failed --last-failed-no-failures none --junitxml="$again" && package_failed=0
+    fi
     read -r own_passed own_failed own_skipped < <(
-        "$package_python" - "$results" "$LONGSHORE_TEST_SKIPPED" <<'PY'
-import sys, xml.etree.ElementTree as tree
-cases = list(tree.parse(sys.argv[1]).iter("testcase"))
-failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-skipped = [case for case in cases if case.find("skipped") is not None]
-with open(sys.argv[2], "a") as log:
-    for case in skipped:
-        print(f"{case.get('classname')}::{case.get('name')}: {case.find('skipped').get('message')}", file=log)
-for case in failed:
-    print(f"tests/run: failed: {case.get('classname')}::{case.get('name')}", file=sys.stderr)
-print(len(cases) - len(failed) - len(skipped), len(failed), len(skipped))
+        "$package_python" - "$results" "$again" "$LONGSHORE_TEST_SKIPPED" "$LONGSHORE_TEST_FLAKY" <<'PY'
+import os, sys, xml.etree.ElementTree as tree
+
+
+def cases(path):
+    """By name a test's result and its message."""
+    found = {}
+    for case in tree.parse(path).iter("testcase") if os.path.exists(path) else ():
+        failure = case.find("failure") if case.find("error") is None else case.find("error")
+        skip = case.find("skipped")
+        result = "failed" if failure is not None else "passed" if skip is None else "skipped"
+        found[f"{case.get('classname')}::{case.get('name')}"] = result, "" if skip is None else skip.get("message")
+    return found
+
+
+first, again = cases(sys.argv[1]), cases(sys.argv[2])
+flaky = [name for name, (result, _) in first.items() if result == "failed" and again.get(name, ("",))[0] == "passed"]
+results = {**first, **again}
+with open(sys.argv[3], "a") as log:
+    for name, (result, message) in results.items():
+        if result == "skipped":
+            print(f"{name}: {message}", file=log)
+with open(sys.argv[4], "a") as log:
+    for name in flaky:
+        print(name, file=log)
+for name, (result, _) in results.items():
+    if result == "failed":
+        print(f"tests/run: failed: {name}", file=sys.stderr)
+counted = [result for result, _ in results.values()]
+print(*(counted.count(result) for result in ("passed", "failed", "skipped")))
 PY
     )
     ((passed += own_passed, failed += own_failed, skipped += own_skipped)) || true
