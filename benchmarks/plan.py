@@ -44,7 +44,7 @@ def links(args):
             with Servers(args.programs, count, link, ["--memory", "3GiB"]) as servers:
                 found = step(
                     args.programs, servers, "--params", params, "--server-link", link, "--delay", delay, "--compute-ms",
-                    compute_ms, "--init-on-servers", "--shard-elements", 1 << 20, "--rounds", 1, "--steps", steps,
+                    compute_ms, "--shard-elements", 1 << 20, "--rounds", 1, "--steps", steps,
                 )  # fmt: skip
             alone = alone or found["step_ms"] * count
             print(
@@ -56,7 +56,6 @@ def links(args):
 
 
 LINK = 100_000_000
-STAGE_3 = ["--stage", 3, "--delay", 1, "--compute-ms", 100]
 
 # By name: servers, flags of the bench beside its size, flags of `longshore plan` where they differ, parameters.
 CONFIGURATIONS = {
@@ -68,19 +67,8 @@ CONFIGURATIONS = {
     "bf16 moments and master weights": (1, ["--state", "bf16", "--master", "bf16"], ["--state", "bf16", "--master", "bf16"], 201_326_592),
     "block8 moments": (1, ["--state", "block8"], ["--state", "block8"], 201_326_592),
     "2 servers": (2, [], [], 268_435_456),
-    "stage 3, 9 s of compute": (1, ["--stage", 3, "--compute-ms", 9000, "--device-budget", "16MiB"], [], 134_217_728),
-    # The links bind, so that what stays on the device makes a step shorter.
-    "stage 3, delayed, 2 units on the device": (1, [*STAGE_3, "--device-budget", "16MiB"], ["--delay", 1], 134_217_728),
-    "stage 3, delayed, 8 units on the device": (1, [*STAGE_3, "--device-budget", "64MiB"], ["--delay", 1], 134_217_728),
-    "stage 3, delayed, 24 units on the device": (1, [*STAGE_3, "--device-budget", "192MiB"], ["--delay", 1], 134_217_728),
     "nvme": (1, ["--tier", "nvme"], ["--tier", "nvme"], 201_326_592),
     "nvme, spill all": (1, ["--tier", "nvme", "--spill", "all"], ["--tier", "nvme", "--spill", "all"], 201_326_592),
-    "nvme, spill all, stage 3": (
-        1,
-        ["--tier", "nvme", "--spill", "all", "--stage", 3, "--device-budget", "16MiB"],
-        ["--tier", "nvme", "--spill", "all"],
-        201_326_592,
-    ),
     "nvme, spill all, bf16 moments and master weights": (
         1,
         ["--tier", "nvme", "--spill", "all", "--state", "bf16", "--master", "bf16"],
@@ -111,7 +99,7 @@ class Configuration:
         return ["--params", self.params, "--servers", self.count, *self.of_plan]
 
     def step(self):
-        return ["--params", self.params, "--server-link", self.link, "--init-on-servers", "--rounds", 1, "--steps",
+        return ["--params", self.params, "--server-link", self.link, "--rounds", 1, "--steps",
                 self.steps, *self.of_step, *self.drives]  # fmt: skip
 
     def lines(self):
@@ -154,9 +142,9 @@ def configurations(args):
             f"{', '.join(on_drives)}: give --state-dir, a folder of the drive, and --drives, its GB/s as `longshore plan --probe "
             "--probe-dir` of that folder says, or leave them out with --only"
         )
-    print("| configuration | parameters | plan says MB | most resident MB | of the plan | device, plan MB | measured MB | "
-          "pulled, plan MB | measured MB | step s | plan says s | measured over plan |")  # fmt: skip
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print("| configuration | parameters | plan says MB | most resident MB | of the plan | step s | plan says s | "
+          "measured over plan |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in CONFIGURATIONS:
         if name not in (args.only or CONFIGURATIONS):
             continue
@@ -168,13 +156,9 @@ def configurations(args):
             found = step(args.programs, servers, *case.step())
             resident = servers.most_resident()
         memory = planned["memory_bytes"] + planned["process_bytes"]
-        device = found.get("device_peak_bytes")
         row = [
             name, f"{case.params / 1e6:.0f} M", f"{memory / 1e6:.0f}", f"{resident / 1e6:.0f}",
-            f"{resident / memory:.3f}", f"{found['planned_device_bytes'] / 1e6:.1f}" if device else "",
-            f"{device / 1e6:.1f}" if device else "",
-            f"{found['predicted_pulled_bytes'] / 1e6:.0f}" if device else "",
-            f"{found['pulled_bytes'] / 1e6:.0f}" if device else "", f"{found['step_ms'] / 1e3:.2f}",
+            f"{resident / memory:.3f}", f"{found['step_ms'] / 1e3:.2f}",
             f"{found['predicted_ms'] / 1e3:.2f}", f"{found['step_over_predicted']:.3f}",
         ]  # fmt: skip
         print("| " + " | ".join(row) + " |", flush=True)

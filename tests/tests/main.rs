@@ -41,7 +41,6 @@ mod server_and_rank_killed;
 mod server_killed;
 mod server_survives;
 mod slurm;
-mod stage3;
 mod stock_client;
 mod stopped;
 mod taken_back;

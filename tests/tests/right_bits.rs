@@ -181,7 +181,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     }
 }
 
-/// This is the trainer's own model and arithmetic, at stage 2 and 3.
+/// This is the trainer's own model and arithmetic.
 #[test]
 fn a_gpt_has_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Bytes::new(Arc::new(HostDevice::new(u64::MAX))));

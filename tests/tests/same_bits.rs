@@ -87,7 +87,7 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
     compare(&setups, &newer);
 }
 
-/// The weights and their rates lie in the server's memory or come through a socket, at stage 3 too.
+/// The weights and their rates lie in the server's memory or come through a socket.
 #[test]
 fn a_job_whose_worker_amends_its_weights_has_the_same_bits_on_any_servers() {
     const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
@@ -98,7 +98,7 @@ fn a_job_whose_worker_amends_its_weights_has_the_same_bits_on_any_servers() {
     ];
     compare(&setups, LOCAL);
     let expected = hash(PLAIN, LOCAL);
-    for other in [["--transport", "tcp"], ["--transport", "memfd"], ["--stage", "3"]] {
+    for other in [["--transport", "tcp"], ["--transport", "memfd"]] {
         let servers = Setup { servers: 2, ..PLAIN };
         assert_eq!(hash(servers, &[LOCAL, &other].concat()), expected, "{other:?}");
     }

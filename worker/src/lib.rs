@@ -41,7 +41,6 @@ pub mod push;
 mod rank;
 pub mod schedule;
 pub mod session;
-pub mod units;
 
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;
@@ -54,4 +53,3 @@ pub use pull::{Feed, Lent};
 pub use push::Assembler;
 pub use schedule::Schedule;
 pub use session::{Filling, GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};
-pub use units::{Unit, UnitWeights, Units, UnitsReport};

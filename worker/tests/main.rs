@@ -3,5 +3,4 @@
 mod pipeline;
 mod transports;
 mod turns;
-mod units;
 mod waits;

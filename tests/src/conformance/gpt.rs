@@ -3,13 +3,12 @@
 use std::{fmt::Write, sync::Arc};
 
 use longshore_cli::train::{
-    LayerGradients, Sink, UnitsOf,
+    DeviceImages, ImageWeights, LayerGradients, Sink,
     gpt::{self, BoxError, Config, Gpt, Gradients, Group, Tensor, Weights},
-    stage_units,
     text::Corpus,
 };
 use longshore_proto::Param;
-use longshore_worker::{Device, Pipeline, StepInputs, Unit, Units};
+use longshore_worker::{Device, Pipeline, StepInputs};
 
 use super::scenario::{Batch, Model};
 
@@ -115,25 +114,18 @@ impl Model for Bytes {
         let mut gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
         let session = pipeline.session();
         let (layout, dtype) = (session.layout().clone(), session.spec().image_dtype);
-        // On demand there is room for two layers only.
-        let elements = |unit: &Unit| {
-            let range = |param: &usize| layout.param_range(*param);
-            unit.params
-                .iter()
-                .map(range)
-                .map(|range| range.end.next_multiple_of(64) - range.start)
-                .sum::<u64>()
+        let whole = 0..layout.elements();
+        let mut images = DeviceImages::allocate(self.device.clone(), (&self.model, &layout), dtype)?;
+        let mut assembler = pipeline.assembler(batch.micro_step)?;
+        let feed = match on_demand {
+            true => pipeline.pull(std::slice::from_ref(&whole))?,
+            false => pipeline.weights()?,
         };
-        let divided = stage_units(&self.model);
-        let largest = divided.iter().map(elements).max().unwrap_or(0);
-        let budget = on_demand.then_some(2 * largest * dtype.bytes());
-        let units = Units::new(session, self.device.clone(), divided, budget)?;
-        units.begin(pipeline, batch.micro_step)?;
-        let mut sink = Sink::new(&self.model, &mut gradients, &units);
-        let mut weights = UnitsOf::new(&self.model, &layout, &*self.device, &units, dtype);
+        let mut sink = Sink::new(&self.model, &mut gradients, &mut assembler);
+        let mut weights = ImageWeights::new((&self.model, &layout), feed, &mut images);
         let scale = step.loss_scale as f32;
         let loss = gpt::micro_step(&self.model, &mut weights, &mut sink, &self.batch(batch), scale)?;
-        units.end(pipeline)?;
+        assembler.finish()?;
         Ok(loss)
     }
 }

@@ -1,5 +1,4 @@
-//! What the trainer is given and cannot use: text that is missing or too short, and a device that is too small. A
-//! device that is large enough only for stage 3 gives the same bits.
+//! The trainer refuses text that is missing or too short, and a device that is too small.
 
 use std::{fs, path::Path, time::Duration};
 
@@ -50,7 +49,6 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         formats: Default::default(),
         unchecked: false,
         device_budget: None,
-        stage: None,
         checkpoint_dir: None,
         checkpoint_every: 0,
         embedded: false,
@@ -164,10 +162,9 @@ fn job_of(rule: Rule) -> JobName {
     JobName::parse("job", &format!("plain-{rule}")).expect("a job's name")
 }
 
-/// What a stage says it needs when it is given one byte.
-fn need(settings: &Settings, stage: u32) -> Shortage {
-    let settings = Settings { device_budget: Some(1), stage: Some(stage), ..settings.clone() };
-    let error = train::run(&settings).expect_err("one byte is not enough");
+fn shortage(settings: &Settings, device_budget: u64) -> Shortage {
+    let settings = Settings { device_budget: Some(device_budget), ..settings.clone() };
+    let error = train::run(&settings).expect_err("the budget is not enough");
     match error.downcast() {
         Ok(Error::Shortage(shortage)) => shortage,
         other => panic!("not a shortage: {other:?}"),
@@ -175,39 +172,23 @@ fn need(settings: &Settings, stage: u32) -> Shortage {
 }
 
 #[test]
-fn a_small_device_needs_stage_3_and_a_smaller_one_is_refused_with_the_shortage() {
+fn a_device_that_is_too_small_is_refused_with_the_shortage() {
     let cluster = Cluster::start(1);
     let folder = gpt::text();
     let settings = |job: &str| settings(&cluster, job, folder.path());
-    let (two, three) = (need(&settings("never"), 2), need(&settings("never"), 3));
-    assert!(two.field.contains("stage 2") && three.field.contains("stage 3"), "{two}; {three}");
-    assert!((two.free, two.budget) == (1, 1) && two.asked > three.asked, "{two}; {three}");
-    assert!(
-        two.remedy.contains("--stage 3") && three.remedy.contains("raise --device-budget"),
-        "{two}; {three}"
-    );
-    let budgets = [
-        ("unlimited", None),
-        ("just-two", Some(two.asked)),
-        ("just-not-two", Some(two.asked - 1)),
-        ("just-three", Some(three.asked)),
-    ];
-    let hashes = budgets.map(|(job, device_budget)| {
-        let settings = Settings { device_budget, ..settings(job) };
-        train::run(&settings).expect("it fits");
-        hash(&cluster, &settings)
-    });
-    assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
-    let small = Settings { device_budget: Some(three.asked - 1), ..settings("too-small") };
-    match train::run(&small).expect_err("not one layer fits").downcast() {
-        Ok(Error::Shortage(shortage)) => {
-            assert_eq!((shortage.asked, shortage.free), (three.asked, three.asked - 1))
-        }
-        other => panic!("not a shortage: {other:?}"),
-    }
-    let mut expected = budgets.map(|(job, _)| job);
-    expected.sort();
-    assert_eq!(jobs(&cluster.raw(0)), expected);
+    let need = shortage(&settings("never"), 1);
+    assert!((need.free, need.budget) == (1, 1), "{need}");
+    assert!(need.remedy.contains("raise --device-budget"), "{need}");
+    let [unlimited, enough] =
+        [("unlimited", None), ("enough", Some(need.asked))].map(|(job, device_budget)| {
+            let settings = Settings { device_budget, ..settings(job) };
+            train::run(&settings).expect("it fits");
+            hash(&cluster, &settings)
+        });
+    assert_eq!(unlimited, enough);
+    let short = shortage(&settings("too-small"), need.asked - 1);
+    assert_eq!((short.asked, short.free), (need.asked, need.asked - 1));
+    assert_eq!(jobs(&cluster.raw(0)), ["enough", "unlimited"]);
 }
 
 fn hash(cluster: &Cluster, settings: &Settings) -> longshore_worker::StateHash {

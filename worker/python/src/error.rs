@@ -127,7 +127,6 @@ fn class(error: &Error) -> &'static str {
         Error::TimedOut(_) => "WaitError",
         Error::StillPaused(_) => "PausedError",
         Error::Shortage(_) => "ShortageError",
-        Error::Unit(_) => "UsageError",
         Error::Misuse(_) | Error::Interrupted(_) => "UsageError",
         Error::Environment(_) => "LongshoreError",
     }

@@ -5,7 +5,6 @@
 mod call;
 mod local;
 mod state;
-mod units;
 mod wait;
 
 use std::fmt;
@@ -16,7 +15,6 @@ pub use self::{
     call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable, Untrusted},
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
     state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
-    units::UnitError,
     wait::{Interrupted, StillPaused, TimedOut},
 };
 
@@ -62,8 +60,6 @@ pub enum Error {
     #[error(transparent)]
     Gradient(#[from] GradientError),
     #[error(transparent)]
-    Unit(Box<UnitError>),
-    #[error(transparent)]
     Shortage(#[from] Shortage),
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -92,7 +88,6 @@ boxed!(
     Outdated(Outdated),
     NotRestored(NotRestored),
     StateKept(StateKept),
-    Unit(UnitError),
     Untrusted(Untrusted),
     TimedOut(TimedOut)
 );

@@ -60,7 +60,7 @@ impl Pipeline {
 
     /// Lets this micro-step and those after it compute with the newer version that the schedule names, if that version
     /// has the loss scale of the step.
-    pub(crate) fn renew(&mut self, micro_step: u32) -> Result<()> {
+    fn renew(&mut self, micro_step: u32) -> Result<()> {
         let started = Instant::now();
         let Current { plan, reading, .. } = self.current()?;
         let Some(newer) = self.options.schedule.newer(plan.step, micro_step) else { return Ok(()) };

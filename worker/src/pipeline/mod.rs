@@ -10,7 +10,6 @@ mod feeds;
 mod micro_steps;
 mod options;
 mod outcome;
-mod passes;
 mod resume;
 mod shared;
 mod stats;
@@ -29,7 +28,6 @@ use tokio::{
 };
 use tracing::{Span, debug_span};
 
-pub(crate) use self::passes::PassWeights;
 use self::{
     amends::Amends,
     board::Board,

@@ -147,16 +147,6 @@ impl Feed {
         Ok(there.range.end.min(range.end))
     }
 
-    /// Returns once these flat elements are there, or can no more come. Nobody is held up by this, so no meter counts it, and
-    /// whoever needs them has a deadline of his own.
-    pub(crate) async fn arrived(&self, range: &Range<u64>) -> Result<()> {
-        let shared = &self.handle.shared;
-        match shared.store.covering(range) {
-            Some(segments) => shared.whole(segments).await,
-            None => Err(self.foreign(range)),
-        }
-    }
-
     /// Waits, then converts these flat elements to f32. `target` holds exactly as many.
     pub fn read(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start))?;

@@ -35,10 +35,6 @@ impl Pulls {
         &self.turns[server][connection]
     }
 
-    pub(crate) fn cluster(&self) -> &Cluster {
-        &self.cluster
-    }
-
     /// The most bytes of weights that this host's memory held since the session began or [`Pulls::start_over`].
     pub(crate) fn most_held(&self) -> u64 {
         self.pool.most()

@@ -40,8 +40,11 @@ Exit codes:
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 /// Flags of earlier releases, and what to do instead. Rows stay for one release.
-pub const RETIRED: [Retired; 2] = [
+pub const RETIRED: [Retired; 5] = [
+    ("compute-of-transfer", "give the compute of a step with --compute-ms"),
+    ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
     ("otlp", "write one process's stages with --trace FILE, and scrape the metrics of `longshored --http`"),
+    ("stage", "train a model larger than the device with longshore.shard in PyTorch"),
     ("tensorboard", "print the losses with --plot, or write the events of --json with the tool you use"),
 ];
 

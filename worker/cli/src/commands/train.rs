@@ -156,9 +156,6 @@ pub(super) struct Args {
     /// Device memory the model may use, as in 24GiB [default: a GPU's whole memory; no limit on the host]
     #[arg(long, value_name = "SIZE", help_heading = "Offloading")]
     device_budget: Option<ByteSize>,
-    /// 2: 16-bit weights stay on the device. 3: each layer is pulled just before use [default: what fits]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(2..=3), help_heading = "Offloading")]
-    stage: Option<u32>,
 
     /// Data-parallel ranks; without --rank this process starts them all
     #[arg(long, default_value_t = 1, help_heading = "Ranks")]

@@ -77,7 +77,7 @@ impl Peak {
 }
 
 /// The elements of the unit in use and the next one, where they are most.
-pub(crate) fn in_use_and_next(units: &[u64]) -> u64 {
+fn in_use_and_next(units: &[u64]) -> u64 {
     let alone = units.iter().copied().max().unwrap_or(0);
     units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(alone)
 }

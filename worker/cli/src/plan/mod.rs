@@ -8,7 +8,7 @@ mod model;
 mod schedule;
 mod traffic;
 
-pub(crate) use device::{Peak, Stage, WIDTH, Workload, in_use_and_next, largest};
+pub(crate) use device::{Peak, Stage, WIDTH, Workload, largest};
 pub(crate) use hardware::HardwareArgs;
 pub(crate) use hugging_face::{header as safetensors_header, read};
 pub(crate) use model::{Division, Model, Tensor, Transformer};

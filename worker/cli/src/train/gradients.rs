@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use longshore_proto::Dtype;
 use longshore_worker::{
-    Units, convert,
+    Assembler, convert,
     device::{Buffer, Device},
     error::Result,
 };
@@ -32,16 +32,16 @@ impl LayerGradients {
     }
 }
 
-/// Hands each gradient to its unit.
+/// Hands each gradient to the micro-step's assembler.
 pub struct Sink<'a> {
     model: &'a Gpt,
     memory: &'a mut LayerGradients,
-    units: &'a Units,
+    assembler: &'a mut Assembler,
 }
 
 impl<'a> Sink<'a> {
-    pub fn new(model: &'a Gpt, memory: &'a mut LayerGradients, units: &'a Units) -> Sink<'a> {
-        Sink { model, memory, units }
+    pub fn new(model: &'a Gpt, memory: &'a mut LayerGradients, assembler: &'a mut Assembler) -> Sink<'a> {
+        Sink { model, memory, assembler }
     }
 }
 
@@ -70,7 +70,7 @@ impl Gradients for Sink<'_> {
                 Ok(())
             })?;
             noise.iter().for_each(|noise| noise.add(&mut values));
-            self.units.emit(stage, vec![(param, &values)])?;
+            self.assembler.put(param, &values)?;
         }
         Ok(())
     }

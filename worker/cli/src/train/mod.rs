@@ -20,7 +20,6 @@ pub(crate) use self::stop::Stopped;
 pub use self::{
     gradients::{LayerGradients, Sink},
     launch::run,
-    memory::{Stage, Workload, plan_stage},
     settings::{LossScale, LossScaleMode, Settings},
-    weights::{UnitsOf, stage_units},
+    weights::{DeviceImages, ImageWeights},
 };

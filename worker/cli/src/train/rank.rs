@@ -6,21 +6,20 @@ use std::{sync::Arc, time::Duration};
 
 use longshore_proto::{Layout, Rank, Version};
 use longshore_worker::{
-    Units,
+    Feed,
     device::{Budget, Device},
     error::Error,
-    pipeline::{Pipeline, StepInputs, Weights as Pulled},
+    pipeline::{Pipeline, StepInputs},
     session::{GoBack, Joined, Opened, Options, Session},
 };
 
 use super::{
-    LayerGradients, Settings, Sink, Stage, UnitsOf,
+    DeviceImages, ImageWeights, LayerGradients, Settings, Sink,
     gpt::{self, Gpt},
     keep::{Keeper, cut_off},
-    memory::{Workload, activations, plan_stage, weights_budget, with_kept_activations},
+    memory::{Workload, activations, check_room, with_kept_activations},
     recorded,
     report::{Around, Opening, Report},
-    stage_units,
     stop::{LastWords, Part, Stop, Stopped},
     tested,
     text::{Batch, Corpus},
@@ -38,16 +37,13 @@ struct Run<'a> {
     validation: Vec<Batch>,
     layout: Layout,
     device: Arc<dyn Device>,
-    stage: Stage,
-    /// Device memory for 16-bit weights, in bytes.
-    weights_budget: u64,
     rank: u32,
     stop: Stop,
 }
 
 /// Device memory held for the whole run.
 struct DeviceBuffers {
-    units: Units,
+    images: DeviceImages,
     gradients: LayerGradients,
 }
 
@@ -94,13 +90,11 @@ impl<'a> Run<'a> {
         let device = settings.device.open(rank, settings.device_budget)?;
         let work = Workload {
             dtype: spec.image_dtype,
-            delay: settings.delay,
             sequences: settings.batch,
             device_budget: settings.device_budget,
         };
-        let stage = plan_stage(settings.stage, &model, &layout, &work, device.budget())?;
-        let weights_budget = weights_budget(settings.stage, stage, (&model, &layout), &work, device.budget());
-        Ok(Run { settings, model, corpus, validation, layout, device, stage, weights_budget, rank, stop })
+        check_room(&model, &layout, &work, device.budget())?;
+        Ok(Run { settings, model, corpus, validation, layout, device, rank, stop })
     }
 
     /// Does the whole run, from connecting to the servers to the last step.
@@ -127,7 +121,7 @@ impl<'a> Run<'a> {
         if self.rank == 0 {
             keeper.check(&session, joined.version, report)?;
         }
-        let mut memory = self.allocate(&session)?;
+        let mut memory = self.allocate()?;
         let summary = self.corpus.summary();
         report.opening(&Opening {
             job: settings.job.as_str(),
@@ -139,19 +133,18 @@ impl<'a> Run<'a> {
             train_bytes: summary.train_bytes,
             validation_bytes: summary.validation_bytes,
             first_step: joined.version.0 + 1,
-            stage: &self.stage_name(&memory),
             device: self.device.name(),
         });
         // From here on the other ranks can tell that this process is there, however long it evaluates.
-        let mut pipeline = Pipeline::new(session, &joined, settings.pipeline_options(self.pulled())?)?;
-        let first_loss = self.evaluate_at(joined.version, &memory, report)?;
+        let mut pipeline = Pipeline::new(session, &joined, settings.pipeline_options()?)?;
+        let first_loss = self.evaluate_at(&pipeline, joined.version, &mut memory, report)?;
         self.check_resumed(&pipeline, report);
         if self.rank == 0 {
             self.say_when_the_delay_begins(report);
         }
         while pipeline.last_step().0 < settings.steps && !self.is_stopped() {
             self.step(&mut pipeline, &mut memory, report)?;
-            self.after_step(&mut pipeline, &memory, &mut keeper, report)?;
+            self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
         }
         // What is said and written at the end is of a version that stays.
         let version = pipeline.settle()?;
@@ -166,7 +159,7 @@ impl<'a> Run<'a> {
                 host_peak: host.peak(),
                 formats: settings.formats,
             };
-            let ending = self.end(&pipeline, version, &memory, around)?;
+            let ending = self.end(&pipeline, version, &mut memory, around)?;
             let kept = keeper.finish(pipeline.session(), version, report)?;
             report.ending(&ending, &kept);
             failure = match (kept.failure, stopped) {
@@ -248,27 +241,11 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn allocate(&self, session: &Session) -> anyhow::Result<DeviceBuffers> {
+    fn allocate(&self) -> anyhow::Result<DeviceBuffers> {
         let gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
-        let (device, units) = (self.device.clone(), stage_units(&self.model));
-        Ok(DeviceBuffers { units: Units::new(session, device, units, Some(self.weights_budget))?, gradients })
-    }
-
-    fn stage_name(&self, memory: &DeviceBuffers) -> String {
-        match self.stage {
-            Stage::Two => "stage 2: 16-bit weights on the device".to_string(),
-            Stage::Three => {
-                let (stay, all) = (memory.units.resident(), memory.units.len());
-                format!("stage 3: {stay} of {all} layers stay on the device between their uses")
-            }
-        }
-    }
-
-    fn pulled(&self) -> Pulled {
-        match self.stage {
-            Stage::Two => Pulled::Whole,
-            Stage::Three => Pulled::OnDemand,
-        }
+        let dtype = self.settings.image_dtype;
+        let images = DeviceImages::allocate(self.device.clone(), (&self.model, &self.layout), dtype)?;
+        Ok(DeviceBuffers { images, gradients })
     }
 
     fn step(
@@ -306,13 +283,17 @@ impl<'a> Run<'a> {
         let batch =
             self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
         let _activations = self.device.reserve("activations", self.activations())?;
-        let DeviceBuffers { units, gradients } = memory;
-        units.begin(pipeline, micro_step)?;
-        let mut sink = Sink::new(&self.model, gradients, units);
+        let DeviceBuffers { images, gradients } = memory;
+        let mut assembler = pipeline.assembler(micro_step)?;
+        if micro_step == 0 {
+            images.forget();
+        }
+        let mut weights = self.weights(pipeline.weights()?, images);
+        let mut sink = Sink::new(&self.model, gradients, &mut assembler);
         let scale = plan.loss_scale as f32;
-        let loss = gpt::micro_step(&self.model, &mut self.weights(units), &mut sink, &batch, scale)
-            .map_err(unwrap_library)?;
-        units.end(pipeline)?;
+        let loss =
+            gpt::micro_step(&self.model, &mut weights, &mut sink, &batch, scale).map_err(unwrap_library)?;
+        assembler.finish()?;
         Ok(loss)
     }
 
@@ -320,9 +301,8 @@ impl<'a> Run<'a> {
         activations(&self.model, self.settings.batch, self.settings.device_budget)
     }
 
-    /// The weights of the pass that `units` are at.
-    fn weights<'s>(&'s self, units: &'s Units) -> UnitsOf<'s> {
-        UnitsOf::new(&self.model, &self.layout, &*self.device, units, self.settings.image_dtype)
+    fn weights<'s>(&'s self, feed: Feed, images: &'s mut DeviceImages) -> ImageWeights<'s> {
+        ImageWeights::new((&self.model, &self.layout), feed, images)
     }
 
     fn say_when_the_delay_begins(&self, report: &Report) {

@@ -56,7 +56,6 @@ pub(super) struct Opening<'a> {
     pub(super) train_bytes: usize,
     pub(super) validation_bytes: usize,
     pub(super) first_step: u64,
-    pub(super) stage: &'a str,
     pub(super) device: &'a str,
 }
 
@@ -91,7 +90,6 @@ pub(super) struct Ending {
     pub(super) device: String,
     pub(super) device_peak: u64,
     pub(super) device_budget: Option<u64>,
-    pub(super) stage: String,
     pub(super) server_bytes: u64,
 }
 
@@ -132,7 +130,6 @@ impl Report {
             train_bytes,
             validation_bytes,
             first_step,
-            stage,
             device,
             ..
         } = *opening;
@@ -140,14 +137,14 @@ impl Report {
             self.json(&json!({
                 "event": "start", "job": job, "parameters": parameters, "shards": shards, "servers": servers,
                 "embedded": opening.embedded, "files": files, "train_bytes": train_bytes,
-                "validation_bytes": validation_bytes, "first_step": first_step, "steps": self.steps, "stage": stage,
+                "validation_bytes": validation_bytes, "first_step": first_step, "steps": self.steps,
                 "device": device,
             }));
             return;
         }
         let place = if opening.embedded { "an embedded server".to_string() } else { servers.join(", ") };
         self.line(&format!(
-            "job {job}: {:.2} M parameters in {shards} shards on {place}, {stage} ({device})",
+            "job {job}: {:.2} M parameters in {shards} shards on {place} ({device})",
             parameters as f64 / 1e6
         ));
         self.line(&format!(
@@ -268,7 +265,7 @@ impl Report {
                 "state_format": ending.around.formats.state.name(),
                 "master_format": ending.around.formats.master.name(),
                 "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
-                "stage": ending.stage, "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
+                "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
                 "export": left.export, "checkpoint": left.checkpoint, "weights_gone": left.gone,
             }));
@@ -306,10 +303,9 @@ impl Report {
         ));
         self.line("where the bytes lived");
         self.line(&format!(
-            "  device          {}: peak {}, {budget}, {}",
+            "  device          {}: peak {}, {budget}",
             ending.device,
-            human(ending.device_peak),
-            ending.stage
+            human(ending.device_peak)
         ));
         self.line(&format!(
             "  worker's host   peak {} of weights under way and gradients kept",

@@ -10,7 +10,7 @@ use longshore_worker::{
     DelayCorrection,
     device::DeviceChoice,
     loss_scale::{LossScaler, LossScalerOptions},
-    pipeline::{Accumulate, PipelineOptions, Weights as Pulled},
+    pipeline::{Accumulate, PipelineOptions},
     schedule::Schedule,
     session::{GoBack, Transport},
 };
@@ -68,7 +68,6 @@ pub struct Settings {
     pub formats: Formats,
     pub device: DeviceChoice,
     pub device_budget: Option<u64>,
-    pub stage: Option<u32>,
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
     /// The checkpoint that the job goes back to if the servers have nothing of the job. With None it then starts
@@ -156,12 +155,11 @@ impl Settings {
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let spec = self.spec(&Gpt::new(self.model)?);
         spec.validate()?;
-        // The stage is chosen once the device is known, and is not what can be wrong.
-        self.pipeline_options(Pulled::Whole)?.validate(&spec)?;
+        self.pipeline_options()?.validate(&spec)?;
         Ok(())
     }
 
-    pub(super) fn pipeline_options(&self, weights: Pulled) -> Result<PipelineOptions, Fault> {
+    pub(super) fn pipeline_options(&self) -> Result<PipelineOptions, Fault> {
         let settings = self.clone();
         let hyper = move |step: Step| settings.hypers(step);
         Ok(PipelineOptions {
@@ -169,7 +167,6 @@ impl Settings {
             clip: self.clip,
             correction: self.correction,
             accumulate: self.accumulate(),
-            weights,
             ..PipelineOptions::new(self.scaler()?, hyper)
         })
     }

@@ -1,17 +1,103 @@
-//! Gives the model its weights from the servers' images, by units of one stage each.
+//! Gives the model its weights, layer by layer, from a copy of the servers' images in device memory.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
-use longshore_proto::{Dtype, Layout};
+use longshore_proto::{Dtype, Layout, Version};
 use longshore_worker::{
-    Unit, Units, convert,
-    device::{Device, Lease},
+    Feed, convert,
+    device::{Buffer, Device, Lease},
+    error::Result,
 };
 
 use super::{
-    gpt::{self, BoxError, Gpt, Tensor, Weights},
+    gpt::{BoxError, Gpt, Tensor, Weights},
     memory::{stage_elements, stage_range},
+    staging::Staging,
 };
+
+/// Device memory for the 16-bit weights of all layers, each of the version that was read last.
+pub struct DeviceImages {
+    device: Arc<dyn Device>,
+    staging: Staging,
+    layers: Vec<Layer>,
+}
+
+struct Layer {
+    range: Range<u64>,
+    buffer: Buffer,
+    version: Option<Version>,
+}
+
+impl DeviceImages {
+    /// # Errors
+    /// `Shortage` when the device's budget has no room for all layers.
+    pub fn allocate(
+        device: Arc<dyn Device>,
+        (model, layout): (&Gpt, &Layout),
+        dtype: Dtype,
+    ) -> Result<DeviceImages> {
+        let layer = |stage| {
+            let range = stage_range(model, layout, stage);
+            let bytes = (range.end - range.start) * dtype.bytes();
+            Ok(Layer { range, buffer: device.allocate("16-bit weights of a layer", bytes)?, version: None })
+        };
+        let layers = (0..model.stages().len()).map(layer).collect::<Result<_>>()?;
+        Ok(DeviceImages { staging: Staging::new(device.clone()), device, layers })
+    }
+
+    /// Copies each layer again at its next use: corrected images of a version differ from those of its evaluation.
+    pub fn forget(&mut self) {
+        self.layers.iter_mut().for_each(|layer| layer.version = None);
+    }
+
+    /// Shows the bytes of a layer, which come from the feed unless the device has that version.
+    fn read<R>(&mut self, stage: usize, feed: &Feed, read: impl FnOnce(&[u8]) -> R) -> Result<R, BoxError> {
+        let Layer { range, buffer, version } = &mut self.layers[stage];
+        let bytes = buffer.bytes();
+        if *version != Some(feed.version()) {
+            *version = None;
+            self.staging.copy_in(buffer, 0, bytes, |host| Ok(feed.read_raw(range.clone(), host)?))?;
+            *version = Some(feed.version());
+        }
+        self.staging.copy_out(buffer, 0, bytes, |host| Ok(read(host)))
+    }
+}
+
+/// Weights of one version, each layer widened to fp32 for as long as it is in use.
+pub struct ImageWeights<'a> {
+    model: &'a Gpt,
+    layout: &'a Layout,
+    feed: Feed,
+    images: &'a mut DeviceImages,
+    /// The room that the layer in use takes when widened.
+    widened: Option<Lease>,
+}
+
+impl<'a> ImageWeights<'a> {
+    pub fn new(
+        (model, layout): (&'a Gpt, &'a Layout),
+        feed: Feed,
+        images: &'a mut DeviceImages,
+    ) -> ImageWeights<'a> {
+        ImageWeights { model, layout, feed, images, widened: None }
+    }
+}
+
+impl Weights for ImageWeights<'_> {
+    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
+        // A sample of text keeps the tensors of all layers, in the host's memory: only the newest is on the device.
+        self.widened = None;
+        let bytes = stage_elements(self.model, stage) * 4;
+        self.widened = Some(self.images.device.reserve("fp32 weights of a layer", bytes)?);
+        let (model, layout, dtype) = (self.model, self.layout, self.feed.dtype());
+        self.images.read(stage, &self.feed, |bytes| widen(model, layout, stage, dtype, bytes))
+    }
+
+    fn release(&mut self, _stage: usize, weights: Vec<Tensor>) {
+        drop(weights);
+        self.widened = None;
+    }
+}
 
 /// The tensors of one stage from its bytes.
 fn widen(model: &Gpt, layout: &Layout, stage: usize, dtype: Dtype, bytes: &[u8]) -> Vec<Tensor> {
@@ -26,76 +112,4 @@ fn widen(model: &Gpt, layout: &Layout, stage: usize, dtype: Dtype, bytes: &[u8])
         tensors.push(Tensor::new(param.shape.as_slice(), values));
     }
     tensors
-}
-
-/// The room that a widened layer takes.
-fn reserve(device: &dyn Device, model: &Gpt, stage: usize) -> Result<Lease, BoxError> {
-    Ok(device.reserve("fp32 weights of a layer", stage_elements(model, stage) * 4)?)
-}
-
-/// The units of a model: its stages.
-pub fn stage_units(model: &Gpt) -> Vec<Unit> {
-    let unit = |stage: &gpt::Stage| Unit { name: stage.name.clone(), params: stage.params.clone().collect() };
-    model.stages().iter().map(unit).collect()
-}
-
-/// Weights as units bring them: each layer's from just before its use on, or all of them where the device has the room.
-pub struct UnitsOf<'a> {
-    model: &'a Gpt,
-    layout: &'a Layout,
-    device: &'a dyn Device,
-    units: &'a Units,
-    dtype: Dtype,
-    /// The layer in use, and the room that it takes when widened.
-    lent: Option<(usize, Lease)>,
-}
-
-impl<'a> UnitsOf<'a> {
-    /// The weights of the pass that `units` are at.
-    pub fn new(
-        model: &'a Gpt,
-        layout: &'a Layout,
-        device: &'a dyn Device,
-        units: &'a Units,
-        dtype: Dtype,
-    ) -> UnitsOf<'a> {
-        UnitsOf { model, layout, device, units, dtype, lent: None }
-    }
-}
-
-impl UnitsOf<'_> {
-    /// Gives back the layer in use.
-    fn free(&mut self) {
-        if let Some((stage, widened)) = self.lent.take() {
-            drop(widened);
-            if let Err(error) = self.units.release(stage) {
-                tracing::error!(%error, "a layer's memory was not freed");
-            }
-        }
-    }
-}
-
-impl Weights for UnitsOf<'_> {
-    fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        // A sample of text keeps the tensors of all layers. These are in the host's memory.
-        self.free();
-        let widened = reserve(self.device, self.model, stage)?;
-        self.units.acquire(stage)?;
-        self.lent = Some((stage, widened));
-        let UnitsOf { model, layout, dtype, .. } = *self;
-        Ok(self.units.read(stage, |bytes| widen(model, layout, stage, dtype, bytes))?)
-    }
-
-    fn release(&mut self, stage: usize, weights: Vec<Tensor>) {
-        drop(weights);
-        if self.lent.as_ref().is_some_and(|(lent, _)| *lent == stage) {
-            self.free();
-        }
-    }
-}
-
-impl Drop for UnitsOf<'_> {
-    fn drop(&mut self) {
-        self.free();
-    }
 }

@@ -7,7 +7,7 @@ use longshore_proto::{
     Formats, JobSpec, MasterFormat, StateFormat, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
-use longshore_server::config::{ByteSize, Spill};
+use longshore_server::config::Spill;
 use longshore_worker::session::Transport;
 
 use crate::{
@@ -65,12 +65,6 @@ pub(crate) struct Args {
     /// Gradients are used as they come, without a norm or an overflow check; needs --clip 0
     #[arg(long)]
     pub(super) unchecked: bool,
-    /// 2: a step pulls all weights. 3: it pulls each shard before its use, in forward and again in backward
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=3))]
-    pub(super) stage: u32,
-    /// Stage 3: the device memory for weights, as in 64MiB [default: four shards]
-    #[arg(long, value_name = "SIZE")]
-    pub(super) device_budget: Option<ByteSize>,
     /// Bytes a second of each rank's link, each way, as in 1G [default: as fast as it is]
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub(super) link: Option<u64>,
@@ -87,9 +81,6 @@ pub(crate) struct Args {
     /// Elements of a shard. A step streams shard after shard
     #[arg(long, default_value_t = DEFAULT_SHARD_ELEMENTS, value_name = "N")]
     pub(super) shard_elements: u64,
-    /// Stage 3: the compute of each use of a shard, as a multiple of its transfer; needs --link
-    #[arg(long, value_name = "X", conflicts_with = "compute_ms", requires = "link")]
-    pub(super) compute_of_transfer: Option<f64>,
     /// Compute of a step, a third of it forward
     #[arg(long, default_value_t = 0.0, value_name = "MS")]
     pub(super) compute_ms: f64,
@@ -115,17 +106,6 @@ impl Args {
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
         ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
-        ensure!(self.stage == 2 || self.ranks == 1, "--stage 3 is measured with --ranks 1");
-        ensure!(
-            self.stage == 2 || self.link.or(self.server_link).is_some(),
-            "--stage 3 needs --link, as in --link 1G, or --server-link"
-        );
-        ensure!(
-            self.stage == 3 || self.device_budget.is_none() && self.compute_of_transfer.is_none(),
-            "--device-budget and --compute-of-transfer need --stage 3"
-        );
-        let of_transfer = self.compute_of_transfer.unwrap_or(0.0);
-        ensure!(of_transfer >= 0.0 && of_transfer.is_finite(), "--compute-of-transfer must be at least 0");
         ensure!(
             self.link.is_none() || self.transport() != Transport::Memfd,
             "--link needs --transport tcp or unix: shared memory has no link"

@@ -67,10 +67,3 @@ impl Limits {
         [0, 1, 2, 3].map(|limit| median(&self.rounds.iter().map(|round| round[limit]).collect::<Vec<_>>()))
     }
 }
-
-/// How many bytes a second the bare update moves through memory.
-pub(super) fn update_bytes_per_s(args: &Args) -> anyhow::Result<f64> {
-    let mut bare = Bare::new(args.params.min(MOST_BARE / 4), available_threads(), args.formats())?;
-    bare.adopt_caller();
-    Ok(bare.bytes_per_s(3))
-}

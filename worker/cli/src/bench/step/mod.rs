@@ -9,7 +9,6 @@ mod hosts;
 mod limits;
 mod prediction;
 mod rank;
-mod units;
 
 use std::{
     sync::{Arc, Barrier},
@@ -42,10 +41,6 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 }
 
 fn measure((args, out): (&Args, Output), spec: &JobSpec, hosts: &Hosts) -> anyhow::Result<()> {
-    if args.stage == 3 {
-        let measured = units::run(args, spec.clone(), hosts)?;
-        return units::report((args, out), spec, &measured);
-    }
     let turns = Arc::new(Barrier::new(args.ranks as usize + 1));
     let ranks: Vec<_> = (0..args.ranks)
         .map(|rank| {
@@ -91,7 +86,7 @@ fn report(
     let gb = args.params as f64 * 2.0 / 1e9;
     let update_gb_per_s = limits.update_gb() / update * 1e3;
     let compute_s = args.compute_ms / 1e3 / f64::from(args.micro_steps) / spec.params.len() as f64;
-    let uses = Uses { forward_s: compute_s / 3.0, backward_s: compute_s * 2.0 / 3.0, room: None };
+    let uses = Uses { forward_s: compute_s / 3.0, backward_s: compute_s * 2.0 / 3.0 };
     let wire = args.params as f64 * 2.0 / alone_push.max(alone_pull) * 1e3;
     let predicted = predict(args, spec, &uses, &Alone { wire, memory: update_gb_per_s * 1e9 })?;
     let predicted_ms = predicted.map(|step| step.wall_s * 1e3);

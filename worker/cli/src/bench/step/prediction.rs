@@ -20,8 +20,6 @@ pub(super) struct Alone {
 pub(super) struct Uses {
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
-    /// Elements of weights that the device has room for. None at stage 2.
-    pub(super) room: Option<f64>,
 }
 
 /// None where the job is on drives whose speed is not known.
@@ -38,7 +36,7 @@ pub(super) fn predict(
         None => f64::INFINITY,
     };
     // In shared memory servers read gradients where they lie, and a worker maps images: the update's traffic has both already.
-    let is_mapped = uses.room.is_none() && args.transport() == Transport::Memfd;
+    let is_mapped = args.transport() == Transport::Memfd;
     let alone_link = if is_mapped { f64::INFINITY } else { alone.wire };
     let hardware = Hardware {
         // Units say how long they compute.
@@ -54,7 +52,7 @@ pub(super) fn predict(
 }
 
 /// The bench's job, as the simulator has it.
-pub(super) fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
+fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
     let unit = |elements: u64| Unit {
         elements: elements as f64,
         trained: 1.0,
@@ -66,8 +64,8 @@ pub(super) fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Res
         gpus: f64::from(args.ranks),
         servers: args.server_count() as f64,
         shard: args.shard_elements as f64,
-        stage: if uses.room.is_some() { Stage::Three } else { Stage::Two },
-        room: uses.room.unwrap_or(f64::INFINITY),
+        stage: Stage::Two,
+        room: f64::INFINITY,
         activations: 0.0,
         delayed: args.delay > 0,
         sliced: false,

@@ -10,7 +10,7 @@ use longshore_proto::{Hyper, InitialWeights, Initialisation, JobSpec, Rank};
 use longshore_worker::{
     error::Result,
     loss_scale::LossScaler,
-    pipeline::{Pipeline, PipelineOptions, Timing, Weights},
+    pipeline::{Pipeline, PipelineOptions, Timing},
     schedule::Schedule,
     session::{Options, Session},
 };
@@ -35,17 +35,17 @@ pub(super) struct Step {
 
 /// Compute that takes time but no core, as a GPU's does. If the scheduler makes one part of it too long, the next part
 /// is shorter by as much. Time spent waiting for weights is not made up for in this way.
-pub(super) struct Compute {
+struct Compute {
     until: Instant,
-    pub(super) total: Duration,
+    total: Duration,
 }
 
 impl Compute {
-    pub(super) fn begin() -> Compute {
+    fn begin() -> Compute {
         Compute { until: Instant::now(), total: Duration::ZERO }
     }
 
-    pub(super) fn run(&mut self, name: &'static str, part: Duration) {
+    fn run(&mut self, name: &'static str, part: Duration) {
         let _stage = debug_span!(target: "stage", "compute", pass = name).entered();
         self.total += part;
         self.until += part;
@@ -57,7 +57,7 @@ impl Compute {
     }
 
     /// Notes that the compute waited until now, so that its next part begins now.
-    pub(super) fn held_up(&mut self) {
+    fn held_up(&mut self) {
         self.until = self.until.max(Instant::now());
     }
 }
@@ -103,7 +103,7 @@ pub(super) fn run(
 }
 
 /// Opens the job and fills it. Says how long that took.
-pub(super) fn prepare(
+fn prepare(
     args: &Args,
     spec: JobSpec,
     (servers, access): (Vec<String>, Access),
@@ -128,7 +128,6 @@ pub(super) fn prepare(
     let schedule = if args.delay == 0 { Schedule::exact() } else { Schedule::delayed(0) };
     let options = PipelineOptions {
         schedule,
-        weights: if args.stage == 3 { Weights::OnDemand } else { Weights::Whole },
         clip: (args.clip > 0.0).then_some(args.clip),
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, move |_| vec![hyper])
     };
@@ -181,7 +180,7 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
 
 /// Makes a gradient without CPU time, as a device's copy engine does. Only new memory is written: memory that is used
 /// again still holds a gradient.
-pub(super) fn produce(target: &mut [u8]) {
+fn produce(target: &mut [u8]) {
     if target.starts_with(&[0; 4]) {
         target.chunks_exact_mut(2).zip(1u16..).for_each(|(element, value)| {
             // The elements are bf16 numbers from 2^-13 to 2^-12.

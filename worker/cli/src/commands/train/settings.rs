@@ -68,7 +68,6 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         device: args.device,
         formats,
         device_budget: args.device_budget.map(|size| size.0),
-        stage: args.stage,
         checkpoint_dir: args.checkpoint_dir,
         checkpoint_every: args.checkpoint_every,
         export: args.export,

@@ -1,4 +1,4 @@
-//! Which units a device keeps at stage 3, as the worker's policy has it: the last ones of forward stay for backward, and the last
+//! Units that a device keeps at stage 3, as `longshore.shard` does: the last ones of forward stay for backward, and the last
 //! ones of backward for the next micro-step, as many as there is room for.
 
 use super::Run;

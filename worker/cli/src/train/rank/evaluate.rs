@@ -5,7 +5,7 @@ use longshore_worker::pipeline::Pipeline;
 
 use super::{DeviceBuffers, Run, unwrap_library};
 use crate::train::{
-    Settings, gpt,
+    ImageWeights, Settings, gpt,
     keep::Keeper,
     report::{Around, Ending, Report},
 };
@@ -14,7 +14,7 @@ impl Run<'_> {
     pub(super) fn after_step(
         &self,
         pipeline: &mut Pipeline,
-        memory: &DeviceBuffers,
+        memory: &mut DeviceBuffers,
         keeper: &mut Keeper<'_>,
         report: &mut Report,
     ) -> anyhow::Result<()> {
@@ -23,7 +23,7 @@ impl Run<'_> {
         if due(self.settings.eval_every) {
             let version = pipeline.drain()?;
             report.decided(pipeline.outcomes());
-            self.evaluate_at(version, memory, report)?;
+            self.evaluate_at(pipeline, version, memory, report)?;
         }
         if self.rank == 0 && keeper.is_due(step) {
             pipeline.drain()?;
@@ -35,30 +35,43 @@ impl Run<'_> {
     /// Rank 0's validation loss of a version.
     pub(super) fn evaluate_at(
         &self,
+        pipeline: &Pipeline,
         version: Version,
-        memory: &DeviceBuffers,
+        memory: &mut DeviceBuffers,
         report: &mut Report,
     ) -> anyhow::Result<Option<f32>> {
         if self.rank != 0 || self.validation.is_empty() {
             return Ok(None);
         }
-        memory.units.evaluate(version)?;
-        let loss = gpt::evaluate(&self.model, &mut self.weights(&memory.units), &self.validation);
-        let loss = loss.map_err(unwrap_library)?;
+        let mut weights = self.weights_of(pipeline, version, memory)?;
+        let loss = gpt::evaluate(&self.model, &mut weights, &self.validation).map_err(unwrap_library)?;
         report.validation(version.0, loss);
         Ok(Some(loss))
+    }
+
+    /// The weights of a version, outside of steps.
+    fn weights_of<'s>(
+        &'s self,
+        pipeline: &Pipeline,
+        version: Version,
+        memory: &'s mut DeviceBuffers,
+    ) -> anyhow::Result<ImageWeights<'s>> {
+        let whole = 0..self.layout.elements();
+        let order = std::slice::from_ref(&whole);
+        let feed = pipeline.session().pull(version, order, self.settings.image_dtype)?;
+        memory.images.forget();
+        Ok(self.weights(feed, &mut memory.images))
     }
 
     pub(super) fn end(
         &self,
         pipeline: &Pipeline,
         version: Version,
-        memory: &DeviceBuffers,
+        memory: &mut DeviceBuffers,
         around: Around,
     ) -> anyhow::Result<Ending> {
         let session = pipeline.session();
-        memory.units.evaluate(version)?;
-        let mut weights = self.weights(&memory.units);
+        let mut weights = self.weights_of(pipeline, version, memory)?;
         let loss = gpt::evaluate(&self.model, &mut weights, &self.validation);
         let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
         let sample =
@@ -72,7 +85,6 @@ impl Run<'_> {
             device: self.device.name().to_string(),
             device_peak: self.device.budget().peak(),
             device_budget: self.settings.device_budget,
-            stage: self.stage_name(memory),
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
         })
     }
