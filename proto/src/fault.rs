@@ -9,9 +9,6 @@ pub const READS: &str = "push.reads";
 /// The field where another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
 
-/// The field of a job that is not open because it idled too long. A checkpoint has its state.
-pub const EVICTED: &str = "job.evicted";
-
 /// What a caller may conclude. The gRPC code follows from it in `wire::status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {

@@ -1,5 +1,5 @@
-//! Checkpoints that nobody asked for: on drain, and before an idle job is evicted. No client is there to seal them, so the
-//! last server finds all parts where servers share the folder.
+//! Checkpoints that no client asked for, written on drain. No client seals them either: where servers share the folder, the
+//! last server finds all parts and seals.
 
 use std::{sync::Arc, time::Instant};
 
@@ -13,7 +13,6 @@ const MOST_NAMES: u32 = 100;
 pub(crate) struct Written {
     pub(crate) name: String,
     pub(crate) version: Version,
-    pub(crate) server: u32,
     /// How many servers' parts make the checkpoint.
     pub(crate) servers: u32,
 }
@@ -24,7 +23,7 @@ pub(crate) fn write(store: &Store, job: &Arc<Job>, why: &str, deadline: Instant)
     let (name, part) = first_free(&format!("{why}-{:08}", version.0), |name| {
         store.write(job, name, Some(version), deadline)
     })?;
-    Ok(Written { name, version, server: part.server, servers: part.servers })
+    Ok(Written { name, version, servers: part.servers })
 }
 
 /// Seals it where all parts are there, and removes checkpoints beyond those to keep. Returns whether it is sealed now.

@@ -37,8 +37,6 @@ pub struct ServerStatus {
     pub ranks: Vec<RankStatus>,
     pub owner: Option<String>,
     pub idle_seconds: f64,
-    pub idle_limit_seconds: Option<f64>,
-    pub not_evicted: Option<String>,
 }
 
 /// What became of a server's checkpoints of the job.

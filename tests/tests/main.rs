@@ -18,7 +18,6 @@ mod export;
 mod floods;
 mod frozen;
 mod http;
-mod idle;
 mod import;
 mod inspect;
 mod kills;

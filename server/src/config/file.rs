@@ -8,7 +8,7 @@ use std::{
 
 use clap::CommandFactory;
 
-use super::{ByteSize, ConfigError, Durability, Flags, IdleLimit, Spill, StorageIo, names::nearest, retired};
+use super::{ByteSize, ConfigError, Durability, Flags, Spill, StorageIo, names::nearest, retired};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]
@@ -33,7 +33,6 @@ pub(super) struct File {
     pub(super) checkpoint_dir: Option<PathBuf>,
     pub(super) checkpoint_on_drain: Option<bool>,
     pub(super) checkpoint_keep: Option<usize>,
-    pub(super) idle_limit: Option<IdleLimit>,
     pub(super) drain_deadline_s: Option<u64>,
     pub(super) max_connections: Option<usize>,
     pub(super) tls_dir: Option<PathBuf>,

@@ -4,9 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{CommandFactory, Parser};
 
-use super::{
-    ByteSize, ConfigError, Durability, IdleLimit, Spill, StorageIo, check_variables, retired::SETTINGS,
-};
+use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, check_variables, retired::SETTINGS};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
@@ -79,10 +77,6 @@ pub struct Flags {
     /// Checkpoints kept of each job; 0 keeps all [default: 0]
     #[arg(long, env = "LONGSHORED_CHECKPOINT_KEEP", value_name = "N")]
     pub checkpoint_keep: Option<usize>,
-    /// Give back the memory of a job that nobody has used for so long, as in 24h, once a checkpoint has its state
-    /// [default: never]
-    #[arg(long, env = "LONGSHORED_IDLE_LIMIT", value_name = "TIME")]
-    pub idle_limit: Option<IdleLimit>,
     /// Longest wait for the step in hand when told to stop, in seconds [default: 30]
     #[arg(long, env = "LONGSHORED_DRAIN_DEADLINE_S", value_name = "SECONDS")]
     pub drain_deadline_s: Option<u64>,

@@ -3,7 +3,6 @@
 mod error;
 mod file;
 mod flags;
-mod idle_limit;
 mod names;
 pub mod retired;
 mod size;
@@ -13,7 +12,6 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use error::ConfigError;
 pub use flags::Flags;
-pub use idle_limit::{IdleLimit, IdleLimitError};
 pub use names::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::{Durability, Spill, StorageConfig, StorageIo};
@@ -44,8 +42,6 @@ pub struct Config {
     pub checkpoint_on_drain: bool,
     /// Sealed checkpoints kept of each job; 0 keeps all.
     pub checkpoint_keep: usize,
-    /// After how long without use a job is evicted, where its owner's terms do not say.
-    pub idle_limit: IdleLimit,
     /// The longest time that a drain waits for the step in hand.
     pub drain_deadline: Duration,
     /// How many connections there may be at once. None: as many as the jobs' ranks need, and some more.
@@ -76,7 +72,6 @@ impl Config {
             checkpoint_dir: None,
             checkpoint_on_drain: false,
             checkpoint_keep: 0,
-            idle_limit: IdleLimit::Never,
             drain_deadline: Duration::from_secs(30),
             max_connections: None,
             tls_dir: None,
@@ -109,7 +104,6 @@ impl Config {
             checkpoint_dir: flags.checkpoint_dir.or(file.checkpoint_dir),
             checkpoint_on_drain: flags.checkpoint_on_drain.or(file.checkpoint_on_drain).unwrap_or(false),
             checkpoint_keep: flags.checkpoint_keep.or(file.checkpoint_keep).unwrap_or(0),
-            idle_limit: flags.idle_limit.or(file.idle_limit).unwrap_or(defaults.idle_limit),
             drain_deadline: flags
                 .drain_deadline_s
                 .or(file.drain_deadline_s)

@@ -8,8 +8,14 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 pub type Retired = (&'static str, &'static str);
 
 /// Settings of `longshored`.
-pub(crate) const SETTINGS: [Retired; 1] =
-    [("otlp", "scrape the metrics of --http, or write one process's stages with `longshore train --trace`")];
+pub(crate) const SETTINGS: [Retired; 2] = [
+    ("idle-limit", IDLE_LIMIT),
+    ("otlp", "scrape the metrics of --http, or write one process's stages with `longshore train --trace`"),
+];
+
+/// Also for `identities.toml`.
+pub(crate) const IDLE_LIMIT: &str = "leave it out: `longshore status` and the metric longshore_job_idle_seconds say for how long a job idles; \
+                                     `longshore checkpoint`, then `longshore delete`, give its memory back";
 
 /// The sentence for a key or a flag, if it is retired.
 pub(super) fn instead(name: &str, retired: &[Retired]) -> Option<&'static str> {

@@ -19,9 +19,9 @@ use super::{
 };
 use crate::{
     jobs::{Decided, StepStage, traffic},
+    quota::{Listed, Usage},
     refusals,
     service::Services,
-    terms::{Listed, Usage},
 };
 
 /// How the metrics are written.
@@ -146,11 +146,10 @@ fn states(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fm
     let mut counts =
         ["loading", "training", "idle", "paused", "failed"].map(|state| (state, count(state))).to_vec();
     counts.push(("away", services.jobs.away().len()));
-    counts.push(("evicted", services.jobs.evicted()));
     let samples = counts.into_iter().map(|(state, count)| (with(Labels::new(), "state", state), count));
     families.gauge(
         "jobs",
-        "Jobs by state. One that is away is kept here and not served now; one that was evicted idled too long.",
+        "Jobs by state. One that is away is kept here and not served now.",
         None,
         samples,
     )?;
@@ -209,13 +208,6 @@ fn work(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     families.counter("job_stage", help, seconds(), stages)?;
     let queued = "Sums and updates that wait for the compute thread or are with it.";
     families.gauge("job_queued_work", queued, None, each(jobs, |job| job.handle.busy.queued()))?;
-    let share = "Weight of the job beside others, for the update threads.";
-    families.gauge(
-        "job_share",
-        share,
-        None,
-        each(jobs, |job| u64::from(job.handle.job.compute().share())),
-    )?;
     let moved = "Memory traffic of the updates since the job was opened here: state in and out, gradients in, images out.";
     let updated = |job: &Seen| job.handle.history.counts().0 * job.handle.job.update_bytes();
     families.counter("job_update", moved, bytes(), each(jobs, updated))?;

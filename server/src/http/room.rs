@@ -1,4 +1,4 @@
-//! Where a server's memory and drives go, as the status page shows it: of the whole, of each drive, of owners and of jobs that are evicted.
+//! Where a server's memory and drives go, as the status page shows it: of the whole, of each drive and of owners.
 
 use std::{
     path::Path,
@@ -10,21 +10,15 @@ use serde::Serialize;
 
 use super::seen::resident_bytes;
 use crate::{
+    quota::{Listed, Usage},
     service::Services,
-    terms::{Listed, Usage},
 };
-
-/// How many evicted jobs are told one by one.
-const MOST_EVICTED: usize = 64;
 
 #[derive(Serialize)]
 pub(super) struct Room {
     memory: Memory,
     drives: Vec<Drive>,
     identities: Vec<Identity>,
-    /// How many jobs idled and gave their memory back, and the first of them.
-    evicted_jobs: usize,
-    evicted: Vec<Evicted>,
 }
 
 #[derive(Serialize)]
@@ -59,17 +53,9 @@ struct Used {
     limit: Option<u64>,
 }
 
-#[derive(Serialize)]
-struct Evicted {
-    name: String,
-    reason: String,
-    drive_bytes: u64,
-}
-
 impl Room {
     pub(super) fn now(services: &Services) -> Room {
         let budget = services.jobs.budget();
-        let evicted = services.jobs.given_back();
         Room {
             memory: Memory {
                 budget: budget.total(),
@@ -78,16 +64,6 @@ impl Room {
             },
             drives: services.drives.counted().map(|(folder, _)| drive(folder)).collect(),
             identities: services.jobs.owners().into_iter().map(identity).collect(),
-            evicted_jobs: evicted.len(),
-            evicted: evicted
-                .into_iter()
-                .take(MOST_EVICTED)
-                .map(|(name, fault, drive_bytes)| Evicted {
-                    name: name.to_string(),
-                    reason: fault.to_string(),
-                    drive_bytes,
-                })
-                .collect(),
         }
     }
 }

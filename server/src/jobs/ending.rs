@@ -6,7 +6,7 @@ use std::{
 };
 
 use longshore_engine::tier::{Storage, StoredJob, delete_stored};
-use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version, fault::EVICTED};
+use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{
     runtime::Handle,
     sync::watch,
@@ -14,12 +14,12 @@ use tokio::{
 };
 
 use super::{
-    JobEntry, JobHandle, Jobs,
-    away::{Away, Evicted, Kept},
+    JobHandle, Jobs,
+    away::{Away, Kept},
     directories, not_found, recovering, unreadable,
 };
 
-/// The longest wait for the users of a job that is opened anew, or evicted. A chunk on its way may be silent for 10 s, and an
+/// The longest wait for the users of a job that is opened anew. A chunk on its way may be silent for 10 s, and an
 /// update runs to its end.
 const LET_GO: Duration = Duration::from_secs(60);
 
@@ -54,37 +54,30 @@ impl Jobs {
         };
         let stored = handle.stored();
         self.lock().remove(&stored.spec.name);
-        // The folder of the note may hang. By then nobody trains the job any more.
         handle.close(not_found(name));
-        self.forget_evicted(&stored.spec.name);
         handle.job.discard().inspect_err(|fault| {
             // What is left can be deleted by another call. Another job may have the name by now.
             let kept = Kept::new(stored.clone(), &self.storage);
-            let away = Away::entry(fault.clone(), Some(kept), Evicted::No);
+            let away = Away::entry(fault.clone(), Some(kept));
             self.lock().entry(stored.spec.name).or_insert(away);
         })
     }
 
     /// `fault` says why the job is not open.
     fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
-        let evicted = self.lock().get(name).map(JobEntry::is_evicted);
-        let Some(evicted) = evicted.filter(|_| fault.kind != FaultKind::Unavailable) else {
+        if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
             return Err(fault);
-        };
-        if !discard_unreadable && !evicted {
+        }
+        if !discard_unreadable {
             return Err(unreadable(name, &fault));
         }
-        // Its folder may hang, and the others need not wait for that.
-        self.forget_evicted(name);
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if let Ok(handle) = self.get(name.as_str()) {
             // It was opened meanwhile, so it is readable after all.
             drop(handle);
             return self.delete(name.as_str(), false);
         }
-        if !evicted || self.stored(name.as_str()).is_some() {
-            delete_stored(&directories(&self.storage), name)?;
-        }
+        delete_stored(&directories(&self.storage), name)?;
         self.lock().remove(name);
         Ok(())
     }
@@ -100,8 +93,6 @@ impl Jobs {
         let stored = match self.get(name) {
             Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
             Ok(handle) => self.put_away(handle),
-            // Nobody has checked the caller against an evicted job: its worker opens it first.
-            Err(fault) if fault.field == EVICTED => return Err(fault),
             Err(fault) => self.stored(name).ok_or(fault)?,
         };
         tracing::warn!(job = name, %version, "stepping back to the version before");
@@ -126,7 +117,7 @@ impl Jobs {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
         let kept = Kept { stored: stored.clone(), drives: handle.job.disk_bytes() };
-        self.lock().insert(name.clone(), Away::entry(recovering(&name), Some(kept), Evicted::No));
+        self.lock().insert(name.clone(), Away::entry(recovering(&name), Some(kept)));
         handle.close(recovering(&name));
         let_go(handle);
         stored
@@ -135,7 +126,7 @@ impl Jobs {
 
 /// Waits for the other users of a job that was closed. If they do not let go, the folders' lock makes the next open fail
 /// and say so.
-pub(super) fn let_go(handle: Arc<JobHandle>) {
+fn let_go(handle: Arc<JobHandle>) {
     let changes = handle.changes();
     drop(handle);
     let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -14,7 +14,7 @@ use std::{
 use longshore_engine::{
     admission::Budget,
     job::{Compute, Job},
-    step::{Phase, Work},
+    step::Work,
     tier::{Storage, StoredJob},
 };
 use longshore_proto::{Fault, FaultKind, Rank, Step, Version};
@@ -50,14 +50,9 @@ pub(crate) struct JobHandle {
     pub(super) closed: watch::Sender<Option<Fault>>,
     /// The last step to which contributions are taken, once a drain has begun.
     last_step: AtomicU64,
-    /// True once the job is evicted: then no step begins and none is decided. Whoever changes the job holds the lock for
-    /// reading meanwhile.
-    stopped: RwLock<bool>,
     /// Who opened it; None where callers show no identity.
     pub(crate) owner: Option<String>,
     pub(crate) idle: Idle,
-    /// Once it is known: what weights are refused with, if the job was evicted and waits for its state.
-    awaits_restore: OnceLock<Option<Fault>>,
     /// How each rank's calls come.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) watchers: Arc<Watchers>,
@@ -89,7 +84,6 @@ impl JobHandle {
         budget: &Budget,
         storage: &Storage,
         compute: Arc<Compute>,
-        awaits_restore: Option<Fault>,
     ) -> Result<JobHandle, Fault> {
         let StoredJob { spec, placement, server, owner } = job;
         let (moved, changed) = watch::channel(0u64);
@@ -117,9 +111,7 @@ impl JobHandle {
             idle: Idle::new(&job),
             decisions: Decisions::new(job.progress().version),
             job,
-            stopped: RwLock::new(false),
             owner,
-            awaits_restore: awaits_restore.map(Some).map_or_else(OnceLock::new, OnceLock::from),
             tasks,
             changed,
             closed: watch::Sender::new(None),
@@ -192,56 +184,12 @@ impl JobHandle {
         Version(last)
     }
 
-    /// Until the answer is dropped no change of the job begins, and if it is true by then, none ever. None while one is under way.
-    pub(super) fn stop(&self) -> Option<RwLockWriteGuard<'_, bool>> {
-        match self.stopped.try_write() {
-            Ok(stopped) => Some(stopped),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
-    }
-
-    /// Keeps the job from being evicted while the caller changes it. While it is being evicted the caller is refused, asks again,
-    /// and is told what became of it.
-    pub(crate) fn hold(&self) -> Result<RwLockReadGuard<'_, bool>, Fault> {
-        // An eviction holds the lock for a moment, and then takes the job away.
-        if let Ok(stopped) = self.stopped.try_read()
-            && !*stopped
-        {
-            return Ok(stopped);
-        }
-        let value = format!("{}, being evicted", self.job.spec().name);
-        Err(Fault::new(FaultKind::Unavailable, "job", value, "open", "ask again"))
-    }
-
     /// Looks whether the job was used, and says for how long it has not been.
     pub(crate) fn look(&self) -> Duration {
         self.idle.look(&self.job, self.restores.begun())
     }
 
-    /// Whether the job may get weights other than those of the checkpoint that an evicted job waits for. None: nobody has looked.
-    pub(crate) fn is_fillable(&self) -> Option<Result<(), Fault>> {
-        let refused = |fault: &Fault| Fault { kind: FaultKind::Precondition, ..fault.clone() };
-        match self.awaits_restore.get() {
-            Some(known) => Some(known.as_ref().map_or(Ok(()), |fault| Err(refused(fault)))),
-            // Who has state takes no weights, whatever a checkpoint has.
-            None => (self.job.progress().phase != Phase::Loading).then_some(Ok(())),
-        }
-    }
-
-    /// Takes the answer for as long as the job is open: it is not evicted meanwhile.
-    pub(super) fn note_fillable(&self, awaits: Option<Fault>) -> Result<(), Fault> {
-        let _ = self.awaits_restore.set(awaits);
-        self.is_fillable().unwrap_or(Ok(()))
-    }
-
-    /// What the job waits for, as far as it is known.
-    pub(super) fn awaits_restore(&self) -> Option<Fault> {
-        self.awaits_restore.get().cloned().flatten()
-    }
-
     pub(crate) fn check_step(&self, step: Step) -> Result<(), Fault> {
-        drop(self.hold()?);
         let last = self.last_step.load(Ordering::Acquire);
         if step.0 <= last {
             return Ok(());

@@ -1,10 +1,7 @@
 //! For how long nobody has used a job.
 
 use std::{
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -38,66 +35,26 @@ impl Sign {
     }
 }
 
-pub(crate) struct Idle {
-    state: Mutex<State>,
-    /// A copy is made for the job's eviction. It is no use of the job.
-    own_copy: AtomicBool,
-}
-
-/// While it lives, one copy of the job is made for its eviction.
-pub(crate) struct OwnCopy<'a>(&'a Idle);
+pub(crate) struct Idle(Mutex<State>);
 
 struct State {
     sign: Sign,
     since: Instant,
-    /// Why the job stays although it has idled for too long.
-    stays: Option<String>,
 }
 
 impl Idle {
     pub(super) fn new(job: &Job) -> Idle {
-        let state = State { sign: Sign::of(job, 0), since: Instant::now(), stays: None };
-        Idle { state: Mutex::new(state), own_copy: AtomicBool::new(false) }
+        Idle(Mutex::new(State { sign: Sign::of(job, 0), since: Instant::now() }))
     }
 
     /// Looks, and says for how long the job has been unused. It is told how many restores have begun, and whether one is under way.
     pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
         let sign = Sign::of(job, restores);
-        let mut state = self.lock();
-        let of_others = job.copies() > usize::from(self.own_copy.load(Relaxed));
-        if state.sign != sign || restoring || of_others {
-            *state = State { sign, since: Instant::now(), stays: None };
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.sign != sign || restoring || job.copies() > 0 {
+            *state = State { sign, since: Instant::now() };
         }
         state.since.elapsed()
-    }
-
-    /// Says that the copy which is made from now on is for the job's eviction.
-    pub(crate) fn own_copy(&self) -> OwnCopy<'_> {
-        self.own_copy.store(true, Relaxed);
-        OwnCopy(self)
-    }
-
-    /// Notes why the job stays. Returns false where that was known.
-    pub(crate) fn stays(&self, why: &str) -> bool {
-        let mut state = self.lock();
-        let known = state.stays.as_deref() == Some(why);
-        state.stays = Some(why.to_string());
-        !known
-    }
-
-    /// Why the job stays; empty where it has not been asked to go.
-    pub(crate) fn why_it_stays(&self) -> String {
-        self.lock().stays.clone().unwrap_or_default()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for OwnCopy<'_> {
-    fn drop(&mut self) {
-        self.0.own_copy.store(false, Relaxed);
     }
 }
 
@@ -148,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_for_an_eviction_is_no_use_and_another_is() {
+    fn a_copy_is_a_use() {
         let job = job();
         let idle = Idle::new(&job);
         let unused = Instant::now();
@@ -156,23 +113,12 @@ mod tests {
             let least = unused.elapsed();
             idle.look(&job, (0, false)) >= least
         };
-        let copy = || job.begin_export(None, Exported::State).unwrap();
+        assert!(is_unused());
         {
-            let _own = idle.own_copy();
-            let _copy = copy();
-            assert!(is_unused(), "an eviction's own copy");
+            let _copy = job.begin_export(None, Exported::State).unwrap();
+            assert!(!is_unused(), "an export");
         }
-        assert!(is_unused(), "the eviction's copy has ended");
-        {
-            let _own = idle.own_copy();
-            let (_own_copy, _copy) = (copy(), copy());
-            let used = Instant::now();
-            let looked = idle.look(&job, (0, false));
-            assert!(looked <= used.elapsed(), "somebody's copy beside it");
-        }
-        let _copy = copy();
-        let used = Instant::now();
-        let looked = idle.look(&job, (0, false));
-        assert!(looked <= used.elapsed(), "somebody's copy");
+        let ended = Instant::now();
+        assert!(idle.look(&job, (0, false)) >= ended.elapsed());
     }
 }

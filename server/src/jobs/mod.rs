@@ -3,12 +3,10 @@
 mod away;
 mod busy;
 mod ending;
-mod evict;
 mod handle;
 mod hashing;
 mod history;
 mod idle;
-mod notes;
 mod owned;
 mod pace;
 mod restores;
@@ -28,25 +26,21 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    checkpoint,
     job::Compute,
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Fault, FaultKind, JobName};
 
-use self::away::{Away, Evicted, Kept};
+use self::away::{Away, Kept};
 pub(crate) use self::{
-    away::MOST_REMEMBERED,
-    evict::Refuge,
     handle::JobHandle,
     hashing::Hashes,
     history::Decided,
-    notes::Notes,
     restores::{Act, Stage},
     stages::StepStage,
     watchers::Watchers,
 };
-use crate::{config::IdleLimit, terms::Owners};
+use crate::quota::Owners;
 
 /// All jobs of a server.
 pub(crate) struct Jobs {
@@ -59,9 +53,6 @@ pub(crate) struct Jobs {
     compute: Arc<Compute>,
     /// None where callers show no identity.
     owners: Option<Arc<dyn Owners>>,
-    idle_limit: IdleLimit,
-    /// Which jobs have their state beside them; None where there is no folder for checkpoints.
-    notes: Option<Notes>,
     /// No job is opened any more.
     is_ending: AtomicBool,
 }
@@ -88,15 +79,12 @@ fn recovering(name: &JobName) -> Fault {
 }
 
 impl Jobs {
-    /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them; those that it evicted
-    /// stay away until a worker asks for them, and so do those that have the `evicted` notes.
+    /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them.
     pub(crate) fn new(
         budget: Budget,
         storage: Storage,
         compute: Arc<Compute>,
         owners: Option<Arc<dyn Owners>>,
-        idle_limit: IdleLimit,
-        (notes, evicted): (Option<Notes>, Vec<(JobName, checkpoint::Evicted)>),
     ) -> (Jobs, Vec<StoredJob>) {
         let dirs = directories(&storage);
         finish_interrupted(&dirs);
@@ -105,17 +93,15 @@ impl Jobs {
         for job in &stored.jobs {
             let name = job.spec.name.clone();
             let kept = Kept::new(job.clone(), &storage);
-            jobs.insert(name.clone(), Away::entry(recovering(&name), Some(kept), Evicted::No));
+            jobs.insert(name.clone(), Away::entry(recovering(&name), Some(kept)));
         }
         for (name, fault) in stored.unreadable {
             tracing::error!(job = %name, %fault, "not a job that can be opened");
-            jobs.insert(name, Away::entry(fault, None, Evicted::No));
+            jobs.insert(name, Away::entry(fault, None));
         }
         let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
         let is_ending = AtomicBool::new(false);
-        let jobs = Jobs { jobs, opening, budget, storage, compute, owners, idle_limit, notes, is_ending };
-        jobs.take_up_evicted(stored.evicted, evicted);
-        (jobs, stored.jobs)
+        (Jobs { jobs, opening, budget, storage, compute, owners, is_ending }, stored.jobs)
     }
 
     /// Opens the jobs that were found. Blocks while their state is read.
@@ -131,7 +117,6 @@ impl Jobs {
                 Ok(handle) => {
                     let version = handle.job.progress().version;
                     tracing::info!(job = %name, %version, bytes = handle.job.memory_bytes(), "job recovered");
-                    self.forget_stale(&handle);
                 }
                 Err(fault) => tracing::error!(job = %name, %fault, "not recovered"),
             }
@@ -151,9 +136,8 @@ impl Jobs {
             ));
         }
         let storage = Storage { owner: job.owner.clone(), ..storage.clone() };
-        let awaits = self.evicted_here(&name);
-        let compute = Arc::new(self.compute.for_job(self.share(job.owner.as_deref())));
-        let started = JobHandle::start(job.clone(), &self.budget, &storage, compute, awaits);
+        let compute = Arc::new(self.compute.for_job());
+        let started = JobHandle::start(job.clone(), &self.budget, &storage, compute);
         let started = started.map(Arc::new);
         match &started {
             Ok(handle) => {
@@ -163,9 +147,8 @@ impl Jobs {
                 let kept = Kept::new(job, &self.storage);
                 let mut jobs = self.lock();
                 // A job that was never kept here leaves nothing.
-                // Where an evicted job's state is does not change by that.
-                if let Some(entry) = jobs.get_mut(&name).filter(|entry| !entry.is_evicted()) {
-                    *entry = Away::entry(fault.clone(), Some(kept), Evicted::No);
+                if let Some(entry) = jobs.get_mut(&name) {
+                    *entry = Away::entry(fault.clone(), Some(kept));
                 }
             }
         }
@@ -200,27 +183,10 @@ impl Jobs {
     /// The jobs that are kept here and ought to be served, with the reason why they are not.
     pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
         let away = |(name, entry): (&JobName, &JobEntry)| match entry {
-            JobEntry::Away(away) if away.evicted == Evicted::No => Some((name.clone(), away.fault.clone())),
-            _ => None,
+            JobEntry::Away(away) => Some((name.clone(), away.fault.clone())),
+            JobEntry::Open(_) => None,
         };
         self.lock().iter().filter_map(away).collect()
-    }
-
-    /// How many jobs idled and gave their memory back.
-    pub(crate) fn evicted(&self) -> usize {
-        self.lock().values().filter(|entry| entry.is_evicted()).count()
-    }
-
-    /// The jobs that idled and gave their memory back: what is said of each, and the bytes that it still has on drives.
-    pub(crate) fn given_back(&self) -> Vec<(JobName, Fault, u64)> {
-        let given_back = |(name, entry): (&JobName, &JobEntry)| match entry {
-            JobEntry::Away(away) if entry.is_evicted() => {
-                let drives = away.kept.as_ref().map_or(0, |kept| kept.drives);
-                Some((name.clone(), away.fault.clone(), drives))
-            }
-            _ => None,
-        };
-        self.lock().iter().filter_map(given_back).collect()
     }
 
     /// The names of all jobs, including those that are away.
@@ -233,24 +199,16 @@ impl Jobs {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
             let kept = self.kept(&wanted.spec.name)?;
-            let evicted = self.lock().get(&wanted.spec.name).is_some_and(JobEntry::is_evicted);
             if let Some(kept) = &kept {
                 check_same(kept, &wanted)
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
             }
-            let evicted = kept.clone().filter(|_| evicted);
             // What is kept here stays its owner's.
             let owner = kept.as_ref().map_or(wanted.owner, |kept| kept.owner.clone());
             let wanted = StoredJob { owner, ..wanted };
             self.admit(&wanted)?;
-            // Where its folder could not be read at the start, nobody knew that it was evicted.
-            kept.map_or(Ok(()), |job| job.unmark_evicted(&directories(&self.storage)))?;
             // A job whose recovery has failed is tried again: the disk may be back.
-            let started = self.start(wanted, &self.storage).map(|handle| (true, handle));
-            if let (Err(_), Some(evicted)) = (&started, evicted) {
-                self.mark_again(&evicted);
-            }
-            return started;
+            return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
         check_same(&handle.stored(), &wanted)?;
         Ok((false, handle))
@@ -269,10 +227,8 @@ impl Jobs {
     /// # Errors
     /// Where it still cannot be read. What is kept is not hidden behind another job of its name.
     fn kept(&self, name: &JobName) -> Result<Option<StoredJob>, Fault> {
-        if let Some(JobEntry::Away(away)) = self.lock().get(name)
-            && (away.kept.is_some() || away.evicted != Evicted::No)
-        {
-            return Ok(away.kept.as_ref().map(|kept| kept.stored.clone()));
+        if let Some(stored) = self.stored(name.as_str()) {
+            return Ok(Some(stored));
         }
         if !self.lock().contains_key(name) {
             return Ok(None);
@@ -280,7 +236,7 @@ impl Jobs {
         let found = stored_jobs(&directories(&self.storage));
         match found.unreadable.into_iter().find(|(of, _)| of == name) {
             Some((_, fault)) => Err(unreadable(name, &fault)),
-            None => Ok(found.jobs.into_iter().chain(found.evicted).find(|job| job.spec.name == *name)),
+            None => Ok(found.jobs.into_iter().find(|job| job.spec.name == *name)),
         }
     }
 

@@ -1,35 +1,18 @@
 //! Who owns the jobs of this server, what they take, and whether an owner may have more.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
 
-use longshore_engine::{step::Phase, tier::StoredJob};
+use longshore_engine::tier::StoredJob;
 use longshore_proto::Fault;
 
-use super::{JobEntry, JobHandle, Jobs};
-use crate::{
-    config::IdleLimit,
-    terms::{Listed, Quota, Terms, Usage},
-};
-
-/// How long a job may wait for its weights at least, whatever its limit. The trainer that has opened it makes them meanwhile, and
-/// asks the servers for nothing.
-const FOR_WEIGHTS: Duration = Duration::from_secs(60);
+use super::{JobEntry, Jobs};
+use crate::quota::{Listed, Quota, Usage};
 
 impl Jobs {
-    fn terms(&self, owner: Option<&str>) -> Terms {
-        match (&self.owners, owner) {
-            (Some(owners), Some(owner)) => owners.terms(owner),
-            _ => Terms::default(),
-        }
-    }
-
     /// Refuses a job that would exceed its owner's quota. What is kept of it here counts already.
     pub(super) fn admit(&self, wanted: &StoredJob) -> Result<(), Fault> {
         let Some(owner) = &wanted.owner else { return Ok(()) };
-        let quota = self.terms(Some(owner)).quota;
+        let quota = self.owners.as_ref().map(|owners| owners.quota(owner)).unwrap_or_default();
         if quota == Quota::default() {
             return Ok(());
         }
@@ -69,45 +52,6 @@ impl Jobs {
         all.extend(usages.into_iter().map(gone));
         all.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
         all
-    }
-
-    /// The job's weight beside others, for the update threads.
-    pub(super) fn share(&self, owner: Option<&str>) -> u32 {
-        self.terms(owner).share.unwrap_or(1)
-    }
-
-    /// Takes up the weight that the job's owner has now.
-    pub(crate) fn weigh(&self, handle: &JobHandle) {
-        handle.job.compute().set_share(self.share(handle.owner.as_deref()));
-    }
-
-    /// After how long without use the job is evicted. None: never. A job whose owner has left the list has as long as the server gives
-    /// all jobs, from then on: nobody meant it to go in that moment.
-    pub(crate) fn idle_limit(&self, handle: &JobHandle) -> Option<Duration> {
-        match self.terms(handle.owner.as_deref()).idle_limit.unwrap_or(self.idle_limit) {
-            IdleLimit::Never => None,
-            IdleLimit::After(limit) => {
-                let waits = limit < FOR_WEIGHTS && handle.job.progress().phase == Phase::Loading;
-                let least = if waits { FOR_WEIGHTS } else { Duration::ZERO };
-                Some(limit.max(least) + self.idle_while_listed(handle))
-            }
-        }
-    }
-
-    /// For how long the job had idled already when its owner left the list.
-    fn idle_while_listed(&self, handle: &JobHandle) -> Duration {
-        let unlisted = self.unlisted(handle).map(|since| handle.look().saturating_sub(since.elapsed()));
-        unlisted.unwrap_or_default()
-    }
-
-    /// Since when the job's owner is not on the list. None: it is, or nobody keeps one.
-    fn unlisted(&self, handle: &JobHandle) -> Option<Instant> {
-        self.owners.as_ref()?.unlisted(handle.owner.as_deref()?)
-    }
-
-    /// The owner, if it is not on the list.
-    pub(crate) fn unlisted_owner<'a>(&self, handle: &'a JobHandle) -> Option<&'a str> {
-        self.unlisted(handle).and(handle.owner.as_deref())
     }
 }
 

@@ -61,7 +61,6 @@ impl Server {
     async fn checkpoint(&self, handle: &Arc<JobHandle>, deadline: std::time::Instant) -> Result<(), Fault> {
         let Some(store) = self.services.checkpoints.clone() else { return Ok(()) };
         let (job, keep) = (Arc::clone(&handle.job), self.services.checkpoint_keep);
-        // One that was evicted meanwhile has its checkpoint, and a note that names it.
         if handle.is_closed() || job.progress().phase == Phase::Loading {
             return Ok(());
         }

@@ -19,10 +19,10 @@ use crate::{
     descriptors,
     directories::Directories,
     draining::Draining,
-    jobs::{Jobs, MOST_REMEMBERED, Notes},
+    jobs::Jobs,
     memfd::Links,
+    quota::Owners,
     service::Services,
-    terms::Owners,
     trust::Register,
 };
 
@@ -50,11 +50,7 @@ impl Prepared {
         let register = config.tls_dir.as_deref().map(Register::open).transpose().map_err(ServerError::Tls)?;
         let owners = register.clone().map(|register| register as Arc<dyn Owners>);
         let budget = Budget::new(config.memory);
-        let notes = checkpoints.clone().map(Notes::new).transpose();
-        let notes = notes.map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
-        let evicted = checkpoints.iter().flat_map(|store| store.evicted(MOST_REMEMBERED)).collect();
-        let (jobs, stored) =
-            Jobs::new(budget, storage, Arc::new(compute), owners, config.idle_limit, (notes, evicted));
+        let (jobs, stored) = Jobs::new(budget, storage, Arc::new(compute), owners);
         let (links, linking) = Links::new(!config.no_memfd);
         let services = Services {
             bounds: Arc::<Bounds>::default(),

@@ -1,4 +1,4 @@
-//! What runs while a server serves: its listeners, and what looks after links, certificates, connections and idle jobs.
+//! What runs while a server serves: its listeners, and what looks after links, certificates and connections.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::{
     accept,
     config::Config,
     connections::Connections,
-    descriptors, eviction, http, memfd,
+    descriptors, http, memfd,
     requests::Metered,
     service::Services,
     trust::{Guard, Handshakes, Readers, Register, Trust},
@@ -79,10 +79,7 @@ impl Serving {
         let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
         let linked = linking.is_some();
         let linking = linking.map(|listener| memfd::serve(listener, Arc::clone(&services.links), jobs));
-        let page =
-            listening.page.map(|(listener, _)| http::serve(listener, services.clone(), listen, readers));
-        let evicting = eviction::watch(services)
-            .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
+        let page = listening.page.map(|(listener, _)| http::serve(listener, services, listen, readers));
         let serving = tokio::spawn(async move {
             // Links end with the calls that refer to them.
             let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
@@ -90,7 +87,6 @@ impl Serving {
                 served = both => served,
                 _ = OptionFuture::from(linking), if linked => Ok(()),
                 Some(never) = OptionFuture::from(page) => match never {},
-                never = evicting => match never {},
                 never = expiring => match never {},
                 _ = OptionFuture::from(watching), if watched => Ok(()),
             }

@@ -226,12 +226,9 @@ impl Services {
         };
         let span = handle.pace.span();
         let (written_of_checkpoints, bytes_of_checkpoints) = job.checkpoint_progress().unwrap_or_default();
-        let idle_limit = self.jobs.idle_limit(handle).unwrap_or_default();
         v1::DescribeResponse {
             owner: handle.owner.clone().unwrap_or_default(),
             idle_ms: handle.look().as_millis() as u64,
-            idle_limit_ms: idle_limit.as_millis() as u64,
-            not_evicted: handle.idle.why_it_stays(),
             spec: (!brief).then(|| job.spec().to_wire()),
             placement: (!brief).then(|| job.placement().to_wire()),
             server: job.server().0,

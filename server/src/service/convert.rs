@@ -5,7 +5,7 @@ use longshore_wire::{Wire, left_outs_to_wire, v1};
 
 use crate::{
     jobs::Decided,
-    terms::{Listed, Usage},
+    quota::{Listed, Usage},
 };
 
 pub(super) fn progress(progress: Progress) -> v1::JobProgress {

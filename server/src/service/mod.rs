@@ -57,15 +57,6 @@ impl Services {
     pub(crate) fn transport_of(&self, handle: &Arc<JobHandle>, rank: Rank) -> &'static str {
         if self.links.linked(handle, rank) { "memfd" } else { handle.transport_of(rank) }
     }
-
-    /// Whether the job takes weights that no checkpoint gives it. Beside checkpoints there is a look to be had, once for each job.
-    async fn check_fillable(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
-        if let Some(known) = handle.is_fillable() {
-            return known;
-        }
-        let (jobs, handle) = (Arc::clone(&self.jobs), Arc::clone(handle));
-        blocking(move || jobs.check_fillable(&handle)).await
-    }
 }
 
 /// Logs and counts a refused request once, here at the edge, and turns it into a status.
@@ -86,13 +77,9 @@ async fn stand(
 ) -> Result<(), Fault> {
     let (deadline, change) = (default_deadline(), Arc::new(change));
     loop {
-        let (kept, change) = (Arc::clone(handle), Arc::clone(&change));
+        let (job, change) = (Arc::clone(&handle.job), Arc::clone(&change));
         // The change may flush drives.
-        let changed = blocking(move || {
-            let _kept = kept.hold()?;
-            change(&kept.job)
-        });
-        if changed.await? {
+        if blocking(move || change(&job)).await? {
             return Ok(());
         }
         handle.until_durable(handle.job.progress().version, deadline).await?;

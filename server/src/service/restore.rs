@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use longshore_engine::checkpoint::{RestoreInfo, Store};
-use longshore_proto::{Fault, FaultKind, JobName, fault::EVICTED};
+use longshore_proto::{Fault, FaultKind, JobName};
 use longshore_wire::{self as wire, Wire, v1};
 use tokio::time::Instant;
 
 use super::{Services, blocking, convert};
-use crate::jobs::{Act, JobHandle, Jobs, Stage};
+use crate::jobs::{Act, JobHandle, Stage};
 
 /// One call, past its first checks.
 struct Restore {
@@ -30,9 +30,7 @@ impl Services {
             deadline: Instant::now() + wire::deadline(request.deadline_ms)?,
         };
         let open = match self.jobs.get(&request.job) {
-            Err(fault) if fault.kind == FaultKind::NotFound && ["job", EVICTED].contains(&&*fault.field) => {
-                None
-            }
+            Err(fault) if fault.kind == FaultKind::NotFound && fault.field == "job" => None,
             handle => Some(handle?),
         };
         let mode = mode(request.mode)?;
@@ -50,7 +48,7 @@ impl Services {
                 if mode == v1::RestoreMode::Hold {
                     return Ok(answer(Some(&handle), held));
                 }
-                restore.start(&handle, held, Arc::clone(&self.jobs)).await
+                restore.start(&handle, held).await
             }
         }
     }
@@ -86,17 +84,11 @@ impl Restore {
         handle.restores.run(self.act(Stage::Hold), self.deadline, hold).await
     }
 
-    async fn start(
-        self,
-        handle: &Arc<JobHandle>,
-        held: RestoreInfo,
-        jobs: Arc<Jobs>,
-    ) -> Result<v1::RestoreResponse, Fault> {
+    async fn start(self, handle: &Arc<JobHandle>, held: RestoreInfo) -> Result<v1::RestoreResponse, Fault> {
         let job = Arc::clone(&handle.job);
         // It goes on where the caller is gone.
         let start = move || {
             job.start_held(&held.id)?;
-            jobs.forget_evicted(&job.spec().name);
             Ok(held)
         };
         let info = handle.restores.run(self.act(Stage::Start), self.deadline, start).await?;

@@ -1,9 +1,11 @@
 //! Training: open, make weights, join, commit, pause, leave; statistics and watch are streams of their own.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use longshore_engine::tier::StoredJob;
-use longshore_proto::{Commit, Fault, Initialisation, JobSpec, Origin, Placement, Rank, ServerId, Version};
+use longshore_engine::{step::Phase, tier::StoredJob};
+use longshore_proto::{
+    Commit, Fault, FaultKind, Initialisation, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version,
+};
 use longshore_wire::{
     self as wire, Wire,
     direct::{Connection, Taps},
@@ -16,7 +18,14 @@ use tonic::{Request, Response, Status};
 use super::{
     Services, blocking, convert, default_deadline, permitted::permitted, refuse, stand, stats, watch,
 };
-use crate::{jobs::Decided, trust::Caller};
+use crate::{
+    jobs::{Decided, JobHandle},
+    trust::Caller,
+};
+
+/// The longest wait for the folder of checkpoints when a job is opened. A file server that restarts is silent for some seconds,
+/// and workers wait 60 for a job to open.
+const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -111,6 +120,7 @@ impl Services {
         self.draining.refuse()?;
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
+        self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
         let (created, handle) = blocking(move || jobs.open(wanted)).await?;
@@ -130,17 +140,29 @@ impl Services {
         Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) })
     }
 
+    /// Refuses a job without state here where a checkpoint has its state since an earlier release closed it.
+    async fn check_not_evicted(&self, name: &JobName) -> Result<(), Fault> {
+        let has_state = |handle: Arc<JobHandle>| handle.job.progress().phase != Phase::Loading;
+        let Some(store) =
+            self.checkpoints.clone().filter(|_| !self.jobs.get(name.as_str()).is_ok_and(has_state))
+        else {
+            return Ok(());
+        };
+        let name = name.clone();
+        let read = blocking(move || store.check_not_evicted(&name));
+        tokio::time::timeout(FOLDER_PATIENCE, read).await.unwrap_or_else(|_| {
+            let value = format!("without an answer for {} s", FOLDER_PATIENCE.as_secs());
+            let remedy = "see whether the folder of --checkpoint-dir is mounted and its file server answers; the call is repeated";
+            Err(Fault::new(FaultKind::Unavailable, "checkpoint_dir", value, "a folder that answers", remedy))
+        })
+    }
+
     async fn make(&self, request: v1::MakeWeightsRequest) -> Result<v1::MakeWeightsResponse, Fault> {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let initialisation = Initialisation::from_wire(request.initialisation)?;
         let handle = self.jobs.get(&request.job)?;
-        self.check_fillable(&handle).await?;
         let (filled, seed) = (Arc::clone(&handle), initialisation.seed);
-        blocking(move || {
-            let _kept = filled.hold()?;
-            filled.job.make_weights(incarnation, initialisation)
-        })
-        .await?;
+        blocking(move || filled.job.make_weights(incarnation, initialisation)).await?;
         let progress = handle.job.progress();
         tracing::info!(job = request.job, seed, missing = progress.missing.len(), "weights made here");
         Ok(v1::MakeWeightsResponse { progress: Some(convert::progress(progress)) })
@@ -150,10 +172,7 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
         if request.fence_only {
-            {
-                let _kept = handle.hold()?;
-                handle.job.fence(rank, incarnation)?;
-            }
+            handle.job.fence(rank, incarnation)?;
             let job = Arc::clone(&handle.job);
             blocking(move || job.keep_joined()).await?;
             let progress = handle.job.progress();
@@ -162,7 +181,6 @@ impl Services {
         }
         // It is busy only while a last chunk of the process before is copied, which takes microseconds.
         let join = || {
-            let _kept = handle.hold()?;
             // A step may be decided before this is answered, above all while a drive is waited for. A rank that took the newer version for
             // the one that it joined at would be waited for in vain, where another server has lost that step: it has no gradient of it.
             let progress = handle.job.progress();
@@ -189,10 +207,7 @@ impl Services {
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
         let decided = Decided::now(&commit, request.report);
-        let (duplicate, work) = {
-            let _kept = handle.hold()?;
-            handle.job.commit_from(incarnation, commit, Origin(request.origin))?
-        };
+        let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         if !duplicate {
             // Before any of its updates can be done.
             handle.stages.decided(step, std::time::Instant::now());

@@ -124,7 +124,7 @@ impl Caller {
         };
         let known = register.now();
         let Some(identity) = known.identities.find(credential) else { return Ok(()) };
-        register.presences.admit(connection, &identity.name, &identity.terms.quota)
+        register.presences.admit(connection, &identity.name, &identity.quota)
     }
 
     /// Checks the caller's role, and the job where the call is about one: before a message has come there is none.

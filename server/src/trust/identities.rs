@@ -4,12 +4,12 @@ use std::fmt;
 
 use longshore_proto::{Fault, FaultKind};
 use ring::digest::{SHA256, digest};
-use serde::Deserialize;
+use serde::{Deserialize, de::IgnoredAny};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::{
-    config::{ByteSize, IdleLimit},
-    terms::{Quota, Terms},
+    config::{ByteSize, retired::IDLE_LIMIT},
+    quota::Quota,
 };
 
 /// The file. It holds nothing that lets a reader of it in: of tokens it has the SHA-256 alone.
@@ -20,8 +20,6 @@ use crate::{
 /// roles = ["worker"]           # operator, worker, reader: one or several
 /// jobs = ["gpt-*", "probe"]    # names of jobs; * stands for any characters, ? for one
 /// tokens_sha256 = ["2c26b4..."]  # of tokens that show this identity instead of a certificate; may be left out
-/// idle_limit = "12h"           # instead of the server's --idle-limit; may be left out
-/// share = 2                    # of the update threads beside other jobs, from 1 to 1000; 1 if it is left out
 /// quota = { jobs = 4, memory = "64GiB", drives = "1TiB", connections = 64 }   # each may be left out
 /// ```
 #[derive(Debug, Deserialize)]
@@ -39,10 +37,11 @@ struct Entry {
     jobs: Vec<String>,
     #[serde(default)]
     tokens_sha256: Vec<String>,
-    idle_limit: Option<IdleLimit>,
-    share: Option<u32>,
     #[serde(default)]
     quota: Most,
+    /// Retired, as `share` is: see [`Entry::check_retired`].
+    idle_limit: Option<IgnoredAny>,
+    share: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -72,7 +71,7 @@ pub(super) struct Identity {
     pub(super) name: String,
     pub(super) roles: Vec<Role>,
     jobs: Vec<String>,
-    pub(super) terms: Terms,
+    pub(super) quota: Quota,
 }
 
 /// What a caller has shown.
@@ -122,6 +121,22 @@ impl Identity {
     }
 }
 
+impl Entry {
+    /// Refuses keys of release 0.1, and says for each what does its work now.
+    fn check_retired(&self) -> Result<(), Fault> {
+        let retired = [
+            ("idle_limit", &self.idle_limit, IDLE_LIMIT),
+            ("share", &self.share, "leave it out: jobs take turns on the update threads"),
+        ];
+        match retired.into_iter().find(|(_, value, _)| value.is_some()) {
+            Some((key, _, remedy)) => {
+                Err(Fault { remedy: remedy.into(), ..wrong(key, format!("of {}: a retired key", self.name)) })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
 impl From<Most> for Quota {
     fn from(most: Most) -> Quota {
         let Most { jobs, memory, drives, connections } = most;
@@ -136,7 +151,9 @@ impl Identities {
     pub(super) fn parse(text: &str) -> Result<Identities, Fault> {
         let file: File = toml::from_str(text).map_err(|error| wrong("the file", error.message()))?;
         let (mut identities, mut tokens) = (Vec::<Identity>::new(), Vec::new());
-        for Entry { name, roles, jobs, tokens_sha256, idle_limit, share, quota } in file.identity {
+        for entry in file.identity {
+            entry.check_retired()?;
+            let Entry { name, roles, jobs, tokens_sha256, quota, .. } = entry;
             if name.is_empty() || identities.iter().any(|known| known.name == name) {
                 return Err(wrong("name", format!("{name:?}, which is empty or there twice")));
             }
@@ -152,11 +169,7 @@ impl Identities {
                 }
                 tokens.push((hash, identities.len() as u32));
             }
-            if share.is_some_and(|share| !(1..=1000).contains(&share)) {
-                return Err(wrong("share", format!("of {name}: not in 1..=1000")));
-            }
-            let terms = Terms { quota: quota.into(), idle_limit, share };
-            identities.push(Identity { name, roles, jobs, terms });
+            identities.push(Identity { name, roles, jobs, quota: quota.into() });
         }
         Ok(Identities { identities, tokens })
     }
@@ -280,11 +293,10 @@ mod tests {
     fn what_is_not_limited_is_not() {
         let text =
             |rest: &str| format!("[[identity]]\nname = \"a\"\nroles = [\"worker\"]\njobs = [\"*\"]\n{rest}");
-        let terms = |rest: &str| Identities::parse(&text(rest)).unwrap().named("a").unwrap().terms;
-        assert_eq!(terms(""), Terms::default());
-        let quota = Quota { jobs: Some(0), memory: Some(1 << 30), ..Quota::default() };
-        let limited = terms("quota = { jobs = 0, memory = \"1GiB\" }\nidle_limit = \"never\"");
-        assert_eq!(limited, Terms { quota, idle_limit: Some(IdleLimit::Never), share: None });
+        let quota = |rest: &str| Identities::parse(&text(rest)).unwrap().named("a").unwrap().quota;
+        assert_eq!(quota(""), Quota::default());
+        let expected = Quota { jobs: Some(0), memory: Some(1 << 30), ..Quota::default() };
+        assert_eq!(quota("quota = { jobs = 0, memory = \"1GiB\" }"), expected);
     }
 
     #[test]
@@ -298,8 +310,8 @@ mod tests {
             (entry("roles = [\"reader\"]\njobs = [\"*\"]\n").repeat(2), "there twice"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\nquota = { job = 1 }"), "unknown field"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\nquota = { memory = \"lots\" }"), "is not a size"),
-            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nshare = 0"), "1..=1000"),
-            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nidle_limit = \"soon\""), "is no time"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nshare = 2"), "take turns"),
+            (entry("roles = [\"worker\"]\njobs = [\"*\"]\nidle_limit = \"never\""), "longshore checkpoint"),
             ("[[identity]]\nname = \"\"\nroles = [\"reader\"]\njobs = [\"*\"]".into(), "empty"),
         ] {
             let said = Identities::parse(&text).unwrap_err().to_string();

@@ -8,7 +8,7 @@ use std::{
 use longshore_proto::Fault;
 use longshore_wire::direct::Connection;
 
-use crate::terms::Quota;
+use crate::quota::Quota;
 
 /// How many connections each identity has. One that has shown several identities, by tokens, counts for each of them.
 #[derive(Default)]

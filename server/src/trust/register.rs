@@ -1,11 +1,10 @@
 //! The TLS folder as it is now: taken up again when its files change, while connections stay.
 
 use std::{
-    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError, RwLock},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::{Fault, FaultKind};
@@ -16,7 +15,7 @@ use tokio::{
 };
 
 use super::{identities::Identities, presence::Presences};
-use crate::terms::{Listed, Owners, Terms};
+use crate::quota::{Listed, Owners, Quota};
 
 /// How often the files are looked at. A change is taken up once two looks have found the same, since several files are
 /// seldom replaced at one instant.
@@ -30,9 +29,6 @@ pub(crate) struct Register {
     /// What was found last and is not in use: files that are just being replaced, or that cannot be used.
     seen: Mutex<Option<Seen>>,
     changes: watch::Sender<()>,
-    opened: Instant,
-    /// Identities that were listed once and are not now, and when that was seen.
-    unlisted: Mutex<BTreeMap<String, Instant>>,
     pub(super) presences: Arc<Presences>,
 }
 
@@ -63,8 +59,6 @@ impl Register {
             now,
             seen: Mutex::default(),
             changes: watch::Sender::default(),
-            opened: Instant::now(),
-            unlisted: Mutex::default(),
             presences: Arc::default(),
         }))
     }
@@ -115,7 +109,6 @@ impl Register {
     fn take_up(&self, found: Contents) -> bool {
         match read(&self.dir, found) {
             Ok(known) => {
-                self.note_unlisted(&known.identities);
                 *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(known);
                 self.changes.send_replace(());
                 tracing::info!(dir = %self.dir.display(), "the TLS folder has changed and was taken up");
@@ -127,29 +120,11 @@ impl Register {
             }
         }
     }
-
-    /// Notes which identities are listed until now and will not be.
-    fn note_unlisted(&self, coming: &Identities) {
-        let listed = |name: &str| coming.named(name).is_some();
-        let before = self.now();
-        let gone = before.identities.all().iter().filter(|of| !listed(&of.name));
-        let mut unlisted = self.unlisted.lock().unwrap_or_else(PoisonError::into_inner);
-        unlisted.retain(|name, _| !listed(name));
-        unlisted.extend(gone.map(|of| (of.name.clone(), Instant::now())));
-    }
 }
 
 impl Owners for Register {
-    fn terms(&self, owner: &str) -> Terms {
-        self.now().identities.named(owner).map(|identity| identity.terms).unwrap_or_default()
-    }
-
-    fn unlisted(&self, owner: &str) -> Option<Instant> {
-        if self.now().identities.named(owner).is_some() {
-            return None;
-        }
-        let unlisted = self.unlisted.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(unlisted.get(owner).copied().unwrap_or(self.opened))
+    fn quota(&self, owner: &str) -> Quota {
+        self.now().identities.named(owner).map(|identity| identity.quota).unwrap_or_default()
     }
 
     fn list(&self) -> Vec<Listed> {
@@ -157,7 +132,7 @@ impl Owners for Register {
             let connections = self.presences.of(name);
             Listed { name: name.to_string(), quota, connections }
         };
-        self.now().identities.all().iter().map(|of| listed(&of.name, of.terms.quota)).collect()
+        self.now().identities.all().iter().map(|of| listed(&of.name, of.quota)).collect()
     }
 }
 

@@ -1,13 +1,9 @@
 //! What an identity may have of a server: more is refused before anything is taken, and what is there stays.
 
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::path::Path;
 
 use longshore_tests::{
     conformance::cluster::eventually,
-    http::{self, FLAGS},
     process::DEADLINE,
     server::{Longshored, ServerOptions},
     status::ServerStatus,
@@ -81,26 +77,6 @@ fn a_job_beyond_the_quota_is_refused_and_nothing_is_taken() {
     assert!(has(&server, &team).starts_with("identity team: 0 of 1 jobs, 0 B of"), "{}", has(&server, &team));
 }
 
-/// How the update threads divide their time by it is the engine's business, and tested there.
-#[test]
-fn a_job_has_its_owners_share_also_when_that_changes() {
-    let list = |share| {
-        let worker = identity("team", &["worker"], &["*"], &[]);
-        [worker, format!("share = {share}\n"), identity("other", &["worker"], &["*"], &[])].concat()
-    };
-    let folders = Folders::new(&list(3));
-    let server = ServerOptions::new().tls(&folders.server()).args(FLAGS).start();
-    for owner in ["team", "other"] {
-        train(3, &server, &folders.client(owner)).args(["--job", owner]).run();
-    }
-    let page = http::address(&server);
-    let share = |job: &str| http::metrics(&page)[&format!("longshore_job_share{{job=\"{job}\"}}")];
-    assert_eq!((share("team"), share("other")), (3.0, 1.0));
-    folders.list(&list(5));
-    eventually("the new share to be taken up", || (share("team") == 5.0).then_some(()));
-    assert_eq!(share("other"), 1.0);
-}
-
 #[test]
 fn who_opened_a_job_is_known_after_a_crash() {
     let root = TempDir::new().unwrap();
@@ -122,36 +98,6 @@ fn who_opened_a_job_is_known_after_a_crash() {
     train(6, &server, &team).args(nvme).args(["--job", "a"]).run();
     let (stderr, _) = train(3, &server, &team).args(nvme).args(["--job", "b"]).start().fails(DEADLINE);
     assert!(stderr.contains("quota.drives"), "{stderr}");
-}
-
-/// A job that is kept for ever by its owner's terms does not go in the moment in which its owner is renamed.
-#[test]
-fn a_renamed_identity_keeps_its_jobs_for_as_long_as_all_have() {
-    const LIMIT: Duration = Duration::from_secs(6);
-    let list = |name| {
-        let worker = identity(name, &["worker"], &["*"], &[]);
-        [identity("operator", &["operator"], &["*"], &[]), worker, "idle_limit = \"never\"\n".into()].concat()
-    };
-    let root = TempDir::new().unwrap();
-    let folders = Folders::new(&list("team"));
-    let unlisted = "does not list the owner";
-    let server =
-        ServerOptions::new().state_root(root.path()).tls(&folders.server()).args(["--idle-limit", "6s"]);
-    let server = server.allow(unlisted).start();
-    let [team, operator] = ["team", "operator"].map(|name| folders.client(name));
-    train(3, &server, &team).args(["--tier", "nvme", "--job", "a"]).run();
-    eventually("it to idle longer than others may", || {
-        let found = job(&server, &operator, "a");
-        (found.idle_seconds > LIMIT.as_secs_f64() + 2.0 && found.idle_limit_seconds.is_none()).then_some(())
-    });
-    folders.list(&list("crew"));
-    eventually("the new name", || server.process.stderr().contains(unlisted).then_some(()));
-    let found = job(&server, &operator, "a");
-    let left = found.idle_limit_seconds.expect("a limit") - found.idle_seconds;
-    assert!((1.0..=6.0).contains(&left), "{left} s left of 6");
-    let since = Instant::now();
-    eventually("its time to be over", || server.process.stderr().contains("job was evicted").then_some(()));
-    assert!(since.elapsed() > LIMIT / 2, "after {:?}", since.elapsed());
 }
 
 #[test]

@@ -176,7 +176,7 @@ class Optimizer(Stepping, Stateful, Succession):
             return
         warnings.warn(
             f"no job= was given, so this one is {self._job_name}: it stays on the servers when this process ends, and takes their memory "
-            "until `longshore delete` or their --idle-limit ends it. Give it a name, and the next run goes on with it",
+            "until `longshore delete` ends it. Give it a name, and the next run goes on with it",
             UserWarning,
             stacklevel=4,
         )

@@ -9,7 +9,7 @@ use std::{
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
     Fault, FaultKind, ServerId, Step,
-    fault::{EVICTED, ORIGIN, READS},
+    fault::{ORIGIN, READS},
 };
 use longshore_wire::{
     fault_from_status,
@@ -109,7 +109,7 @@ impl Cluster {
         let job = self.job().clone();
         match fault.kind {
             // Other things may be missing on their own, such as a checkpoint or a version.
-            FaultKind::NotFound if ["job", EVICTED].contains(&&*fault.field) && call != "DeleteJob" => {
+            FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
                 StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
             }
             FaultKind::Fenced => Fenced { server, job, fault }.into(),

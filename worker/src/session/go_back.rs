@@ -15,7 +15,7 @@ use super::{
     admin::delete_job_on,
     checkpoint::list_checkpoints,
     checkpoints::Checkpoint,
-    open::{find_awake, open_everywhere},
+    open::{find, open_everywhere},
     restore::{check_checkpoint, restore, verify_checkpoint},
 };
 use crate::{
@@ -58,7 +58,7 @@ impl Whereabouts {
 }
 
 pub(super) async fn go_back(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
-    let there = Whereabouts { progress: cluster.on_all(|server| find_awake(cluster, server)).await? };
+    let there = Whereabouts { progress: cluster.on_all(|server| find(cluster, server)).await? };
     let names = match &how.checkpoint {
         Some(name) => vec![JobName::parse("checkpoint.name", name)?.to_string()],
         None => names_newest_first(cluster).await?,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use longshore_proto::{FaultKind, LeftOut, Rank, ServerId, ShardId, Version, fault::EVICTED};
+use longshore_proto::{FaultKind, LeftOut, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
     Wire, left_outs_from_wire,
     v1::{DescribeResponse, JobProgress, OpenJobRequest, Phase},
@@ -72,19 +72,7 @@ pub(super) async fn find(cluster: &Cluster, server: ServerId) -> Result<Option<J
     match cluster.describe(server, false, cluster.options.deadline).await {
         Ok(answer) => Ok(Some(answer.progress.unwrap_or_default())),
         Err(Error::StateLost(_)) => Ok(None),
-        // It idled, and its state is on the server's drives: rank 0 opens it again, and others wait for that.
-        Err(Error::Call(failed)) if failed.fault.field == EVICTED && cluster.options.rank != Rank(0) => {
-            Ok(None)
-        }
         Err(error) => Err(error),
-    }
-}
-
-/// The same, after a job that idled was opened again.
-pub(super) async fn find_awake(cluster: &Cluster, server: ServerId) -> Result<Option<JobProgress>> {
-    match find(cluster, server).await {
-        Err(Error::Call(failed)) if failed.fault.field == EVICTED => open_on(cluster, server).await.map(Some),
-        found => found,
     }
 }
 

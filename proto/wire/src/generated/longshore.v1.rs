@@ -2582,12 +2582,6 @@ pub struct DescribeResponse {
     /// for how long nobody has trained, filled or read it
     #[prost(uint64, tag = "35")]
     pub idle_ms: u64,
-    /// after how long it is evicted; 0: never
-    #[prost(uint64, tag = "36")]
-    pub idle_limit_ms: u64,
-    /// why it stays although it has idled for longer; empty otherwise
-    #[prost(string, tag = "37")]
-    pub not_evicted: ::prost::alloc::string::String,
     /// absent until one was tried
     #[prost(message, optional, tag = "40")]
     pub checkpoints: ::core::option::Option<CheckpointStatus>,

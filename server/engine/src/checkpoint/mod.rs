@@ -37,7 +37,6 @@ use std::path::{Path, PathBuf};
 
 use longshore_proto::{Fault, JobName};
 
-pub use evicted::Evicted;
 pub use list::Listed;
 pub use manifest::{FORMAT_VERSION, Manifest};
 pub use part::{Part, PartShard};

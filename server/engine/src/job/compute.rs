@@ -20,21 +20,12 @@ pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 
 impl Compute {
     pub fn new(threads: usize, isa: Isa) -> io::Result<Compute> {
-        Ok(Compute { pool: Arc::new(ThreadPool::new(threads)?), isa, account: Account::new(1) })
+        Ok(Compute { pool: Arc::new(ThreadPool::new(threads)?), isa, account: Account::new() })
     }
 
-    /// The same threads for another job. `share` is its weight beside other jobs.
-    pub fn for_job(&self, share: u32) -> Compute {
-        Compute { pool: Arc::clone(&self.pool), isa: self.isa, account: Account::new(share) }
-    }
-
-    pub fn share(&self) -> u32 {
-        self.account.share()
-    }
-
-    /// Changes the weight.
-    pub fn set_share(&self, share: u32) {
-        self.account.set_share(share);
+    /// The same threads for another job.
+    pub fn for_job(&self) -> Compute {
+        Compute { pool: Arc::clone(&self.pool), isa: self.isa, account: Account::new() }
     }
 
     pub fn threads(&self) -> usize {

@@ -289,11 +289,6 @@ impl Job {
         self.protocol.machine().is_step_begun()
     }
 
-    /// Whether an operator or a rank has paused or resumed the job since its version was decided. No checkpoint keeps that.
-    pub fn has_standing(&self) -> bool {
-        self.protocol.machine().record().standing.is_some()
-    }
-
     /// How many exports, checkpoints and state hashes are being made.
     pub fn copies(&self) -> usize {
         self.snapshots.len()

@@ -1,13 +1,12 @@
-//! Who has had how much of the threads, so that several jobs share them by weight.
+//! Accounts of thread time, so that several jobs take turns.
 //!
-//! This is start-time fair queueing: a thread that is free takes blocks of the open call whose account has used the least time
-//! for its share. What an account does not use while it has no call it does not get back later. While there is one call
-//! alone nothing is measured.
+//! Start-time fair queueing: a free thread takes blocks of the open call whose account has used the least time. Time that an
+//! account does not use while it has no call is not given back later. While one call is alone nothing is measured.
 
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::Instant,
 };
@@ -15,28 +14,14 @@ use std::{
 /// A thread that has done so many blocks of one call looks whether another call is due. They take 0.3 ms, and a look
 /// takes the lock of all calls.
 const BATCH: u32 = 4;
-/// Into how many parts accounts divide a nanosecond, so that a single block still counts for a job with a large share.
-const UNIT: u64 = 16;
-
-/// What one job has used.
+/// The nanoseconds of thread time that one job has used.
 pub struct Account {
-    /// The time it had, in parts of a nanosecond (`UNIT`), divided by its share.
     used: AtomicU64,
-    share: AtomicU32,
 }
 
 impl Account {
-    /// An account with twice the share of another gets twice its time while both have calls.
-    pub fn new(share: u32) -> Arc<Account> {
-        Arc::new(Account { used: AtomicU64::new(0), share: AtomicU32::new(share.max(1)) })
-    }
-
-    pub fn share(&self) -> u32 {
-        self.share.load(Relaxed)
-    }
-
-    pub fn set_share(&self, share: u32) {
-        self.share.store(share.max(1), Relaxed);
+    pub fn new() -> Arc<Account> {
+        Arc::new(Account { used: AtomicU64::new(0) })
     }
 
     pub(super) fn used(&self) -> u64 {
@@ -44,7 +29,7 @@ impl Account {
     }
 
     pub(super) fn use_up(&self, nanos: u64) {
-        self.used.fetch_add(nanos.saturating_mul(UNIT) / u64::from(self.share.load(Relaxed)), Relaxed);
+        self.used.fetch_add(nanos, Relaxed);
     }
 }
 

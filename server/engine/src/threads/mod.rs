@@ -98,7 +98,7 @@ impl ThreadPool {
             stop: AtomicBool::new(false),
             queue: Queue::default(),
         });
-        let (several_nodes, anybody) = (nodes.len() > 1, Account::new(1));
+        let (several_nodes, anybody) = (nodes.len() > 1, Account::new());
         let mut pool = ThreadPool { several_nodes, shared, threads: Vec::new(), seats, anybody };
         // They start last first: each wakes the two that come after it in the tree, so it must know them.
         let mut handles: Vec<Option<Thread>> = vec![None; threads];

@@ -193,17 +193,13 @@ fn order(calls: &[&Arc<Account>], units: u64, count: usize) -> Vec<usize> {
 }
 
 #[test]
-fn jobs_get_their_shares_in_turn() {
-    let [one, other, double] = [Account::new(1), Account::new(1), Account::new(2)];
-    assert_eq!(order(&[&one, &other], 1000, 6), [0, 1, 0, 1, 0, 1]);
-    let turns = order(&[&Account::new(1), &double], 1000, 300);
-    let of_one = turns.iter().filter(|&&at| at == 0).count();
-    assert!((99..=101).contains(&of_one), "{of_one} of 300 for a third of the shares");
+fn jobs_take_turns() {
+    assert_eq!(order(&[&Account::new(), &Account::new()], 1000, 6), [0, 1, 0, 1, 0, 1]);
 }
 
 #[test]
 fn who_comes_later_is_owed_nothing_for_the_time_before() {
-    let (early, late) = (Account::new(1), Account::new(1));
+    let (early, late) = (Account::new(), Account::new());
     let queue = Queue::default();
     queue.enter(&early);
     for _ in 0..100 {
@@ -212,11 +208,11 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
     }
     queue.enter(&late);
     // It begins where the other one was when it was served last: one turn ahead, and not a hundred.
-    assert_eq!(early.used() - late.used(), 1000 * 16);
+    assert_eq!(early.used() - late.used(), 1000);
     queue.leave(&early);
     queue.leave(&late);
     // Nor is anybody owed anything once all were served.
-    let third = Account::new(1);
+    let third = Account::new();
     queue.enter(&third);
     assert_eq!(third.used(), early.used());
 }
@@ -226,7 +222,7 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
 #[test]
 fn a_thread_turns_to_another_call_before_the_first_is_done() {
     let pool = ThreadPool::new(2).unwrap();
-    let [first, second] = [Account::new(1), Account::new(1)];
+    let [first, second] = [Account::new(), Account::new()];
     let (begun, turned) = (AtomicBool::new(false), AtomicBool::new(false));
     let deadline = Instant::now() + Duration::from_secs(60);
     let until = |flag: &AtomicBool| {

@@ -1,7 +1,6 @@
 //! Where a job's state lives. The step protocol is the same on every tier, and only `factory` knows which one it is.
 
 mod contract;
-mod evicted;
 mod factory;
 mod fault;
 mod folder;

@@ -1,13 +1,13 @@
 //! The jobs that earlier processes of a server have kept in its state directories.
 
-use std::path::PathBuf;
+use std::{fs, path::PathBuf};
 
 use longshore_proto::{Fault, JobName, JobSpec, Placement, ServerId};
 
-use super::{
-    evicted,
-    folder::{FOLDER, Folder, Header, entries, headless, holds_files, name_of},
-};
+use super::folder::{FOLDER, Header, entries, headless, holds_files, name_of};
+
+/// An empty file in the folders of a job that release 0.1 had closed because the job idled.
+const CLOSED: &str = "evicted";
 
 /// A job that was found in the state directories.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,32 +19,11 @@ pub struct StoredJob {
     pub owner: Option<String>,
 }
 
-impl StoredJob {
-    /// Marks its folders as those of a job that idled and gave its memory back.
-    pub fn mark_evicted(&self, dirs: &[PathBuf]) -> Result<(), Fault> {
-        self.folders(dirs).try_for_each(|folder| evicted::mark(&folder))
-    }
-
-    /// Takes the marks away, if there are any. They must be gone before the job is opened: its workers would find it closed
-    /// after a restart, and end.
-    pub fn unmark_evicted(&self, dirs: &[PathBuf]) -> Result<(), Fault> {
-        self.folders(dirs).try_for_each(|folder| evicted::unmark(&folder))
-    }
-
-    fn folders(&self, dirs: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
-        let servers = self.placement.servers.len();
-        let folder = move |dir: &PathBuf| Folder::path(dir, &self.spec.name, self.server, servers);
-        dirs.iter().map(folder).filter(|folder| folder.is_dir())
-    }
-}
-
 /// What the state directories hold for a server that starts.
 #[derive(Default)]
 pub struct Stored {
-    /// Those that a server opens when it starts.
+    /// Jobs that a server opens when it starts.
     pub jobs: Vec<StoredJob>,
-    /// Those that were evicted: their workers open them.
-    pub evicted: Vec<StoredJob>,
     /// The jobs of which a folder cannot be read, and why. They are left alone.
     pub unreadable: Vec<(JobName, Fault)>,
 }
@@ -61,10 +40,10 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
             match Header::read(&folder) {
                 Ok(Some(Header { spec, placement, server, owner, durable: true, .. })) => {
                     let job = StoredJob { spec, placement, server, owner };
-                    let kind =
-                        if evicted::is_marked(&folder) { &mut stored.evicted } else { &mut stored.jobs };
-                    if !kind.contains(&job) {
-                        kind.push(job);
+                    // A mark that stays does no harm: nothing else reads it.
+                    let _ = fs::remove_file(folder.join(CLOSED));
+                    if !stored.jobs.contains(&job) {
+                        stored.jobs.push(job);
                     }
                 }
                 Ok(None) if holds_files(&folder).unwrap_or(true) => {

@@ -223,16 +223,12 @@ function room(status) {
   }
   const takers = status.jobs.map((job) => [job.name, job.owner ?? "–", bytes(job.memory_bytes),
     job.drive_bytes ? bytes(job.drive_bytes) : "–", job.written_bytes ? bytes(job.written_bytes) : "–"]);
-  for (const job of status.evicted) takers.push([job.name, "–", "0 B", job.drive_bytes ? bytes(job.drive_bytes) : "–", "–"]);
   const inside = takers.length ? [table(["job", "owner", "memory", "drives", "written"], takers)] : [];
   const of = ({ now, limit }, show) => (limit === null ? show(now) : `${show(now)} of ${show(limit)}`);
   if (status.identities.length) {
     inside.push(table(["identity", "jobs", "memory", "drives", "connections"], status.identities.map((one) => [one.name, of(one.jobs, String),
       of(one.memory_bytes, bytes), of(one.drive_bytes, bytes), of(one.connections, String)])));
   }
-  for (const job of status.evicted) inside.push(made("p", { class: "quiet" }, `${job.name}: ${job.reason}`));
-  const more = status.evicted_jobs - status.evicted.length;
-  if (more > 0) inside.push(made("p", { class: "quiet" }, `and ${many(more, "evicted job")} more`));
   if (inside.length) parts.push(details("room", "where memory and drives go", false, ...inside));
   return parts;
 }

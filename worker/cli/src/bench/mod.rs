@@ -6,7 +6,6 @@ mod arrays;
 mod limit;
 pub(crate) mod probe;
 mod receive;
-pub(crate) mod shares;
 pub(crate) mod step;
 pub(crate) mod storage;
 mod table;

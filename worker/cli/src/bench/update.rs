@@ -2,11 +2,11 @@
 
 mod cases;
 
-use std::{hint::black_box, sync::Arc, time::Instant};
+use std::{hint::black_box, time::Instant};
 
 use longshore_engine::{
     kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Missing, Random, Scalars, State},
-    threads::{Account, ThreadPool, available_threads},
+    threads::{ThreadPool, available_threads},
     tier::StateMut,
 };
 use longshore_proto::{Dtype, Formats, limits::RATE_ELEMENTS};
@@ -126,22 +126,6 @@ impl Shard {
             ),
         };
         blocks.map(block).collect()
-    }
-}
-
-/// One step of a job of fp32 state, in groups of shards that grow as a server's do.
-pub(super) fn step(arrays: &mut Arrays, pool: &ThreadPool, account: &Arc<Account>, update: Update) {
-    let hyper = Hyper { lr: 1e-6, weight_decay: 0.0, ..Hyper::default() };
-    let scalars = Scalars::new(update.rule, &hyper, 10, 1.0);
-    let (mut first, count) = (0, arrays.shards.len());
-    while first < count {
-        let end = (first + (1 + first / 8).min(8)).min(count);
-        let groups = arrays.shards[first..end].iter_mut().map(|shard| shard.blocks(update)).collect();
-        let block = |(gradient, mut state, image): (_, StateMut<'_>, _)| {
-            kernels::update(update.isa, &scalars, gradient, state.f32(), image, 0.0);
-        };
-        pool.groups(account, groups, block, || ());
-        first = end;
     }
 }
 

@@ -3,7 +3,7 @@
 use super::trace::TraceFlag;
 use crate::{
     access::Access,
-    bench::{self, shares, step, storage, update, wire},
+    bench::{self, step, storage, update, wire},
     output::Output,
     sizes::parse_count,
 };
@@ -21,8 +21,6 @@ pub(super) enum Bench {
     Step(Box<Traced<step::Args>>),
     /// The nvme tier beside a bare loop of the same reads and writes on the same drives
     Storage(storage::Args),
-    /// Two jobs that update without pause on one server's threads: each alone, and beside the other
-    Shares(shares::Args),
 }
 
 #[derive(clap::Args)]
@@ -81,7 +79,6 @@ impl Bench {
             Bench::Wire(args) => wire::run(&args, out),
             Bench::Step(step) => step::run(&step.args, out),
             Bench::Storage(args) => storage::run(&args, out),
-            Bench::Shares(args) => shares::run(&args, out),
         }
     }
 }

@@ -79,7 +79,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A job that has no limit and was used within this time is not called idle.
+/// A job that was used within this time is not called idle.
 const WORTH_A_WORD: Duration = Duration::from_secs(600);
 const LEFT_OUT: &str = "left out, as --no-hash says";
 
@@ -171,19 +171,12 @@ fn share_of(identity: &v1::IdentityUsage) -> String {
     )
 }
 
-/// Whose the job is, for how long nobody has used it, and when it goes. None where nothing of that is worth a line.
+/// The job's owner, and for how long it idles. None where neither is worth a line.
 fn idle(answer: &v1::DescribeResponse) -> Option<String> {
     let owner = (!answer.owner.is_empty()).then(|| format!("of {}", answer.owner));
     let idle = Duration::from_millis(answer.idle_ms);
-    let limit = Duration::from_millis(answer.idle_limit_ms);
-    let said = match (answer.not_evicted.as_str(), limit.is_zero()) {
-        ("", true) => (idle > WORTH_A_WORD).then(|| format!("unused for {}", time(idle))),
-        ("", false) => {
-            Some(format!("unused for {}, evicted in {}", time(idle), time(limit.saturating_sub(idle))))
-        }
-        (why, _) => Some(format!("unused for {}, and NOT evicted: {why}", time(idle))),
-    };
-    let said: Vec<String> = owner.into_iter().chain(said).collect();
+    let unused = (idle > WORTH_A_WORD).then(|| format!("unused for {}", time(idle)));
+    let said: Vec<String> = owner.into_iter().chain(unused).collect();
     (!said.is_empty()).then(|| said.join(", "))
 }
 

@@ -39,8 +39,6 @@ pub(super) fn object(
             "checkpoints": answer.checkpoints.as_ref().map(checkpoints),
             "owner": (!answer.owner.is_empty()).then_some(&answer.owner),
             "idle_seconds": answer.idle_ms as f64 / 1e3,
-            "idle_limit_seconds": (answer.idle_limit_ms > 0).then(|| answer.idle_limit_ms as f64 / 1e3),
-            "not_evicted": (!answer.not_evicted.is_empty()).then_some(&answer.not_evicted),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
             "steps": (last_steps > 0).then(|| steps(answer, last_steps)),
         })

@@ -1,20 +1,6 @@
-//! What the owner of jobs may have of this server, whoever keeps the list of owners.
-
-use std::time::Instant;
+//! The most that the owner of jobs may have of this server, whoever keeps the list of owners.
 
 use longshore_proto::{Fault, FaultKind};
-
-use crate::config::IdleLimit;
-
-/// What one owner may have.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Terms {
-    pub(crate) quota: Quota,
-    /// How long a job may idle. None: as long as the server says for all.
-    pub(crate) idle_limit: Option<IdleLimit>,
-    /// The weight of each of its jobs beside those of others, for the update threads; 1 if it is not said.
-    pub(crate) share: Option<u32>,
-}
 
 /// The most that an owner may have at once. None: as much as there is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,11 +29,8 @@ pub(crate) struct Listed {
 
 /// The list of owners as it is now.
 pub(crate) trait Owners: Send + Sync {
-    /// An owner's terms; the default ones where the owner is not on the list any more.
-    fn terms(&self, owner: &str) -> Terms;
-
-    /// Since when the owner is not on the list. None for one who is.
-    fn unlisted(&self, owner: &str) -> Option<Instant>;
+    /// An owner's quota. An owner who is not on the list any more has no limit.
+    fn quota(&self, owner: &str) -> Quota;
 
     fn list(&self) -> Vec<Listed>;
 }
