@@ -49,7 +49,9 @@ def shard(model: nn.Module, optimizer: optim.Optimizer, settings: Config) -> Non
         return
     given = dict(settings.shard)
     if "device" not in given and torch.accelerator.is_available():
-        given["device"] = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        given["device"] = torch.device(accelerator.type, torch.accelerator.current_device_index())
     live = given.pop("live", None)
     if "budget" not in given:
         largest = max((p for p in model.parameters()), key=lambda p: p.element_size())
@@ -62,7 +64,7 @@ def shard(model: nn.Module, optimizer: optim.Optimizer, settings: Config) -> Non
 def loader(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
     """Micro-batches of a dataset, each rank's own."""
     rank, world_size = optimizer.rank
-    sampler = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
+    sampler: Any = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
     return torch.utils.data.DataLoader(
         data,
         settings.micro_batch,

@@ -46,6 +46,11 @@ class Settings(Options):
         frozen_from: the first of the frozen parameters; None without any.
     """
 
+    servers: list[str]
+    job: str
+    rank: int
+    world_size: int
+    shard_elements: int
     params: list[tuple[str, list[int], int]]
     groups: list[str]
     rule: str

@@ -76,4 +76,4 @@ def is_in_units(model: Any) -> bool:
 
 def _digest(tensor: Tensor) -> bytes:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy()).digest()
+    return hashlib.blake2b(memoryview(flat.numpy())).digest()
