@@ -123,3 +123,24 @@ fn tensors_that_do_not_fit_are_named_and_nothing_is_opened() {
     assert!(unlike.stderr.contains("no job \"new\""), "{unlike:?}");
     assert_eq!(status::status(&addresses).len(), 1, "nothing was opened");
 }
+
+#[test]
+fn files_of_torch_and_deepspeed_are_refused_with_the_way_through_python() {
+    let folder = TempDir::new().unwrap();
+    let server = ServerOptions::new().start();
+    let addresses = [server.address().to_string()];
+    let (model, pickled, universal) =
+        (folder.path().join("model"), folder.path().join("last.pt"), folder.path().join("universal"));
+    fs::create_dir_all(universal.join("step5/zero")).unwrap();
+    fs::write(universal.join("latest_universal"), "step5").unwrap();
+    for (from, flags, code, remedy) in [
+        (&pickled, [].as_slice(), 1, "safetensors.torch as s; s.save_file(torch.load("),
+        (&universal, &[], 1, "longshore.checkpoint.load_deepspeed(optimizer, folder)"),
+        (&universal.join("step5"), &[], 1, "longshore.checkpoint.load_deepspeed(optimizer, folder)"),
+        (&model, &["--optimizer", "adamw.pt"], 2, "optimizer.load_state_dict(torch.load(FILE))"),
+        (&model, &["--step", "5"], 2, "pass step= to longshore.checkpoint.load_deepspeed(optimizer, FOLDER)"),
+    ] {
+        let output = import(&addresses, from, &[&["--job", "new"], flags].concat());
+        assert!(output.code == code && output.stderr.contains(remedy), "{flags:?}: {output:?}");
+    }
+}

@@ -19,7 +19,6 @@ mod servers;
 mod sizes;
 mod tls;
 mod top;
-mod torch;
 pub mod train;
 mod wrong_use;
 

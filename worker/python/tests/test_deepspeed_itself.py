@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_rank import LATER, RATES, STEPS, Net, config, net
-from test_import_command import run as import_job
 from test_ranks import run
 
 import longshore
@@ -163,24 +162,6 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
             losses[-1].append(loss.item())
     check_close(losses, found[way], way)
     engine.destroy()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_command_imports_what_deepspeed_has_written(theirs: tuple[Path, int, Found], servers: str, way: str) -> None:
-    """In stages 1 and 2 the frozen layer as well."""
-    folder, _, found = theirs
-    options: dict[str, Any] = {**RATES, "servers": servers, "frozen": "leave" if "3" in way else "keep"}
-    known = longshore.AdamW(model_of(way).named_parameters(), job="known", **options)
-    known.open()
-    known.close()
-    done = import_job(servers, "--ignore-extra", "--from", str(folder / f"{way}-universal"))
-    assert done.returncode == 0, done.stderr
-    model = model_of(way)
-    if "3" not in way:
-        torch.nn.init.zeros_(model.base.weight)
-    optimizer = longshore.AdamW(model.named_parameters(), job="new", **options)
-    check_same_bits(states(optimizer, model), found[way][0]["state"], STEPS)
-    assert torch.equal(model.base.weight, model_of(way).base.weight)
 
 
 #: Compiles DeepSpeedCPUAdam, or finds it compiled. One process at a time does so. A file "lock" is then of one that was ended, and

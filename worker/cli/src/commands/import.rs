@@ -1,4 +1,4 @@
-//! `longshore import`: a new job's weights, and an optimizer's state, from files that other programs wrote.
+//! `longshore import`: a new job's weights from safetensors that other programs wrote.
 
 use std::path::PathBuf;
 
@@ -18,16 +18,9 @@ pub(super) struct Args {
     /// The job whose parameters and settings the new job gets; its own weights stay
     #[arg(long, value_name = "JOB")]
     like: Option<String>,
-    /// Weights: a safetensors file, its index, or a folder with one of them; or a file of torch.save. Or a universal checkpoint of
-    /// DeepSpeed, with the optimizer's state
+    /// Weights: a safetensors file, its index, or a folder with one of them
     #[arg(long, value_name = "PATH")]
     from: PathBuf,
-    /// A file of torch.save with the optimizer's state_dict(), by itself or in a checkpoint: moments and step counts
-    #[arg(long, value_name = "FILE")]
-    optimizer: Option<PathBuf>,
-    /// How many updates made a universal checkpoint of ZeRO-3 that does not say it
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
-    step: Option<u64>,
     /// Leave tensors alone that are no parameter of the job, such as buffers
     #[arg(long)]
     ignore_extra: bool,
@@ -38,8 +31,6 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         job: args.job.clone(),
         like: args.like.clone(),
         from: args.from.clone(),
-        optimizer: args.optimizer.clone(),
-        step: args.step,
         ignore_extra: args.ignore_extra,
         servers: args.servers.servers.clone(),
         access: args.servers.access.clone(),
@@ -50,16 +41,13 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let seconds = begun.elapsed().as_secs_f64();
     if out.is_json() {
         let said = json!({
-            "job": args.job, "params": imported.params, "elements": imported.elements, "applied": imported.applied,
-            "seconds": seconds,
+            "job": args.job, "params": imported.params, "elements": imported.elements, "seconds": seconds,
         });
         say!("{said}");
         return Ok(());
     }
-    let state =
-        imported.applied.map_or(String::new(), |applied| format!(" and their state after {applied} updates"));
     say!(
-        "job {}: {} parameters, {} of fp32 weights{state} from {}, {:.1} s",
+        "job {}: {} parameters, {} of fp32 weights from {}, {:.1} s",
         args.job,
         imported.params,
         human(4 * imported.elements),

@@ -40,11 +40,23 @@ Exit codes:
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 /// Flags of earlier releases, and what to do instead. Rows stay for one release.
-pub const RETIRED: [Retired; 5] = [
+pub const RETIRED: [Retired; 8] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
+    (
+        "format",
+        "leave it out for safetensors, or call longshore.checkpoint.save_deepspeed(optimizer, FOLDER) in Python",
+    ),
+    (
+        "optimizer",
+        "call optimizer.load_state_dict(torch.load(FILE)) or longshore.checkpoint.save_torch(optimizer, FILE) in Python",
+    ),
     ("otlp", "write one process's stages with --trace FILE, and scrape the metrics of `longshored --http`"),
     ("stage", "train a model larger than the device with longshore.shard in PyTorch"),
+    (
+        "step",
+        "count with --steps in `train`, and pass step= to longshore.checkpoint.load_deepspeed(optimizer, FOLDER) in Python",
+    ),
     ("tensorboard", "print the losses with --plot, or write the events of --json with the tool you use"),
 ];
 

@@ -5,7 +5,6 @@ use std::{
     fs::{self, File, OpenOptions},
     ops::Range,
     os::unix::fs::FileExt,
-    path::Path,
 };
 
 use longshore_proto::{Dtype, Fault, FaultKind, JobSpec, Layout};
@@ -147,15 +146,6 @@ impl Files {
 
     pub(super) fn names(&self) -> &[String] {
         &self.names
-    }
-
-    /// Where the files are until they are published.
-    pub(super) fn folder(&self) -> &Path {
-        self.draft.path()
-    }
-
-    pub(super) fn dtype(&self) -> Dtype {
-        self.dtype
     }
 
     /// Writes the values of flat elements from `at`.

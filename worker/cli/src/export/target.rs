@@ -9,10 +9,8 @@ use std::{
 use longshore_proto::{Fault, FaultKind};
 use rustix::fs::{CWD, RenameFlags};
 
-/// What weights in several files have beside them.
+/// The index beside weights in several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
-/// What an export with the optimizer's state has beside the weights.
-pub(super) const OPTIMIZER: &str = "optimizer.pt";
 
 /// Where an export goes.
 pub(super) struct Target {
@@ -126,5 +124,5 @@ impl Target {
 }
 
 fn is_exported(name: &str) -> bool {
-    name == INDEX || name == OPTIMIZER || name.starts_with("model") && name.ends_with(".safetensors")
+    name == INDEX || name.starts_with("model") && name.ends_with(".safetensors")
 }

@@ -1,16 +1,13 @@
-//! A new job's weights, and an optimizer's moments and step counts, from files of other programs, before any trainer runs. Memory
-//! is bounded by the chunks under way.
+//! A new job's weights from safetensors of other programs, before any trainer runs. Memory is bounded by the chunks under way.
 
 mod found;
 mod safetensors;
 mod tensors;
-mod torch;
-mod universal;
 
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use longshore_proto::{Dtype, Fault, FaultKind, Initialisation, JobName, JobSpec, LeftOut, Rank, StateArray};
+use longshore_proto::{Dtype, Fault, FaultKind, JobName, JobSpec, Rank, StateArray};
 use longshore_wire::{
     Wire,
     v1::{self, Phase},
@@ -18,7 +15,7 @@ use longshore_wire::{
 use longshore_worker::{Filling, Options, Session, session::whole};
 
 use self::{
-    found::{Found, invalid},
+    found::{Found, Weights},
     tensors::Files,
 };
 use crate::{
@@ -26,7 +23,6 @@ use crate::{
     output::Output,
     progress::Progress,
     servers::{PROMPTLY, Servers},
-    torch::moments,
 };
 
 pub(crate) struct Settings {
@@ -36,10 +32,6 @@ pub(crate) struct Settings {
     /// The job whose parameters and settings a new job has. Without it the job is open already, and waits for weights.
     pub(crate) like: Option<String>,
     pub(crate) from: PathBuf,
-    /// The state of a torch optimizer that goes with the weights.
-    pub(crate) optimizer: Option<PathBuf>,
-    /// How many updates made the state, where no file says it.
-    pub(crate) step: Option<u64>,
     /// Leave tensors alone that are no parameter of the job.
     pub(crate) ignore_extra: bool,
 }
@@ -47,46 +39,38 @@ pub(crate) struct Settings {
 pub(crate) struct Imported {
     pub(crate) params: usize,
     pub(crate) elements: u64,
-    /// How many updates made the state; None where there are weights alone.
-    pub(crate) applied: Option<u64>,
 }
 
 /// Fills the job on all servers. An import that was cut off goes on where it is asked for again.
 pub(crate) fn run(servers: &mut Servers, settings: &Settings, out: Output) -> anyhow::Result<Imported> {
+    check_kind(&settings.from)?;
     let spec = spec(servers, settings)?;
     let layout = spec.validate()?;
-    let filling = find(settings)?.filling(&spec, &layout, settings.ignore_extra)?;
+    let mut files = Files::default();
+    let weights = safetensors::weights(&settings.from, &mut files)?;
+    let found = Found { from: settings.from.clone(), files, weights };
+    let filling = found.filling(&spec, settings.ignore_extra)?;
     let elements =
         (0..spec.params.len()).map(|param| layout.param_range(param)).map(|place| place.end - place.start);
-    let (params, applied) = (spec.params.len(), filling.applied());
-    let imported = Imported { params, elements: elements.sum(), applied };
+    let imported = Imported { params: spec.params.len(), elements: elements.sum() };
     let options = Options::new(settings.servers.clone(), spec, Rank(0));
     let mut session = Session::connect(settings.access.of(options))?;
-    let arrays = if applied.is_some() { 1 + moments(session.spec().rule).len() as u64 } else { 1 };
-    let bytes = imported.elements * arrays * Dtype::F32.bytes();
+    let bytes = imported.elements * Dtype::F32.bytes();
     let filling = Shown { filling: &filling, progress: Progress::bytes("importing", bytes, out) };
     session.start_from(&filling)?;
     session.leave()?;
     Ok(imported)
 }
 
-/// A filling that moves a bar.
+/// Weights whose upload moves a bar.
 struct Shown<'a> {
-    filling: &'a dyn Filling,
+    filling: &'a Weights,
     progress: Progress,
 }
 
 impl Filling for Shown<'_> {
     fn applied(&self) -> Option<u64> {
         self.filling.applied()
-    }
-
-    fn left_out(&self) -> &[LeftOut] {
-        self.filling.left_out()
-    }
-
-    fn initialisation(&self) -> Option<&Initialisation> {
-        self.filling.initialisation()
     }
 
     fn write(
@@ -101,40 +85,30 @@ impl Filling for Shown<'_> {
     }
 }
 
-/// What the files have, whoever wrote them.
-fn find(settings: &Settings) -> anyhow::Result<Found> {
-    let (from, optimizer) = (settings.from.as_path(), settings.optimizer.as_deref());
-    if let Some(zero) = universal::folder(from) {
-        if let Some(optimizer) = optimizer {
-            let remedy = "leave it out: a universal checkpoint has the optimizer's state";
-            return Err(invalid("--optimizer", optimizer.display(), "absent", remedy));
-        }
-        return universal::read(&zero, settings.step);
+/// Refuses files of torch.save, by their names, and DeepSpeed's universal checkpoints.
+fn check_kind(from: &Path) -> Result<(), Fault> {
+    let extension = from.extension().and_then(|extension| extension.to_str());
+    let value = from.display();
+    if matches!(extension, Some("pt" | "pth" | "bin" | "ckpt")) {
+        let remedy = format!(
+            "convert the weights: python -c 'import torch, safetensors.torch as s; s.save_file(torch.load(\"{value}\", \
+             weights_only=True), \"model.safetensors\")'"
+        );
+        return Err(Fault::invalid("--from", value, "safetensors", remedy));
     }
-    if let Some(step) = settings.step {
-        return Err(invalid(
-            "--step",
-            step,
-            "absent",
-            "leave it out: it is for DeepSpeed's universal checkpoints",
+    if from.join("zero").is_dir() || from.join("latest_universal").is_file() {
+        let remedy = "call longshore.checkpoint.load_deepspeed(optimizer, folder) in the trainer, before its first step";
+        return Err(Fault::invalid(
+            "--from",
+            format!("{value}, a universal checkpoint"),
+            "safetensors",
+            remedy,
         ));
     }
-    let mut files = Files::new();
-    let weights = match is_torch(from) {
-        true => torch::weights(from, &mut files)?,
-        false => safetensors::weights(from, &mut files)?,
-    };
-    let state = optimizer.map(|path| torch::state(path, &mut files)).transpose()?;
-    Ok(Found { from: from.to_path_buf(), files, weights, state })
+    Ok(())
 }
 
-/// Whether torch.save wrote it, by its name.
-fn is_torch(path: &Path) -> bool {
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    matches!(extension, Some("pt" | "pth" | "bin" | "ckpt"))
-}
-
-/// What the job is, if it may be filled.
+/// The spec of the job, if it may be filled.
 fn spec(servers: &mut Servers, settings: &Settings) -> anyhow::Result<JobSpec> {
     let known = settings.like.as_ref().unwrap_or(&settings.job);
     servers.check_job(known)?;

@@ -28,7 +28,9 @@ pub(super) fn weights(from: &Path, files: &mut Files) -> anyhow::Result<BTreeMap
 
 fn add(path: &Path, files: &mut Files, found: &mut BTreeMap<String, Tensor>) -> anyhow::Result<()> {
     let (header_bytes, metadata): (u64, Metadata) = safetensors_header(path)?;
-    let (file, length) = (files.add(path), File::open(path)?.metadata()?.len());
+    let open = File::open(path)?;
+    let length = open.metadata()?.len();
+    let file = files.add(path, open);
     for (name, info) in metadata.tensors() {
         let (start, end) = info.data_offsets;
         let end = header_bytes + end as u64;

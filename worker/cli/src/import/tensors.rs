@@ -1,10 +1,8 @@
-//! Tensors that lie in files: where the values of each one are, and what they are as fp32.
+//! Tensors that lie in files: where the values of each one are, and how they are read as fp32.
 
 use std::{
     cell::RefCell,
-    collections::VecDeque,
     fs::File,
-    io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -12,14 +10,11 @@ use std::{
 use longshore_proto::{Dtype, Fault, FaultKind};
 use longshore_worker::convert;
 
-/// How many files are open at a time: a parameter of a universal checkpoint has four.
-const OPEN_FILES: usize = 8;
-
-/// What a tensor's values are.
+/// The type of a tensor's values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Float(Dtype),
-    /// What no weights are kept in, in the file's own words.
+    /// A type that weights are not kept in, in the file's own words.
     Other(String),
 }
 
@@ -32,7 +27,7 @@ pub(super) struct Tensor {
     pub(super) kind: Kind,
 }
 
-/// Where the values of a tensor are that fits.
+/// The values of a tensor that fits a parameter.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) file: usize,
@@ -40,22 +35,19 @@ pub(super) struct Place {
     pub(super) dtype: Dtype,
 }
 
-/// Files, of which a few are open.
+/// The open files of a model's tensors.
+#[derive(Default)]
 pub(super) struct Files {
-    paths: Vec<PathBuf>,
-    open: RefCell<VecDeque<(usize, File)>>,
+    files: Vec<(PathBuf, File)>,
     /// Bytes of a chunk as the file has them, and as fp32.
     buffer: RefCell<(Vec<u8>, Vec<f32>)>,
 }
 
 impl Files {
-    pub(super) fn new() -> Files {
-        Files { paths: Vec::new(), open: RefCell::default(), buffer: RefCell::default() }
-    }
-
-    pub(super) fn add(&mut self, path: &Path) -> usize {
-        self.paths.push(path.to_path_buf());
-        self.paths.len() - 1
+    /// Returns the file's number.
+    pub(super) fn add(&mut self, path: &Path, file: File) -> usize {
+        self.files.push((path.to_path_buf(), file));
+        self.files.len() - 1
     }
 
     /// Writes values, from the place's element `at` on, as fp32.
@@ -76,21 +68,11 @@ impl Files {
         Ok(())
     }
 
-    pub(super) fn read(&self, file: usize, start: u64, target: &mut [u8]) -> Result<(), Fault> {
-        let path = &self.paths[file];
-        let failed = |error: io::Error| {
+    fn read(&self, file: usize, start: u64, target: &mut [u8]) -> Result<(), Fault> {
+        let (path, file) = &self.files[file];
+        file.read_exact_at(target, start).map_err(|error| {
             let (value, limit) = (format!("{}: {error}", path.display()), "readable");
             Fault::new(FaultKind::Precondition, "from", value, limit, "look at the drive, and import again")
-        };
-        let mut open = self.open.borrow_mut();
-        let found = match open.iter().position(|(known, _)| *known == file) {
-            Some(found) => found,
-            None => {
-                open.truncate(OPEN_FILES - 1);
-                open.push_front((file, File::open(path).map_err(failed)?));
-                0
-            }
-        };
-        open[found].1.read_exact_at(target, start).map_err(failed)
+        })
     }
 }

@@ -154,11 +154,8 @@ impl<'a> Keeper<'a> {
         let settings = export::Settings {
             job: self.settings.job.to_string(),
             out: dir,
-            format: export::Format::Safetensors {
-                dtype: self.settings.export_dtype,
-                max_file_bytes: export::MAX_FILE_BYTES,
-                optimizer: false,
-            },
+            dtype: self.settings.export_dtype,
+            max_file_bytes: export::MAX_FILE_BYTES,
             deadline: self.settings.deadline,
             replace: true,
             shown: Output::new(self.settings.json),
