@@ -88,8 +88,9 @@ pub const HANDSHAKE_BYTES: usize = 112 * 1024;
 /// The most that one end's certificates may have. The other end keeps them with the keys for as long as the connection lasts. A chain
 /// of three certificates with RSA keys of 4096 bits has 6 KiB.
 pub const MOST_CHAIN_BYTES: usize = 12 * 1024;
-/// What TLS costs a connection beside [`IDLE_CONNECTION_BYTES`]: 64 KiB of records that have come, 129 of records on their way
-/// out, [`MOST_CHAIN_BYTES`], and the keys. Both buffers begin small, and grow only with what is read or sent at once.
+/// Cost of TLS for a connection, beside [`IDLE_CONNECTION_BYTES`]. rustls buffers 32 KiB of records that have come, 18 KiB of opened data,
+/// and 64 KiB of records on their way out, which take up to 136 where each record is small. [`MOST_CHAIN_BYTES`] and the keys are the
+/// rest.
 pub const TLS_CONNECTION_BYTES: usize = 208 * 1024;
 /// How much more strangers can make a server hold that speaks TLS.
 pub const STRANGERS_TLS_BYTES: usize =

@@ -9,19 +9,16 @@ use std::{
 
 use http::HeaderValue;
 use longshore_proto::{Fault, FaultKind};
-use rustls::{
-    ClientConfig, client::UnbufferedClientConnection, crypto::ring, pki_types::ServerName, version::TLS13,
-};
+use rustls::{ClientConfig, crypto::ring, pki_types::ServerName, version::TLS13};
 use tokio::net::TcpStream;
+use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
     expiry,
     files::{self, CA, CLIENT_CERTIFICATE, CLIENT_KEY, TOKEN},
-    handshake::{Shaken, refused, shake},
     refusal::DialError,
     secured::{ALPN, Secured},
 };
-use crate::direct::Socket;
 
 /// What a client shows, and what it asks of servers. Clones are the same; each dial reads the folder anew, so that a
 /// certificate or a token that was replaced is taken up by the next connection.
@@ -81,7 +78,7 @@ impl Credentials {
     /// # Errors
     /// Where the connection broke, or one end does not trust the other.
     pub async fn connect(&self, socket: TcpStream, host: &str) -> Result<Secured, DialError> {
-        let shaken = async { Secured::new(self.shake(socket, host).await?, None)?.greeted().await };
+        let shaken = async { Secured::new(self.shake(socket, host).await?.into(), None)?.greeted().await };
         shaken.await.map_err(|error| DialError::of_handshake(error, host))
     }
 
@@ -90,11 +87,12 @@ impl Credentials {
     /// # Errors
     /// As `connect`.
     pub async fn expiry_of(&self, socket: TcpStream, host: &str) -> Result<Option<SystemTime>, DialError> {
-        let shaken = self.shake(socket, host).await.map_err(|error| DialError::of_handshake(error, host))?;
-        Ok(shaken.chain.first().and_then(expiry::of))
+        let stream = self.shake(socket, host).await.map_err(|error| DialError::of_handshake(error, host))?;
+        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
+        Ok(chain.first().and_then(expiry::of))
     }
 
-    pub(super) async fn shake<S: Socket>(&self, socket: S, host: &str) -> io::Result<Shaken<S>> {
+    async fn shake(&self, socket: TcpStream, host: &str) -> io::Result<TlsStream<TcpStream>> {
         match Client::read(&self.dir, self.token.as_deref()) {
             Ok(newest) => *self.now.lock().unwrap_or_else(PoisonError::into_inner) = newest,
             // Files that are just being replaced.
@@ -103,8 +101,7 @@ impl Credentials {
         let config = self.now.lock().unwrap_or_else(PoisonError::into_inner).config.clone();
         let wrong = |error| io::Error::new(io::ErrorKind::InvalidInput, format!("{host}: {error}"));
         let name = ServerName::try_from(host.to_string()).map_err(wrong)?;
-        let end = UnbufferedClientConnection::new(config, name).map_err(refused)?;
-        shake(end, socket).await
+        TlsConnector::from(config).connect(name, socket).await
     }
 }
 
@@ -140,8 +137,6 @@ impl Client {
         };
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.resumption = rustls::client::Resumption::disabled();
-        // The keys go from rustls' handshake to the stream.
-        config.enable_secret_extraction = true;
         Ok(Client { config: Arc::new(config), bearer, expires })
     }
 }

@@ -1,4 +1,5 @@
-//! TLS below HTTP/2: both ends' configurations, made from the files of a folder, and the socket. `pages` has it below HTTP/1.1.
+//! TLS below HTTP/2, by tokio-rustls: both ends' configurations, made from the files of a folder, and the socket. `pages` has it
+//! below HTTP/1.1.
 //!
 //! TLS 1.3 alone. Longshore's own two ends have it, and so has every stock gRPC client since 2019. With it there is no
 //! cipher suite to choose wrongly, and the code of older versions is not even compiled in. No session is resumed, so that
@@ -7,18 +8,10 @@
 mod client;
 mod expiry;
 mod files;
-#[cfg(fuzzing)]
-pub mod fuzzing;
-mod handshake;
-mod incoming;
-mod keys;
-mod messages;
-mod outgoing;
 mod pages;
 mod refusal;
 mod secured;
 mod server;
-mod stream;
 #[cfg(test)]
 mod tests;
 

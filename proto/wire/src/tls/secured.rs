@@ -1,23 +1,25 @@
 //! The socket of a connection that has shaken hands.
 
 use std::{
-    future::poll_fn,
-    io::{self, IoSlice, IoSliceMut},
+    io::{self, IoSlice},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
     time::SystemTime,
 };
 
+use longshore_proto::limits::MOST_CHAIN_BYTES;
+use rustls::{Error, InvalidMessage};
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncBufReadExt, AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
 };
+use tokio_rustls::TlsStream;
 
-use super::{handshake::Shaken, stream::Stream};
+use super::files::length;
 use crate::direct::Socket;
 
-/// What both ends say that they speak: HTTP/2.
+/// The protocol that both ends name: HTTP/2.
 pub(super) const ALPN: &[u8] = b"h2";
 
 /// What the other end has proved by a certificate.
@@ -28,31 +30,35 @@ pub(super) struct Shown {
     pub(super) expires: Option<SystemTime>,
 }
 
-/// TCP with TLS. Its [`Socket`] copies what was opened straight to the payload's place. One task has to poll both directions: a read
-/// also sends what waits, and takes over its waker.
+/// TCP with TLS.
 #[derive(Debug)]
 pub struct Secured {
-    stream: Stream<TcpStream>,
+    stream: TlsStream<TcpStream>,
     shown: Option<Shown>,
 }
 
 impl Secured {
     /// # Errors
-    /// Where the other end has not said that it speaks HTTP/2.
-    pub(super) fn new(shaken: Shaken<TcpStream>, shown: Option<Shown>) -> io::Result<Secured> {
-        if shaken.protocol.as_deref() != Some(ALPN) {
+    /// Where the other end has not said that it speaks HTTP/2, or its certificates are too long to keep.
+    pub(super) fn new(stream: TlsStream<TcpStream>, shown: Option<Shown>) -> io::Result<Secured> {
+        let (_, end) = stream.get_ref();
+        if end.alpn_protocol() != Some(ALPN) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "the other end did not ask for HTTP/2 (ALPN h2)",
             ));
         }
-        Ok(Secured { stream: shaken.stream, shown })
+        if length(end.peer_certificates().unwrap_or_default()) > MOST_CHAIN_BYTES {
+            let error = Error::from(InvalidMessage::CertificatePayloadTooLarge);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+        }
+        Ok(Secured { stream, shown })
     }
 
     /// Waits for the server's first bytes. With TLS 1.3 a client has shaken hands before the server has seen its
     /// certificate; a server that refuses it says so instead of these.
     pub(super) async fn greeted(mut self) -> io::Result<Secured> {
-        if !poll_fn(|context| self.stream.poll_data(context)).await? {
+        if self.stream.fill_buf().await?.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         Ok(self)
@@ -60,14 +66,6 @@ impl Secured {
 }
 
 impl Socket for Secured {
-    fn poll_read_into(
-        &mut self,
-        context: &mut Context<'_>,
-        places: &mut [IoSliceMut<'_>],
-    ) -> Poll<io::Result<usize>> {
-        self.stream.poll_read_into(context, places)
-    }
-
     fn certificate(&self) -> Option<Arc<str>> {
         self.shown.as_ref().map(|shown| Arc::clone(&shown.name))
     }
@@ -77,7 +75,7 @@ impl Socket for Secured {
     }
 
     fn size_buffers(&self) {
-        self.stream.size_buffers();
+        self.stream.get_ref().0.size_buffers();
     }
 }
 

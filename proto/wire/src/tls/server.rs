@@ -7,19 +7,17 @@ use rustls::{
     ServerConfig,
     crypto::ring,
     pki_types::CertificateDer,
-    server::{NoServerSessionStorage, UnbufferedServerConnection, WebPkiClientVerifier},
+    server::{NoServerSessionStorage, WebPkiClientVerifier},
     version::TLS13,
 };
 use tokio::net::TcpStream;
+use tokio_rustls::TlsAcceptor;
 
 use super::{
     expiry,
     files::{self, CA, SERVER_CERTIFICATE, SERVER_KEY},
-    handshake::{Shaken, refused, shake},
     secured::{ALPN, Secured, Shown},
 };
-use crate::direct::Socket;
-
 /// Whether clients must show a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Certificates {
@@ -31,17 +29,15 @@ pub enum Certificates {
 /// What a server shows, and what it asks of clients. A clone is cheap.
 #[derive(Clone)]
 pub struct Server {
-    config: Arc<ServerConfig>,
+    acceptor: TlsAcceptor,
 }
 
 impl Server {
     /// # Errors
     /// Where a file of the folder is missing or cannot be used.
     pub fn read(dir: &Path, certificates: Certificates) -> Result<Server, Fault> {
-        let mut config = config(dir, certificates, ALPN)?;
-        // The keys go from rustls' handshake to the stream.
-        config.enable_secret_extraction = true;
-        Ok(Server { config: Arc::new(config) })
+        let config = config(dir, certificates, ALPN)?;
+        Ok(Server { acceptor: Arc::new(config).into() })
     }
 
     /// Shakes hands with a client. It has no deadline of its own.
@@ -49,14 +45,9 @@ impl Server {
     /// # Errors
     /// Where the client leaves, speaks otherwise, or shows a certificate that is not accepted.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<Secured> {
-        let shaken = self.shake(socket).await?;
-        let shown = shown(&shaken.chain);
-        Secured::new(shaken, shown)
-    }
-
-    pub(super) async fn shake<S: Socket>(&self, socket: S) -> io::Result<Shaken<S>> {
-        let end = UnbufferedServerConnection::new(Arc::clone(&self.config)).map_err(refused)?;
-        shake(end, socket).await
+        let stream = self.acceptor.accept(socket).await?;
+        let shown = shown(stream.get_ref().1.peer_certificates().unwrap_or_default());
+        Secured::new(stream.into(), shown)
     }
 }
 
