@@ -17,7 +17,6 @@ pub mod skip;
 pub mod soak;
 pub mod status;
 pub mod stock;
-pub mod structure;
 pub mod terminal;
 pub mod tls;
 pub mod train;
