@@ -16,8 +16,8 @@ STREAMING = ("scatter", "fsdp")
 Found = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank found: in one go, and in streaming mode, where a job is left and gone on with by a model of other weights."""
     with several(2, "1GiB") as servers:
         options: dict[str, Any] = {"servers": servers, "max_grad_norm": CLIP}
@@ -26,7 +26,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             parted = {**options, "job": f"parted-{way}", "streaming": True}
             runs[f"{way} first"] = (way, {**parted, "steps": STEPS // 2})
             runs[f"{way} then"] = (way, {**parted, "model_seed": 1})
-        found = run(tmp_path_factory.mktemp("ranks"), list(runs.values()), request.param, "frozen_rank.py")
+        found = run(tmp_path_factory.mktemp("ranks"), list(runs.values()), program="frozen_rank.py")
     return dict(zip(runs, found, strict=True))
 
 

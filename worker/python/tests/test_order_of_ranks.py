@@ -1,6 +1,7 @@
 """What ranks gather and reduce on devices is right under any legal order of the devices' work, and each wait is needed for it. order_rank.py
 is what a rank does."""
 
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from conftest import several
 from test_ranks import run
 
 RANKS = 2
-SEEDS = range(4)
+#: Soak tests draw more orders.
+SEEDS = range(4 if os.environ.get("LONGSHORE_SOAK") else 3)
 #: Those by which only what is needed is done, and all else before it.
 PLAIN = (0, 1)
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}

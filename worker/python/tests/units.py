@@ -62,7 +62,7 @@ class Deep(nn.Module):
 class Transformer(nn.Module):
     """Many equal blocks of a Llama, embeddings not tied."""
 
-    def __init__(self, depth: int = 32, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
+    def __init__(self, depth: int = 16, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
         super().__init__()
         self.words = words
         self.embed = nn.Embedding(words, width)
@@ -118,12 +118,14 @@ class Accountant(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             gradients += [tensor for made in self._made if (tensor := made()) is not None]
-            held = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*self.parameters, *gradients]}.values())
+            storages = [tensor.untyped_storage() for tensor in [*self.parameters, *gradients]]
+            held = sum({storage.data_ptr(): size for storage in storages if (size := storage.nbytes())}.values())
         self.most = max(self.most, held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._count()
+        if not func.is_view:  # a view allocates nothing, and the operation that reads it is counted
+            self._count()
         return result
 
     def check(self, budget: int) -> None:
