@@ -28,8 +28,8 @@ def environment() -> Iterator[None]:
 @pytest.fixture
 def servers() -> Iterator[str]:
     """The address of a server that is a process of its own."""
-    with several(1) as addresses:
-        yield addresses
+    with running() as address:
+        yield address
 
 
 @pytest.fixture
@@ -41,13 +41,19 @@ def two_servers() -> Iterator[str]:
 
 @contextlib.contextmanager
 def several(number: int, memory: str = "256MiB") -> Iterator[str]:
-    started = [serve(memory=memory) for _ in range(number)]
+    with contextlib.ExitStack() as stack:
+        yield ",".join(stack.enter_context(running(memory=memory)) for _ in range(number))
+
+
+@contextlib.contextmanager
+def running(*flags: str, memory: str = "256MiB") -> Iterator[str]:
+    """The address of a server that ends with the block."""
+    process, address = serve(*flags, memory=memory)
     try:
-        yield ",".join(address for _, address in started)
+        yield address
     finally:
-        for process, _ in started:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def serve(*flags: str, listen: str = "127.0.0.1:0", memory: str = "256MiB") -> tuple[subprocess.Popen[str], str]:

@@ -5,10 +5,11 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 from conftest import ended_after
+from forked import Forked
 from torch.distributed import TCPStore
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -33,8 +34,8 @@ def random_step(first: int, last: int) -> int:
 
 def start(name: str, call: str, **environment: str) -> subprocess.Popen[str]:
     """Runs ``main(...)`` of an example in a process of its own."""
-    code = f"import sys, torch; torch.set_num_threads(1); sys.path.insert(0, {str(EXAMPLES)!r}); import {name}; {name}.main({call})"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    code = f"import torch, {name}; torch.set_num_threads(1); {name}.main({call})"
+    return Forked(code, environment={**os.environ, **environment}, imports=[name], stdout=subprocess.PIPE)
 
 
 def kill_at(step: int, *processes: subprocess.Popen[str]) -> dict[int, float]:
@@ -68,3 +69,13 @@ def ranks(number: int) -> list[dict[str, str]]:
     STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(STORES[-1].port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return [{**place, "WORLD_SIZE": str(number), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+
+
+def run_ranks(number: int, code: str, imports: Sequence[str] = (), **environment: str) -> list[str]:
+    """The standard outputs of ranks that run this code, once all have ended."""
+    environments = [{**os.environ, **environment, **rank} for rank in ranks(number)]
+    started = [Forked(code, environment=each, imports=imports, stdout=subprocess.PIPE) for each in environments]
+    with ended_after(300, *started):
+        said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * number, said
+    return said

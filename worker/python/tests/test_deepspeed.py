@@ -2,19 +2,18 @@
 
 import json
 import math
-import os
 import pathlib
 import re
 import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from conftest import serve
+from conftest import running
+from forked import Forked
 from models import distance, pair, same_bits
-from programs import ranks
+from programs import run_ranks
 from safetensors.torch import load_file
 
 import longshore
@@ -120,7 +119,6 @@ def test_what_else_programs_for_deepspeed_call_is_refused_with_what_stands_for_i
 def test_another_process_goes_on_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
     """Its server has ended with it."""
     code = f"""
-import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
 import torch; torch.set_num_threads(1)
 from test_deepspeed import *
 model, _ = pair("mlp")
@@ -129,12 +127,14 @@ train(engine, model, range(3))
 engine.save_checkpoint({str(tmp_path)!r})
 print(json.dumps(train(engine, model, range(3, 6))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    other = Forked(code, stdout=subprocess.PIPE)
+    said = other.communicate()[0]
+    assert other.returncode == 0
     model, _ = pair("mlp")
     engine = longshore.initialize(model=model, config=CONFIG)[0]
     train(engine, model, range(1))
     engine.load_checkpoint(tmp_path)
-    assert train(engine, model, range(3, 6)) == json.loads(done.stdout)
+    assert train(engine, model, range(3, 6)) == json.loads(said)
 
 
 def other_run(drive: pathlib.Path) -> tuple[longshore.Engine, torch.nn.Module]:
@@ -213,7 +213,6 @@ def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -
 
 
 RANK = """
-import sys; sys.path.insert(0, {tests!r})
 import torch; torch.set_num_threads(1)
 from test_deepspeed import *
 torch.distributed.init_process_group("gloo")
@@ -234,27 +233,19 @@ torch.distributed.destroy_process_group()
 
 def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
     """Both ranks have the same data, so that one rank alone has the same losses."""
-    process, servers = serve("--checkpoint-dir", str(tmp_path))
-    code = RANK.format(tests=str(pathlib.Path(__file__).parent), servers=servers, folder=str(tmp_path / "engine"))
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, **rank}
-        )
-        for rank in ranks(2)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in started]
-    assert [rank.returncode for rank in started] == [0, 0]
-    model, _ = pair("mlp")
-    alone = longshore.initialize(model=model, config={**CONFIG, "longshore": {"servers": servers, "job": "ranks"}})[0]
-    alone.load_checkpoint(tmp_path / "engine")
-    assert (alone.global_steps, alone.optimizer.version) == (2, 2)
-    assert train(alone, model, range(2, 5)) == json.loads(said[0])
-    process.kill()
-    process.wait()
+    with running("--checkpoint-dir", str(tmp_path)) as servers:
+        code = RANK.format(servers=servers, folder=str(tmp_path / "engine"))
+        said = run_ranks(2, code)
+        model, _ = pair("mlp")
+        alone = longshore.initialize(model=model, config={**CONFIG, "longshore": {"servers": servers, "job": "ranks"}})[0]
+        alone.load_checkpoint(tmp_path / "engine")
+        assert (alone.global_steps, alone.optimizer.version) == (2, 2)
+        assert train(alone, model, range(2, 5)) == json.loads(said[0])
+        alone.destroy()  # which would wait a minute for a server that has ended
 
 
 REFUSED = """
-import sys; sys.path.insert(0, {tests!r})
+import os, sys
 from test_deepspeed import *
 torch.distributed.init_process_group("gloo")
 model, _ = pair("mlp")
@@ -273,32 +264,25 @@ os._exit(0)
 
 def test_a_checkpoint_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: pathlib.Path, servers: str) -> None:
     """The servers have no folder for checkpoints. Rank 1 must not go on as if there was one."""
-    code = REFUSED.format(tests=str(pathlib.Path(__file__).parent), servers=servers, folder=str(tmp_path / "engine"))
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, **rank})
-        for rank in ranks(2)
-    ]
-    first, second = (rank.communicate(timeout=120)[0] for rank in started)
-    assert [rank.returncode for rank in started] == [0, 0]
+    code = REFUSED.format(servers=servers, folder=str(tmp_path / "engine"))
+    first, second = run_ranks(2, code)
     assert first.startswith("RefusedError of Checkpoint of job refused") and "checkpoint_dir is not set" in first, first
     assert second.startswith("RefusedError of rank 0 failed, so that no rank can go on: Checkpoint of job refused"), second
 
 
 def test_ranks_that_cannot_wait_for_each_other_do_not_go_back(tmp_path: pathlib.Path) -> None:
-    process, servers = serve("--checkpoint-dir", str(tmp_path))
-    model, other = pair("mlp")
-    alone = longshore.AdamW(model.named_parameters(), servers=servers, job="meet")
-    alone.open()
-    model.loss(0).backward()
-    alone.step()
-    alone.checkpoint("first")
-    state = alone.state_dict()
-    alone.close()
-    rank = longshore.AdamW(other.named_parameters(), servers=servers, job="meet", rank=0, world_size=2)
-    with pytest.raises(errors.StateError, match=r"ranks cannot wait for each other.*gloo is enough.*longshore restore"):
-        rank.load_state_dict(state)
-    process.kill()
-    process.wait()
+    with running("--checkpoint-dir", str(tmp_path)) as servers:
+        model, other = pair("mlp")
+        alone = longshore.AdamW(model.named_parameters(), servers=servers, job="meet")
+        alone.open()
+        model.loss(0).backward()
+        alone.step()
+        alone.checkpoint("first")
+        state = alone.state_dict()
+        alone.close()
+        rank = longshore.AdamW(other.named_parameters(), servers=servers, job="meet", rank=0, world_size=2)
+        with pytest.raises(errors.StateError, match=r"ranks cannot wait for each other.*gloo is enough.*longshore restore"):
+            rank.load_state_dict(state)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

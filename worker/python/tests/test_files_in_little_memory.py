@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import serve
+from conftest import running
 
 #: The bytes of weights, of which state has three times as many, and what a call may take beside what the process has: what it reads
 #: files through, and what it sends to a server that is another process.
@@ -105,8 +105,7 @@ def most_of(command: list[str]) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_no_file_is_held_in_memory(tmp_path: Path) -> None:
-    process, address = serve(memory="3GiB")
-    try:
+    with running(memory="3GiB") as address:
         command = [sys.executable, "-c", PROGRAM, address, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
@@ -117,9 +116,6 @@ def test_no_file_is_held_in_memory(tmp_path: Path) -> None:
             "import": most_of([*longshore, "import", *servers, *new, "--from", weights, *state]),
             "export": most_of([*longshore, "export", *servers, "--job", "imported", "--dtype", "f32", "--out", str(tmp_path / "out")]),
         }
-    finally:
-        process.kill()
-        process.wait()
     found = json.loads(done.stdout.rsplit("found ", 1)[1]) | commands
     files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     print({name: f"{taken / (1 << 20):.1f} MiB" for name, taken in found.items()})

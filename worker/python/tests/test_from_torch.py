@@ -4,8 +4,6 @@ import copy
 import re
 import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import longshore
 import pytest
 import torch
 from conftest import serve
+from forked import Forked
 from longshore import errors
 from longshore._filling import Filling
 from models import distance, pair
@@ -164,7 +163,6 @@ def test_a_state_from_before_the_first_update_has_the_master_weights(kind: Any, 
 
 CHILD = """
 import os, re, signal, subprocess, sys, time
-sys.path.insert(0, {tests!r})
 import torch, longshore
 from models import Mlp
 from longshore._filling import Filling
@@ -199,9 +197,10 @@ def test_a_process_that_is_killed_in_the_middle_of_filling_is_followed_by_anothe
     ours, theirs, plain = trained(torch.optim.AdamW, width=500)
     torch.save(plain.state_dict(), tmp_path / "adamw.pt")
     torch.save(theirs.state_dict(), tmp_path / "model.pt")
-    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path), servers=two_servers)
-    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr
+    code = CHILD.format(folder=str(tmp_path), servers=two_servers)
+    child = Forked(code, stderr=subprocess.PIPE)
+    said = child.communicate()[1]
+    assert child.returncode == -signal.SIGKILL, said
     options = {"servers": two_servers, "job": "half", "shard_elements": 65536}
     # Whoever comes without the state must not finish the job with zeros for moments.
     forgetful = longshore.AdamW(ours.named_parameters(), **options)

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 import torch
-from conftest import job_on, serve
+from conftest import job_on, running
 from torch import Tensor, nn
 
 import longshore
@@ -85,8 +85,7 @@ def test_a_new_process_gets_the_base_too(servers: str) -> None:
 
 
 def test_a_checkpoint_brings_the_base_back(tmp_path: pathlib.Path) -> None:
-    process, address = serve("--checkpoint-dir", str(tmp_path / "kept"))
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "kept")) as address:
         of, other = model(), model(seed=1)
         options = {"servers": address, "job": "lora", "lr": 1e-2, "frozen": "keep"}
         optimizer = longshore.AdamW(of.named_parameters(), **options)
@@ -100,24 +99,17 @@ def test_a_checkpoint_brings_the_base_back(tmp_path: pathlib.Path) -> None:
         assert back.version == 3
         for name, found in weights(other).items():
             assert torch.equal(found, expected[name]), name
-    finally:
-        process.kill()
-        process.wait()
 
 
 def reserved(rows: int) -> int:
     """The bytes that a server takes for a bf16 base of so many rows of 256, with an adapter."""
-    process, address = serve(memory="512MiB")
-    try:
+    with running(memory="512MiB") as address:
         base, adapter = nn.Linear(256, rows, bias=False).bfloat16(), nn.Linear(256, 4).bfloat16()
         base.requires_grad_(False)
         named = [*base.named_parameters("base"), *adapter.named_parameters("adapter")]
         options = {"servers": address, "job": "lora", "frozen": "keep", "shard_elements": 4 * 65536}
         longshore.AdamW(named, lr=1e-2, **options).open()
         return job_on(address)["memory_bytes"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_base_takes_two_bytes_an_element() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import serve
+from conftest import running
 from programs import kill_at, load, random_step, ranks, start
 from safetensors.torch import load_file
 
@@ -27,17 +27,22 @@ ARGUMENTS = {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 3, "save_step
 
 @pytest.fixture
 def servers(tmp_path: pathlib.Path) -> Iterator[str]:
-    process, address = serve("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    yield address
-    process.kill()
-    process.wait()
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as address:
+        yield address
 
 
-def test_the_trainer_goes_on_where_the_servers_are_or_where_it_saved(tmp_path: pathlib.Path, servers: str) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run of the Trainer that nothing kills."""
+    losses: dict[int, float] = load("trainer")["main"](str(tmp_path_factory.mktemp("plain")), **ARGUMENTS)
+    assert [*losses] == [*range(1, STEPS + 1)]
+    return losses
+
+
+def test_the_trainer_goes_on_where_the_servers_are_or_where_it_saved(
+    tmp_path: pathlib.Path, servers: str, undisturbed: dict[int, float]
+) -> None:
     main = load("trainer")["main"]
-    undisturbed = main(str(tmp_path / "plain"), servers, "plain", **ARGUMENTS)
-    assert [*undisturbed] == [*range(1, STEPS + 1)]
-
     killed, saved = tmp_path / "killed", tmp_path / "saved"
     step = random_step(5, STEPS - 1)
     call = f"{str(killed)!r}, {servers!r}, 'killed', **{ARGUMENTS!r}"
@@ -59,9 +64,8 @@ def test_the_trainer_goes_on_where_the_servers_are_or_where_it_saved(tmp_path: p
         assert main(str(saved), servers, "killed", "save", **ARGUMENTS) == undisturbed
 
 
-def test_the_trainer_goes_on_from_a_save_of_a_server_inside_its_process(tmp_path: pathlib.Path) -> None:
+def test_the_trainer_goes_on_from_a_save_of_a_server_inside_its_process(tmp_path: pathlib.Path, undisturbed: dict[int, float]) -> None:
     main = load("trainer")["main"]
-    undisturbed = main(str(tmp_path / "plain"), **ARGUMENTS)
     step = random_step(5, STEPS - 1)
     printed = kill_at(step, start("trainer", f"{str(tmp_path / 'killed')!r}, **{ARGUMENTS!r}"))
     assert {at: undisturbed[at] for at in printed} == printed
@@ -136,16 +140,17 @@ def test_two_ranks_of_the_trainer_go_on_as_one(tmp_path: pathlib.Path, servers: 
     assert [*resumed] == [*undisturbed]
 
 
-def test_the_trainer_with_an_optimizer_that_was_built_before(tmp_path: pathlib.Path, servers: str) -> None:
-    names = load("trainer")
-    undisturbed = names["main"](str(tmp_path / "plain"), servers, "plain", **ARGUMENTS)
+def test_the_trainer_with_an_optimizer_that_was_built_before(
+    tmp_path: pathlib.Path, servers: str, undisturbed: dict[int, float]
+) -> None:
+    main = load("trainer")["main"]
     step = random_step(5, STEPS - 1)
     call = f"{str(tmp_path / 'built')!r}, {servers!r}, 'built', is_built=True, **{ARGUMENTS!r}"
     # In one group instead of the Trainer's two; without weight decay these train alike.
     kill_at(step, start("trainer", call))
     # In the step after a save the servers may still be where the save is.
     with contextlib.nullcontext() if step == 8 else pytest.warns(UserWarning, match="goes back"):
-        assert names["main"](str(tmp_path / "built"), servers, "built", "save", is_built=True, **ARGUMENTS) == undisturbed
+        assert main(str(tmp_path / "built"), servers, "built", "save", is_built=True, **ARGUMENTS) == undisturbed
 
 
 def test_accelerate_goes_on_from_its_last_save(tmp_path: pathlib.Path, servers: str) -> None:

@@ -2,19 +2,15 @@
 
 import functools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import ended_after
 from models import distance
-from programs import EXAMPLES, load, ranks
+from programs import load, run_ranks
 
 import longshore
 
@@ -26,9 +22,8 @@ import longshore.lightning  # noqa: E402
 STEPS = 12
 CLOSE = 1e-6
 RANK = """
-import json, sys, torch
+import json, torch
 torch.set_num_threads(1)
-sys.path[:0] = [{examples!r}, {tests!r}]
 import lit
 from test_lightning import own_data
 torch.distributed.init_process_group("gloo")
@@ -48,16 +43,8 @@ def own_data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run(folder: pathlib.Path, servers: str) -> list[list[float]]:
     """The losses of two ranks, as torchrun starts them."""
-    here = pathlib.Path(__file__).parent
-    code = RANK.format(examples=str(EXAMPLES), tests=str(here), folder=folder, servers=servers)
-    environments = [{**os.environ, "TORCHELASTIC_RUN_ID": "none", **rank} for rank in ranks(2)]
-    started = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-        for environment in environments
-    ]
-    with ended_after(300, *started):
-        said = [process.communicate()[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+    code = RANK.format(folder=folder, servers=servers)
+    said = run_ranks(2, code, ["lit"], TORCHELASTIC_RUN_ID="none")
     return [json.loads(text.rsplit("losses ", 1)[1]) for text in said]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import longshore
 import pytest
 import torch
-from conftest import serve
+from conftest import running
 from longshore import errors
 from models import pair, same_bits
 from torch import distributed, nn
@@ -120,8 +120,7 @@ def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> Non
     """No step is made to fill a state, and another process goes on from the files."""
     ours, undisturbed = pair("mlp")
     trained(longshore.AdamW, undisturbed, steps=8)
-    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
         options = {"servers": servers, "job": "distributed"}
         first = trained(longshore.AdamW, ours, steps=4, **options)
         first.checkpoint("four")
@@ -143,9 +142,6 @@ def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> Non
         other = longshore.AdamW(stranger.named_parameters())
         with pytest.raises(errors.StateError, match="build the optimizer with job='distributed'"):
             set_optimizer_state_dict(stranger, other, found["optimizer"])
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.usefixtures("alone")

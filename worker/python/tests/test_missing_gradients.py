@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import serve
+from forked import Forked
 from models import distance, same_bits
 from torch import Tensor, nn
 from torch.nn import functional
@@ -176,8 +175,7 @@ def test_a_refused_step_can_be_given_up_or_completed(delay: int, accumulate: int
 
 
 RANK = """
-import sys, torch, longshore
-sys.path.insert(0, {tests!r})
+import torch, longshore
 from test_missing_gradients import pair
 torch.set_num_threads(1)
 model, _ = pair(128)  # an expert lies on both servers
@@ -196,10 +194,10 @@ torch.save(model.state_dict(), {out!r})
 def test_two_ranks_leave_out_what_neither_has(two_servers: str, tmp_path: pathlib.Path, streaming: bool) -> None:
     ranks = []
     for rank in (0, 1):
-        out, tests = str(tmp_path / f"{rank}.pt"), str(pathlib.Path(__file__).parent)
-        code = RANK.format(tests=tests, rank=rank, servers=two_servers, out=out, streaming=streaming)
+        out = str(tmp_path / f"{rank}.pt")
+        code = RANK.format(rank=rank, servers=two_servers, out=out, streaming=streaming)
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
-        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
+        ranks.append(Forked(code, environment=environment))
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     weights = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

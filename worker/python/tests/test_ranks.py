@@ -5,13 +5,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import Forked
 from programs import ranks
 from rank import STEPS, loss, net
 from test_streaming_and_delay import Delayed
@@ -27,9 +27,9 @@ def start(
     out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
 ) -> list[subprocess.Popen[str]]:
     """Starts all ranks, as torchrun does."""
-    command = [sys.executable, str(Path(__file__).parent / program), str(out), json.dumps(runs)]
+    path, given = Path(__file__).with_name(program), (str(out), json.dumps(runs))
     return [
-        subprocess.Popen(command, env={**os.environ, **place}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        Forked(path, *given, environment={**os.environ, **place}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for place in ranks(world_size)
     ]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import serve
+from conftest import running
 from models import pair, same_bits
 from torch import nn
 
@@ -20,10 +20,8 @@ def cluster(tmp_path: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
     folder = tmp_path / "tls"
     command = [sys.executable, "-m", "longshore", "tls", "init", str(folder), "--hosts", "localhost"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    process, address = serve("--tls-dir", str(folder / "server"))
-    yield address, folder
-    process.kill()
-    process.wait()
+    with running("--tls-dir", str(folder / "server")) as address:
+        yield address, folder
 
 
 def train(model: nn.Module, **options: object) -> None:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from forked import Forked
 from models import distance, pair, same_bits
 
 import longshore
@@ -54,8 +55,7 @@ def test_another_model_is_refused(servers: str) -> None:
 
 
 RANK = """
-import sys, torch, longshore
-sys.path.insert(0, {tests!r})
+import torch, longshore
 from models import pair
 torch.set_num_threads(1)
 model, _ = pair("mlp")
@@ -77,9 +77,9 @@ def test_two_ranks_train_on_the_mean_of_their_gradients(servers: str, tmp_path: 
     folder = tmp_path
     ranks = []
     for rank in (0, 1):
-        code = RANK.format(tests=str(pathlib.Path(__file__).parent), rank=rank, servers=servers, out=str(folder / f"{rank}.pt"))
+        code = RANK.format(rank=rank, servers=servers, out=str(folder / f"{rank}.pt"))
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
-        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
+        ranks.append(Forked(code, environment=environment))
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     weights = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

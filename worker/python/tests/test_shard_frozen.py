@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import unit_rank
-from conftest import serve, several
+from conftest import running, several
 from test_ranks import run
 from test_shard_ranks import DELAYED, SCATTER, budget, buckets, part_of, same
 from unit_rank import RANKS
@@ -111,16 +111,12 @@ def test_a_frozen_weight_that_one_rank_writes_to_is_pulled_whole_by_the_others(t
 
 def test_ranks_that_go_back_to_a_checkpoint_get_its_base(tmp_path: Path) -> None:
     """Each has written to its own meanwhile."""
-    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB")
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB") as servers:
         ways = {"sum": KEEP, "scatter": {**KEEP, **SCATTER}}
         runs = [("back", {"servers": servers, "job": name, **options}) for name, options in ways.items()]
         for ranks in run(tmp_path, runs, RANKS, "unit_rank.py"):
             for rank in ranks:
                 assert rank["version"] == 2 and rank["again"] == rank["first"] and rank["way"] == "gathered"
-    finally:
-        process.kill()
-        process.wait()
 
 
 #: By what is loaded after the job was opened: the ranks whose model has another base then.

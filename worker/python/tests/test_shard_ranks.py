@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import unit_rank
-from conftest import serve, several
+from conftest import running, several
 from safetensors.torch import save_file
 from test_ranks import run
 from test_streaming_and_delay import Delayed
@@ -242,16 +242,12 @@ def test_ranks_train_what_servers_have_made_as_one_rank_does(tmp_path: Path) -> 
 
 
 def test_ranks_go_back_to_a_checkpoint(tmp_path: Path) -> None:
-    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB")
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB") as servers:
         ways: dict[str, dict[str, Any]] = {"sum": {}, "scatter": SCATTER}
         runs = [("back", {"servers": servers, "job": name, **options}) for name, options in ways.items()]
         for ranks in run(tmp_path, runs, RANKS, "unit_rank.py"):
             for rank in ranks:
                 assert rank["version"] == 2 and rank["again"] == rank["first"] and rank["way"] == "gathered"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_rank_that_is_left_alone_is_told_so(tmp_path: Path) -> None:

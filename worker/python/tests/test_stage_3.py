@@ -1,17 +1,14 @@
 """DeepSpeed's stage 3 with weights and optimizer offloaded: an engine, its checkpoints, and the Hugging Face Trainer."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from conftest import ended_after, serve
+from conftest import running
 from models import pair, same_bits
-from programs import load, ranks
+from programs import load, run_ranks
 from torch import nn
 from units import Accountant, Deep, same, weight_bytes
 from units import pair as pair_of
@@ -82,8 +79,7 @@ def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
     frozen, cut = pair("mlp")
     for model in (frozen, cut):
         model.layers[0].bias.requires_grad_(False)
-    process, address = serve("--checkpoint-dir", str(tmp_path / "servers"))
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "servers")) as address:
         given = config(longshore={"servers": address, "job": "stage3", "budget": 9000})
         engine = longshore.initialize(model=cut, config=given)[0]
         first = train(engine, range(3))
@@ -96,9 +92,6 @@ def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
         assert train(reference, range(6)) == first + later
         same(frozen, cut)
         engine.destroy()
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.filterwarnings("ignore:without effect here")
@@ -198,12 +191,12 @@ def trained(
     }
     optimizer, scheduler = huggingface.deepspeed(given, args, model)
     assert optimizer.is_in_units is (stage == 3)
-    data = load("trainer")["Counting"]()
+    data = load("trainer")["Counting"]
     trainer = transformers.Trainer(
         model=model,
         args=args,
-        train_dataset=data,
-        eval_dataset=data,
+        train_dataset=data(),
+        eval_dataset=data(16),
         optimizers=(optimizer, scheduler),
         callbacks=[huggingface.Callback(checkpoint=checkpoint)],
     )
@@ -235,16 +228,12 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greate
 @pytest.mark.filterwarnings("ignore")
 def test_the_best_model_is_loaded_at_the_end(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
         cut, optimizer, _ = trained(tmp_path, 3, servers, "best", None, **BEST)
         best = llama().from_pretrained(tmp_path / "3" / "checkpoint-3")
         last = llama().from_pretrained(tmp_path / "3" / "checkpoint-6")
         assert optimizer.version == 3
         assert same_bits(best.bfloat16(), copy_of(cut)) and not same_bits(last.bfloat16(), copy_of(cut))
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -257,8 +246,7 @@ def test_a_best_model_that_no_server_keeps_is_refused_before_training(tmp_path: 
 
 
 RANK = """
-import json, pathlib, sys
-sys.path.insert(0, {tests!r})
+import json, pathlib
 import torch, test_stage_3
 model, optimizer, losses = test_stage_3.trained(pathlib.Path({folder!r}), 3, {servers!r}, "ranks", {more})
 assert type(model).__name__ == "LlamaForCausalLM"
@@ -274,14 +262,8 @@ def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, s
     """Under torchrun, where Accelerate wraps other models in DistributedDataParallel, also for one rank."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     more = {"per_device_train_batch_size": 4 // number, "bf16": bf16}
-    code = RANK.format(tests=str(pathlib.Path(__file__).parent), folder=str(tmp_path), servers=servers, more=f"**{more!r}")
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **rank}) for rank in ranks(number)
-    ]
-    with ended_after(300, *started):
-        said = [process.communicate()[0] for process in started]
-    assert [process.returncode for process in started] == [0] * number, said
+    code = RANK.format(folder=str(tmp_path), servers=servers, more=f"**{more!r}")
+    said = run_ranks(number, code, ["trainer"])
     found = json.loads(said[0].rsplit("losses ", 1)[1])
     alone, _, losses = trained(tmp_path, 3, bf16=bf16)
     # Half the batch on each of two ranks has the same mean, added up in another order.

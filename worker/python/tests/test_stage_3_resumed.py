@@ -3,11 +3,11 @@
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import serve
+from conftest import running
+from forked import Forked
 from programs import kill_at, random_step
 from torch import Tensor
 from units import Deep, optimizer_of, same
@@ -20,8 +20,8 @@ STEPS, SAVES = 8, 3
 
 
 def start(folder: pathlib.Path, servers: str, job: str, resume: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, str(pathlib.Path(__file__).parent / "stage_3_trainer.py"), str(folder), servers, job, resume]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    path, given = pathlib.Path(__file__).with_name("stage_3_trainer.py"), (str(folder), servers, job, resume)
+    return Forked(path, *given, imports=["trainer"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen[str], folder: pathlib.Path) -> tuple[dict[int, float], dict[str, Tensor]]:
@@ -37,8 +37,7 @@ def finish(process: subprocess.Popen[str], folder: pathlib.Path) -> tuple[dict[i
 
 def test_a_killed_trainer_goes_on_where_it_saved_or_where_the_servers_are(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    process, servers = serve("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
         undisturbed, weights = finish(start(tmp_path / "plain", servers, "plain"), tmp_path / "plain")
         assert [*undisturbed] == [*range(1, STEPS + 1)]
         newest, saved = tmp_path / "newest", tmp_path / "saved"
@@ -57,9 +56,6 @@ def test_a_killed_trainer_goes_on_where_it_saved_or_where_the_servers_are(tmp_pa
         losses, ended = finish(start(saved, servers, "killed", "save"), saved)
         assert losses == undisturbed
         assert are_equal(ended, weights)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def are_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:

@@ -5,13 +5,15 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ended_after, several
+from forked import Forked
+from programs import ranks
 from restarted_rank import KILLED_AT, STEPS
 from torch import distributed
 
@@ -19,33 +21,46 @@ from longshore import _opening, _waits
 from longshore.errors import LongshoreError
 
 WAYS: dict[str, dict[str, Any]] = {
-    "sum": {},
     "sum streaming": {"streaming": True},
     "scatter": {"partition": "reduce-scatter"},
 }
 
 
-def run(out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 found, once torchrun has ended."""
-    program = str(Path(__file__).parent / "restarted_rank.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [sys.executable, *launcher, program, str(out), json.dumps(options)]
-    # Otherwise the launcher's store outlives the ranks, and gloo takes the addresses of those before for those of its peers.
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    with ended_after(240, process):
-        said = process.communicate()[0]
-    assert process.returncode == 0, said
+PROGRAM = Path(__file__).with_name("restarted_rank.py")
+
+
+def run(out: Path, options: dict[str, Any], started: Callable[..., list[Forked]]) -> dict[str, Any]:
+    """The results of rank 0, once all processes have ended."""
+    processes = started(str(out), json.dumps(options))
+    with ended_after(240, *processes):
+        said = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), said
     found: dict[str, Any] = torch.load(out, weights_only=True)
     return found
+
+
+def by_torchrun(*arguments: str) -> list[Forked]:
+    launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(PROGRAM), *arguments]
+    code = f"from torch.distributed.run import main; main({launcher!r})"
+    # Otherwise the launcher's store outlives the ranks, and gloo takes the addresses of those before for those of its peers.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [Forked(code, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
+
+
+def undisturbed_ranks(*arguments: str) -> list[Forked]:
+    environments = [{**os.environ, **place, "TORCHELASTIC_RESTART_COUNT": "0"} for place in ranks(2)]
+    return [
+        Forked(PROGRAM, *arguments, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for environment in environments
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_is_killed_comes_again(tmp_path: Path, way: str) -> None:
     with several(2, "1GiB") as servers:
         options = {"servers": servers, **WAYS[way]}
-        undisturbed = run(tmp_path / "undisturbed.pt", {**options, "job": "undisturbed"})
-        restarted = run(tmp_path / "restarted.pt", {**options, "job": "restarted", "is_killed": True})
+        undisturbed = run(tmp_path / "undisturbed.pt", {**options, "job": "undisturbed"}, undisturbed_ranks)
+        restarted = run(tmp_path / "restarted.pt", {**options, "job": "restarted", "is_killed": True}, by_torchrun)
     assert (undisturbed["restarts"], undisturbed["joined"]) == (0, 0)
     joined = restarted["joined"]
     # In streaming mode the gradients of the rank that was killed may have left, so that the other one made its step.

@@ -2,15 +2,14 @@
 
 import pathlib
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import serve, several
+from conftest import running, several
+from forked import Forked
 from models import distance, same_bits
 from test_ranks import run
 from torch import Tensor, nn
@@ -119,9 +118,8 @@ def test_a_model_of_init_may_be_frozen_in_part(on_servers: bool) -> None:
 
 
 KILLED = """
-import os, signal, sys, torch
+import os, signal, torch
 torch.set_num_threads(1)
-sys.path.insert(0, {tests!r})
 from test_train_later import *
 model = Net()
 optimizer = later(model, servers={servers!r}, job="killed", streaming=True)
@@ -134,9 +132,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_process_that_finds_the_job_goes_on_to_the_bit(servers: str) -> None:
     """Whatever requires a gradient in it. The first one is killed when a step's gradients have left."""
-    code = KILLED.format(tests=str(pathlib.Path(__file__).parent), servers=servers)
-    killed = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
+    killed = Forked(KILLED.format(servers=servers))
+    assert killed.wait(timeout=120) == -signal.SIGKILL
     options = {**LATER, "servers": servers, "job": "killed"}
     for first, end, as_in, streaming in ((3, 6, 9, True), (6, STEPS, 0, False)):
         model = Net(seed=first)
@@ -200,8 +197,7 @@ def test_a_state_of_torch_has_none_of_what_does_not_train_yet() -> None:
 
 def test_an_engine_saves_and_goes_back_with_what_is_frozen(tmp_path: pathlib.Path) -> None:
     """What a checkpoint of the servers has is not written beside it, and leaving out is the default in place of DeepSpeed's zeros."""
-    process, servers = serve("--checkpoint-dir", str(tmp_path / "kept"))
-    try:
+    with running("--checkpoint-dir", str(tmp_path / "kept")) as servers:
         model, other = Net(), Net(seed=1)
         job = {"servers": servers, "job": "engine", "frozen": "train-later"}
         config = {"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}, "longshore": job}
@@ -225,9 +221,6 @@ def test_an_engine_saves_and_goes_back_with_what_is_frozen(tmp_path: pathlib.Pat
         steps(back, range(6, STEPS))
         back.optimizer.close()
         assert same_bits(other, trained(later))
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_nothing_is_said_of_what_is_frozen() -> None:
