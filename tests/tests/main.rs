@@ -1,4 +1,6 @@
 //! End-to-end tests: one program, so that one build links the harness and the libraries once.
+//!
+//! `tests/runner.py` gives each test a process, and runs modules that measure one test at a time.
 
 mod bad_input;
 mod bad_storage;

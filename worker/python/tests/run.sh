@@ -85,7 +85,6 @@ test_package() {
     install_beside xdist
     install_package
     took "installed the Python package"
-    export LONGSHORE_TEST_FLAKY=${LONGSHORE_TEST_FLAKY:-$cache/flaky.log}
     # Half of a test is waiting for processes to start. A file's tests stay in one process, since they share what they have started.
     local parallel=()
     if [[ ${TEST_XDIST:-} ]]; then
