@@ -21,3 +21,4 @@ pub mod terminal;
 pub mod tls;
 pub mod train;
 pub mod undecided;
+pub mod undisturbed;

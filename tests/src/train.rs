@@ -1,6 +1,13 @@
 //! `longshore train` with a model small enough for a test and large enough for several shards.
 
-use std::{ffi::OsStr, process::Command, sync::Arc, time::Duration};
+use std::{
+    ffi::OsStr,
+    fs,
+    hash::{Hash, Hasher},
+    process::Command,
+    sync::Arc,
+    time::Duration,
+};
 
 use tempfile::TempDir;
 
@@ -8,6 +15,7 @@ use crate::{
     binaries, corpus,
     event::{End, Event, Start, Step},
     process::Process,
+    undisturbed::Undisturbed,
 };
 
 /// One layer of this width is 268160 parameters: five blocks, and so five shards of the smallest size.
@@ -100,6 +108,25 @@ impl Train {
     /// Runs to the end of training.
     pub fn run(&self) -> Run {
         self.start().finish()
+    }
+
+    /// The end of such a run that nothing disturbs. It is run once for all tests.
+    ///
+    /// # Panics
+    /// With servers: a remembered run has one of its own.
+    pub fn undisturbed(&self) -> Undisturbed {
+        assert!(self.servers.is_empty(), "an undisturbed run is on an embedded server");
+        Undisturbed::of(self)
+    }
+
+    /// Hashes all that decides the bits: flags, variables and text.
+    pub(crate) fn hash_into(&self, hasher: &mut impl Hasher) {
+        (&self.arguments, &self.environment).hash(hasher);
+        let mut files: Vec<_> = fs::read_dir(self.corpus.path()).expect("the corpus").flatten().collect();
+        files.sort_by_key(|file| file.file_name());
+        for file in files {
+            fs::read(file.path()).expect("a text").hash(hasher);
+        }
     }
 }
 

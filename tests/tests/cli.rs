@@ -575,7 +575,7 @@ fn two_ranks(steps: u64) -> Train {
 
 #[test]
 fn ranks_started_by_hand_are_the_same_run() {
-    let expected = two_ranks(20).run().end.state_hash;
+    let expected = two_ranks(20).undisturbed().hash;
     let servers = server::servers(2, &ServerOptions::new());
     let train = two_ranks(20).servers(&server::addresses(&servers));
     // The ranks may start in either order: rank 0 waits for the second one.
@@ -663,7 +663,7 @@ fn a_killed_rank_ends_its_run_without_orphans() {
 #[test]
 #[cfg(target_os = "linux")]
 fn ranks_of_a_killed_parent_are_replaced() {
-    let expected = two_ranks(150).run().end.state_hash;
+    let expected = two_ranks(150).undisturbed().hash;
     let server = ServerOptions::new().start();
     let train = two_ranks(150).servers(&one(&server));
     let mut running = train.start();

@@ -37,7 +37,7 @@ fn train(tier: &str) -> Train {
 }
 
 fn hash() -> String {
-    Train::new(STEPS).run().end.state_hash
+    Train::new(STEPS).undisturbed().hash
 }
 
 /// Trains some steps past a checkpoint, then kills the worker.
@@ -290,7 +290,7 @@ fn a_run_with_amended_weights_goes_on_with_another_correction() {
 #[test]
 fn ranks_that_resume_together_wait_for_rank_0() {
     let two = |train: Train| train.args(["--world-size", "2"]);
-    let expected = two(Train::new(STEPS)).run().end.state_hash;
+    let expected = two(Train::new(STEPS)).undisturbed().hash;
     let checkpoints = TempDir::new().unwrap();
     let mut servers = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
     let train = two(train("memory")).servers(&server::addresses(&servers));

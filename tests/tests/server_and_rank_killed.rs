@@ -2,7 +2,7 @@
 //! decided without the dead one is taken back while the living rank trains: it must send that again, and compute
 //! again what it had built on it.
 
-use std::{thread, time::Duration};
+use std::thread;
 
 use longshore_tests::{
     seed::{Random, spin},
@@ -27,8 +27,7 @@ fn start(rank: usize, job: &[&str], addresses: &[String]) -> Running {
 fn survives_without(killed: usize, count: usize, job: &[&str]) {
     let mut random = Random::new();
     let job = [job, &["--world-size", "2"]].concat();
-    let known = Train::new(STEPS).args(&job).run();
-    let step = Duration::from_secs_f64(known.end.step_ms / 1e3);
+    let known = Train::new(STEPS).args(&job).undisturbed();
     let (mut left, mut taken_back) = (soak::pick(4, 75), 0);
     while left > 0 {
         let kills = left.min(KILLS_A_RUN);
@@ -48,7 +47,7 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
             done += steps;
             // Mostly it dies at once: the step is decided everywhere then, and perhaps durable on one server.
             if random.below(4) == 0 {
-                spin(random.part_of(step));
+                spin(random.part_of(known.step));
             }
             let victim = random.below(count as u64) as usize;
             servers[victim].process.kill();
@@ -64,7 +63,7 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
         let mut rank1 = Other(rank1);
         let end = rank0.finish().end;
         assert_eq!(rank1.0.process.code(), 0, "rank 1 failed");
-        assert_eq!(end.state_hash, known.end.state_hash, "after {kills} kills");
+        assert_eq!(end.state_hash, known.hash, "after {kills} kills");
         taken_back += servers.iter().map(times_stepped_back).sum::<usize>();
     }
     eprintln!("a step was taken back {taken_back} times");
@@ -121,7 +120,7 @@ fn an_nvme_job_with_newer_weights_survives_kills_of_rank_one_with_a_server() {
 #[test]
 fn the_last_step_survives_kills_of_rank_one_with_a_server() {
     let job = [NEWER, &["--world-size", "2"]].concat();
-    let known = Train::new(STEPS).args(&job).run();
+    let known = Train::new(STEPS).args(&job).undisturbed();
     for victim in [2, 0] {
         let root = TempDir::new().expect("a folder for the servers' state");
         let options = ServerOptions::new().state_root(root.path()).allow("stepping back");
@@ -134,7 +133,7 @@ fn the_last_step_survives_kills_of_rank_one_with_a_server() {
         rank1.process.kill();
         servers[victim].restart();
         let again = start(1);
-        assert_eq!(rank0.finish().end.state_hash, known.end.state_hash, "server {victim} was killed");
+        assert_eq!(rank0.finish().end.state_hash, known.hash, "server {victim} was killed");
         again.done();
     }
 }

@@ -48,7 +48,7 @@ fn fails_clearly(mut running: Running, servers: &mut [Longshored], killed: usize
 
 /// Runs until a server dies, restarts it, and resumes on `resumed_on` servers.
 fn resumes(job: &[&str], count: usize, killed: usize) {
-    let expected = train(job).run().end.state_hash;
+    let expected = train(job).undisturbed().hash;
     let checkpoints = TempDir::new().unwrap();
     let mut servers = server::servers(count, &options(checkpoints.path()));
     let train = checkpointing(job, &server::addresses(&servers));
@@ -103,7 +103,7 @@ fn a_job_whose_worker_amends_its_weights_resumes_after_one_of_its_two_servers_wa
 
 /// Goes from one server to three, and for the delayed job from three to one.
 fn moves(job: &[&str], from: usize, to: usize) {
-    let expected = train(job).run().end.state_hash;
+    let expected = train(job).undisturbed().hash;
     let checkpoints = TempDir::new().unwrap();
     let mut servers = server::servers(from, &options(checkpoints.path()));
     fails_clearly(checkpointing(job, &server::addresses(&servers)).start(), &mut servers, 0);

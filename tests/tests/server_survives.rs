@@ -10,6 +10,7 @@ use longshore_tests::{
     soak,
     status::job_status,
     train::{Running, Train},
+    undisturbed::Undisturbed,
 };
 use tempfile::TempDir;
 
@@ -36,21 +37,18 @@ struct Case {
 
 fn survives(case: &Case) {
     let mut random = Random::new();
-    let begun = Instant::now();
-    let known = Train::new(STEPS).args(case.job).run();
-    let startup = begun.elapsed() / 4;
-    let step = Duration::from_secs_f64(known.end.step_ms / 1e3);
+    let known = Train::new(STEPS).args(case.job).undisturbed();
     let mut left = soak::pick(4, 75);
     while left > 0 {
         let kills = left.min(KILLS_A_RUN);
         left -= kills;
-        let hash = disturbed(case, &mut random, kills, (startup, step));
-        assert_eq!(hash, known.end.state_hash, "after {kills} kills");
+        let hash = disturbed(case, &mut random, kills, &known);
+        assert_eq!(hash, known.hash, "after {kills} kills");
     }
 }
 
 /// Makes one run with so many kills, and returns its hash.
-fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Duration, Duration)) -> String {
+fn disturbed(case: &Case, random: &mut Random, kills: u64, known: &Undisturbed) -> String {
     let root = if case.tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
     let root = root.expect("a folder for the servers' state");
     let options = ServerOptions::new().allow("a damaged record is replaced").allow("stepping back");
@@ -70,9 +68,9 @@ fn disturbed(case: &Case, random: &mut Random, kills: u64, (startup, step): (Dur
             let steps = 1 + random.below(share);
             worker.until_steps(steps);
             done += steps;
-            spin(random.part_of(step * 2));
+            spin(random.part_of(known.step * 2));
         } else {
-            spin(random.part_of(startup));
+            spin(random.part_of(known.startup));
         }
         strike(case.victims, random, &mut servers, &mut worker, &train);
         if case.victims == Victims::All {
@@ -304,7 +302,7 @@ fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_everything() {
 /// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has
 /// forgotten who had joined, and with the memory tier even the job.
 fn upload_survives(tier: &str) {
-    let known = Train::new(3).run().end.state_hash;
+    let known = Train::new(3).undisturbed().hash;
     let root = TempDir::new().expect("a folder for the servers' state");
     let mut servers = server::servers(2, &ServerOptions::new().state_root(root.path()));
     let proxy = Proxy::before(&servers[1]);

@@ -1,14 +1,15 @@
 //! `kill -9` of a worker at any moment costs nothing: the same command goes on from the last version, to the same
 //! bits.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use longshore_tests::{
     conformance::cluster::eventually,
     seed::{Random, spin},
     server::{self, ServerOptions},
     status::status,
-    train::{Run, Running, Said, Train},
+    train::{Running, Said, Train},
+    undisturbed::Undisturbed,
 };
 
 const STEPS: u64 = 120;
@@ -16,22 +17,8 @@ const KILLS: u64 = 20;
 /// The kills of each world of two ranks.
 const RANK_KILLS: u64 = 8;
 
-/// The run that all others must equal, and how long its parts take.
-struct Undisturbed {
-    hash: String,
-    /// The time from the start of the process to its first step.
-    startup: Duration,
-    step: Duration,
-}
-
 fn undisturbed(job: &[&str]) -> Undisturbed {
-    let begun = Instant::now();
-    let mut running = Train::new(STEPS).args(job).start();
-    running.until_steps(1);
-    let startup = begun.elapsed();
-    let Run { end, .. } = running.finish();
-    let step = Duration::from_secs_f64(end.step_ms / 1e3);
-    Undisturbed { hash: end.state_hash, startup, step }
+    Train::new(STEPS).args(job).undisturbed()
 }
 
 /// Lets a worker live until a random moment: while it starts, or some steps and a part of two steps later. `lives`

@@ -306,7 +306,7 @@ fn calls_that_are_taken_back_at_once_end_their_connection() {
     let server = ServerOptions::new().start();
     let address = server.address().to_string();
     let train = Train::new(60);
-    let undisturbed = train.run().end.state_hash;
+    let undisturbed = train.undisturbed().hash;
     let mut running = train.args(["--transport", "tcp"]).servers(std::slice::from_ref(&address)).start();
     running.until_step(2);
     let connections = soak::pick(20, 400);

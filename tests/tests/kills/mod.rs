@@ -11,12 +11,9 @@ mod resume;
 mod slow;
 mod takeover;
 
-use std::time::{Duration, Instant};
-
 use longshore_tests::{
     server::{self, Longshored, ServerOptions},
     skip,
-    train::{Run, Train},
 };
 use tempfile::TempDir;
 
@@ -52,24 +49,5 @@ impl Bed {
 
     fn addresses(&self) -> Vec<String> {
         server::addresses(&self.servers)
-    }
-}
-
-/// The run that all others must equal, and how long its parts take.
-struct Undisturbed {
-    hash: String,
-    /// The time from the start of the process to its first step.
-    startup: Duration,
-    step: Duration,
-}
-
-impl Undisturbed {
-    fn of(train: &Train) -> Undisturbed {
-        let begun = Instant::now();
-        let mut running = train.start();
-        running.until_steps(1);
-        let startup = begun.elapsed();
-        let Run { end, .. } = running.finish();
-        Undisturbed { hash: end.state_hash, startup, step: Duration::from_secs_f64(end.step_ms / 1e3) }
     }
 }

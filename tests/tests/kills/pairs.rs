@@ -7,7 +7,7 @@ use longshore_tests::{
     train::Train,
 };
 
-use super::{Bed, Undisturbed, in_runs, skipped};
+use super::{Bed, in_runs, skipped};
 
 const STEPS: u64 = 60;
 const KILLS_A_RUN: u64 = 5;
@@ -18,7 +18,7 @@ fn survives(servers: usize, job: &[&str], kills: u64) {
     }
     let mut random = Random::new();
     let job = [job, &["--world-size", "2"]].concat();
-    let known = Undisturbed::of(&Train::new(STEPS).args(&job));
+    let known = Train::new(STEPS).args(&job).undisturbed();
     for kills in in_runs(kills, KILLS_A_RUN) {
         let mut bed = Bed::new("nvme", servers);
         let train = Train::new(STEPS).args(&job).args(["--tier", "nvme"]).allow("waiting for a server");

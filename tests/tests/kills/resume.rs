@@ -5,9 +5,10 @@ use longshore_tests::{
     seed::{Random, spin},
     soak,
     train::{Running, Train},
+    undisturbed::Undisturbed,
 };
 
-use super::{Bed, Undisturbed, skipped};
+use super::{Bed, skipped};
 
 const STEPS: u64 = 40;
 const CHECKPOINT_EVERY: u64 = 4;
@@ -28,7 +29,7 @@ fn survives(kills: u64) {
     }
     let mut random = Random::new();
     let job = ["--world-size", "2"];
-    let known = Undisturbed::of(&Train::new(STEPS).args(job));
+    let known = Train::new(STEPS).args(job).undisturbed();
     let mut left = kills;
     while left > 0 {
         let mut bed = Bed::new("memory", 2);

@@ -16,7 +16,7 @@ fn survives(tier: &str, job: &[&str], kills: u64) {
         return skipped();
     }
     let mut random = Random::new();
-    let known = Train::new(STEPS).args(job).run().end.state_hash;
+    let known = Train::new(STEPS).args(job).undisturbed().hash;
     for kills in in_runs(kills, KILLS_A_RUN) {
         assert_eq!(disturbed(tier, job, kills, &mut random), known, "after {kills} kills");
     }

@@ -8,9 +8,10 @@ use longshore_tests::{
     seed::{Random, spin},
     soak,
     train::Train,
+    undisturbed::Undisturbed,
 };
 
-use super::{Bed, Undisturbed, in_runs, skipped};
+use super::{Bed, in_runs, skipped};
 
 const SERVERS: usize = 3;
 const STEPS: u64 = 300;
@@ -27,7 +28,7 @@ fn survives(tier: &str, job: &[&str], kills: u64) {
         return skipped();
     }
     let mut random = Random::new();
-    let known = Undisturbed::of(&Train::new(STEPS).args(job));
+    let known = Train::new(STEPS).args(job).undisturbed();
     // Each round kills two processes.
     for rounds in in_runs(kills / 2, ROUNDS_A_RUN) {
         let bed = Bed::new(tier, SERVERS);
