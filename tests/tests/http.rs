@@ -8,7 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Incarnation, JobName, JobSpec, Param};
+use bytes::Bytes;
+use longshore_proto::{Dtype, Incarnation, JobName, JobSpec, Param, checksum::crc32};
 use longshore_tests::{
     command::{longshore, longshored},
     conformance::{
@@ -210,11 +211,11 @@ fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     raw.open(spec.to_wire(), &placement(&[name], &layout), 0).unwrap();
     let alone = http::metrics(&http).keys().filter(|sample| !sample.contains(job)).count();
     raw.join(job, 0, 1).unwrap();
-    let weights = Some(v1::initial_run::Weights::Constant(0.0));
-    let zeros = v1::InitialRun { weights, ..v1::InitialRun::default() };
-    let initialisation = Some(v1::Initialisation { seed: 1, runs: vec![zeros] });
-    let made = v1::MakeWeightsRequest { job: job.into(), incarnation: 1, initialisation };
-    raw.call(raw.training.clone().make_weights(made)).unwrap();
+    let payload = Bytes::from(vec![0; 65_536 * size_of::<f32>()]);
+    let crc32 = crc32(&payload);
+    let zeros =
+        v1::UploadRequest { job: job.into(), incarnation: 1, crc32, payload, ..v1::UploadRequest::default() };
+    raw.call(raw.tensors.clone().upload(tokio_stream::iter([zeros]))).unwrap();
     eventually("the weights", || {
         raw.pull(job, 0, Dtype::Bf16, v1::Slice { shard: 0, offset: 0, elements: 64 }).ok()
     });

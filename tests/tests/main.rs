@@ -24,7 +24,6 @@ mod import;
 mod inspect;
 mod kills;
 mod large;
-mod made_weights;
 mod memory;
 mod monitoring;
 mod output;

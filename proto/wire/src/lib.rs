@@ -6,7 +6,6 @@ mod convert;
 mod dialled;
 pub mod direct;
 pub mod frame;
-mod initialisation;
 mod mark;
 pub mod memfd;
 mod parts;

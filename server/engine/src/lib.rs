@@ -7,7 +7,6 @@
 pub mod admission;
 pub mod checkpoint;
 pub mod ids;
-mod initial;
 pub mod io;
 pub mod job;
 pub mod kernels;

@@ -5,7 +5,6 @@ mod common;
 mod filled;
 mod killed;
 mod machine;
-mod made;
 mod recovery;
 mod refusals;
 mod same_bits;

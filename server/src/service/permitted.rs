@@ -31,7 +31,6 @@ of_job!(
     JoinRequest,
     LeaveRequest,
     ListCheckpointsRequest,
-    MakeWeightsRequest,
     PauseRequest,
     RestoreRequest,
     ResumeRequest,

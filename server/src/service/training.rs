@@ -1,10 +1,10 @@
-//! Training: open, make weights, join, commit, pause, leave; statistics and watch are streams of their own.
+//! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
 
 use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{step::Phase, tier::StoredJob};
 use longshore_proto::{
-    Commit, Fault, FaultKind, Initialisation, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version,
+    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version,
 };
 use longshore_wire::{
     self as wire, Wire,
@@ -38,16 +38,6 @@ impl Training for Services {
         let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
         let answer = self.open(request, caller.owner()).await;
         answer.map(Response::new).map_err(|fault| refuse("OpenJob", &name, fault))
-    }
-
-    async fn make_weights(
-        &self,
-        request: Request<v1::MakeWeightsRequest>,
-    ) -> Result<Response<v1::MakeWeightsResponse>, Status> {
-        let request = permitted(request)?;
-        let job = request.job.clone();
-        let answer = self.make(request).await;
-        answer.map(Response::new).map_err(|fault| refuse("MakeWeights", &job, fault))
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
@@ -155,17 +145,6 @@ impl Services {
             let remedy = "see whether the folder of --checkpoint-dir is mounted and its file server answers; the call is repeated";
             Err(Fault::new(FaultKind::Unavailable, "checkpoint_dir", value, "a folder that answers", remedy))
         })
-    }
-
-    async fn make(&self, request: v1::MakeWeightsRequest) -> Result<v1::MakeWeightsResponse, Fault> {
-        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
-        let initialisation = Initialisation::from_wire(request.initialisation)?;
-        let handle = self.jobs.get(&request.job)?;
-        let (filled, seed) = (Arc::clone(&handle), initialisation.seed);
-        blocking(move || filled.job.make_weights(incarnation, initialisation)).await?;
-        let progress = handle.job.progress();
-        tracing::info!(job = request.job, seed, missing = progress.missing.len(), "weights made here");
-        Ok(v1::MakeWeightsResponse { progress: Some(convert::progress(progress)) })
     }
 
     async fn join_job(&self, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {

@@ -65,7 +65,6 @@ static CALLS: &[Call] = &[
     call("/longshore.v1.Tensors/Pull", ALL),
     call("/longshore.v1.Tensors/Upload", TRAIN),
     call("/longshore.v1.Training/OpenJob", TEND),
-    call("/longshore.v1.Training/MakeWeights", TRAIN),
     call("/longshore.v1.Training/Join", TRAIN),
     call("/longshore.v1.Training/Stats", TRAIN),
     call("/longshore.v1.Training/Commit", TRAIN),

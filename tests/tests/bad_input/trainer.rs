@@ -42,7 +42,6 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         image_dtype: Dtype::Bf16,
         loss_scale: LossScale { mode: LossScaleMode::Fixed(1.0), options: LossScalerOptions::default() },
         seed: 3,
-        init_on_servers: false,
         shard_elements: None,
         tier: longshore_proto::TierKind::Memory,
         device: DeviceChoice::Host,

@@ -15,8 +15,8 @@ use std::{
 
 use drive::Drive;
 use longshore_proto::{
-    Formats, Hyper, InitialWeights, Initialisation, JobName, JobSpec, MasterFormat, Param, Rank, StateFormat,
-    TierKind, Version, limits::PROCESS_BYTES,
+    Formats, Hyper, JobName, JobSpec, MasterFormat, Param, Rank, StateFormat, TierKind, Version,
+    limits::PROCESS_BYTES,
 };
 use longshore_tests::{
     binaries,
@@ -112,6 +112,11 @@ fn spec() -> JobSpec {
     }
 }
 
+/// The first weights of a parameter. Rank 0 holds one at a time.
+fn weights() -> Vec<f32> {
+    (0..ELEMENTS).map(|element| (element % 509) as f32 / 12725.0 - 0.02).collect()
+}
+
 fn enter(server: &Longshored, case: &Case) -> Pipeline {
     let options = Options {
         deadline: Duration::from_secs(120),
@@ -121,9 +126,7 @@ fn enter(server: &Longshored, case: &Case) -> Pipeline {
         ..Options::new(vec![server.address().to_string()], case.spec(), Rank(0))
     };
     let mut session = Session::connect(options).expect("a session");
-    let made =
-        Initialisation::by_param(1, vec![InitialWeights::Normal { mean: 0.0, std: 0.02 }; case.params]);
-    let joined = session.start_made(&made, &|_| Vec::new()).expect("a job");
+    let joined = session.start(&|_| weights()).expect("a job");
     let scaler = LossScaler::fixed(1.0).expect("a scale");
     let hyper = |_| vec![Hyper { lr: 1e-6, ..Hyper::default() }];
     Pipeline::new(session, &joined, PipelineOptions::new(scaler, hyper)).expect("a pipeline")

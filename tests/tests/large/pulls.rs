@@ -10,12 +10,12 @@ use longshore_engine::{
     io::{Direction, Disk, OpenDisk, OpenFile, Part, Request},
     memory::{Region, Slab},
 };
-use longshore_proto::{InitialWeights, Initialisation, JobSpec, Rank, TierKind, limits::CHUNK_BYTES};
+use longshore_proto::{JobSpec, Rank, TierKind, limits::CHUNK_BYTES};
 use longshore_tests::server::{Longshored, ServerOptions};
 use longshore_worker::{Options, Session, Transport, session::Probe};
 use tempfile::TempDir;
 
-use super::{Case, ROUNDS, alone};
+use super::{Case, ROUNDS, alone, weights};
 
 /// How many reads the bare loop has under way. More of them were no faster.
 const AT_ONCE: usize = 8;
@@ -80,8 +80,7 @@ impl Puller {
             ..Options::new(vec![server.address().to_string()], spec, Rank(0))
         };
         let mut session = Session::connect(options).expect("a session");
-        let weights = vec![InitialWeights::Normal { mean: 0.0, std: 0.02 }; case.params];
-        session.start_made(&Initialisation::by_param(1, weights), &|_| Vec::new()).expect("a job");
+        session.start(&|_| weights()).expect("a job");
         let elements = session.layout().elements();
         Puller { probe: Probe::new(session).expect("a probe"), elements, _server: server }
     }

@@ -156,7 +156,7 @@ const LOOK: [&str; 8] =
     ["ListJobs", "Describe", "DescribeInParts", "ListCheckpoints", "Export", "Pull", "AwaitDurable", "Watch"];
 const TEND: [&str; 7] =
     ["OpenJob", "Pause", "Checkpoint", "SealCheckpoint", "DiscardCheckpoint", "Restore", "StepBack"];
-const TRAIN: [&str; 7] = ["MakeWeights", "Upload", "Join", "Push", "Stats", "Commit", "Leave"];
+const TRAIN: [&str; 6] = ["Upload", "Join", "Push", "Stats", "Commit", "Leave"];
 /// Beside Drain, which is for who has all jobs.
 const OPERATE: [&str; 2] = ["Resume", "DeleteJob"];
 

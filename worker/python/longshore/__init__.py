@@ -15,10 +15,10 @@ from longshore._server import Server
 from longshore.progress import Progress
 
 if TYPE_CHECKING:
-    from longshore import accelerate, axolotl, checkpoint, huggingface, init, jax, lightning, schedules
+    from longshore import accelerate, axolotl, checkpoint, huggingface, jax, lightning, schedules
     from longshore._options import LossScale
     from longshore._step import Hyper, StepReport
-    from longshore.client import Client
+    from longshore.client import Client, Shape
     from longshore._gathering import GatheredParameters
     from longshore._init import Init
     from longshore._shard import Sharded, shard
@@ -40,6 +40,7 @@ __all__ = [
     "Progress",
     "SGD",
     "Server",
+    "Shape",
     "Sharded",
     "StepReport",
     "TiledLinear",
@@ -50,12 +51,13 @@ __all__ = [
     "tiled",
 ]
 
+_FROM_CLIENT = {"Client", "Shape"}
 _FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
 _FROM_SHARD = {"Sharded", "shard"}
 _FROM_TILES = {"TiledLinear", "tiled"}
 _FROM_STEP = {"Hyper", "StepReport"}
 _FROM_ENGINE = {"Engine", "initialize"}
-_MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "init", "jax", "lightning", "schedules"}
+_MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "jax", "lightning", "schedules"}
 #: What programs for DeepSpeed call beside ``initialize``, and what stands for it here.
 _OF_DEEPSPEED = {
     "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
@@ -98,10 +100,10 @@ if not TYPE_CHECKING:  # type checkers know all names from above, and others are
             from longshore import _step
 
             return getattr(_step, name)
-        if name == "Client":
-            from longshore.client import Client
+        if name in _FROM_CLIENT:
+            from longshore import client
 
-            return Client
+            return getattr(client, name)
         if name == "LossScale":
             from longshore._options import LossScale
 
@@ -109,4 +111,6 @@ if not TYPE_CHECKING:  # type checkers know all names from above, and others are
         if name in _MODULES:
             return importlib.import_module(f"longshore.{name}")
         remedy = f", which is DeepSpeed's: {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
+        if name == "init":
+            remedy = ": build the model within longshore.Init, or pass Client a callable as initial="
         raise AttributeError(f"module 'longshore' has no attribute {name!r}{remedy}")

@@ -251,12 +251,10 @@ class Connection:
         first, held = self.weights.values()
         # Frozen weights may be large, and only a new job is filled with them.
         frozen, frozen_held = ([], []) if found else self._kept.values()
-        places, made, source, initial = [*first, *frozen], None, None, None
-        if filling is not None:
-            places, made, source, initial = filling.of_job(self.params, list(map(in_one_piece, self.params)), [], frozen)
+        source = filling.of_job(self.params, list(map(in_one_piece, self.params)), [], frozen) if filling is not None else None
         # Images that are amended are asked for whole: their rates come with these alone.
-        started: tuple[int, int] = self.job.start(places, source, found, initial, in_units=in_units and not self.amends)
-        del held, frozen_held, made
+        started: tuple[int, int] = self.job.start([*first, *frozen], source, found, in_units=in_units and not self.amends)
+        del held, frozen_held
         return started
 
     def _first(self, start: Callable[[], tuple[int, int]]) -> tuple[int, int]:

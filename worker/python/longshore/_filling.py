@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore import init
 from longshore._full import NAMES
 from longshore._host import Place
 from longshore._params import DTYPES, Param, is_sharded
 from longshore._partition import Piece
 from longshore._weights import on_host
 from longshore.errors import GroupsError, StateError, invalid
-
-#: A seed, and for each parameter of the job what servers make its first weights from, as :mod:`longshore.init` has it.
-Given = tuple[int, list[init.Part]]
 
 #: How many updates made a state, which parameters of the job have fewer and how many fewer, and what is asked for the tensor of an array
 #: and a parameter: its place, and what holds its memory.
@@ -35,38 +31,23 @@ class Filling:
         applied: how many updates made the state; None where there are weights alone.
         read: the tensor of an array (0 is the master weights) and a parameter, of its shape.
         check: refuses tensors that do not fit these parameters.
-        made: for weights that servers make, in place of ``read``: of pieces of parameters the places of those that are uploaded all the
-            same (the others have no elements), what holds their memory, and what the others are made from.
         fewer: by the name of a parameter whose state fewer updates made: how many fewer.
     """
 
     applied: int | None
     read: Callable[[int, Param], Tensor]
     check: Callable[[list[Param]], None]
-    made: Callable[[list[Param], list[Piece]], tuple[list[Place], list[Tensor], Given]] | None = None
     fewer: Mapping[str, int] = field(default_factory=dict)
 
-    def of_job(
-        self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]
-    ) -> tuple[list[Place], object, Source | None, Given | None]:
-        """What the Rust half fills a new job with.
+    def of_job(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
+        """The tensors that the Rust half fills a new job with.
 
         Args:
             params: the parameters that train.
             pieces: what the job has of these, in its order.
             first: the places of the model's own weights, by piece; none where they are to be asked of the parameters.
             frozen: those of the frozen parameters, which have no state and come after the others.
-
-        Returns:
-            The places of what is uploaded whole, and what holds their memory. What is asked for other tensors. What servers make.
         """
-        if self.made is None:
-            return [*first, *frozen], None, self._source(params, pieces, first, frozen), None
-        places, held, (seed, initial) = self.made(params, pieces)
-        uploaded = [(init.UPLOADED.kind, init.UPLOADED.numbers, index, 0) for index, *_ in frozen]
-        return [*places, *frozen], held, None, (seed, [*initial, *uploaded])
-
-    def _source(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
         self.check(params)
 
         def place(array: int, index: int) -> tuple[Place, object]:

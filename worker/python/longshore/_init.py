@@ -1,6 +1,5 @@
 """``longshore.Init``: builds a model whose weights are never all in memory, for :func:`longshore.shard`."""
 
-import contextlib
 import functools
 import os
 import tempfile
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from longshore import _recorded, _units
+from longshore import _units
 from longshore._fetching import Fetcher
 from longshore._filling import Filling
 from longshore._host import Place
@@ -27,15 +26,10 @@ class Init:
     Initialisation may come back to any of them. The optimizer's job is filled parameter by parameter. ``shard`` must be called
     before the model is trained.
 
-    With ``on_servers=True`` the weights are nowhere until servers make them: functions of ``torch.nn.init`` are noted, and the
-    optimizer's job is filled with what they say, drawn by the servers from ``seed``. See :mod:`longshore.init`.
-
     Args:
         budget: bytes of weights in memory at a time.
         folder: where the file is; by default that of temporary files. It is deleted when the last of the weights is.
         dtype: the type of what is built, as ``torch.set_default_dtype`` says it.
-        on_servers: servers make the weights. What they cannot make is refused by name.
-        seed: what these depend on, with a parameter's place in the optimizer and an element's place in it.
         enabled: False does nothing.
     """
 
@@ -45,51 +39,41 @@ class Init:
         budget: int | str = "1GiB",
         folder: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
-        on_servers: bool = False,
-        seed: int = 0,
         enabled: bool = True,
+        **retired: object,
     ) -> None:
+        for name in retired:
+            raise TypeError(f"longshore.Init takes no {name!r}: leave it out, since modules are built by torch's own initialisation")
         room = _units.budget(budget)
         self._dtype, self._is_enabled = dtype, enabled
-        self._recording = _recorded.Recording(seed) if on_servers else None
         self._home = Residency([], _Store(folder), room)
         self._home.is_building = True
         self._before: torch.dtype | None = None
-        self._within = contextlib.ExitStack()
         self._handle: Any = None
 
     @property
     def peak_weight_bytes(self) -> int:
         """The most weights that were ever in memory."""
-        return self._recording.peak if self._recording is not None else self._home.peak
+        return self._home.peak
 
     def __enter__(self) -> "Init":
         if self._is_enabled:
             self._handle = register_module_parameter_registration_hook(self._registered)
-            if self._recording is not None:
-                self._within.enter_context(self._recording.truncating())
             if self._dtype is not None:
                 self._before = torch.get_default_dtype()
                 torch.set_default_dtype(self._dtype)
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._within.close()
+    def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._home.release()
         if self._before is not None:
             torch.set_default_dtype(self._before)
-        if self._recording is not None and kind is None:
-            self._recording.check()
 
     def _registered(self, module: nn.Module, name: str, tensor: nn.Parameter | None) -> None:
         # What a module has already, as a tied weight, has come here before.
         if type(tensor) is not nn.Parameter or tensor.numel() == 0 or tensor.device.type != "cpu":
-            return
-        if self._recording is not None:
-            if tensor.is_floating_point():
-                self._recording.take(f"{type(module).__name__}.{name}", tensor)
             return
         _adopt(self._home, module, name, tensor)
 
@@ -127,8 +111,7 @@ def filling(params: list[Param]) -> Filling | None:
     """What a new job is filled with, parameter by parameter; None where none of these was built by :class:`Init`."""
     if not any(is_built(param.tensor) for param in params):
         return None
-    made = _recorded.made if any(_recorded.is_recorded(param.tensor) for param in params) else None
-    return Filling(None, lambda _, param: param.tensor, lambda _: None, made)
+    return Filling(None, lambda _, param: param.tensor, lambda _: None)
 
 
 class Unplaced:

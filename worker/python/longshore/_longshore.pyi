@@ -41,7 +41,7 @@ class Job:
         params: Sequence[_Place],
         filling: _Filling | None = None,
         found: bool = False,
-        initialisation: tuple[int, Sequence[tuple[str, Sequence[float], int, int]]] | None = None,
+        pieces: Callable[[int, int, int], tuple[_Place, object]] | None = None,
         in_units: bool = False,
     ) -> tuple[int, int]: ...
     def push(self, gradients: Sequence[_Place], scale: float = 1.0) -> None: ...

@@ -117,16 +117,14 @@ class Ranks(ABC):
         is_new = self.find(job) is None
         first, held = self.first_weights() if is_new and not in_units else ([], [])
         frozen, frozen_held = kept.values() if is_new else ([], [])
-        places, made, source, initial = [*first, *frozen], None, None, None
-        if filling is not None:
-            places, made, source, initial = filling.of_job(self.params, list(self.layout.pieces()), first, frozen)
+        source = filling.of_job(self.params, list(self.layout.pieces()), first, frozen) if filling is not None else None
 
         def begin() -> tuple[int, int]:
-            started: tuple[int, int] = job.start(places, source, found, initial, in_units=in_units)
+            started: tuple[int, int] = job.start([*first, *frozen], source, found, in_units=in_units)
             return started
 
         started = _agree.together(lambda: _opening.first(name, self.rank, self.world_size, begin, is_shared=True))[self.rank]
-        del held, frozen_held, made
+        del held, frozen_held
         return started
 
     def export_state(self, job: Any, arrays: list[list[Tensor]], *, alone: bool) -> int:

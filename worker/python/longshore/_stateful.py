@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from longshore import _filling, _params, _recorded, _state
+from longshore import _filling, _params, _state
 from longshore._connection import Connection
 from longshore._filling import Filling
 from longshore._full import NAMES
@@ -197,8 +197,6 @@ class Stateful(torch.optim.Optimizer):
         self._applied.fill_(filling.applied or 0)
         with torch.no_grad():
             for param in params:
-                if _recorded.is_recorded(param.tensor):
-                    continue  # the job gets them, and the model gets them from there
                 weights = filling.read(_filling.MASTER, param)
                 if weights is param.tensor:
                     continue

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longshore import _init, _recorded
+from longshore import _init
 from longshore._unit_tensors import UnitParameter, is_built
 from longshore.errors import UsageError, invalid
 
@@ -42,8 +42,6 @@ class TiledLinear(nn.Module):
 
 
 def _rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
-    if _recorded.is_recorded(parameter):
-        return _recorded.rows(parameter, start, count)
     return nn.Parameter(parameter.detach()[start : start + count].clone(), parameter.requires_grad)
 
 
@@ -75,7 +73,7 @@ def tiled(model: nn.Module, most: int) -> nn.Module:
     """Replaces linear layers whose weight is larger by ones in slices of at most so many bytes. Call it before the optimizer is built.
 
     Sums over outputs, as backward has them, are added up tile by tile: results agree with the whole layer's up to the order of
-    sums. Where servers make the weights (``Init(on_servers=True)``), they are those of the whole layer, bit for bit.
+    sums.
 
     Args:
         model: a model, or a linear layer.

@@ -1,21 +1,49 @@
 """A rank of a job for any framework: gradients go in and weights come out as arrays."""
 
 import contextlib
+import math
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from longshore import _arrays, _job, _longshore, init
+from longshore import _arrays, _job, _longshore
 from longshore._options import JobOptions, Options
 from longshore._step import Hyper, StepReport
 from longshore.errors import GradientError, LongshoreError, MissingGradientError, UsageError, invalid
 
-__all__ = ["Client", "Hyper", "StepReport"]
+__all__ = ["Client", "Hyper", "Shape", "StepReport"]
 
 Array = Any
 """A NumPy array, or what exports DLPack from the host's memory, or what NumPy makes an array of. fp32, bf16 or fp16."""
+
+
+#: The bytes of an element on the wire.
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A parameter without memory in this process.
+
+    Args:
+        shape: any but empty.
+        dtype: of its weights as they are pulled: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+
+    @property
+    def wire(self) -> str:
+        if self.dtype not in _BYTES:
+            raise invalid("dtype", repr(self.dtype), 'one of "fp32", "bf16", "fp16"', "name one of them")
+        return self.dtype
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +72,14 @@ class Client:
 
     Args:
         params: the weights by name, in the order of forward; of fp32, bf16 or fp16, any shape but empty. A
-            :class:`longshore.init.Shape` stands for weights that are nowhere in this process.
+            :class:`longshore.Shape` stands for weights that ``initial`` makes.
         hyper: hyperparameters of all parameters, or one for each group.
         rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"`` or ``"adagrad"``.
         groups: names of parameters that have hyperparameters of their own, for each group after the first. The first
             group, 0, has all others.
-        initial: what the servers make initial weights from, by name: see :mod:`longshore.init`. The other parameters' weights
-            are uploaded. It counts in a new job only.
-        initial_seed: what random initial weights depend on.
+        initial: makes the first weights of each :class:`longshore.Shape` of a new job, piece by piece: called with a name, the
+            first element and a count, it returns an array of as many elements, in the order of the flattened parameter. A piece may
+            be asked for again, and has the same elements then.
         **options: of the job; see :class:`longshore._options.Options`. ``accumulate`` is the number of times that each
         parameter is
             pushed in a step. ``streaming`` means nothing here, since each push leaves at once.
@@ -63,25 +91,25 @@ class Client:
 
     def __init__(
         self,
-        params: Mapping[str, Array | init.Shape],
+        params: Mapping[str, Array | Shape],
         hyper: Hyper | Sequence[Hyper],
         *,
         rule: str = "adamw",
         groups: Sequence[Collection[str]] = (),
-        initial: Mapping[str, init.Init] | None = None,
-        initial_seed: int = 0,
+        initial: Callable[[str, int, int], Array] | None = None,
         **options: Unpack[JobOptions],
     ) -> None:
+        if "initial_seed" in options:
+            raise TypeError("longshore.Client takes no 'initial_seed': let the callable that is passed as initial= draw the weights")
         self._options = Options.of({**options, "streaming": True})
         if self._options.frozen != "leave":
             remedy = "pass the arrays that train alone, or shall later: a step leaves out those that are not pushed"
             raise invalid("frozen", repr(self._options.frozen), "'leave': arrays do not say whether they train", remedy)
         arrays = {
-            name: value if isinstance(value, init.Shape) else _arrays.readable(name, value) for name, value in params.items()
+            name: value if isinstance(value, Shape) else _arrays.readable(name, value) for name, value in params.items()
         }
         self._params = _table(arrays, groups)
-        shapes = [name for name, value in params.items() if isinstance(value, init.Shape)]
-        initialisation = init.given(initial or {}, initial_seed, arrays.keys(), shapes)
+        pieces = _pieces(self._params, arrays, initial)
         self._by_name = {param.name: param for param in self._params}
         self._groups = len(groups) + 1
         self._hyper = self._each(hyper)
@@ -95,7 +123,7 @@ class Client:
         self._name = settings.job
         self._job = _longshore.Job(settings)
         #: The last committed step, and the version that was pulled last.
-        self._step, _ = self._job.start(_places(self._params, arrays), initialisation=initialisation)
+        self._step, _ = self._job.start([] if pieces else _places(self._params, arrays), pieces=pieces)
         self._version = self._step
         self._finalizer = weakref.finalize(self, _closed, self._job, self._options.servers is None)
         # At the interpreter's end the process ends the job of a server inside it, and any other job goes on.
@@ -306,7 +334,7 @@ class Client:
                 warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
 
 
-def _table(arrays: Mapping[str, _arrays.HostArray | init.Shape], groups: Sequence[Collection[str]]) -> list[_Param]:
+def _table(arrays: Mapping[str, _arrays.HostArray | Shape], groups: Sequence[Collection[str]]) -> list[_Param]:
     """The job's parameters.
 
     Raises:
@@ -328,18 +356,41 @@ def _table(arrays: Mapping[str, _arrays.HostArray | init.Shape], groups: Sequenc
     return params
 
 
-def _places(
-    params: Sequence[_Param], arrays: Mapping[str, _arrays.HostArray | init.Shape]
-) -> list[tuple[int, int, int, str]]:
-    """Where the weights are. A shape has no memory, and so no elements."""
+def _places(params: Sequence[_Param], arrays: Mapping[str, Any]) -> list[tuple[int, int, int, str]]:
+    """Where the elements are."""
+    return [(param.index, arrays[param.name].address, param.elements, arrays[param.name].wire) for param in params]
 
-    def place(param: _Param) -> tuple[int, int, int, str]:
-        array = arrays[param.name]
-        if isinstance(array, init.Shape):
-            return param.index, 0, 0, array.wire
-        return param.index, array.address, param.elements, array.wire
 
-    return [place(param) for param in params]
+def _pieces(
+    params: Sequence[_Param],
+    arrays: Mapping[str, _arrays.HostArray | Shape],
+    initial: Callable[[str, int, int], Array] | None,
+) -> Callable[[int, int, int], tuple[tuple[int, int, int, str], object]] | None:
+    """Returns what a new job asks for pieces of first weights; None where all of them are arrays.
+
+    Raises:
+        InvalidError: for a shape without ``initial``, and an ``initial`` that cannot be called.
+    """
+    if initial is not None and not callable(initial):
+        limit = "a callable (name, start, count) -> array"
+        raise invalid("initial", type(initial).__name__, limit, "pass a function that makes a piece of a parameter's weights")
+    shapes = [name for name, array in arrays.items() if isinstance(array, Shape)]
+    if not shapes:
+        return None
+    if initial is None:
+        raise invalid(shapes[0], "a shape without weights", "with initial=", "pass initial= to make its weights, or pass an array of them")
+
+    def piece(index: int, start: int, count: int) -> tuple[tuple[int, int, int, str], object]:
+        name, array = params[index].name, arrays[params[index].name]
+        if isinstance(array, Shape):
+            made = _arrays.readable(f"initial of {name}", initial(name, start, count))
+            if made.elements != count:
+                remedy = "return as many elements as were asked for"
+                raise invalid(f"initial of {name}", f"of {made.elements} elements", f"of {count}, from element {start} on", remedy)
+            return (index, made.address, count, made.wire), made
+        return (index, array.address + start * _BYTES[array.wire], count, array.wire), array
+
+    return piece
 
 
 def _closed(job: Any, embedded: bool) -> None:

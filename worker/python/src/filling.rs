@@ -44,6 +44,25 @@ impl Read {
     }
 }
 
+/// Weights that Python makes when they are asked for, piece by piece. The callable is called with a parameter's number, its first element and a
+/// count, and returns the place of a tensor, and what holds its memory.
+pub(crate) struct Pieces(pub(crate) Py<PyAny>);
+
+impl Filling for Pieces {
+    fn applied(&self) -> Option<u64> {
+        None
+    }
+
+    fn write(&self, _: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()> {
+        let count = target.len() / size_of::<f32>();
+        let (tensor, _holder) = Python::attach(|py| {
+            let given = self.0.bind(py).call1((param, at, count));
+            given.and_then(|given| given.extract::<(HostTensor, Py<PyAny>)>()).map_err(raised)
+        })?;
+        write(&tensor, 0, target)
+    }
+}
+
 impl Filling for Weights {
     fn applied(&self) -> Option<u64> {
         None

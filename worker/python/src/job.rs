@@ -13,10 +13,9 @@ use crate::{
     error::{exception, is_ended, raise, raised, signals, without_gil},
     export::export,
     fetch::Fetch,
-    filling::{self, Read, Weights},
+    filling::{self, Pieces, Read, Weights},
     gradients::GradientMemory,
     images::{self, Images},
-    initial::{self, Made},
     lent::{ImageMemory, LentWeights},
     log,
     memory::HostTensor,
@@ -156,28 +155,25 @@ impl Job {
         self.train(py, |training| Ok(training.loss_scale()? * factor))
     }
 
-    /// Opens and joins the job. If it is new it is filled: from the parameters, one tensor each; or from tensors that are
-    /// read one by one, which are the number of updates that made them (none for weights alone) and a callable from an
-    /// array's number and a parameter's to a tensor; or by its servers, from an initialisation, with the tensors of those
-    /// parameters that it leaves out. `found` says that the job was there before, and `in_units` what `pull_in_units` does.
-    /// Returns its version, and how many updates made that.
-    #[pyo3(signature = (params, filling=None, found=false, initialisation=None, in_units=false))]
+    /// Opens and joins the job. A new one is filled from the parameters, one tensor each. With `filling` it is filled from tensors
+    /// that are read one by one: the number of updates that made them (none for weights alone) and a callable from an array's number
+    /// and a parameter's to a tensor. With `pieces` a callable from a parameter's number, its first element and a count returns
+    /// weights. `found` says that the job was there before, and `in_units` does what `pull_in_units` does. Returns its version, and
+    /// how many updates made that.
+    #[pyo3(signature = (params, filling=None, found=false, pieces=None, in_units=false))]
     fn start(
         &self,
         py: Python<'_>,
         params: Vec<HostTensor>,
         filling: Option<filling::Given>,
         found: bool,
-        initialisation: Option<initial::Given>,
+        pieces: Option<Py<PyAny>>,
         in_units: bool,
     ) -> PyResult<(u64, u64)> {
-        let filling: Box<dyn Filling + Send> = match (filling, initialisation) {
+        let filling: Box<dyn Filling + Send> = match (filling, pieces) {
             (Some(given), _) => Box::new(Read::new(given)),
+            (None, Some(source)) => Box::new(Pieces(source)),
             (None, None) => Box::new(Weights(params)),
-            (None, Some(given)) => {
-                let made = Made::new(given, Weights(params));
-                Box::new(made.map_err(|error| raise(py, &error))?)
-            }
         };
         self.with(py, move |stage| {
             let Stage::Connected(_) = stage else { return Err(Misuse("the job is started already").into()) };

@@ -10,7 +10,6 @@ mod filling;
 mod gradients;
 mod helpers;
 mod images;
-mod initial;
 mod job;
 mod lent;
 mod log;

@@ -358,3 +358,31 @@ def test_groups_that_name_no_parameter() -> None:
         longshore.Client(weights(), HYPER, groups=[["in"], ["in"]])
     with pytest.raises(TypeError, match="cannot be copied"):
         __import__("copy").copy(longshore.Client(weights(), HYPER))
+
+
+def test_a_callable_makes_the_weights_of_shapes() -> None:
+    wanted, asked = weights(), set()
+
+    def initial(name: str, start: int, count: int) -> Any:
+        asked.add(name)
+        return wanted[name].ravel()[start : start + count]
+
+    params = {name: longshore.Shape(array.shape) if array.ndim else array for name, array in wanted.items()}
+    with longshore.Client(params, longshore.Hyper(lr=1e-3), initial=initial) as client:
+        assert same(client.pull(), wanted)
+    assert asked == {"in", "bias", "out"}
+    with pytest.raises(errors.InvalidError, match="of 1 elements, but must be of 30, from element 0 on"):
+        longshore.Client(params, longshore.Hyper(lr=1e-3), initial=lambda *_: np.zeros(1, np.float32))
+
+
+def test_what_makes_no_weights_is_refused() -> None:
+    params = {"w": longshore.Shape((2, 3))}
+    hyper = longshore.Hyper(lr=1e-3)
+    with pytest.raises(errors.InvalidError, match="w is a shape without weights"):
+        longshore.Client(params, hyper)
+    with pytest.raises(errors.InvalidError, match="initial is dict, but must be a callable"):
+        longshore.Client(params, hyper, initial={"w": None})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="let the callable that is passed as initial= draw the weights"):
+        longshore.Client(params, hyper, initial_seed=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="modules are built by torch's own initialisation"):
+        longshore.Init(on_servers=True)

@@ -125,26 +125,3 @@ class Odd(nn.Module):
     def loss(self, step: int) -> Tensor:
         inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         return self.last(functional.gelu(self.wide(self.first(inputs)))).square().mean()
-
-
-@pytest.mark.parametrize("within", [False, True])
-def test_a_layer_whose_weights_servers_make(within: bool, two_servers: str) -> None:
-    """They are those of the layer in one piece, and so are those of the parameters behind it."""
-    options = {"servers": two_servers, "shard_elements": 65536}
-    with longshore.Init(on_servers=True, seed=5):
-        plain = Odd()
-    longshore.shard(plain, optimizer_of(plain, job="plain", **options), "1MB")
-    with longshore.Init(on_servers=True, seed=5):
-        cut = Odd()
-        if within:
-            longshore.tiled(cut, 15 * 4 * 1999)
-    longshore.tiled(cut, 15 * 4 * 1999)
-    assert [tile.out_features for tile in cut.wide.tiles] == [1999, 1999, 1003]
-    optimizer = optimizer_of(cut, job="cut", **options)
-    longshore.shard(cut, optimizer, 15 * 4 * 5001)
-    same(plain, cut)
-    whole = longshore.tiled(Odd(), 15 * 4 * 1999)
-    whole.load_state_dict(plain.state_dict())
-    train(whole, optimizer_of(whole))
-    train(cut, optimizer)
-    same(whole, cut)

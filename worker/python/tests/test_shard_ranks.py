@@ -19,7 +19,7 @@ import longshore
 from longshore._gathered import LEAST_SHARED
 
 CLIP = 0.05
-#: From which servers make a model's weights.
+#: The seed of the weights of models that ranks build.
 SEED = 2**40 + 7
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
@@ -194,7 +194,7 @@ def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], c
         assert re.match(REFUSED[case][1], told), told
 
 
-def test_ranks_train_what_servers_have_made_as_one_rank_does(tmp_path: Path) -> None:
+def test_ranks_train_what_was_built_in_pieces_as_one_rank_does(tmp_path: Path) -> None:
     """All build their models within longshore.Init. One rank takes the batches of all as micro-steps."""
     room = budget(unit_rank.deep())
     model = unit_rank.model_of("built", made=SEED)

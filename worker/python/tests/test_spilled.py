@@ -3,12 +3,13 @@
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import job_on
 from units import Deep, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
-from longshore import errors, init
+from longshore import errors
 
 WIDTH = 4096
 #: Images and gradients of a shard of 0.5 MiB.
@@ -29,13 +30,17 @@ def test_what_spills_changes_no_bit(tmp_path: pathlib.Path) -> None:
             optimizer.close()
 
 
+def zeros(_: str, __: int, count: int) -> Any:
+    return np.zeros(count, np.float32)
+
+
 def memory(folder: pathlib.Path, spill: Any, rows: int) -> int:
     """The bytes of memory that a server keeps for a 16-bit matrix and its optimizer."""
     folder.mkdir()
     with longshore.Server(state_dirs=folder, spill=spill) as server:
-        params = {"w": init.Shape((rows, WIDTH), "bf16")}
+        params = {"w": longshore.Shape((rows, WIDTH), "bf16")}
         options = {"job": f"of-{rows}", "tier": "nvme", "shard_elements": SHARD}
-        client = longshore.Client(params, longshore.Hyper(lr=1e-3), servers=server, initial={"w": init.zeros()}, **options)
+        client = longshore.Client(params, longshore.Hyper(lr=1e-3), servers=server, initial=zeros, **options)
         found: int = job_on(server.address)["memory_bytes"]
         client.close()
     return found

@@ -105,9 +105,8 @@ def test_units_have_the_bits_of_the_model_in_one_piece(delay: int) -> None:
     assert same_bits(trained(in_units, **delayed), trained(later, **delayed))
 
 
-@pytest.mark.parametrize("on_servers", [False, True])
-def test_a_model_of_init_may_be_frozen_in_part(on_servers: bool) -> None:
-    with longshore.Init(budget="100KiB", on_servers=on_servers):
+def test_a_model_of_init_may_be_frozen_in_part() -> None:
+    with longshore.Init(budget="100KiB"):
         model = Net()
     optimizer = later(model, streaming=True)
     longshore.shard(model, optimizer, budget=3 * LAYER)

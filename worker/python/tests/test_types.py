@@ -39,7 +39,7 @@ import longshore
 callback: longshore.huggingface.Callback = longshore.huggingface.Callback(checkpoint=True)
 strategy = longshore.lightning.Strategy()
 schedule = longshore.schedules.WarmupLR(torch.optim.SGD([]), warmup_max_lr=1.0)
-first = longshore.init.normal(0.0, 0.02)
+shape = longshore.Shape((2, 3), "bf16")
 longshore.accelerate.attach, longshore.axolotl.Plugin, longshore.checkpoint.save_deepspeed, longshore.jax.Client
 longshore.AdamW([], lr="a")  # wrong: lr
 longshore.AdamW([], tier="tape")  # wrong: tier

@@ -141,11 +141,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def model_of(name: str, rounds: bool = False, made: int | None = None, room: int | None = None) -> Any:
-    """A model of the weights that all ranks have. With ``made`` the servers make them from this seed. With ``room`` so many bytes of them
-    are in memory, and a file has the others."""
-    torch.manual_seed(0)
-    building = {"budget": room} if room else {"on_servers": True, "seed": made or 0}
-    with longshore.Init(**building, enabled=made is not None or room is not None):  # type: ignore[arg-type]
+    """A model of the weights that all ranks have. With ``room`` so many bytes of them are in memory, and a file has the others. With
+    ``made`` the random numbers have this seed."""
+    torch.manual_seed(made or 0)
+    with longshore.Init(budget=room or "1GiB", enabled=made is not None or room is not None):
         model = MODELS[name]()
     for parameter in model.parameters():
         if parameter.requires_grad and rounds:
@@ -285,7 +284,7 @@ def back(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model that servers make, in an engine of stage 3."""
+    """Trains a model that was built within Init, in an engine of stage 3."""
     rank = distributed.get_rank()
     model = model_of(options.pop("model"), rounds=True, made=options.pop("made"))
     config = {

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use longshore_proto::{Dtype, InitialWeights, Initialisation, JobSpec, Layout, LeftOut, StateArray};
+use longshore_proto::{Dtype, JobSpec, Layout, LeftOut, StateArray};
 
 use crate::{
     convert,
@@ -19,41 +19,10 @@ pub trait Filling {
         &[]
     }
 
-    /// What the servers make the weights from by themselves. `write` is then asked for the parameters alone that this
-    /// leaves to rank 0.
-    fn initialisation(&self) -> Option<&Initialisation> {
-        None
-    }
-
     /// Writes elements of one array of a parameter, from element `at` on, as little-endian fp32. It is asked for the
     /// arrays of a shard one after the other, in the order of [`StateArray::ALL`]; and again for a server that has to be
     /// retried.
     fn write(&self, array: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()>;
-}
-
-/// Weights that servers make by themselves, and those that this leaves to rank 0.
-pub(super) struct Made<'a> {
-    pub(super) initialisation: &'a Initialisation,
-    pub(super) rest: &'a dyn Filling,
-}
-
-impl Filling for Made<'_> {
-    fn applied(&self) -> Option<u64> {
-        None
-    }
-
-    fn initialisation(&self) -> Option<&Initialisation> {
-        Some(self.initialisation)
-    }
-
-    fn write(&self, array: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()> {
-        self.rest.write(array, param, at, target)
-    }
-}
-
-/// Whether rank 0 uploads a parameter's weights.
-pub(super) fn is_uploaded(filling: &dyn Filling, param: usize) -> bool {
-    filling.initialisation().is_none_or(|initialisation| initialisation.of(param) == InitialWeights::Uploaded)
 }
 
 /// Weights that are made parameter by parameter. One is held at a time.

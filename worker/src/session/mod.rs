@@ -7,7 +7,6 @@ mod export;
 mod filling;
 mod go_back;
 mod join;
-mod make;
 mod open;
 mod probe;
 mod restore;
@@ -27,10 +26,10 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Dtype, Initialisation, JobSpec, Layout, Placement, Rank, Version};
+use longshore_proto::{Dtype, JobSpec, Layout, Placement, Rank, Version};
 use longshore_wire::v1;
 
-use self::filling::{ByParam, Made};
+use self::filling::ByParam;
 pub(crate) use self::resume::resume_on;
 pub use self::{
     admin::StateHash,
@@ -137,25 +136,6 @@ impl Session {
     /// checkpoint, rank 0 calls `open` and `restore` before this.
     pub fn start(&mut self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<Joined> {
         self.start_by(|session| session.upload(weights))
-    }
-
-    /// Does what `start` does, where the servers make the weights by themselves. `weights` is asked for the parameters alone
-    /// that `initialisation` leaves to rank 0.
-    ///
-    /// # Errors
-    /// `Invalid` naming the run, the number and the parameter; `Call` where the job's weights were begun with something else.
-    pub fn start_made(
-        &mut self,
-        initialisation: &Initialisation,
-        weights: &dyn Fn(usize) -> Vec<f32>,
-    ) -> Result<Joined> {
-        self.start_by(|session| session.make(initialisation, weights))
-    }
-
-    /// Has the servers make the weights of a fresh job that was joined, and uploads those that are left to rank 0.
-    pub fn make(&self, initialisation: &Initialisation, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
-        let rest = ByParam::new(self.spec(), self.layout(), weights);
-        self.fill(&Made { initialisation, rest: &rest })
     }
 
     /// Does what `start` does, where there may be optimizer state as well as weights.

@@ -19,11 +19,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{
-    filling::{Filling, is_uploaded},
-    make::make,
-    open::open_on,
-};
+use super::{filling::Filling, open::open_on};
 use crate::{
     cluster::{Backoff, ByServer, Cluster, Task},
     error::{Error, OtherFilling, Result, TimedOut},
@@ -39,9 +35,6 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
     let mut backoff = Backoff::new();
-    if let Some(initialisation) = filling.initialisation() {
-        initialisation.validate(&cluster.spec().params)?;
-    }
     check_uploaded(filling.left_out(), cluster.spec(), filling.applied())?;
     loop {
         let missing = cluster.runtime.block_on(missing_shards(
@@ -50,13 +43,7 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
             (filling.applied(), filling.left_out()),
         ))?;
         let Some(&first) = missing.first() else { return Ok(()) };
-        let made = match filling.initialisation() {
-            Some(initialisation) => passing(cluster, make(cluster, rank, initialisation, &missing, end)?)?,
-            None => None,
-        };
-        let failed =
-            made.map_or_else(|| pass(cluster, rank, filling, &missing, end), |made| Ok(Some(made)))?;
-        let Some((server, fault)) = failed else { continue };
+        let Some((server, fault)) = pass(cluster, rank, filling, &missing, end)? else { continue };
         let address = cluster.address(server);
         tracing::debug!(server = address, %fault, "an upload broke, looking for what is missing");
         if !cluster.runtime.block_on(async { Ok(backoff.pause(end).await) })? {
@@ -165,14 +152,7 @@ fn pass(
         let server = cluster.owner(shard);
         // A frozen shard has weights alone.
         let arrays = if cluster.layout.is_frozen(shard) { &arrays[..1] } else { arrays };
-        let is_uploaded = |&chunk: &ChunkId| {
-            filling.initialisation().is_none()
-                || cluster
-                    .layout
-                    .params_in(flat_range(cluster, shard, chunk))
-                    .any(|param| is_uploaded(filling, param))
-        };
-        let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId).filter(is_uploaded);
+        let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId);
         for (array, chunk) in arrays.iter().flat_map(|&array| chunks().map(move |chunk| (array, chunk))) {
             let payload = read(cluster, filling, array, shard, chunk)?;
             let request = UploadRequest {
@@ -203,14 +183,6 @@ fn pass(
         }
     }
     Ok(failed)
-}
-
-/// The last of these failures of MakeWeights, if all of them pass.
-fn passing(cluster: &Cluster, failures: Vec<(ServerId, Fault)>) -> Result<Option<(ServerId, Fault)>> {
-    if let Some((server, fault)) = failures.iter().find(|(_, fault)| !passes(fault)) {
-        return Err(cluster.explain(*server, "MakeWeights", None, fault.clone()));
-    }
-    Ok(failures.into_iter().next_back())
 }
 
 /// Whether the next try may do better: the transport failed, or the server has restarted since it was joined.
@@ -262,7 +234,7 @@ fn flat_range(cluster: &Cluster, shard: ShardId, chunk: ChunkId) -> Range<u64> {
     start + bytes.start / 4..start + bytes.end / 4
 }
 
-/// A chunk as fp32, with zeros as padding and where servers make the weights.
+/// A chunk as fp32, with zeros as padding.
 fn read(
     cluster: &Cluster,
     filling: &dyn Filling,
@@ -273,7 +245,7 @@ fn read(
     let layout = &cluster.layout;
     let flat = flat_range(cluster, shard, chunk);
     let mut payload = vec![0; 4 * (flat.end - flat.start) as usize];
-    for param in layout.params_in(flat.clone()).filter(|&param| is_uploaded(filling, param)) {
+    for param in layout.params_in(flat.clone()) {
         let range = layout.param_range(param);
         let (from, to) = (range.start.max(flat.start), range.end.min(flat.end));
         let target = 4 * (from - flat.start) as usize..4 * (to - flat.start) as usize;

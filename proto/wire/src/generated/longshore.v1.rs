@@ -1219,7 +1219,7 @@ pub struct JobProgress {
     pub last_commit: ::core::option::Option<Commit>,
     #[prost(string, tag = "5")]
     pub pause_reason: ::prost::alloc::string::String,
-    /// in PHASE_LOADING: those not yet wholly uploaded, made or loaded
+    /// in PHASE_LOADING: those not yet wholly uploaded or loaded
     #[prost(uint32, repeated, tag = "6")]
     pub missing_shards: ::prost::alloc::vec::Vec<u32>,
     /// in PHASE_LOADING: Admin.Restore has begun
@@ -1240,97 +1240,6 @@ pub struct RestoreProgress {
     /// wholly loaded: RESTORE_MODE_WHOLE of the same checkpoint starts the job at once
     #[prost(bool, tag = "3")]
     pub held: bool,
-}
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct MakeWeightsRequest {
-    #[prost(string, tag = "1")]
-    pub job: ::prost::alloc::string::String,
-    /// rank 0's
-    #[prost(uint64, tag = "2")]
-    pub incarnation: u64,
-    #[prost(message, optional, tag = "3")]
-    pub initialisation: ::core::option::Option<Initialisation>,
-}
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct MakeWeightsResponse {
-    #[prost(message, optional, tag = "1")]
-    pub progress: ::core::option::Option<JobProgress>,
-}
-/// What a job's first weights are. The first run begins at parameter 0, and each ends where the next one begins. How parameters are
-/// put into runs changes no weight.
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct Initialisation {
-    #[prost(uint64, tag = "1")]
-    pub seed: u64,
-    #[prost(message, repeated, tag = "2")]
-    pub runs: ::prost::alloc::vec::Vec<InitialRun>,
-}
-/// Consecutive parameters whose first weights are alike. Numbers are finite and of a magnitude that fp32 has.
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
-pub struct InitialRun {
-    /// the index of its first parameter
-    #[prost(uint32, tag = "1")]
-    pub first: u32,
-    /// Its first parameter is drawn as this one from element `drawn_from` on, and those behind it as the next ones. Absent: as itself.
-    /// So a part of a larger parameter has the weights that it would have there.
-    #[prost(uint32, optional, tag = "7")]
-    pub drawn_as: ::core::option::Option<u32>,
-    #[prost(uint64, tag = "8")]
-    pub drawn_from: u64,
-    #[prost(oneof = "initial_run::Weights", tags = "2, 3, 4, 5, 6")]
-    pub weights: ::core::option::Option<initial_run::Weights>,
-}
-/// Nested message and enum types in `InitialRun`.
-pub mod initial_run {
-    #[derive(Clone, Copy, PartialEq, ::prost::Oneof)]
-    pub enum Weights {
-        #[prost(message, tag = "2")]
-        Uploaded(super::Uploaded),
-        #[prost(double, tag = "3")]
-        Constant(f64),
-        #[prost(message, tag = "4")]
-        Uniform(super::Uniform),
-        #[prost(message, tag = "5")]
-        Normal(super::Normal),
-        #[prost(message, tag = "6")]
-        TruncatedNormal(super::TruncatedNormal),
-    }
-}
-/// Rank 0 uploads them, after MakeWeights. In the uploaded chunks every element of another parameter is 0. A chunk without an element
-/// of an uploaded parameter is not uploaded.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Uploaded {}
-/// Evenly distributed over the fp32 numbers from `low` on and below `high`.
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
-pub struct Uniform {
-    #[prost(double, tag = "1")]
-    pub low: f64,
-    /// above low
-    #[prost(double, tag = "2")]
-    pub high: f64,
-}
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
-pub struct Normal {
-    #[prost(double, tag = "1")]
-    pub mean: f64,
-    /// at least 0
-    #[prost(double, tag = "2")]
-    pub std: f64,
-}
-/// Normally distributed, given that the weight is from `low` to `high`.
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
-pub struct TruncatedNormal {
-    #[prost(double, tag = "1")]
-    pub mean: f64,
-    /// above 0
-    #[prost(double, tag = "2")]
-    pub std: f64,
-    /// at most mean + 30 std
-    #[prost(double, tag = "3")]
-    pub low: f64,
-    /// above low, and at least mean - 30 std
-    #[prost(double, tag = "4")]
-    pub high: f64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct JoinRequest {
@@ -1506,7 +1415,7 @@ pub struct LeaveResponse {}
 #[repr(i32)]
 pub enum Phase {
     Unspecified = 0,
-    /// waits for initial weights (Upload, MakeWeights) or a checkpoint (Restore)
+    /// waits for initial weights (Upload) or a checkpoint (Restore)
     Loading = 1,
     Training = 2,
     /// see `pause_reason`; nothing later is accepted until Admin.Resume
@@ -1650,34 +1559,6 @@ pub mod training_client {
             let mut req = request.into_request();
             req.extensions_mut()
                 .insert(GrpcMethod::new("longshore.v1.Training", "OpenJob"));
-            self.inner.unary(req, path, codec).await
-        }
-        /// Has this server make the first weights of a job in PHASE_LOADING by itself: those of its shards that rank 0 does not upload. It
-        /// answers once they are made, and starts the job if that is all it waits for. The request may be repeated, and goes on where an
-        /// earlier one was cut off. Another request for the same job is refused (CONFLICT). What is made depends on the request, the
-        /// parameter and the element alone: docs/protocol.md, "Weights made on the servers".
-        pub async fn make_weights(
-            &mut self,
-            request: impl tonic::IntoRequest<super::MakeWeightsRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::MakeWeightsResponse>,
-            tonic::Status,
-        > {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = tonic_prost::ProstCodec::default();
-            let path = http::uri::PathAndQuery::from_static(
-                "/longshore.v1.Training/MakeWeights",
-            );
-            let mut req = request.into_request();
-            req.extensions_mut()
-                .insert(GrpcMethod::new("longshore.v1.Training", "MakeWeights"));
             self.inner.unary(req, path, codec).await
         }
         /// Binds a rank to an incarnation. A higher incarnation fences the older one, also after a restart of a server whose tier
@@ -1870,17 +1751,6 @@ pub mod training_server {
             &self,
             request: tonic::Request<super::OpenJobRequest>,
         ) -> std::result::Result<tonic::Response<super::OpenJobResponse>, tonic::Status>;
-        /// Has this server make the first weights of a job in PHASE_LOADING by itself: those of its shards that rank 0 does not upload. It
-        /// answers once they are made, and starts the job if that is all it waits for. The request may be repeated, and goes on where an
-        /// earlier one was cut off. Another request for the same job is refused (CONFLICT). What is made depends on the request, the
-        /// parameter and the element alone: docs/protocol.md, "Weights made on the servers".
-        async fn make_weights(
-            &self,
-            request: tonic::Request<super::MakeWeightsRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::MakeWeightsResponse>,
-            tonic::Status,
-        >;
         /// Binds a rank to an incarnation. A higher incarnation fences the older one, also after a restart of a server whose tier
         /// outlives it; the same one is acknowledged again. A new rank 0 calls it twice on every server: with `fence_only` first, so that
         /// the versions it then reads can change no more, and once it has brought them together, without.
@@ -2043,51 +1913,6 @@ pub mod training_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = OpenJobSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
-                        let mut grpc = tonic::server::Grpc::new(codec)
-                            .apply_compression_config(
-                                accept_compression_encodings,
-                                send_compression_encodings,
-                            )
-                            .apply_max_message_size_config(
-                                max_decoding_message_size,
-                                max_encoding_message_size,
-                            );
-                        let res = grpc.unary(method, req).await;
-                        Ok(res)
-                    };
-                    Box::pin(fut)
-                }
-                "/longshore.v1.Training/MakeWeights" => {
-                    #[allow(non_camel_case_types)]
-                    struct MakeWeightsSvc<T: Training>(pub Arc<T>);
-                    impl<
-                        T: Training,
-                    > tonic::server::UnaryService<super::MakeWeightsRequest>
-                    for MakeWeightsSvc<T> {
-                        type Response = super::MakeWeightsResponse;
-                        type Future = BoxFuture<
-                            tonic::Response<Self::Response>,
-                            tonic::Status,
-                        >;
-                        fn call(
-                            &mut self,
-                            request: tonic::Request<super::MakeWeightsRequest>,
-                        ) -> Self::Future {
-                            let inner = Arc::clone(&self.0);
-                            let fut = async move {
-                                <T as Training>::make_weights(&inner, request).await
-                            };
-                            Box::pin(fut)
-                        }
-                    }
-                    let accept_compression_encodings = self.accept_compression_encodings;
-                    let send_compression_encodings = self.send_compression_encodings;
-                    let max_decoding_message_size = self.max_decoding_message_size;
-                    let max_encoding_message_size = self.max_encoding_message_size;
-                    let inner = self.inner.clone();
-                    let fut = async move {
-                        let method = MakeWeightsSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -1,13 +1,12 @@
 //! A job's first state: how far it has come, a checkpoint's shards, and the start with what is there.
 
-use std::sync::{Arc, MutexGuard};
+use std::sync::MutexGuard;
 
 use longshore_proto::{Dtype, Fault, FaultKind, Layout, LeftOut, Rule, ShardId, StateArray, Version};
 
 use super::{Job, compute::BLOCK, images::image_blocks};
 use crate::{
     ids::{OwnedShard, OwnedShards},
-    initial::Made,
     kernels::cast,
     lock,
     record::Record,
@@ -22,8 +21,6 @@ pub(super) struct Load {
     pub(super) checksums: Vec<[Vec<Option<u32>>; 3]>,
     /// What is uploaded, once a chunk of it is stored.
     pub(super) uploaded: Option<Uploaded>,
-    /// What this server makes by itself, once it was told to. A chunk of that has the checksum of zeros.
-    pub(super) made: Option<Arc<Made>>,
     pub(super) source: Source,
     /// The checkpoint that is being loaded or is held, or that the job has started from.
     pub(super) origin: Option<CheckpointId>,
@@ -117,7 +114,6 @@ impl Load {
         Load {
             checksums: owned.iter().map(chunks).collect(),
             uploaded: None,
-            made: None,
             source: Source::Upload,
             origin: None,
             shards: 0,
@@ -143,7 +139,7 @@ impl Load {
         self.source = Source::Restore;
         (self.origin, self.shards, self.cancelled) = (Some(origin), 0, false);
         self.checksums.iter_mut().flatten().for_each(|checksums| checksums.fill(None));
-        (self.uploaded, self.made) = (None, None);
+        self.uploaded = None;
         Ok(())
     }
 
@@ -276,7 +272,7 @@ impl Job {
         Ok(())
     }
 
-    /// Starts the job if nothing is missing of what rank 0 uploads and of what is made here.
+    /// Starts the job if nothing is missing of what rank 0 uploads.
     pub(super) fn start_if_whole(&self, mut load: MutexGuard<'_, Load>) -> Result<(), Fault> {
         if load.source != Source::Upload || !load.missing(&self.owned, self.spec.rule).is_empty() {
             return Ok(());

@@ -139,10 +139,7 @@ impl Machine {
     /// where a job that is paused has the whole gradient.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
-            return Some(
-                "the initial weights (Tensors.Upload, Training.MakeWeights) or a checkpoint (Admin.Restore)"
-                    .to_string(),
-            );
+            return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
         }
         let step = self.version.next_step();
         for shard in &self.shards {

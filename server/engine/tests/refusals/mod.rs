@@ -2,7 +2,6 @@
 
 mod commits;
 mod left_out;
-mod making;
 mod opening;
 mod pulls;
 mod pushes;

@@ -40,13 +40,14 @@ Exit codes:
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 /// Flags of earlier releases, and what to do instead. Rows stay for one release.
-pub const RETIRED: [Retired; 8] = [
+pub const RETIRED: [Retired; 9] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
     (
         "format",
         "leave it out for safetensors, or call longshore.checkpoint.save_deepspeed(optimizer, FOLDER) in Python",
     ),
+    ("init-on-servers", "leave it out: rank 0 makes and uploads the weights parameter by parameter"),
     (
         "optimizer",
         "call optimizer.load_state_dict(torch.load(FILE)) or longshore.checkpoint.save_torch(optimizer, FILE) in Python",

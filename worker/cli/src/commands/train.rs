@@ -96,10 +96,6 @@ pub(super) struct Args {
     /// Random numbers: initial weights, batches, the sample
     #[arg(long, default_value_t = 1, help_heading = "Training")]
     seed: u64,
-    /// Servers make the initial weights by themselves, from the same distributions: no worker makes or uploads them. They are
-    /// other numbers than without it
-    #[arg(long, help_heading = "Training")]
-    init_on_servers: bool,
 
     /// 0: exact. 1: each step computes with the weights of the step before last, which hides the whole update
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1), help_heading = "Offloading")]

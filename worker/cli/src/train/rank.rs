@@ -199,21 +199,14 @@ impl<'a> Run<'a> {
         }
         let joined = session.join()?;
         if fresh {
-            let Settings { seed, init_on_servers, .. } = *self.settings;
-            match init_on_servers {
-                true => session.make(&self.model.initialisation(seed), &|_| Vec::new())?,
-                false => {
-                    let elements: usize = self.model.params().iter().map(|param| param.elements()).sum();
-                    let bytes = (elements * size_of::<f32>()) as u64;
-                    let progress =
-                        Progress::bytes("uploading weights", bytes, Output::new(self.settings.json));
-                    session.upload(&|param| {
-                        let weights = self.model.init(seed, param);
-                        progress.add((weights.len() * size_of::<f32>()) as u64);
-                        weights
-                    })?
-                }
-            }
+            let elements: usize = self.model.params().iter().map(|param| param.elements()).sum();
+            let bytes = (elements * size_of::<f32>()) as u64;
+            let progress = Progress::bytes("uploading weights", bytes, Output::new(self.settings.json));
+            session.upload(&|param| {
+                let weights = self.model.init(self.settings.seed, param);
+                progress.add((weights.len() * size_of::<f32>()) as u64);
+                weights
+            })?;
             session.wait_training()?;
         }
         Ok((session, joined))

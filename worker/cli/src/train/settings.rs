@@ -58,8 +58,6 @@ pub struct Settings {
     pub image_dtype: Dtype,
     pub loss_scale: LossScale,
     pub seed: u64,
-    /// The servers make the initial weights by themselves.
-    pub init_on_servers: bool,
     /// None means that it is chosen from the model's size.
     pub shard_elements: Option<u64>,
     /// Where the servers keep the state.

@@ -44,9 +44,6 @@ pub(crate) struct Args {
     /// What of the nvme tier lives on the drives: state, images or all. With --servers it is as they were started
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     pub(super) spill: Spill,
-    /// The server makes the initial weights by itself
-    #[arg(long)]
-    pub(super) init_on_servers: bool,
     /// Moments: fp32, bf16 or block8
     #[arg(long, default_value = "fp32", value_name = "FORMAT")]
     pub(super) state: StateFormat,

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Hyper, InitialWeights, Initialisation, JobSpec, Rank};
+use longshore_proto::{Hyper, JobSpec, Rank};
 use longshore_worker::{
     error::Result,
     loss_scale::LossScaler,
@@ -119,10 +119,7 @@ fn prepare(
         .collect();
     let weights = |param: usize| vec![0.5; sizes[param] as usize];
     let begun = Instant::now();
-    let joined = match args.init_on_servers {
-        true => session.start_made(&made(sizes.len()), &weights)?,
-        false => session.start(&weights)?,
-    };
+    let joined = session.start(&weights)?;
     let fill = begun.elapsed();
     let hyper = Hyper { lr: 1e-6, ..Hyper::default() };
     let schedule = if args.delay == 0 { Schedule::exact() } else { Schedule::delayed(0) };
@@ -132,11 +129,6 @@ fn prepare(
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, move |_| vec![hyper])
     };
     Ok((Pipeline::new(session, &joined, options)?, fill))
-}
-
-/// What the server makes of that many parameters.
-fn made(params: usize) -> Initialisation {
-    Initialisation::by_param(1, vec![InitialWeights::Normal { mean: 0.0, std: 0.02 }; params])
 }
 
 fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {

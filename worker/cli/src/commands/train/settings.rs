@@ -62,7 +62,6 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         gradient_dtype: args.gradient_dtype,
         image_dtype: args.weight_dtype,
         seed: args.seed,
-        init_on_servers: args.init_on_servers,
         shard_elements: args.shard_elements,
         tier: args.tier,
         device: args.device,

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use longshore_proto::{InitialWeights, Initialisation};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{Rng, SeedableRng},
@@ -112,18 +111,6 @@ impl Gpt {
             Start::Residual => self.residual_deviation(),
         };
         normal(seed, param as u64, elements, deviation)
-    }
-
-    /// The same distributions for servers that make the weights by themselves. Their generator is another one, and so are the
-    /// weights.
-    pub fn initialisation(&self, seed: u64) -> Initialisation {
-        let weights = self.params.iter().map(|param| match param.start {
-            Start::Zero => InitialWeights::Constant(0.0),
-            Start::One => InitialWeights::Constant(1.0),
-            Start::Normal => InitialWeights::Normal { mean: 0.0, std: DEVIATION },
-            Start::Residual => InitialWeights::Normal { mean: 0.0, std: self.residual_deviation() },
-        });
-        Initialisation::by_param(seed, weights)
     }
 
     /// Each layer adds to the residual stream twice.
