@@ -8,7 +8,7 @@ use std::{
 
 use clap::CommandFactory;
 
-use super::{ByteSize, ConfigError, Durability, Flags, Spill, StorageIo, names::nearest, retired};
+use super::{ByteSize, ConfigError, Flags, Spill, StorageIo, names::nearest, retired};
 use crate::log::LogFormat;
 
 #[derive(Debug, Default, serde::Deserialize)]
@@ -26,7 +26,6 @@ pub(super) struct File {
     pub(super) resident: Option<ByteSize>,
     pub(super) storage_io: Option<StorageIo>,
     pub(super) storage_buffers: Option<usize>,
-    pub(super) durability: Option<Durability>,
     pub(super) spill: Option<Spill>,
     pub(super) drive_endurance: Option<ByteSize>,
     pub(super) shm_dir: Option<PathBuf>,

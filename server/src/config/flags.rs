@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{CommandFactory, Parser};
 
-use super::{ByteSize, ConfigError, Durability, Spill, StorageIo, check_variables, retired::SETTINGS};
+use super::{ByteSize, ConfigError, Spill, StorageIo, check_variables, retired::SETTINGS};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
@@ -52,10 +52,6 @@ pub struct Flags {
     /// Shards of an nvme job that are read, updated or written at once [default: 6]
     #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
     pub storage_buffers: Option<usize>,
-    /// What of an nvme job outlives this server: each-version, or nothing, which spares the writes of resident shards
-    /// [default: each-version]
-    #[arg(long, env = "LONGSHORED_DURABILITY", value_enum)]
-    pub durability: Option<Durability>,
     /// What of an nvme job lives on the drives: state, or images, which are the 16-bit weights as well: 4 bytes a
     /// parameter less in memory, 2 more written in a step; or all, with gradients that workers do not lend: 2 bytes
     /// a parameter and rank less, 2 more written and read [default: state]

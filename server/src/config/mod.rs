@@ -14,7 +14,7 @@ pub use error::ConfigError;
 pub use flags::Flags;
 pub use names::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
-pub use storage::{Durability, Spill, StorageConfig, StorageIo};
+pub use storage::{Spill, StorageConfig, StorageIo};
 
 use crate::log::LogFormat;
 
@@ -169,7 +169,6 @@ impl StorageConfig {
             resident: flags.resident.or(file.resident).map_or(defaults.resident, |size| size.0),
             io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
             buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
-            durability: flags.durability.or(file.durability).unwrap_or_default(),
             spill: flags.spill.or(file.spill).unwrap_or_default(),
             drive_endurance: flags.drive_endurance.or(file.drive_endurance).map_or(0, |size| size.0),
             shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
@@ -210,8 +209,6 @@ mod tests {
     #[test]
     fn what_cannot_be_spilled_is_said() {
         let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
-        assert!(error(&["--spill", "all", "--durability", "nothing"]).contains("no image is kept"));
-        assert!(error(&["--spill", "images", "--durability", "nothing"]).contains("no image is kept"));
         let on = "state_dir = [\"/mnt/a\"]\n";
         assert_eq!(resolve(&[], &format!("{on}spill = \"images\"")).unwrap().storage.spill, Spill::Images);
         assert_eq!(resolve(&["--spill", "all"], on).unwrap().storage.spill, Spill::All);

@@ -8,11 +8,15 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 pub type Retired = (&'static str, &'static str);
 
 /// Settings of `longshored`.
-pub(crate) const SETTINGS: [Retired; 2] = [
+pub(crate) const SETTINGS: [Retired; 3] = [
+    ("durability", DURABILITY),
     ("idle-limit", IDLE_LIMIT),
     ("otlp", "scrape the metrics of --http, or write one process's stages with `longshore train --trace`"),
 ];
 
+/// Also for `longshore plan`.
+pub const DURABILITY: &str =
+    "leave it out: each version is durable; open jobs whose state need not be with the tier memory";
 /// Also for `identities.toml`.
 pub(crate) const IDLE_LIMIT: &str = "leave it out: `longshore status` and the metric longshore_job_idle_seconds say for how long a job idles; \
                                      `longshore checkpoint`, then `longshore delete`, give its memory back";

@@ -17,7 +17,6 @@ pub struct StorageConfig {
     pub io: StorageIo,
     /// Shards of an `nvme` job that are read, updated or written at once.
     pub buffers: usize,
-    pub durability: Durability,
     pub spill: Spill,
     /// How many bytes the drives may be written with; 0 if that is not known.
     pub drive_endurance: u64,
@@ -33,15 +32,6 @@ pub enum StorageIo {
     Auto,
     IoUring,
     Threads,
-}
-
-/// What of an `nvme` job outlives the server.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Durability {
-    #[default]
-    EachVersion,
-    Nothing,
 }
 
 /// What of an `nvme` job lives on the drives.
@@ -65,15 +55,6 @@ impl FromStr for Spill {
     }
 }
 
-impl From<Durability> for tier::Durability {
-    fn from(durability: Durability) -> tier::Durability {
-        match durability {
-            Durability::EachVersion => tier::Durability::EachVersion,
-            Durability::Nothing => tier::Durability::Nothing,
-        }
-    }
-}
-
 impl From<Spill> for tier::Spill {
     fn from(spill: Spill) -> tier::Spill {
         match spill {
@@ -91,7 +72,6 @@ impl Default for StorageConfig {
             resident: 0,
             io: StorageIo::default(),
             buffers: tier::nvme::DEFAULT_BUFFERS,
-            durability: Durability::default(),
             spill: Spill::default(),
             drive_endurance: 0,
             shm_dir: None,
@@ -108,9 +88,6 @@ impl StorageConfig {
             Spill::Images => "images",
             Spill::All => "all",
         };
-        if self.durability == Durability::Nothing {
-            return refuse(name, "state where durability is nothing: no image is kept on the drives then");
-        }
         if self.state_dirs.is_empty() {
             return refuse(name, "given with state_dir (--state-dir): without one no job lives on drives");
         }
@@ -130,7 +107,6 @@ impl StorageConfig {
             },
             resident_bytes: self.resident,
             buffers: self.buffers,
-            durability: self.durability.into(),
             spill: self.spill.into(),
             ..tier::Storage::default()
         }

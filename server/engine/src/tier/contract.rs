@@ -175,7 +175,7 @@ pub struct Taken {
 }
 
 /// A tier gives this if it writes versions while the job goes on. A version is written whole before the next is
-/// decided.
+/// decided, and the version before the newest is kept, so that a job can be opened at it.
 pub trait WriteBehind: Send + Sync {
     /// All that was recovered has been read and is whole. From here on it belongs to this process.
     fn adopt(&self) -> Result<(), Fault>;
@@ -185,9 +185,6 @@ pub trait WriteBehind: Send + Sync {
 
     /// The newest version that a crash cannot take back.
     fn durable(&self) -> Version;
-
-    /// Whether the version before the newest is kept whole, so that a job can be opened at it.
-    fn keeps_previous(&self) -> bool;
 
     /// How many bytes were written to drives since the job was opened.
     fn written_bytes(&self) -> u64;

@@ -36,7 +36,7 @@ pub struct Header {
     /// The index of this folder among those that the shards are striped over.
     pub directory: usize,
     pub directories: usize,
-    /// Whether each version is made durable. If not, nothing is ever recovered.
+    /// Always true. Release 0.1 also made stores that no process recovers, and a header of one is refused.
     pub durable: bool,
     /// Whether images live here alone. A header without this field means no.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -126,7 +126,11 @@ impl Header {
         if envelope.format_version != FORMAT_VERSION {
             return Err(format!("format_version {}", envelope.format_version));
         }
-        serde_json::from_slice(body).map_err(|error| error.to_string())
+        let header: Header = serde_json::from_slice(body).map_err(|error| error.to_string())?;
+        match header.durable {
+            true => Ok(header),
+            false => Err("made with --durability nothing, so that it holds no whole version".into()),
+        }
     }
 
     fn encode(&self) -> serde_json::Result<Vec<u8>> {
@@ -152,13 +156,11 @@ impl Header {
             conflict(format!("{place} (of another placement: {fault})"), "this placement's", remedy)
         })?;
         let settings = |header: &Header| {
-            let durability = if header.durable { "each-version" } else { "nothing" };
             let spill = if header.spilled_images { "images or all" } else { "state" };
             [
                 format!("of server {} of the job", header.server.0),
                 format!("of tier {}", header.tier),
                 format!("one of {} directories", header.directories),
-                format!("made with --durability {durability}"),
                 format!("made with --spill {spill}"),
             ]
         };

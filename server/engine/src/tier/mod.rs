@@ -28,5 +28,5 @@ pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use need::StoreNeed;
 pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
-pub use storage::{Durability, Inputs, Spill, Storage};
+pub use storage::{Inputs, Spill, Storage};
 pub use stored::{Stored, StoredJob, stored_jobs};

@@ -27,7 +27,6 @@ pub struct Storage {
     pub share_images: bool,
     /// How many shards of an `nvme` job are read, updated or written at once.
     pub buffers: usize,
-    pub durability: Durability,
     pub spill: Spill,
     /// No later version than this is recovered, because the server's peers have lost a version that it still has.
     pub at_most: Option<Version>,
@@ -43,17 +42,6 @@ pub struct Inputs<'a> {
     pub placement: &'a Placement,
     pub server: ServerId,
     pub storage: &'a Storage,
-}
-
-/// What becomes of an `nvme` job when its server dies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Durability {
-    /// Each version is made durable. Resident shards are written too, so that residency saves only the reads.
-    #[default]
-    EachVersion,
-    /// Nothing is kept. Resident shards are never written, and a step costs (1 - resident share) of the transfers. A
-    /// crash loses as much as with the memory tier: the job goes back to the last checkpoint.
-    Nothing,
 }
 
 /// The parts of an `nvme` job that live on the drives.
@@ -102,7 +90,6 @@ impl Default for Storage {
             resident_bytes: 0,
             share_images: true,
             buffers: DEFAULT_BUFFERS,
-            durability: Durability::EachVersion,
             spill: Spill::State,
             at_most: None,
             owner: None,

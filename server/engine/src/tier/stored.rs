@@ -38,7 +38,7 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
         let ours = |folder: &PathBuf| name_of(folder).starts_with(FOLDER) && folder.is_dir();
         for folder in entries(&job).into_iter().filter(ours) {
             match Header::read(&folder) {
-                Ok(Some(Header { spec, placement, server, owner, durable: true, .. })) => {
+                Ok(Some(Header { spec, placement, server, owner, .. })) => {
                     let job = StoredJob { spec, placement, server, owner };
                     // A mark that stays does no harm: nothing else reads it.
                     let _ = fs::remove_file(folder.join(CLOSED));

@@ -9,7 +9,7 @@ mod state;
 mod stored;
 
 use fixture::{Keeps, TierCase};
-use longshore_engine::tier::{Durability, Spill, Storage};
+use longshore_engine::tier::{Spill, Storage};
 use longshore_proto::TierKind;
 
 /// Every tier, and every setting that changes what it gives.
@@ -33,11 +33,6 @@ fn tiers() -> Vec<TierCase> {
         TierCase::new("nvme, spilled", TierKind::Nvme, Keeps::Versions, |roots| Storage {
             dirs: roots.drives(2),
             spill: Spill::All,
-            ..Storage::default()
-        }),
-        TierCase::new("nvme, not durable", TierKind::Nvme, Keeps::Nothing, |roots| Storage {
-            dirs: roots.drives(1),
-            durability: Durability::Nothing,
             ..Storage::default()
         }),
     ]

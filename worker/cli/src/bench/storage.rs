@@ -8,7 +8,7 @@ use longshore_engine::{
     io::Engine,
     threads::{ThreadPool, available_threads},
     tier::{
-        Durability, Storage,
+        Storage,
         nvme::{StorageMeasurement, bench},
     },
 };
@@ -40,7 +40,6 @@ pub(crate) struct Args {
 
 struct Case {
     engine: Engine,
-    durability: Durability,
     resident: f64,
 }
 
@@ -50,11 +49,7 @@ impl Case {
             Engine::Threads => "threads",
             _ => "io_uring",
         };
-        let durability = match self.durability {
-            Durability::EachVersion => "durable",
-            Durability::Nothing => "nothing-kept",
-        };
-        format!("{engine}/{durability}/resident-{}", self.resident)
+        format!("{engine}/resident-{}", self.resident)
     }
 }
 
@@ -72,10 +67,9 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many GB a second the store reads and writes together in these folders, where every version is durable and nothing
-/// stays in memory.
+/// How many GB a second the store reads and writes together in these folders, where nothing stays in memory.
 pub(crate) fn gb_per_s(dirs: &[PathBuf], params: u64, rounds: u64) -> anyhow::Result<f64> {
-    let case = Case { engine: Engine::Auto, durability: Durability::EachVersion, resident: 0.0 };
+    let case = Case { engine: Engine::Auto, resident: 0.0 };
     Ok(medians(&measure(&case, dirs, params, rounds)?).gb_per_s)
 }
 
@@ -92,7 +86,6 @@ fn measure(
     let storage = Storage {
         dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
         engine: case.engine,
-        durability: case.durability,
         resident_bytes: (params as f64 * 12.0 * case.resident) as u64,
         ..Storage::default()
     };
@@ -110,18 +103,11 @@ pub(super) fn folder_in(flag: &str, dir: &Path) -> anyhow::Result<TempDir> {
     })
 }
 
-/// The cases: the other engine first, and then each resident part twice. Where each version is made durable, a resident
-/// part saves reads. Where nothing is kept, it saves writes too.
+/// The cases: the other engine first, and then each resident part, which saves reads.
 fn cases(resident: &[f64]) -> Vec<Case> {
-    let case = |engine, durability, resident| Case { engine, durability, resident };
-    let mut cases = vec![case(Engine::Threads, Durability::EachVersion, 0.0)];
-    for &part in resident {
-        cases.push(case(Engine::Auto, Durability::EachVersion, part));
-    }
-    for &part in resident {
-        cases.push(case(Engine::Auto, Durability::Nothing, part));
-    }
-    cases
+    let threads = Case { engine: Engine::Threads, resident: 0.0 };
+    let auto = resident.iter().map(|&resident| Case { engine: Engine::Auto, resident });
+    [threads].into_iter().chain(auto).collect()
 }
 
 /// Medians over the rounds.

@@ -109,7 +109,7 @@ fn json(report: &Report) -> serde_json::Value {
     json!({
         "folder": report.folder, "job": header.spec.name.as_str(), "tier": header.tier.to_string(),
         "server": header.server.0, "servers": header.placement.servers, "directory": header.directory,
-        "directories": header.directories, "durable": header.durable,
+        "directories": header.directories,
         "spilled_images": header.spilled_images, "records": report.records,
         "broken_records": report.broken_records, "versions": report.versions.iter().map(version).collect::<Vec<_>>(),
         "whole": report.is_whole(), "damage": report.damage,
@@ -152,9 +152,6 @@ fn outlook(report: &Report) -> String {
     match (report.recoverable(), report.versions.last()) {
         _ if report.is_blank() && report.damage.is_empty() => {
             "nothing was loaded yet: a server waits for the job's weights".to_string()
-        }
-        (Some(_), _) if !report.header.durable => {
-            "started with --durability nothing: a server starts anew from a checkpoint".to_string()
         }
         (Some(version), Some(newest)) if version != newest.version => format!(
             "a server refuses {}: `longshore step-back --version {}` goes on from {version}, or restore a checkpoint",

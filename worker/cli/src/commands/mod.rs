@@ -21,7 +21,10 @@ use std::path::PathBuf;
 
 use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
 use longshore_proto::Fault;
-use longshore_server::{config::retired::Retired, log};
+use longshore_server::{
+    config::retired::{DURABILITY, Retired},
+    log,
+};
 
 pub use self::environment::check_environment;
 use self::trace::TraceFlag;
@@ -43,6 +46,7 @@ Exit codes:
 pub const RETIRED: [Retired; 9] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
+    ("durability", DURABILITY),
     (
         "format",
         "leave it out for safetensors, or call longshore.checkpoint.save_deepspeed(optimizer, FOLDER) in Python",

@@ -13,7 +13,7 @@ use longshore_proto::{
     Dtype, MasterFormat, Placement, ServerId, StateFormat, TierKind,
     limits::{DEFAULT_SHARD_ELEMENTS, PROCESS_BYTES},
 };
-use longshore_server::config::{ByteSize, Durability, Spill};
+use longshore_server::config::{ByteSize, Spill};
 use longshore_worker::DelayCorrection;
 use serde_json::json;
 
@@ -82,9 +82,6 @@ pub(super) struct Args {
     /// As `longshored --storage-buffers`
     #[arg(long, default_value_t = DEFAULT_BUFFERS, value_name = "N")]
     storage_buffers: usize,
-    /// As `longshored --durability`
-    #[arg(long, value_enum, default_value_t)]
-    durability: Durability,
     /// Seconds a step will take: how much a day writes
     #[arg(long, value_name = "SECONDS")]
     step_s: Option<f64>,
@@ -146,11 +143,6 @@ impl Args {
     fn check(&self) -> anyhow::Result<()> {
         ensure!(self.servers > 0 && self.state_dirs > 0, "--servers and --state-dirs must be at least 1");
         ensure!(self.shard_elements > 0, "--shard-elements must be at least 1");
-        ensure!(
-            self.spill == Spill::State || self.durability == Durability::EachVersion,
-            "--spill {} needs --durability each-version: no image is kept on the drives otherwise",
-            if self.spill == Spill::All { "all" } else { "images" }
-        );
         let positive = self.step_s.is_none_or(|seconds| seconds > 0.0 && seconds.is_finite());
         ensure!(positive, "--step-s must be above 0");
         Ok(())

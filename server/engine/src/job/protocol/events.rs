@@ -22,7 +22,7 @@ impl Job {
         if version == current {
             return Ok(true);
         }
-        if version.0 + 1 != current.0 || !self.keeps_previous() {
+        if version.0 + 1 != current.0 || self.tier.behind.is_none() {
             let limit = format!("{current}, or the version before where the tier keeps it");
             let remedy = "restore a checkpoint: the servers have no version in common";
             return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
@@ -33,10 +33,6 @@ impl Job {
     /// The newest version that a crash cannot take back; None where no step has to wait for it.
     fn written(&self) -> Option<Version> {
         self.tier.behind.as_ref().map(|behind| behind.durable())
-    }
-
-    fn keeps_previous(&self) -> bool {
-        self.tier.behind.as_ref().is_some_and(|behind| behind.keeps_previous())
     }
 
     /// The newest version that a crash of this server cannot take back; with the memory tier it is the newest

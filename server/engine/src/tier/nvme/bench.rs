@@ -13,7 +13,7 @@ use super::{
     super::{
         contract::{Durable, Tier, Turn, WriteBehind},
         fault::io,
-        storage::{Durability, Inputs, Storage},
+        storage::{Inputs, Storage},
     },
     NvmeTier,
 };
@@ -117,8 +117,6 @@ impl BenchStore {
         }
         self.tier.finish(&Record::new(version, version.0, Some(self.commit())))?;
         self.tier.pager.until(|state| state.durable >= Some(version))?;
-        // Where nothing is made durable, the last writes are still under way, and belong to the step.
-        self.tier.pager.quiesce();
         Ok(())
     }
 
@@ -202,12 +200,8 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let open = |path: &Path| opener.open(path, Some(&mapping)).map_err(io("open", path));
     let disks = tier.pager.disks.iter().map(|disk| open(&path(disk))).collect::<Result<Vec<_>, Fault>>()?;
     let slot = tier.pager.lock().slots.state;
-    // Where nothing is recovered there is one slot in use, and resident shards stay where they are.
-    let keeps = tier.pager.durability == Durability::EachVersion;
-    let (source, target) = if keeps { (slot, 1 - slot) } else { (0, 0) };
-    let shards: Vec<OwnedShard> = OwnedShards::all(plan.shards.len())
-        .filter(|&owned| keeps || !tier.pager.is_resident(owned))
-        .collect();
+    let (source, target) = (slot, 1 - slot);
+    let shards: Vec<OwnedShard> = OwnedShards::all(plan.shards.len()).collect();
     let (sender, receiver) = mpsc::channel::<(OwnedShard, Region, std::io::Result<()>)>();
     let submit = |owned: OwnedShard, direction, part: Part, buffer| {
         let sender = sender.clone();
@@ -241,8 +235,6 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
             submit(owned, Direction::Write, plan.state_part(owned, target), buffer);
         }
     }
-    if keeps {
-        disks.iter().try_for_each(|disk| disk.flush().map_err(io("flush", disk.path())))?;
-    }
+    disks.iter().try_for_each(|disk| disk.flush().map_err(io("flush", disk.path())))?;
     Ok((from.elapsed().as_secs_f64(), bytes))
 }

@@ -16,7 +16,6 @@ use super::{
         contract::{ImageAge, ImageStore},
         fault::{internal, io},
         record::crc64,
-        storage::Durability,
     },
     NvmeTier,
     pager::BlockChecksums,
@@ -40,8 +39,7 @@ impl NvmeTier {
             ImageAge::Current => Some(slots.image),
             ImageAge::Older => slots.older_image,
         };
-        let kept = self.plan().shards[owned.index()].image_bytes > 0
-            && self.pager.durability == Durability::EachVersion;
+        let kept = self.plan().shards[owned.index()].image_bytes > 0;
         let part = |slot: u8| (slot as usize, self.plan().image_part(owned, slot));
         slot.filter(|_| kept).map(part)
     }

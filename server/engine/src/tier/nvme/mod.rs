@@ -10,8 +10,7 @@
 //!
 //! **Residency.** A fixed share of the shards stays in DRAM, spread evenly, so that reads of the others hide behind
 //! their updates; an LRU under cyclic access would hit nothing. Resident shards are still written, or their versions
-//! would be lost with the process. With a share r resident a step moves (2 - r) times the state, or (1 - r) x 2 with
-//! [`Durability::Nothing`]. To make them durable by logging gradients instead would cost a sixth of their writes and
+//! would be lost with the process. With a share r resident a step moves (2 - r) times the state. To make them durable by logging gradients instead would cost a sixth of their writes and
 //! a replay of several steps at recovery; writes are twice as fast as reads on the devices measured, so it was left
 //! out.
 //!
@@ -62,7 +61,7 @@ use super::{
     record::crc64,
     removal::remove_all,
     state::{StateMut, StateRef},
-    storage::{Durability, Inputs},
+    storage::Inputs,
 };
 use crate::{
     ids::OwnedShard,
@@ -270,10 +269,6 @@ impl Tier for NvmeTier {
 impl Durable for NvmeTier {
     fn start(&self, record: &Record) -> Result<(), Fault> {
         self.pager.write_loaded().map_err(|fault| self.pager.fail(fault))?;
-        if self.pager.durability == Durability::Nothing {
-            self.pager.lock().durable = Some(record.version);
-            return Ok(());
-        }
         let slots = self.pager.lock().slots;
         self.writer.make_durable(record, slots, true)?;
         self.pager.advance(slots, record.version);
@@ -286,9 +281,6 @@ impl Durable for NvmeTier {
     }
 
     fn stand(&self, record: &Record) -> Result<(), Fault> {
-        if self.pager.durability == Durability::Nothing {
-            return Ok(());
-        }
         let (slots, durable) = {
             let state = self.pager.lock();
             (state.slots, state.durable)
@@ -336,21 +328,12 @@ impl WriteBehind for NvmeTier {
         let before = self.pager.lock().slots;
         let slots = if record.is_skipped() { before.skipped() } else { before.updated() };
         self.pager.advance(slots, record.version);
-        if self.pager.durability == Durability::Nothing {
-            self.pager.lock().durable = Some(record.version);
-            self.pager.tell();
-            return Ok(());
-        }
         self.writer_thread.send(record.clone(), slots);
         Ok(())
     }
 
     fn durable(&self) -> Version {
         self.pager.lock().durable.unwrap_or(Version(0))
-    }
-
-    fn keeps_previous(&self) -> bool {
-        self.pager.durability == Durability::EachVersion
     }
 
     fn written_bytes(&self) -> u64 {

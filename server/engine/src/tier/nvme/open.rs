@@ -13,7 +13,7 @@ use super::{
         folder::{Folder, HEADER_FILE, Header, vanished},
         need::StoreNeed,
         removal::{finish_job, remove_all},
-        storage::{Durability, Inputs, Storage},
+        storage::{Inputs, Storage},
         watch::Watch,
     },
     NvmeTier, Recovery,
@@ -54,21 +54,14 @@ pub(in crate::tier) fn need(
     let buffers = buffers(&resident, storage) * plan.largest()
         + plan.files.len() * plan.meta_bytes()
         + ReadWindow::bytes(plan.pulled_parts(PART_BYTES));
-    let shards = plan.shards.iter().zip(&resident);
-    let leaves = |resident: bool| !resident || storage.durability == Durability::EachVersion;
-    let written = shards.filter(|(place, resident)| !place.frozen && leaves(**resident));
-    let written: usize = written.map(|(place, _)| place.bytes()).sum();
+    let written: usize = plan.shards.iter().filter(|place| !place.frozen).map(|place| place.bytes()).sum();
+    let (rank_memory, rank_disk) = ranks::need(spec.world_size);
     let mut need = StoreNeed {
-        buffers: buffers as u64,
+        buffers: buffers as u64 + rank_memory,
         state: resident_bytes as u64,
-        disk: plan.disk_bytes(),
+        disk: plan.disk_bytes() + rank_disk,
         written: written as u64,
     };
-    if storage.durability == Durability::EachVersion {
-        let (memory, disk) = ranks::need(spec.world_size);
-        need.buffers += memory;
-        need.disk += disk;
-    }
     if storage.spills_gradients(spec) {
         let (disk, written) = gradients::need(spec, layout, owned, storage.dirs.len());
         need.disk += disk;
@@ -132,13 +125,7 @@ impl NvmeTier {
         }
         finish_job(&storage.dirs, &inputs.spec.name);
         let mut folders = take(inputs)?;
-        let mut existing = in_order(&mut folders, &header(inputs, 0))?;
-        if existing.as_ref().is_some_and(|header| !header.durable) {
-            // What was never made durable is nothing to go on from.
-            remove(&folders)?;
-            folders = take(inputs)?;
-            existing = None;
-        }
+        let existing = in_order(&mut folders, &header(inputs, 0))?;
         let spilled = storage.spills_images(inputs.spec);
         let plan = StorePlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
         let memory = StoreMemory::allocate(&plan, storage).map_err(exhausted)?;
@@ -170,8 +157,7 @@ impl NvmeTier {
         let watch = Watch::over(folders.iter().map(|folder| &*folder.path), watched);
         let StoreMemory { buffers, resident, meta } = memory;
         let reads = Arc::new(ReadWindow::allocate(plan.pulled_parts(PART_BYTES)).map_err(exhausted)?);
-        let durability = inputs.storage.durability;
-        let pager = Arc::new(ShardPager::new(plan, disks, durability, buffers, resident, notify));
+        let pager = Arc::new(ShardPager::new(plan, disks, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
         let writer =
             Arc::new(VersionWriter { pager: Arc::clone(&pager), store, epoch: Mutex::new(1), meta, watch });
@@ -241,7 +227,7 @@ fn header(inputs: &Inputs<'_>, store: u64) -> Header {
         tier: TierKind::Nvme,
         directory: 0,
         directories: inputs.storage.dirs.len(),
-        durable: inputs.storage.durability == Durability::EachVersion,
+        durable: true,
         spilled_images: inputs.storage.spills_images(inputs.spec),
         server: inputs.server,
         placement: inputs.placement.clone(),
@@ -324,7 +310,7 @@ fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -
         folder.clear()?;
         let path = folder.path.join(DATA_FILE);
         opener.create(&path, file.bytes(), None).map_err(io("reserve space", &path))?;
-        if directory == 0 && inputs.storage.durability == Durability::EachVersion {
+        if directory == 0 {
             ranks::create(&*opener, &folder.path.join(RANKS_FILE), inputs.spec.world_size)?;
         }
         folder.publish(&Header { store, directory, ..header(inputs, store) })?;
@@ -332,16 +318,12 @@ fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -
     Ok(())
 }
 
-/// None where nothing outlives the process.
 fn open_ranks(
     inputs: &Inputs<'_>,
     folders: &[Folder],
     store: u64,
     fresh: bool,
 ) -> Result<Option<Ranks>, Fault> {
-    if inputs.storage.durability == Durability::Nothing {
-        return Ok(None);
-    }
     let Some(folder) = folders.first() else { return Ok(None) };
     let (opener, path) = (inputs.storage.opener(), folder.path.join(RANKS_FILE));
     let disk = ranks::find(&*opener, &path, inputs.spec.world_size)?;

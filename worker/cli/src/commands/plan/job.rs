@@ -158,7 +158,6 @@ impl Args {
             dirs: (0..self.state_dirs).map(|index| index.to_string().into()).collect(),
             resident_bytes: self.resident.map_or(0, |size| size.0),
             buffers: self.storage_buffers,
-            durability: self.durability.into(),
             spill: self.spill.into(),
             ..tier::Storage::default()
         }

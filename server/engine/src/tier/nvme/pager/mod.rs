@@ -14,7 +14,7 @@ use std::{
 use longshore_proto::{Fault, FaultKind, Version};
 
 use super::{
-    super::{contract::Taken, fault::FIELD, storage::Durability},
+    super::{contract::Taken, fault::FIELD},
     debts::Debts,
     plan::{IMAGE_SLOTS, StorePlan},
     slots::Slots,
@@ -29,7 +29,6 @@ use crate::{
 pub(super) struct ShardPager {
     pub(super) plan: StorePlan,
     pub(super) disks: Vec<Arc<dyn Disk>>,
-    pub(super) durability: Durability,
     /// By owned shard.
     pub(super) checksums: Vec<BlockChecksums>,
     /// How many bytes were given to the drives to write.
@@ -101,7 +100,6 @@ impl ShardPager {
     pub(super) fn new(
         plan: StorePlan,
         disks: Vec<Arc<dyn Disk>>,
-        durability: Durability,
         free: Vec<Region>,
         resident: Vec<Option<Region>>,
         notify: Box<dyn Fn() + Send + Sync>,
@@ -137,19 +135,7 @@ impl ShardPager {
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         let (written, taken, resident) = (AtomicU64::new(0), Default::default(), is_resident);
-        ShardPager {
-            plan,
-            disks,
-            durability,
-            checksums,
-            written,
-            taken,
-            resident,
-            buffers,
-            state,
-            changed,
-            notify,
-        }
+        ShardPager { plan, disks, checksums, written, taken, resident, buffers, state, changed, notify }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PagerState> {

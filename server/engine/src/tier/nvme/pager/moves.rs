@@ -13,10 +13,7 @@ use crate::{
     ids::{OwnedShard, OwnedShards},
     io::{Direction, Part, Request},
     memory::Region,
-    tier::{
-        fault::{internal, io},
-        storage::Durability,
-    },
+    tier::fault::{internal, io},
 };
 
 impl ShardPager {
@@ -106,24 +103,15 @@ impl ShardPager {
     }
 
     /// Writes an updated shard in the background, and reads ahead of it.
-    pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: OwnedShard, mut held: Held) {
+    pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: OwnedShard, held: Held) {
         let mut state = self.lock();
         state.next = OwnedShard(owned.next().index() % state.entries.len());
-        held.dirty = false;
-        if self.durability == Durability::Nothing && self.resident[owned.index()] {
-            held.checked = true;
-            state.entries[owned.index()].holding = Holding::Ready(held);
-        } else {
-            let target = state.slots.updated();
-            // Where nothing is recovered, the second slot stays unused.
-            let keeps = self.durability == Durability::EachVersion;
-            let slot = if keeps { target.state } else { state.entries[owned.index()].slot };
-            let mut parts = vec![self.plan.state_part(owned, slot)];
-            if self.plan.shards[owned.index()].image_bytes > 0 && keeps {
-                parts.push(self.plan.image_part(owned, target.image));
-            }
-            self.submit_write(&mut state, owned, slot, parts, held.region);
+        let target = state.slots.updated();
+        let mut parts = vec![self.plan.state_part(owned, target.state)];
+        if self.plan.shards[owned.index()].image_bytes > 0 {
+            parts.push(self.plan.image_part(owned, target.image));
         }
+        self.submit_write(&mut state, owned, target.state, parts, held.region);
         self.read_ahead(&mut state);
         drop(state);
         self.changed.notify_all();
@@ -206,11 +194,10 @@ impl ShardPager {
         for owned in OwnedShards::all(self.plan.shards.len()) {
             let mut state = self.lock();
             state.check()?;
-            let kept = self.durability == Durability::Nothing && self.resident[owned.index()];
-            if let Holding::Ready(held) = &mut state.entries[owned.index()].holding
+            if let Holding::Ready(held) = &state.entries[owned.index()].holding
                 && held.dirty
             {
-                if kept { held.dirty = false } else { self.write_dirty(&mut state, owned) }
+                self.write_dirty(&mut state, owned);
             } else if state.entries[owned.index()].blank {
                 return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
             }
