@@ -33,13 +33,6 @@ impl Rule {
         matches!(self, Rule::AdamW | Rule::Adam | Rule::Sgd)
     }
 
-    /// Whether a worker can make the part of a step that is not known before, of its gradient and the rates of groups of
-    /// elements ([`Correction::WorkerLocal`](crate::Correction)). For that, the gradient must enter the step by one factor
-    /// an element. SGD has one factor for all elements, and could be added here.
-    pub fn has_rates(self) -> bool {
-        matches!(self, Rule::AdamW | Rule::Adam)
-    }
-
     pub fn name(self) -> &'static str {
         match self {
             Rule::AdamW => "adamw",

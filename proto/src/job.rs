@@ -110,10 +110,6 @@ pub struct JobSpec {
     /// to all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<Partition>,
-    /// Delayed steps may be corrected by the worker, with the gradient that it holds. The servers then keep the amended
-    /// image beside the state.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub worker_local: bool,
     /// A parameter that got no gradient is left out of the step. Its gradient is -0 in every element.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leave_out: bool,
@@ -138,7 +134,6 @@ impl JobSpec {
             formats: Formats::default(),
             unchecked: false,
             partitions: Vec::new(),
-            worker_local: false,
             leave_out: false,
         }
     }
@@ -165,7 +160,6 @@ impl JobSpec {
             let limit = format!("a multiple of the block, {BLOCK_ELEMENTS}");
             return Err(Fault::invalid("spec.shard_elements", self.shard_elements, limit, "round it up"));
         }
-        self.check_worker_local()?;
         self.check_leave_out()?;
         if self.partitions.is_empty() {
             let whole = [Partition::whole(self.world_size)];
@@ -173,56 +167,6 @@ impl JobSpec {
         }
         partition::check(&self.partitions, self.params.len(), self.world_size)?;
         Layout::new(&self.params, self.groups.len(), self.shard_elements, &self.partitions)
-    }
-
-    /// A worker that amends weights must hold the whole gradient of them. A server must be able to make an image again from
-    /// the state, to the bit.
-    fn check_worker_local(&self) -> Result<(), Fault> {
-        if !self.worker_local {
-            return Ok(());
-        }
-        let refused = |field: &str, value: String, limit: &str, remedy: &str| {
-            Err(Fault::invalid(format!("spec.{field}"), value, format!("{limit} with worker_local"), remedy))
-        };
-        const OTHER: &str = "choose another correction of the delay: docs/delay.md compares them";
-        if self.max_delay < MAX_DELAY {
-            return refused(
-                "max_delay",
-                self.max_delay.to_string(),
-                "1",
-                "leave worker_local out: exact steps lack nothing",
-            );
-        }
-        if self.partitions.iter().any(|partition| partition.ranks.len() > 1)
-            || self.partitions.is_empty() && self.world_size != 1
-        {
-            let limit =
-                "1, or partitions of one contributor each (a rank holds its own gradient and not the sum)";
-            return refused("world_size", self.world_size.to_string(), limit, OTHER);
-        }
-        if self.micro_steps != 1 {
-            let limit = "1 (servers that add up micro-steps hold another gradient than the worker)";
-            return refused(
-                "micro_steps",
-                self.micro_steps.to_string(),
-                limit,
-                "add up micro-steps on the worker",
-            );
-        }
-        if !self.rule.has_rates() {
-            let limit =
-                "adamw or adam (their steps follow from the gradient by one number a group of elements)";
-            return refused("rule", self.rule.to_string(), limit, OTHER);
-        }
-        if !self.formats.is_fp32() {
-            let limit = "f32 (images are made before state is rounded, and could not be made again from it)";
-            let (field, value) = match self.formats.state {
-                StateFormat::F32 => ("master_format", self.formats.master.to_string()),
-                _ => ("state_format", self.formats.state.to_string()),
-            };
-            return refused(field, value, limit, OTHER);
-        }
-        Ok(())
     }
 
     /// What a job may not be together with `leave_out`.
@@ -246,13 +190,6 @@ impl JobSpec {
                 "state_format",
                 self.formats.state.to_string(),
                 "f32 or bf16 (parameters share 8-bit scales)",
-            );
-        }
-        if self.worker_local {
-            return refused(
-                "worker_local",
-                "true".into(),
-                "false (a worker would amend weights that no step changes)",
             );
         }
         Ok(())
@@ -353,7 +290,6 @@ impl JobSpec {
             ("state_format", self.formats.state.to_string(), other.formats.state.to_string()),
             ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
             ("unchecked", self.unchecked.to_string(), other.unchecked.to_string()),
-            ("worker_local", self.worker_local.to_string(), other.worker_local.to_string()),
             ("leave_out", self.leave_out.to_string(), other.leave_out.to_string()),
             ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];

@@ -78,11 +78,6 @@ pub fn check_uploaded(left_out: &[LeftOut], spec: &JobSpec, applied: Option<u64>
             return Err(Fault::invalid(format!("left_out[{index}].now"), 1, limit, remedy));
         }
     }
-    if spec.worker_local && !left_out.is_empty() {
-        let (value, limit) = (format!("{} parameters", left_out.len()), "empty where workers amend weights");
-        let remedy = "open the job without worker_local, or start from the weights alone";
-        return Err(Fault::invalid("left_out", value, limit, remedy));
-    }
     Ok(())
 }
 

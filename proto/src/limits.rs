@@ -30,8 +30,8 @@ pub const DATA_CONNECTIONS: usize = 2;
 /// What a server may hold for one data connection: its window, the frame being read, and what the allocator keeps of
 /// earlier frames and of an upload's messages, which tonic's codec holds more than once.
 pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
-/// What a server may also hold for a connection that pulls images which were read from drives, or amended images, which
-/// lie with the state: messages made, ready, and being sent. With sixteen ranks whose gradients were on the drives too, a
+/// The memory that a connection also takes on a server where images are read from drives, or frozen weights from the
+/// state: messages made, ready, and being sent. With sixteen ranks whose gradients were on the drives too, a
 /// connection came to 9 MiB in all.
 pub const SPILLED_PULL_BYTES: usize = 4 * CHUNK_BYTES;
 /// How many exports of a job a server gives at once. Each of them reads all of its weights between two updates.
@@ -143,13 +143,6 @@ pub const MAX_PULL_SLICES: usize = 1 << 20;
 pub const IMAGES: u64 = 2;
 /// How many steps a worker may be ahead of the decided version beyond one exact step.
 pub const MAX_DELAY: u32 = 1;
-/// The largest factor of a gradient that amends an image. 1 is the step itself, and 1.5 was the best of those measured. A
-/// larger one than this is taken for a mistake.
-pub const MAX_GAMMA: f64 = 4.0;
-/// How many consecutive elements of the flat space share a rate. Parameters begin at multiples of it.
-pub const RATE_ELEMENTS: u64 = ALIGN_ELEMENTS;
-/// The most that the rates beside a chunk's payload take: those of 16-bit weights that begin inside a group.
-pub const CHUNK_RATES_BYTES: usize = (CHUNK_BYTES / 2 / RATE_ELEMENTS as usize + 1) * 4;
 
 /// The longest wait of one call when the caller names none.
 pub const DEFAULT_DEADLINE_MS: u64 = 60_000;
@@ -158,7 +151,7 @@ pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
 
 const _: () = {
     assert!(
-        CHUNK_BYTES + CHUNK_HEADROOM_BYTES + CHUNK_RATES_BYTES <= STOCK_MESSAGE_BYTES,
+        CHUNK_BYTES + CHUNK_HEADROOM_BYTES <= STOCK_MESSAGE_BYTES,
         "stock clients must be able to pull a chunk"
     );
     assert!(

@@ -2,7 +2,7 @@
 
 Two ranks train a job on several servers: exact, delayed and skipped steps, a rank 0 that dies while it commits, a step
 that is taken back, pauses, and a checkpoint that the job is restored from. A second job leaves out parameters without a gradient, and
-in a third the ranks have partitions and amend the weights of delayed steps. Every version and every state is compared
+in a third the ranks have partitions. Every version and every state is compared
 bit for bit with what NumPy computes. The servers need --state-dir and --checkpoint-dir. The parts are in the folder
 stock.
 """
@@ -12,8 +12,8 @@ import pathlib
 import tempfile
 import time
 
-from stock.amended import Amended
 from stock.left_out import LeftOut
+from stock.partitions import Partitions
 from stock.scenario import Scenario
 from stock.wire import Protocol
 
@@ -29,7 +29,7 @@ def main():
             (Scenario, "bf16", "nvme"),
             (Scenario, "f32", "memory"),
             (LeftOut, "bf16", "memory"),
-            (Amended, "bf16", "memory"),
+            (Partitions, "bf16", "memory"),
         ]:
             started = time.monotonic()
             scenario(protocol, arguments.servers.split(","), dtype, tier).play()

@@ -354,13 +354,15 @@ fn arguments_that_the_parser_cannot_judge_are_wrong_arguments_too() {
 /// A flag that nothing comes of is refused, so that nobody believes in it.
 #[test]
 fn flags_without_effect_are_refused() {
-    let ignored: [(&[&str], &str); 7] = [
-        (&["--newer-from", "1"], "--delay"),
+    let ignored: [(&[&str], &str); 9] = [
+        (&["--newer-from", "1"], "leave it out"),
+        (&["--correction", "worker-local"], "choose look-ahead"),
+        (&["--correction", "compensation=0.5"], "choose look-ahead"),
+        (&["--correction", "look-ahead-by-this-rate"], "choose look-ahead"),
         (&["--correction", "none"], "--delay"),
         (&["--resident", "1GiB"], "nvme with --resident"),
         (&["--export-dtype", "f32"], "--export <DIR>"),
         (&["--tls-dir", "."], "given with --servers"),
-        (&["--delay", "1", "--correction", "worker-local", "--micro-steps", "2"], "--accumulate worker"),
         (&["--state-dir", "."], "nvme with --state-dir"),
     ];
     for (flags, word) in ignored {

@@ -54,11 +54,7 @@ fn a_run_with_its_state_on_a_drive_goes_on_by_the_same_command() {
 
 #[test]
 fn a_delayed_run_with_its_state_on_a_drive_goes_on_by_the_same_command() {
-    survives(
-        "nvme",
-        &TempDir::new().unwrap(),
-        &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=0.5"],
-    );
+    survives("nvme", &TempDir::new().unwrap(), &["--delay", "1", "--warmup-steps", "5"]);
 }
 
 #[test]

@@ -266,26 +266,6 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
     }
 }
 
-/// The checkpoint's last commit left a step for the worker to make. The job that goes on from it has no such steps.
-#[test]
-fn a_run_with_amended_weights_goes_on_with_another_correction() {
-    let checkpoints = TempDir::new().unwrap();
-    let servers = || server::servers(2, &ServerOptions::default().checkpoint_dir(checkpoints.path()));
-    let delay = ["--delay", "1", "--warmup-steps", "5", "--checkpoint-every", "8"];
-    {
-        // The checkpoint is of the middle of the run, whose steps are delayed.
-        let servers = servers();
-        let amended = Train::new(12).args(delay).args(["--correction", "worker-local"]);
-        amended.servers(&server::addresses(&servers)).run();
-    }
-    for correction in [&delay[..], &[]] {
-        let servers = servers();
-        let run = Train::new(16).args(correction).servers(&server::addresses(&servers));
-        let resumed = run.start_with(["--resume-from", &name(8)]).finish();
-        assert_eq!(resumed.end.version, 16, "{correction:?}");
-    }
-}
-
 /// Rank 1 may look at any moment while rank 0 opens, deletes and restores.
 #[test]
 fn ranks_that_resume_together_wait_for_rank_0() {

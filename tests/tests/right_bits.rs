@@ -3,8 +3,7 @@
 
 use std::sync::Arc;
 
-use longshore_engine::kernels::{self, Amended, Gradient, ImageMut, Isa, Kept, Missing};
-use longshore_proto::{Dtype, Hyper, Rule};
+use longshore_proto::Dtype;
 use longshore_tests::conformance::{
     cluster::Cluster,
     gpt::Bytes,
@@ -12,8 +11,7 @@ use longshore_tests::conformance::{
     scenario::{Delay, Scale, Scenario},
     synthetic::Synthetic,
 };
-use longshore_worker::{DelayCorrection, HostDevice, LossScalerOptions, amend::amend};
-use proptest::prelude::*;
+use longshore_worker::{DelayCorrection, HostDevice, LossScalerOptions};
 
 /// Every combination runs, over two servers.
 #[test]
@@ -55,8 +53,7 @@ fn weights_pulled_on_demand_give_the_same_bits() {
     let whole = Scenario { world: 2, micro_steps: 2, clip: Some(1.0), ..Scenario::exact(5) };
     let staged = Scenario { on_demand: true, ..whole };
     assert_eq!(check(&cluster, &model, &whole, "whole"), check(&cluster, &model, &staged, "staged"));
-    let delay =
-        Some(Delay { warmup: 2, drain_every: 4, newer_from: 1, correction: DelayCorrection::LookAhead });
+    let delay = Some(Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, steps: 9, ..staged }, "staged-delayed");
 }
 
@@ -64,17 +61,9 @@ fn weights_pulled_on_demand_give_the_same_bits() {
 #[test]
 fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
-    let corrections = [
-        ("plain", 1, DelayCorrection::None),
-        ("half", 2, DelayCorrection::Compensation(0.5)),
-        ("full", 1, DelayCorrection::Compensation(1.0)),
-        ("ahead", 2, DelayCorrection::LookAhead),
-        ("ahead-by-this-rate", 1, DelayCorrection::LookAheadByThisRate),
-        ("worker-local", 1, DelayCorrection::WorkerLocal(1.0)),
-        ("worker-local-more", 1, DelayCorrection::WorkerLocal(1.5)),
-    ];
+    let corrections = [("plain", 1, DelayCorrection::None), ("ahead", 2, DelayCorrection::LookAhead)];
     for (name, world, correction) in corrections {
-        let delay = Some(Delay { warmup: 3, drain_every: 5, newer_from: 1, correction });
+        let delay = Some(Delay { warmup: 3, drain_every: 5, correction });
         let plan = Scenario { delay, world, clip: Some(1.0), ..Scenario::exact(13) };
         let trace = check(&cluster, &model, &plan, name);
         let reads: Vec<u64> = trace.steps.iter().map(|step| step.reads).collect();
@@ -82,37 +71,6 @@ fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
         let evaluated: Vec<u64> = trace.images.iter().map(|(version, _)| *version).collect();
         assert_eq!(evaluated, [5, 10, 13]);
     }
-}
-
-/// The worker adds the newest step itself. It does so with every type on the wire, at stage 3, with micro-steps that it adds
-/// up, and through overflows, which amend nothing.
-#[test]
-fn weights_that_the_worker_amends_have_the_bits_of_a_plain_loop() {
-    let (cluster, model) = (Cluster::start(2), Synthetic::default());
-    let correction = DelayCorrection::WorkerLocal(1.0);
-    let delay = Some(Delay { warmup: 2, drain_every: 5, newer_from: 3, correction });
-    let plan = Scenario { delay, clip: Some(1.0), ..Scenario::exact(13) };
-    let whole = check(&cluster, &model, &plan, "amended");
-    assert_eq!(whole, check(&cluster, &model, &Scenario { on_demand: true, ..plan }, "amended-staged"));
-    let exact = check(&cluster, &model, &Scenario { delay: None, ..plan }, "amended-not");
-    assert_ne!(whole.state, exact.state);
-    for (gradient, image) in [(Dtype::F32, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bf16, Dtype::F16)]
-    {
-        let plan = Scenario { gradient, image, ..plan };
-        check(&cluster, &model, &plan, &format!("amended-{gradient}-{image}"));
-    }
-    check(&cluster, &model, &Scenario { micro_steps: 3, on_worker: true, ..plan }, "amended-on-worker");
-    let options = LossScalerOptions {
-        initial: f64::from(1 << 20),
-        window: 3,
-        hysteresis: 1,
-        consecutive_hysteresis: false,
-        min: 1.0,
-    };
-    let scaled = Scenario { scale: Scale::Dynamic(options), steps: 24, gradient: Dtype::F16, ..plan };
-    let trace = check(&cluster, &model, &Scenario { image: Dtype::F16, ..scaled }, "amended-scaled");
-    let skips = |step: u64| trace.steps[step as usize - 1].skip;
-    assert!((3..24).any(|step| skips(step) && !skips(step + 1)), "a skip among delayed steps");
 }
 
 /// Each rank sends one gradient, the mean of its micro-steps.
@@ -124,31 +82,9 @@ fn micro_steps_that_workers_add_up_have_the_bits_of_a_plain_loop() {
         let plan = Scenario { clip: Some(1.0), ..plan };
         check(&cluster, &model, &plan, &format!("on-worker-{gradient}-{world}"));
     }
-    let delay = Delay { warmup: 2, drain_every: 4, newer_from: 2, correction: DelayCorrection::LookAhead };
+    let delay = Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead };
     let plan = Scenario { delay: Some(delay), micro_steps: 3, on_worker: true, ..Scenario::exact(9) };
     check(&cluster, &model, &plan, "on-worker-delayed");
-}
-
-/// Half of the micro-steps read the newest version; with stage 3 and with two ranks too.
-#[test]
-fn later_micro_steps_of_delayed_steps_have_the_bits_of_a_plain_loop() {
-    let (cluster, model) = (Cluster::start(2), Synthetic::default());
-    let mut traces = Vec::new();
-    for (name, newer_from, world, on_demand) in [
-        ("newest", 0, 1, false),
-        ("half", 2, 1, false),
-        ("half-staged", 2, 1, true),
-        ("half-two", 2, 2, false),
-        ("never", 4, 1, false),
-    ] {
-        let delay =
-            Some(Delay { warmup: 2, drain_every: 4, newer_from, correction: DelayCorrection::LookAhead });
-        let plan =
-            Scenario { delay, world, on_demand, micro_steps: 4, clip: Some(1.0), ..Scenario::exact(9) };
-        traces.push(check(&cluster, &model, &plan, &format!("newer-{name}")).state);
-    }
-    assert_eq!(traces[1], traces[2]);
-    assert!(traces[0] != traces[1] && traces[1] != traces[4]);
 }
 
 /// A delayed step is scaled, and unscaled, by the loss scale of the version it reads.
@@ -163,8 +99,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
         min: 1.0,
     };
     for world in [1, 2] {
-        let delay =
-            Some(Delay { warmup: 1, drain_every: 6, newer_from: 1, correction: DelayCorrection::LookAhead });
+        let delay = Some(Delay { warmup: 1, drain_every: 6, correction: DelayCorrection::LookAhead });
         let plan =
             Scenario { delay, world, clip: Some(1.0), scale: Scale::Dynamic(options), ..Scenario::exact(20) };
         let plan = Scenario { gradient: Dtype::F16, image: Dtype::F16, micro_steps: 2, ..plan };
@@ -193,69 +128,6 @@ fn a_gpt_has_the_bits_of_a_plain_loop() {
     let scale = Scale::Fixed(4096.0);
     let half = Scenario { gradient: Dtype::F16, image: Dtype::F16, scale, world: 2, ..Scenario::exact(4) };
     check(&cluster, &model, &half, "gpt-f16");
-    let delay =
-        Some(Delay { warmup: 2, drain_every: 4, newer_from: 1, correction: DelayCorrection::LookAhead });
+    let delay = Some(Delay { warmup: 2, drain_every: 4, correction: DelayCorrection::LookAhead });
     check(&cluster, &model, &Scenario { delay, world: 2, ..Scenario::exact(9) }, "gpt-delayed");
-}
-
-/// What a server makes of a version's state and of `gradient`: the rates, and the amended image, which goes to `image`.
-fn served(
-    isa: Isa,
-    amended: &Amended,
-    state: &[Vec<f32>; 3],
-    gradient: &[f32],
-    image: &mut Vec<u8>,
-    (dtype, limit): (Dtype, f32),
-) -> Vec<f32> {
-    let kept = Kept { master: &state[0], first: &state[1], second: &state[2] };
-    let count = gradient.len();
-    let (mut wide, mut half) = (vec![0.0; count], vec![0; count]);
-    let target = match dtype {
-        Dtype::F32 => ImageMut::F32(&mut wide),
-        Dtype::F16 => ImageMut::F16(&mut half),
-        Dtype::Bf16 => ImageMut::Bf16(&mut half),
-    };
-    let missing = Missing { multiplier: 0.7, limit };
-    kernels::amend(isa, amended, missing, Gradient::f32(gradient), kept, target);
-    *image = match dtype {
-        Dtype::F32 => wide.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        Dtype::F16 | Dtype::Bf16 => half.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    };
-    let mut rates = vec![0.0; count / 64];
-    kernels::rates(isa, amended, &state[2], &mut rates);
-    rates
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
-
-    /// A worker amends an image to the bits that a server's kernels make of the state, on every instruction set.
-    #[test]
-    fn workers_and_servers_amend_alike(
-        groups in 1usize..40,
-        cut in 0usize..64,
-        numbers in prop::collection::vec((-2.0f32..2.0, -1e-2f32..1e-2, 0.0f32..1e-3, -3.0f32..3.0), 97),
-        dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
-        limit in prop::sample::select(vec![f32::MAX, 0.05, 1e-3]),
-    ) {
-        let count = groups * 64;
-        let of = |of: fn(&(f32, f32, f32, f32)) -> f32| -> Vec<f32> {
-            (0..count).map(|index| of(&numbers[index * 31 % 97]) * (1.0 + (index % 7) as f32)).collect()
-        };
-        let (state, gradient) = ([of(|n| n.0), of(|n| n.1), of(|n| n.2)], of(|n| n.3));
-        let amended = Amended::new(Rule::AdamW, &Hyper::default(), 3, 0.02).unwrap();
-        let zeros = vec![0.0; count];
-        for isa in Isa::available() {
-            let (mut plain, mut expected) = (Vec::new(), Vec::new());
-            let rates = served(isa, &amended, &state, &zeros, &mut plain, (dtype, limit));
-            served(isa, &amended, &state, &gradient, &mut expected, (dtype, limit));
-            let wire: Vec<u8> = gradient.iter().flat_map(|g| g.to_le_bytes()).collect();
-            // The part begins and ends inside groups, perhaps inside the same one, and is never empty.
-            let size = dtype.bytes() as usize;
-            let (from, to) = (cut, (count - cut / 2).max(cut + 1));
-            let gradient = (Dtype::F32, &wire[from * 4..to * 4]);
-            amend((dtype, &mut plain[from * size..to * size]), (from, &rates), gradient, (0.7, limit));
-            prop_assert!(plain[from * size..to * size] == expected[from * size..to * size], "{isa}");
-        }
-    }
 }

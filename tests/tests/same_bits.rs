@@ -83,29 +83,6 @@ fn two_ranks_have_the_same_bits_on_any_servers() {
 fn a_delayed_job_has_the_same_bits_on_any_servers() {
     let setups = [PLAIN, Setup { servers: 2, isa: Some("scalar"), ..PLAIN }];
     compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
-    let newer = ["--delay", "1", "--warmup-steps", "5", "--micro-steps", "3", "--newer-from", "1"];
-    compare(&setups, &newer);
-}
-
-/// The weights and their rates lie in the server's memory or come through a socket.
-#[test]
-fn a_job_whose_worker_amends_its_weights_has_the_same_bits_on_any_servers() {
-    const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
-    let setups = [
-        PLAIN,
-        Setup { servers: 3, shard_elements: 131072, threads: 2, ..PLAIN },
-        Setup { servers: 2, isa: Some("scalar"), ..PLAIN },
-    ];
-    compare(&setups, LOCAL);
-    let expected = hash(PLAIN, LOCAL);
-    for other in [["--transport", "tcp"], ["--transport", "memfd"]] {
-        let servers = Setup { servers: 2, ..PLAIN };
-        assert_eq!(hash(servers, &[LOCAL, &other].concat()), expected, "{other:?}");
-    }
-    let half = ["--gradient-dtype", "f16", "--weight-dtype", "f16"];
-    for more in [half, ["--micro-steps", "3", "--accumulate", "worker"]] {
-        compare(&setups[..2], &[LOCAL, &more].concat());
-    }
 }
 
 /// A delayed step reads images that lie in the server's memory, or come through a socket.
@@ -116,13 +93,7 @@ fn every_correction_has_the_same_bits_over_every_transport() {
     let socket = folder.path().join("longshored.sock").display().to_string();
     let server = ServerOptions::new().args(["--listen-unix", &socket]).start();
     let (tcp, unix) = (server.address().to_string(), format!("unix:{socket}"));
-    let corrections = [
-        DelayCorrection::None,
-        DelayCorrection::Compensation(0.5),
-        DelayCorrection::LookAhead,
-        DelayCorrection::LookAheadByThisRate,
-        DelayCorrection::WorkerLocal(1.0),
-    ];
+    let corrections = [DelayCorrection::None, DelayCorrection::LookAhead];
     for (index, correction) in corrections.iter().enumerate() {
         let correction = correction.to_string();
         let train =
@@ -141,11 +112,10 @@ fn every_correction_has_the_same_bits_over_every_transport() {
 /// of an undisturbed run, and it is said which settings differ.
 #[test]
 fn a_run_that_goes_on_with_other_settings_says_which() {
-    const NEWER: &[&str] =
-        &["--delay", "1", "--warmup-steps", "3", "--micro-steps", "3", "--newer-from", "1"];
+    const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "3"];
     let server = ServerOptions::new().start();
     // No life reaches the end.
-    let train = Train::new(1_000_000).args(NEWER).servers(&[server.address().to_string()]);
+    let train = Train::new(1_000_000).args(DELAYED).servers(&[server.address().to_string()]);
     let lives = |train: &Train| {
         let mut running: Running = train.start();
         running.until_steps(4);
@@ -155,18 +125,18 @@ fn a_run_that_goes_on_with_other_settings_says_which() {
     lives(&train);
     let same = lives(&train);
     assert!(!same.contains("was trained so far"), "{same}");
-    let other = lives(&train.clone().args(["--newer-from", "2"]));
-    let expected = "this job was trained so far with --newer-from 1, and goes on with --newer-from 2";
+    let other = lives(&train.clone().args(["--warmup-steps", "2"]));
+    let expected = "this job was trained so far with --warmup-steps 3, and goes on with --warmup-steps 2";
     assert!(other.contains(expected), "{other}");
     let none =
-        lives(&train.clone().args(["--newer-from", "2", "--correction", "none", "--steps", "2000000"]));
+        lives(&train.clone().args(["--warmup-steps", "2", "--correction", "none", "--steps", "2000000"]));
     for expected in [
         "--correction look-ahead, and goes on with --correction none",
         "--steps 1000000, and goes on with --steps 2000000",
     ] {
         assert!(none.contains(expected), "{none}");
     }
-    assert!(!none.contains("--newer-from"), "only what differs is said: {none}");
+    assert!(!none.contains("--warmup-steps"), "only what differs is said: {none}");
 }
 
 /// The random numbers of stochastic rounding belong to the element and the step too.
@@ -188,13 +158,8 @@ fn other_jobs_have_other_bits() {
         &[][..],
         &["--seed", "2"],
         &["--delay", "1", "--warmup-steps", "5"],
-        &["--delay", "1", "--warmup-steps", "5", "--correction", "look-ahead-by-this-rate"],
-        &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=1"],
         &["--delay", "1", "--warmup-steps", "5", "--correction", "none"],
-        &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"],
-        &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local=1.5"],
         &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"],
-        &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "1"],
         &["--micro-steps", "2"],
         &["--micro-steps", "2", "--accumulate", "worker"],
         &["--state", "bf16"],

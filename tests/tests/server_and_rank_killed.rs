@@ -16,8 +16,7 @@ const STEPS: u64 = 60;
 /// The kills of one run, few enough that its steps stay few.
 const KILLS_A_RUN: u64 = 5;
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
-/// The second micro-step of a delayed step waits for the decision before, and so for a server that comes back.
-const NEWER: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--newer-from", "1"];
+const MICRO_STEPS: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"];
 
 fn start(rank: usize, job: &[&str], addresses: &[String]) -> Running {
     let train = Train::new(STEPS).args(job).args(["--tier", "nvme"]).allow("waiting for a server");
@@ -111,15 +110,15 @@ fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server(
 }
 
 #[test]
-fn an_nvme_job_with_newer_weights_survives_kills_of_rank_one_with_a_server() {
-    survives_without(1, 3, NEWER);
+fn a_delayed_nvme_job_of_two_micro_steps_survives_kills_of_rank_one_with_a_server() {
+    survives_without(1, 3, MICRO_STEPS);
 }
 
 /// The last step is decided everywhere when one of its ranks dies with a server that had not yet kept it. The other rank
 /// has nothing more to compute: it must take the step back all the same, instead of waiting for the dead server's part.
 #[test]
 fn the_last_step_survives_kills_of_rank_one_with_a_server() {
-    let job = [NEWER, &["--world-size", "2"]].concat();
+    let job = [MICRO_STEPS, &["--world-size", "2"]].concat();
     let known = Train::new(STEPS).args(&job).undisturbed();
     for victim in [2, 0] {
         let root = TempDir::new().expect("a folder for the servers' state");

@@ -112,10 +112,6 @@ const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
 const PLAIN: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "none"];
-const COMPENSATED: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "compensation=0.5"];
-const BY_THIS_RATE: &[&str] =
-    &["--delay", "1", "--warmup-steps", "5", "--correction", "look-ahead-by-this-rate"];
-const LOCAL: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"];
 
 #[test]
 fn a_server_that_does_not_come_back_is_named_in_time() {
@@ -266,37 +262,6 @@ fn a_delayed_shm_job_survives_kills_of_both_servers() {
 #[test]
 fn an_nvme_job_without_a_correction_survives_kills_of_everything() {
     survives(&Case { tier: "nvme", victims: Victims::All, job: PLAIN, server: &[] });
-}
-
-/// The last displacement is not in the state, so that what a step reads must be on the drives too.
-#[test]
-fn an_nvme_job_with_compensation_survives_kills_of_everything() {
-    survives(&Case { tier: "nvme", victims: Victims::All, job: COMPENSATED, server: &[] });
-}
-
-#[test]
-fn a_shm_job_that_looks_ahead_by_this_rate_survives_kills_of_both_servers() {
-    survives(&Case { tier: "shm", victims: Victims::BothServers, job: BY_THIS_RATE, server: &[] });
-}
-
-#[test]
-fn an_nvme_job_whose_worker_amends_its_weights_survives_kills_of_everything() {
-    survives(&Case { tier: "nvme", victims: Victims::All, job: LOCAL, server: ON_DRIVES });
-}
-
-#[test]
-fn an_nvme_job_whose_worker_amends_its_weights_survives_kills_of_either_server() {
-    survives(&Case { tier: "nvme", victims: Victims::OneServer, job: LOCAL, server: &[] });
-}
-
-#[test]
-fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_both_servers() {
-    survives(&Case { tier: "shm", victims: Victims::BothServers, job: LOCAL, server: &[] });
-}
-
-#[test]
-fn a_shm_job_whose_worker_amends_its_weights_survives_kills_of_everything() {
-    survives(&Case { tier: "shm", victims: Victims::All, job: LOCAL, server: &[] });
 }
 
 /// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has

@@ -91,12 +91,6 @@ fn a_delayed_job_on_two_servers_survives_kills_of_its_worker() {
     survives(2, &["--delay", "1", "--warmup-steps", "5"]);
 }
 
-/// What a killed worker held of the newest gradient, its next process finds in the weights that it reads.
-#[test]
-fn a_job_whose_worker_amends_its_weights_survives_kills_of_it() {
-    survives(2, &["--delay", "1", "--warmup-steps", "5", "--correction", "worker-local"]);
-}
-
 /// Either rank of a world of two is killed; the other one waits for it.
 fn ranks_survive(job: &[&str]) {
     let mut random = Random::new();

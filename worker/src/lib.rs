@@ -24,7 +24,6 @@
 //! # }
 //! ```
 
-pub mod amend;
 mod cluster;
 pub mod convert;
 pub mod decide;

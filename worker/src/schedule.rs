@@ -8,7 +8,7 @@ use longshore_proto::{Step, Version};
 /// the default job loses 0.046 nats of exact steps in 2000 steps, and with 300 nothing that shows (docs/delay.md).
 pub const DEFAULT_WARMUP_STEPS: u64 = 300;
 
-/// Which steps are exact and which are delayed, and which micro-steps compute with newer weights.
+/// Which steps are exact and which are delayed.
 #[derive(Clone)]
 pub struct Schedule {
     /// The delay: 0 or 1 steps.
@@ -16,8 +16,6 @@ pub struct Schedule {
     /// How many steps are exact before the delay starts.
     warmup_steps: u64,
     drains: Drains,
-    /// The first micro-step of a delayed step that computes with the version before the step.
-    newer_from: Option<u32>,
 }
 
 #[derive(Clone)]
@@ -36,8 +34,8 @@ impl fmt::Debug for Schedule {
         };
         write!(
             f,
-            "Schedule {{ delay: {}, warmup_steps: {}, drains: {drains}, newer_from: {:?} }}",
-            self.delay, self.warmup_steps, self.newer_from
+            "Schedule {{ delay: {}, warmup_steps: {}, drains: {drains} }}",
+            self.delay, self.warmup_steps
         )
     }
 }
@@ -45,12 +43,12 @@ impl fmt::Debug for Schedule {
 impl Schedule {
     /// Every step reads the version before it.
     pub fn exact() -> Schedule {
-        Schedule { delay: 0, warmup_steps: 0, drains: Drains::Never, newer_from: None }
+        Schedule { delay: 0, warmup_steps: 0, drains: Drains::Never }
     }
 
     /// After `warmup_steps` exact steps, every step reads the version one further back.
     pub fn delayed(warmup_steps: u64) -> Schedule {
-        Schedule { delay: 1, warmup_steps, drains: Drains::Never, newer_from: None }
+        Schedule { delay: 1, warmup_steps, drains: Drains::Never }
     }
 
     /// Drains after every `period`-th step, for an evaluation for example. With 0 it never drains.
@@ -62,30 +60,6 @@ impl Schedule {
     /// Drains after the steps for which `when` holds. It must depend on the step alone.
     pub fn draining_when(self, when: impl Fn(Step) -> bool + Send + Sync + 'static) -> Schedule {
         Schedule { drains: Drains::When(Arc::new(when)), ..self }
-    }
-
-    /// Lets the micro-steps of a delayed step, from `micro_step` on, compute with newer weights: the version before the
-    /// step. If the servers take less time than the micro-steps before `micro_step`, that version has arrived by then,
-    /// and only those earlier micro-steps compute with old weights. `micro_step` does not depend on how fast the
-    /// servers are, so that a resumed run has the same bits.
-    ///
-    /// A step has one loss scale. If the newer version has another one than the version that the step reads at first,
-    /// no micro-step computes with the newer version.
-    pub fn newer_from(self, micro_step: u32) -> Schedule {
-        Schedule { newer_from: Some(micro_step), ..self }
-    }
-
-    /// The newer version that a micro-step of `step` computes with, if it is not the one that the step [reads](Self::reads)
-    /// at first.
-    pub fn newer(&self, step: Step, micro_step: u32) -> Option<Version> {
-        let newest = Version(step.0.saturating_sub(1));
-        let is_due = self.newer_from.is_some_and(|first| micro_step >= first);
-        (is_due && self.reads(step) != newest).then_some(newest)
-    }
-
-    /// Whether any of so many micro-steps of a delayed step computes with newer weights.
-    pub(crate) fn has_newer(&self, micro_steps: u32) -> bool {
-        self.newer_from.is_some_and(|first| first < micro_steps)
     }
 
     /// The `max_delay` that the job needs for this.
@@ -102,7 +76,7 @@ impl Schedule {
         }
     }
 
-    /// The version that `step` computes with, at least its first micro-steps. Steps count from 1.
+    /// The version that `step` computes with. Steps count from 1.
     pub fn reads(&self, step: Step) -> Version {
         let previous = step.0.saturating_sub(1);
         let exact = self.delay == 0 || step.0 <= self.warmup_steps || self.drains_after(Step(previous));
@@ -128,19 +102,6 @@ mod tests {
         assert_eq!(table(&Schedule::delayed(0), 5), [0, 0, 1, 2, 3]);
         assert_eq!(table(&Schedule::delayed(1), 5), [0, 0, 1, 2, 3]);
         assert_eq!(table(&Schedule::delayed(3), 7), [0, 1, 2, 2, 3, 4, 5]);
-    }
-
-    #[test]
-    fn later_micro_steps_of_delayed_steps_read_the_newest_version() {
-        let schedule = Schedule::delayed(2).draining_every(4).newer_from(2);
-        let read = |step, micro_step| schedule.newer(Step(step), micro_step).map(|version| version.0);
-        assert_eq!((1..=6).map(|step| read(step, 1)).collect::<Vec<_>>(), [None; 6]);
-        let expected = [None, None, Some(2), Some(3), None, Some(5)];
-        for late in [2, 3] {
-            assert_eq!((1..=6).map(|step| read(step, late)).collect::<Vec<_>>(), expected);
-        }
-        assert_eq!(Schedule::exact().newer_from(0).newer(Step(5), 3), None);
-        assert_eq!(Schedule::delayed(0).newer(Step(5), 3), None);
     }
 
     #[test]

@@ -17,8 +17,8 @@ use longshore_proto::{
 use longshore_server::{Config, Server};
 use longshore_wire::v1::{self, training_client::TrainingClient};
 use longshore_worker::{
-    Budget, DelayCorrection, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions,
-    Result, Schedule, Session, StateHash, StepOutcome, Transport, pipeline::Weights,
+    Budget, Error, LossScaler, LossScalerOptions, Options, Pipeline, PipelineOptions, Result, Schedule,
+    Session, StateHash, StepOutcome, Transport, pipeline::Weights,
 };
 use tokio::{
     io::copy_bidirectional,
@@ -231,17 +231,9 @@ fn the_same_bits_on_one_and_on_three_servers() {
 
 #[test]
 fn two_ranks_two_micro_steps_two_servers() {
-    for (how, delay) in [
-        (plain(), 0),
-        (
-            PipelineOptions {
-                schedule: Schedule::delayed(1).draining_every(4),
-                correction: DelayCorrection::Compensation(0.5),
-                ..plain()
-            },
-            1,
-        ),
-    ] {
+    for (how, delay) in
+        [(plain(), 0), (PipelineOptions { schedule: Schedule::delayed(1).draining_every(4), ..plain() }, 1)]
+    {
         let spec = spec(2, 2, delay, Dtype::F16);
         let (one, _) = train(&Servers::start(1).addresses(), &spec, 6, &how);
         let (two, _) = train(&Servers::start(2).addresses(), &spec, 6, &how);
@@ -258,14 +250,12 @@ fn train_partitions(
     world_size: u32,
     contributors: impl Fn(u32) -> Vec<Rank>,
     transport: Transport,
-    correction: DelayCorrection,
 ) -> (StateHash, Vec<StepOutcome>, Vec<u64>) {
     let partition = |index: usize| Partition { first: PARTITIONS[index], ranks: contributors(index as u32) };
     let partitions = (0..PARTITIONS.len()).map(partition).collect();
-    let worker_local = matches!(correction, DelayCorrection::WorkerLocal(_));
-    let name = format!("world-{world_size}-{transport:?}-{worker_local}");
+    let name = format!("world-{world_size}-{transport:?}");
     let name = JobName::parse("name", &name).unwrap();
-    let spec = JobSpec { name, partitions, worker_local, ..spec(world_size, 1, 1, Dtype::Bf16) };
+    let spec = JobSpec { name, partitions, ..spec(world_size, 1, 1, Dtype::Bf16) };
     let run = move |rank: u32, options: Options| -> Result<(Option<StateHash>, Vec<StepOutcome>)> {
         let mut session = Session::connect(options)?;
         let joined = session.start(&initial)?;
@@ -316,26 +306,23 @@ fn train_partitions(
 fn ranks_that_push_their_partitions_make_the_bits_of_one_that_pushes_all() {
     let one = Servers::start(1);
     let three = Servers::start(3);
-    for correction in [DelayCorrection::LookAhead, DelayCorrection::WorkerLocal(1.0)] {
-        let alone = |_| vec![Rank(0)];
-        let (known, outcomes, pushed) = train_partitions(&one, 1, alone, Transport::Tcp, correction);
-        let whole = pushed[0];
-        for transport in [Transport::Tcp, Transport::Auto] {
-            let own = |index| vec![Rank(index)];
-            let (hash, found, pushed) = train_partitions(&three, 4, own, transport, correction);
-            assert_eq!(hash, known, "{correction:?}");
-            for (found, known) in found.iter().zip(&outcomes) {
-                assert_eq!((found.norm, found.clip_coefficient), (known.norm, known.clip_coefficient));
-            }
-            // Together the ranks push what one pushes alone.
-            assert_eq!(pushed.iter().sum::<u64>(), whole);
+    let alone = |_| vec![Rank(0)];
+    let (known, outcomes, pushed) = train_partitions(&one, 1, alone, Transport::Tcp);
+    let whole = pushed[0];
+    for transport in [Transport::Tcp, Transport::Auto] {
+        let own = |index| vec![Rank(index)];
+        let (hash, found, pushed) = train_partitions(&three, 4, own, transport);
+        assert_eq!(hash, known);
+        for (found, known) in found.iter().zip(&outcomes) {
+            assert_eq!((found.norm, found.clip_coefficient), (known.norm, known.clip_coefficient));
         }
+        // Together the ranks push what one pushes alone.
+        assert_eq!(pushed.iter().sum::<u64>(), whole);
     }
     // Two ranks hold the same gradient of two of the partitions, whose mean is that gradient.
-    let correction = DelayCorrection::LookAhead;
-    let (known, outcomes, _) = train_partitions(&three, 1, |_| vec![Rank(0)], Transport::Tcp, correction);
+    let (known, outcomes, _) = train_partitions(&three, 1, |_| vec![Rank(0)], Transport::Tcp);
     let contributors = |index| if index < 2 { vec![Rank(0), Rank(1)] } else { vec![Rank(index - 2)] };
-    let (hash, found, _) = train_partitions(&three, 2, contributors, Transport::Tcp, correction);
+    let (hash, found, _) = train_partitions(&three, 2, contributors, Transport::Tcp);
     assert_eq!((hash, found[7].norm), (known, outcomes[7].norm));
 }
 

@@ -14,6 +14,10 @@ use super::{
     v1,
 };
 
+/// For whoever asks for a correction of an earlier version.
+pub(crate) const LOOK_AHEAD: &str =
+    "start the workers again with the servers' version of Longshore, and with correction look-ahead or none";
+
 pub fn hyper_from_wire(hyper: v1::Hyper) -> Hyper {
     Hyper {
         lr: hyper.lr,
@@ -47,14 +51,13 @@ impl Wire for Commit {
 
     fn from_wire(commit: Option<v1::Commit>) -> Result<Commit, Fault> {
         let commit = commit.ok_or_else(|| missing("commit"))?;
-        let correction = correction_from_wire(commit.compensation, commit.look_ahead, commit.worker_local)?;
+        let correction = correction_from_wire(&commit)?;
         Ok(Commit {
             step: Step(commit.step),
             skip: commit.skip,
             gradient_scale: commit.gradient_scale,
             clip_coefficient: commit.clip_coefficient,
             correction,
-            amend: commit.amend.map(|amend| amend.gamma),
             left_out: left_outs_from_wire(commit.left_out),
             groups: commit.groups.into_iter().map(hyper_from_wire).collect(),
             norm: commit.norm,
@@ -65,21 +68,21 @@ impl Wire for Commit {
         })
     }
 
+    #[expect(deprecated, reason = "the fields of earlier versions are named, so that none is forgotten")]
     fn to_wire(&self) -> v1::Commit {
-        let (look_ahead, worker_local) = match &self.correction {
-            Correction::LookAhead(lr) => (Some(v1::LookAhead { lr: lr.clone() }), None),
-            Correction::WorkerLocal(lr) => (None, Some(v1::WorkerLocal { lr: lr.clone() })),
-            Correction::None | Correction::Compensation(_) => (None, None),
+        let look_ahead = match &self.correction {
+            Correction::LookAhead(lr) => Some(v1::LookAhead { lr: lr.clone() }),
+            Correction::None => None,
         };
         v1::Commit {
             step: self.step.0,
             skip: self.skip,
             gradient_scale: self.gradient_scale,
             clip_coefficient: self.clip_coefficient,
-            compensation: self.correction.compensation(),
             look_ahead,
-            worker_local,
-            amend: self.amend.map(|gamma| v1::Amend { gamma }),
+            compensation: 0.0,
+            worker_local: None,
+            amend: None,
             left_out: left_outs_to_wire(&self.left_out),
             groups: self.groups.iter().map(hyper_to_wire).collect(),
             norm: self.norm,
@@ -108,20 +111,46 @@ fn left_out_to_wire(left_out: &LeftOut) -> v1::LeftOut {
     v1::LeftOut { param: left_out.param, steps: left_out.steps, now: left_out.now }
 }
 
-fn correction_from_wire(
-    compensation: f64,
-    look_ahead: Option<v1::LookAhead>,
-    worker_local: Option<v1::WorkerLocal>,
-) -> Result<Correction, Fault> {
-    const REMEDY: &str = "give one correction";
-    match (compensation, look_ahead, worker_local) {
-        (0.0, None, None) => Ok(Correction::None),
-        (0.0, Some(ahead), None) => Ok(Correction::LookAhead(ahead.lr)),
-        (0.0, None, Some(local)) => Ok(Correction::WorkerLocal(local.lr)),
-        (0.0, Some(_), Some(_)) => {
-            Err(Fault::invalid("commit.worker_local", "given", "none beside look_ahead", REMEDY))
+/// Refuses the corrections of earlier versions by name.
+#[expect(deprecated, reason = "a worker of an earlier version may still send them")]
+fn correction_from_wire(commit: &v1::Commit) -> Result<Correction, Fault> {
+    let retired = [
+        ("worker_local", commit.worker_local.is_some()),
+        ("amend", commit.amend.is_some()),
+        ("compensation", commit.compensation != 0.0),
+    ];
+    if let Some((field, _)) = retired.into_iter().find(|(_, given)| *given) {
+        let limit = "left out: look_ahead is the one correction of a delay";
+        return Err(Fault::invalid(format!("commit.{field}"), "given", limit, LOOK_AHEAD));
+    }
+    Ok(commit.look_ahead.as_ref().map_or(Correction::None, |ahead| Correction::LookAhead(ahead.lr.clone())))
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::job::JobSpec;
+
+    use super::*;
+
+    #[test]
+    #[expect(deprecated, reason = "the fields of earlier versions")]
+    fn corrections_of_earlier_versions_are_refused_by_name() {
+        let wrong = [
+            ("commit.compensation", v1::Commit { compensation: 0.5, ..Default::default() }),
+            (
+                "commit.worker_local",
+                v1::Commit { worker_local: Some(Default::default()), ..Default::default() },
+            ),
+            ("commit.amend", v1::Commit { amend: Some(Default::default()), ..Default::default() }),
+        ];
+        for (field, commit) in wrong {
+            let fault = Commit::from_wire(Some(commit)).unwrap_err();
+            assert!(fault.field == field && fault.remedy.contains("look-ahead"), "{fault}");
         }
-        (c, None, None) => Ok(Correction::Compensation(c)),
-        (c, ..) => Err(Fault::invalid("commit.compensation", c, "0 beside another correction", REMEDY)),
+        let spec = v1::JobSpec { worker_local: true, ..Default::default() };
+        assert_eq!(JobSpec::from_wire(Some(spec)).unwrap_err().field, "spec.worker_local");
+        let plain = v1::Commit { look_ahead: Some(v1::LookAhead { lr: vec![0.1] }), ..Default::default() };
+        let correction = Commit::from_wire(Some(plain)).unwrap().correction;
+        assert_eq!(correction, Correction::LookAhead(vec![0.1]));
     }
 }

@@ -16,7 +16,7 @@ use longshore_proto::{
     state::{Formats, MasterFormat, StateArray, StateFormat},
 };
 
-use super::v1;
+use super::{commit::LOOK_AHEAD, v1};
 
 pub(crate) fn missing(field: &str) -> Fault {
     Fault::invalid(field, "absent", "present", "fill the field in")
@@ -162,8 +162,13 @@ fn master_format_to_wire(format: MasterFormat) -> i32 {
 impl Wire for JobSpec {
     type Message = v1::JobSpec;
 
+    #[expect(deprecated, reason = "a worker of an earlier version may still send them")]
     fn from_wire(spec: Option<v1::JobSpec>) -> Result<JobSpec, Fault> {
         let spec = spec.ok_or_else(|| missing("spec"))?;
+        if spec.worker_local {
+            let limit = "false: look-ahead is the one correction of a delay";
+            return Err(Fault::invalid("spec.worker_local", "true", limit, LOOK_AHEAD));
+        }
         let formats = formats_from_wire(&spec)?;
         let params =
             spec.params.into_iter().map(|p| Param { name: p.name, shape: p.shape, group: p.group }).collect();
@@ -182,11 +187,11 @@ impl Wire for JobSpec {
             formats,
             unchecked: spec.unchecked,
             partitions: partitions_from_wire(spec.partitions)?,
-            worker_local: spec.worker_local,
             leave_out: spec.leave_out,
         })
     }
 
+    #[expect(deprecated, reason = "the fields of earlier versions are named, so that none is forgotten")]
     fn to_wire(&self) -> v1::JobSpec {
         let param = |p: &Param| v1::Param { name: p.name.clone(), shape: p.shape.clone(), group: p.group };
         v1::JobSpec {
@@ -206,7 +211,7 @@ impl Wire for JobSpec {
             rounding_seed: self.formats.seed,
             unchecked: self.unchecked,
             partitions: self.partitions.iter().map(partition_to_wire).collect(),
-            worker_local: self.worker_local,
+            worker_local: false,
             leave_out: self.leave_out,
         }
     }

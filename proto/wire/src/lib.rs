@@ -24,7 +24,7 @@ pub use dialled::Dialled;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 
 /// Made from the .proto files by `tests/generated.rs`, which also says how to make it again.
-#[allow(clippy::all, unreachable_pub)]
+#[allow(clippy::all, deprecated, unreachable_pub)]
 pub mod v1 {
     include!("generated/longshore.v1.rs");
 }

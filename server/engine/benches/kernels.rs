@@ -54,7 +54,7 @@ impl Arrays {
             first: &mut self.first[part.clone()],
             second: if slots > 1 { &mut self.second[part] } else { &mut [] },
         };
-        update(isa, scalars, gradient, state, image, 0.0);
+        update(isa, scalars, gradient, state, image);
     }
 
     /// Moves what an update of the next block moves, with next to no arithmetic: 14 bytes in and 14 out per
@@ -112,7 +112,7 @@ const LOW: [(&str, MasterFormat, StateFormat); 3] = [
 impl Low {
     fn new(count: usize, master: MasterFormat, state: StateFormat) -> Low {
         let shape = Shape::new(Rule::AdamW, Formats { state, master, seed: 1 });
-        let [weights, first, second, _] = shape.arrays(count);
+        let [weights, first, second] = shape.arrays(count);
         let sizes = [2 * count, weights, first, second, 2 * count];
         let mut regions = Slab::allocate(Slab::bytes_for(sizes)).unwrap().carve_here(&sizes);
         // The bytes are not 0, since zeroed pages are only given out as they are first written.
@@ -141,11 +141,10 @@ impl Low {
         self.at = (block + 1) % (gradient.u16().len() / BLOCK);
         let elements = block * BLOCK..(block + 1) * BLOCK;
         let mut bytes = self.shape.block().into_iter();
-        let [master, first, second] = [master, first, second].map(|region| {
+        let arrays = [master, first, second].map(|region| {
             let bytes = bytes.next().unwrap();
             &mut region.bytes_mut()[block * bytes..(block + 1) * bytes]
         });
-        let arrays = [master, first, second, &mut []];
         (&gradient.u16()[elements.clone()], StateMut::new(self.shape, arrays), &mut image.u16_mut()[elements])
     }
 
@@ -153,7 +152,7 @@ impl Low {
         let random = Random { seed: 1, step: 10, first_element: (self.at * BLOCK) as u64 };
         let (gradient, mut state, image) = self.next();
         let (gradient, image) = (Gradient::bf16(gradient), ImageMut::Bf16(image));
-        update_low(isa, &[(0..BLOCK, scalars)], gradient, state.low(), image, 0.0, random);
+        update_low(isa, &[(0..BLOCK, scalars)], gradient, state.low(), image, random);
     }
 }
 

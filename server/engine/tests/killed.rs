@@ -10,9 +10,7 @@ use std::{
 };
 
 use longshore_engine::{ids::OwnedShard, kernels::Isa, step::Work, tier::Storage};
-use longshore_proto::{
-    Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, Slice, StateFormat, TierKind, Version,
-};
+use longshore_proto::{Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
 
 use crate::common::{
     BLOCK, Noise,
@@ -29,8 +27,6 @@ const EXACT: &str = "exact";
 const DELAYED: &str = "delayed";
 /// The name of a delayed job with state in fewer bits.
 const LOW: &str = "low";
-/// The name of a delayed job whose worker amends its weights.
-const LOCAL: &str = "local";
 
 /// A job of four blocks in shards of two, so that a kill may fall between the blocks of a shard and between shards.
 fn job(name: &str) -> JobSpec {
@@ -38,9 +34,6 @@ fn job(name: &str) -> JobSpec {
     let mut spec = spec(&[3 * BLOCK as u64 + 7], &[0]);
     spec.shard_elements = 2 * BLOCK as u64;
     (spec.tier, spec.max_delay, spec.image_dtype) = (TierKind::Shm, max_delay, Dtype::F16);
-    if name == LOCAL {
-        (spec.worker_local, spec.world_size, spec.micro_steps) = (true, 1, 1);
-    }
     if name == LOW {
         spec.formats = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 3 };
     }
@@ -50,12 +43,7 @@ fn job(name: &str) -> JobSpec {
 fn decision(spec: &JobSpec, step: u64) -> Commit {
     let mut commit = commit(spec, step);
     commit.skip = step.is_multiple_of(5);
-    if spec.worker_local {
-        // A skip has the rates of the step before it. All steps have the same ones.
-        commit.correction =
-            Correction::WorkerLocal(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect());
-        commit.amend = (step > 1 && !commit.skip).then_some(1.0);
-    } else if spec.max_delay > 0 {
+    if spec.max_delay > 0 {
         commit.correction = Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect());
     }
     commit
@@ -94,7 +82,7 @@ fn child() {
 #[test]
 fn a_killed_process_leaves_a_state_to_go_on_from() {
     let root = tempfile::tempdir_in("/dev/shm").unwrap();
-    for (index, name) in [EXACT, DELAYED, LOW, LOCAL].into_iter().enumerate() {
+    for (index, name) in [EXACT, DELAYED, LOW].into_iter().enumerate() {
         let dir = root.path().join(name);
         fs::create_dir(&dir).unwrap();
         let spec = job(name);
@@ -119,22 +107,6 @@ fn a_killed_process_leaves_a_state_to_go_on_from() {
             for shard in [0, 1].map(longshore_proto::ShardId) {
                 let image = cluster.image(shard, version).unwrap().unwrap();
                 assert!(image == cluster.part(&reference.image, shard, 2), "image of {version}");
-                if let Some(amended) = &reference.amended {
-                    let slice = Slice { shard, offset: 0, elements: cluster.layout.shard_len(shard) };
-                    let before = Version(version - 1);
-                    let pulled = cluster.jobs[0].copy_image(&slice, before, true).unwrap().unwrap();
-                    let expected = cluster.part(amended, shard, 2);
-                    assert!(pulled.bytes == expected && pulled.rates.is_empty(), "amended by {version}");
-                }
-                if let Some(rates) = &reference.rates {
-                    let slice = Slice { shard, offset: 0, elements: cluster.layout.shard_len(shard) };
-                    let pulled =
-                        cluster.jobs[0].copy_image(&slice, Version(version), false).unwrap().unwrap();
-                    let range = cluster.layout.shard_range(shard);
-                    let expected = &rates[range.start as usize / 64..range.end as usize / 64];
-                    let expected: Vec<u8> = expected.iter().flat_map(|rate| rate.to_le_bytes()).collect();
-                    assert!(pulled.rates == expected, "rates of {version}");
-                }
             }
         }
         println!(

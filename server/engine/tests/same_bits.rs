@@ -33,9 +33,6 @@ struct Run {
     squares: Vec<Vec<f64>>,
     /// After each commit, beginning with version 0.
     images: Vec<Vec<u8>>,
-    /// After each commit: the rates, and the image before as it was amended.
-    rates: Vec<Option<Vec<f32>>>,
-    amended: Vec<Option<Vec<u8>>>,
     end: Reference,
     /// The job runs on one server, cut as small as can be.
     many_shards: bool,
@@ -62,21 +59,10 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec.max_delay = delay;
     spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
     spec.unchecked = noise.one_in(4);
-    let splits = noise.one_in(2);
-    if delay > 0 && rule.has_rates() && spec.formats.is_fp32() && noise.one_in(2) {
-        // A worker amends weights with its own gradient, so each partition has one contributor.
-        let ranks = if splits { spec.world_size.min(params as u32) } else { 1 };
-        (spec.worker_local, spec.world_size, spec.micro_steps) = (true, ranks, 1);
-        if splits {
-            let partition = |rank| Partition { first: rank, ranks: vec![Rank(rank)] };
-            spec.partitions = (0..ranks).map(partition).collect();
-            spec.partitions
-                .extend((params as u32 > ranks && noise.one_in(2)).then(|| Partition::frozen(ranks)));
-        }
-    } else if splits {
+    if noise.one_in(2) {
         spec.partitions = random_partitions(noise, params, spec.world_size);
     }
-    spec.leave_out = !spec.worker_local && spec.formats.state != StateFormat::Block8 && noise.one_in(2);
+    spec.leave_out = spec.formats.state != StateFormat::Block8 && noise.one_in(2);
     spec
 }
 
@@ -178,7 +164,6 @@ impl Run {
         let mut end = Reference::new(&spec, &initial);
         let (mut gradients, mut commits, mut squares) = (Vec::new(), Vec::new(), Vec::new());
         let mut images = vec![end.image.clone()];
-        let (mut rates, mut amended) = (vec![None], vec![None]);
         let clips = noise.one_in(2);
         for step in 1..=steps {
             let bad = noise.one_in(5).then(|| noise.below(spec.contributions() as usize));
@@ -200,13 +185,11 @@ impl Run {
             assert_eq!(commit.step.0, step);
             end.step(&of_step, &commit);
             images.push(end.image.clone());
-            rates.push(end.rates.clone());
-            amended.push(end.amended.clone());
             gradients.push(of_step);
             commits.push(commit);
             squares.push(of_blocks);
         }
-        Run { spec, initial, gradients, commits, squares, images, rates, amended, end, many_shards }
+        Run { spec, initial, gradients, commits, squares, images, end, many_shards }
     }
 }
 
@@ -252,19 +235,16 @@ fn decide(
     let clip_coefficient = if clips && norm.is_finite() { (0.7 / (norm + 1e-6)).min(1.0) } else { 1.0 };
     let rates: Vec<f64> = spec.groups.iter().map(|_| noise.between(0.0, 0.01)).collect();
     let correction = match noise.below(3) {
-        0 | 1 if spec.worker_local => Correction::WorkerLocal(rates),
-        0 if spec.max_delay > 0 => Correction::Compensation(noise.between(0.0, 1.0)),
-        1 if spec.max_delay > 0 && spec.rule.can_look_ahead() => Correction::LookAhead(rates),
+        0 | 1 if spec.max_delay > 0 && spec.rule.can_look_ahead() => Correction::LookAhead(rates),
         _ => Correction::None,
     };
     let step = before.map_or(1, |before| before.step.0 + 1);
-    let mut commit = Commit {
+    Commit {
         step: Step(step),
         skip: if norm.is_finite() { noise.one_in(8) } else { !(spec.unchecked && noise.one_in(4)) },
         gradient_scale,
         clip_coefficient,
         correction,
-        amend: None,
         left_out: Vec::new(),
         groups: spec.groups.iter().map(|_| random_hyper(noise)).collect(),
         norm,
@@ -272,18 +252,7 @@ fn decide(
         trainer_state: vec![step as u8],
         decided_by: Default::default(),
         pause_reason: String::new(),
-    };
-    let local = before.filter(|before| matches!(before.correction, Correction::WorkerLocal(_)));
-    match local {
-        // A skip has the image of the version before, and so what goes with it.
-        Some(before) if commit.skip => {
-            (commit.correction, commit.groups) = (before.correction.clone(), before.groups.clone());
-        }
-        Some(_) => commit.amend = Some(noise.pick(&[1.0, 1.5])),
-        None if commit.skip && spec.worker_local => commit.correction = Correction::None,
-        None => {}
     }
-    commit
 }
 
 /// Chunks on their way. A worker may be as far ahead as the job has room for.
@@ -434,45 +403,19 @@ impl<'a> Traffic<'a> {
         if let Some(image) = self.cluster.image(shard, version).unwrap() {
             self.check_image(shard, version, &image);
         }
-        let amended = self.noise.one_in(2);
-        self.check_pull(shard, version, amended);
+        self.check_pull(shard, version);
     }
 
-    /// Pulls a shard as a worker of a job that amends its weights does, and checks what comes, if it comes already.
-    fn check_pull(&self, shard: ShardId, version: u64, amended: bool) -> bool {
+    /// Pulls a part of a shard, and checks the bytes if the version is there.
+    fn check_pull(&self, shard: ShardId, version: u64) -> bool {
         let (job, run) = (&self.cluster.jobs[self.cluster.owner(shard)], self.run);
         let elements = self.cluster.layout.shard_len(shard);
-        // The slice begins and ends inside groups.
         let slice = Slice { shard, offset: 100, elements: elements - 150 };
-        let Some(pulled) = job.copy_image(&slice, Version(version), amended).unwrap() else { return false };
+        let Some(pulled) = job.copy_image(&slice, Version(version)).unwrap() else { return false };
         let size = run.spec.image_dtype.bytes() as usize;
         let inner = 100 * size..(elements as usize - 50) * size;
-        let of = |flat: &[u8]| self.cluster.part(flat, shard, size)[inner.clone()].to_vec();
-        let known = &run.rates[version as usize];
-        let was_amended = run.amended.get(version as usize + 1).and_then(Option::as_ref);
-        match (pulled.rates.is_empty(), was_amended) {
-            (true, Some(image)) if self.decided > version && (amended || self.restarted || self.reopened) => {
-                assert!(pulled.bytes == of(image), "the amended image of {shard} at version {version}");
-            }
-            (true, _) => {
-                // After a restart nobody is told the rates of a version that a skip came after: nothing is amended.
-                let skipped = self.decided > version && (self.restarted || self.reopened);
-                let frozen = self.cluster.layout.is_frozen(shard);
-                assert!(
-                    known.is_none() || amended || skipped || frozen,
-                    "no rates of {shard} at version {version}"
-                );
-                assert!(pulled.bytes == of(&run.images[version as usize]), "{shard} at version {version}");
-            }
-            (false, _) => {
-                assert!(!amended && pulled.bytes == of(&run.images[version as usize]));
-                let first = self.cluster.layout.shard_range(shard).start;
-                let groups = (first + 100) / 64..(first + elements - 50).div_ceil(64);
-                let expected = &known.as_ref().expect("rates")[groups.start as usize..groups.end as usize];
-                let expected: Vec<u8> = expected.iter().flat_map(|rate| rate.to_le_bytes()).collect();
-                assert!(pulled.rates == expected, "the rates of {shard} at version {version}");
-            }
-        }
+        let expected = &self.cluster.part(&run.images[version as usize], shard, size)[inner];
+        assert!(pulled.bytes == expected, "{shard} at version {version}");
         true
     }
 
@@ -517,10 +460,7 @@ impl<'a> Traffic<'a> {
             for version in self.decided - older..=self.decided {
                 let image = self.cluster.image(shard, version).unwrap().expect("settled");
                 self.check_image(shard, version, &image);
-                assert!(self.check_pull(shard, version, false));
-                if version < self.decided {
-                    assert!(self.check_pull(shard, version, true));
-                }
+                assert!(self.check_pull(shard, version));
             }
         }
     }

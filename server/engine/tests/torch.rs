@@ -126,14 +126,7 @@ fn replay(fixture: &Fixture, case: &Value, isa: Isa) {
             let mut state = State { master: &mut master, first: &mut first, second: &mut second };
             let scalars = Scalars::new(rule, &hyper!(Hyper, case, group, step), step as u64 + 1, 1.0);
             let gradient = Gradient::f32(&gradient[range.clone()]);
-            update(
-                isa,
-                &scalars,
-                gradient,
-                state.slice(range.clone()),
-                ImageMut::F32(&mut image[range]),
-                0.0,
-            );
+            update(isa, &scalars, gradient, state.slice(range.clone()), ImageMut::F32(&mut image[range]));
         }
         assert_eq!(image, master);
         checked += usize::from(check_parameters(case, step, &master, &isa.to_string()));

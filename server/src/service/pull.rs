@@ -15,7 +15,6 @@ use longshore_engine::{
 };
 use longshore_proto::{
     Dtype, Fault, Rank, ShardId, Slice, Version,
-    checksum::crc32,
     limits::{CHUNK_BYTES, MAX_PULL_SLICES},
 };
 use longshore_wire::{
@@ -86,8 +85,6 @@ struct Pull {
     wait: Duration,
     /// Only say where slices lie in the images' memory, which the reader has mapped.
     in_place: bool,
-    /// The reader wants the amended image, since it does not hold the gradient of the step after.
-    amended: bool,
     /// For payloads that are copies.
     room: Room,
 }
@@ -113,19 +110,16 @@ impl Pull {
             services.links.find(request.link, &handle)?;
             handle.job.shared_images().is_some()
         };
-        let (version, amended) = (Version(request.version), request.amended);
-        let (rank, transport) = (Rank(request.rank), services.transport);
-        Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room, amended })
+        let (version, rank, transport) = (Version(request.version), Rank(request.rank), services.transport);
+        Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room })
     }
 
     /// By `payloads`, bytes of images go out past HTTP/2, where they can.
     async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
         // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
-        // whole. Rates come with a slice, and must fit its message.
-        // Frozen weights are sent, since they lie with the state.
+        // whole. Frozen weights are sent, since they lie with the state.
         let job = &self.handle.job;
-        let whole = self.in_place && !job.spec().worker_local;
-        let most = |slice: &Slice| match whole && !job.layout().is_frozen(slice.shard) {
+        let most = |slice: &Slice| match self.in_place && !job.layout().is_frozen(slice.shard) {
             true => u64::MAX,
             false => CHUNK_BYTES as u64 / self.dtype.bytes(),
         };
@@ -179,13 +173,13 @@ impl Pull {
 
     /// Says where a slice lies. None if its bytes must be sent instead.
     async fn place(&self, slice: Slice) -> Result<Option<Piece>, Fault> {
-        let check = || self.handle.job.place_image(&slice, self.version, self.amended);
-        let ImagePlace::At { at, stamp, rates } = self.once_ready(slice, check).await? else {
+        let check = || self.handle.job.place_image(&slice, self.version);
+        let ImagePlace::At { at, stamp } = self.once_ready(slice, check).await? else {
             return Ok(None);
         };
         self.count(slice, "memfd");
         let place = Some(v1::ImagePlace { elements: slice.elements, at, stamp });
-        Ok(Some(frame::encode(&v1::PullResponse { place, ..self.head(slice, rates) })))
+        Ok(Some(frame::encode(&v1::PullResponse { place, ..self.head(slice) })))
     }
 
     fn count(&self, slice: Slice, transport: &str) {
@@ -194,10 +188,9 @@ impl Pull {
     }
 
     /// The fields of an answer beside the weights.
-    fn head(&self, slice: Slice, rates: Vec<u8>) -> v1::PullResponse {
+    fn head(&self, slice: Slice) -> v1::PullResponse {
         let (shard, offset, decided_by) = (slice.shard.0, slice.offset, self.decided_by());
-        let rates_crc32 = if rates.is_empty() { 0 } else { crc32(&rates) };
-        v1::PullResponse { shard, offset, decided_by, rates: rates.into(), rates_crc32, ..Default::default() }
+        v1::PullResponse { shard, offset, decided_by, ..Default::default() }
     }
 
     /// Called once the version is there.
@@ -217,10 +210,10 @@ impl Pull {
     async fn lend(&self, slices: &[Slice]) -> Result<Outgoing, Fault> {
         let slice = slices[0];
         let room = if self.reads_drives(slice) { self.room_for(slice).await? } else { None };
-        let lend = || self.handle.job.lend_image(&slice, self.version, self.amended);
-        let Pulled { bytes, crc32, rates } = self.read(slices, lend).await?;
+        let lend = || self.handle.job.lend_image(&slice, self.version);
+        let Pulled { bytes, crc32 } = self.read(slices, lend).await?;
         self.count(slice, self.transport);
-        let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
+        let head = v1::PullResponse { crc32, ..self.head(slice) };
         match bytes {
             ImageBytes::Read(bytes) => Ok(self.owned(&head, bytes, room)),
             ImageBytes::Here(bytes) => {
@@ -235,18 +228,17 @@ impl Pull {
     async fn copy(&self, slices: &[Slice]) -> Result<Outgoing, Fault> {
         let slice = slices[0];
         let room = self.room_for(slice).await?;
-        let copy = || self.handle.job.copy_image(&slice, self.version, self.amended);
-        let Pulled { bytes, crc32, rates } = self.read(slices, copy).await?;
+        let copy = || self.handle.job.copy_image(&slice, self.version);
+        let Pulled { bytes, crc32 } = self.read(slices, copy).await?;
         self.count(slice, self.transport);
-        let head = v1::PullResponse { crc32, ..self.head(slice, rates) };
+        let head = v1::PullResponse { crc32, ..self.head(slice) };
         Ok(self.owned(&head, bytes, room))
     }
 
-    /// Whether reading the weights may take a drive's time, and memory for what is read. The amended image, and frozen
-    /// weights, lie with the state, which a tier may keep on drives.
+    /// Whether reading the weights may take a drive's time, and memory for the copy. Frozen weights lie with the state,
+    /// which a tier may keep on drives.
     fn reads_drives(&self, slice: Slice) -> bool {
-        let job = &self.handle.job;
-        self.amended || job.reads_state(slice.shard) || job.spec().worker_local && job.spill().is_some()
+        self.handle.job.reads_state(slice.shard)
     }
 
     /// Reads the first slice, and has those that follow read ahead.
@@ -259,9 +251,7 @@ impl Pull {
         // A drive takes longer than other calls of this thread may wait.
         let waits = self.reads_drives(slice);
         let read = || {
-            if !self.amended {
-                slices.iter().for_each(|slice| self.handle.job.read_ahead(slice, self.version));
-            }
+            slices.iter().for_each(|slice| self.handle.job.read_ahead(slice, self.version));
             read()
         };
         self.once_ready(slice, || if waits { tokio::task::block_in_place(read) } else { read() }).await

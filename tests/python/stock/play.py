@@ -95,15 +95,12 @@ class Play:
         self.other.watch(self.servers[0])
         self.compare(decided_by=0)
 
-    def contribute(self, step: int, reads: int, change=lambda rank, gradients: None, amends=None):
-        """Both ranks pull a version, compute and push at once; the sum of their gradients.
-
-        `amends`: the commit of the step after that version, whose gradient amends the weights.
-        """
-        expected = (self.reference.amended if amends else self.reference.images)[reads]
+    def contribute(self, step: int, reads: int, change=lambda rank, gradients: None):
+        """Both ranks pull a version, compute and push at once; the sum of their gradients."""
+        expected = self.reference.images[reads]
 
         def work(rank):
-            pulled = rank.pull_amended(reads, amends) if amends else rank.pull(reads)
+            pulled = rank.pull(reads)
             assert_same_bits(pulled.weights, expected, f"rank {rank.number}'s version {reads}")
             gradients = list(gradients_of(self.job, rank.number, step, pulled, batch=0))
             change(rank, gradients)

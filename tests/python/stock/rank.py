@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .layout import ALIGN, Layout, chunks, decode, encode, rounded
+from .layout import Layout, chunks, decode, encode
 from .wire import Protocol, Server
 
 
@@ -37,7 +37,6 @@ class Pulled:
     decided_by: int
     loss_scale: float
     weights: np.ndarray
-    rates: np.ndarray  # of each group of 64 elements; NaN where the version has none
 
 
 class ChunkRefused(Exception):
@@ -58,7 +57,6 @@ class Rank:
         self.version = 0  # the newest that this process knows of
         self.loss_scales = {}  # of the versions that this process knows of
         self.kept = {}  # the chunks of each step that may be asked for again, for each server
-        self.pushed = None  # the step pushed last, and its last gradient, which may amend weights
         self.events = None
 
     def everywhere(self, method: str, **fields):
@@ -100,51 +98,28 @@ class Rank:
             self.loss_scales[self.version] = event.resumed.loss_scale
         return kind, getattr(event, kind)
 
-    def pull(self, version: int, amended: bool = False) -> Pulled:
-        """All of a version, or of the amended image in its place where there is one."""
+    def pull(self, version: int) -> Pulled:
+        """All of a version."""
         weights = np.full(self.layout.elements, np.nan, np.float32)
-        rates = np.full(self.layout.elements // ALIGN, np.nan, np.float32)
         decided_by = {
-            who for server in self.servers for who in self.pull_from(server, version, weights, rates, amended=amended)
+            who for server in self.servers for who in self.pull_from(server, version, weights)
         }
         assert len(decided_by) == 1, f"slices of two versions {version}: {decided_by}"
-        return Pulled(version, decided_by.pop(), self.loss_scales[version], weights, rates)
+        return Pulled(version, decided_by.pop(), self.loss_scales[version], weights)
 
-    def pull_from(self, server, version: int, weights, rates, **more):
+    def pull_from(self, server, version: int, weights):
         """One server's shards, into the flat space; who decided the version, as each slice says."""
         slices = [
             self.messages.Slice(shard=shard, offset=0, elements=part.stop - part.start)
             for shard, part in self.layout.owned(server.number)
         ]
         what = dict(job=self.job.name, rank=self.number, version=version, dtype=self.job.wire_dtype, slices=slices)
-        for answer in server.stream("Pull", **what, **more):
+        for answer in server.stream("Pull", **what):
             assert zlib.crc32(answer.payload) == answer.crc32
             values = decode(answer.payload, self.job.dtype)
             start = self.layout.shards[answer.shard].start + answer.offset
             weights[start : start + len(values)] = values
-            if answer.rates:
-                assert zlib.crc32(answer.rates) == answer.rates_crc32
-                of_groups = np.frombuffer(answer.rates, "<f4")
-                rates[start // ALIGN : start // ALIGN + len(of_groups)] = of_groups
             yield answer.decided_by
-
-    def pull_amended(self, version: int, commit) -> Pulled:
-        """A version whose weights get the gradient of the next step, which `commit` decided. Here that is what this rank has
-        pushed itself. The servers do it for the parts that other ranks contribute to."""
-        pulled, theirs = self.pull(version), self.pull(version, amended=True)
-        step, gradient = self.pushed
-        assert step == commit.step == version + 1, "only the next step's gradient amends a version"
-        weights = theirs.weights
-        for partition in self.layout.partitions:
-            if self.number in partition.ranks:
-                part, groups = partition.part, slice(partition.part.start // ALIGN, partition.part.stop // ALIGN)
-                scale = commit.gradient_scale * len(partition.ranks) / self.job.spec.world_size
-                factor = np.float32(commit.amend.gamma * commit.clip_coefficient / scale)
-                rates = np.repeat(pulled.rates[groups], ALIGN)
-                amended = rounded(pulled.weights[part] - rates * (gradient[part] * factor), self.job.dtype)
-                # A server that restarted sends the amended image by itself, without rates.
-                weights[part] = np.where(np.isnan(rates), pulled.weights[part], amended)
-        return Pulled(version, pulled.decided_by, pulled.loss_scale, weights, pulled.rates)
 
     def requests(self, server, step: int, reads: Pulled, gradients):
         """The chunks of one server's shards that this rank contributes to. Micro-steps ascend."""
@@ -172,7 +147,6 @@ class Rank:
     def push(self, step: int, reads: Pulled, gradients, servers=None):
         """Pushes the gradients of all micro-steps, and keeps them."""
         self.kept[step] = [list(self.requests(server, step, reads, gradients)) for server in self.servers]
-        self.pushed = step, gradients[-1]
         return self.push_again(step, servers)
 
     def push_again(self, step: int, servers=None):

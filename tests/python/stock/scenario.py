@@ -73,7 +73,7 @@ class Scenario(Play):
         other.groups[0].lr *= 2
         refused(lambda: self.lead.send(Decision(other, decision.origins)), "CONFLICT", "commit.groups")
         assert all(result.decided for result in self.other.push_again(1)), "not needed any more"
-        self.finish(2, 0, second, compensation=0.3)
+        self.finish(2, 0, second)
 
     def overflow(self):
         """One rank's inf: the step is skipped and the loss scale halved. The version is the one before."""
@@ -163,7 +163,7 @@ class Scenario(Play):
         self.lead.commit(Decision(commit, origins), self.servers[:1])
         assert self.other.learn() == ("commit", commit)
         weights = np.zeros(self.job.layout.elements, np.float32)
-        assert set(self.other.pull_from(self.servers[0], 6, weights, None)) == {self.lead.incarnation}
+        assert set(self.other.pull_from(self.servers[0], 6, weights)) == {self.lead.incarnation}
         self.withdrawn_by = self.lead.incarnation
         self.lead = Lead(self.job)
         assert {progress.version for progress in self.lead.take_over()} == {5}

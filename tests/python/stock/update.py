@@ -6,7 +6,7 @@ import struct
 import numpy as np
 from blake3 import blake3
 
-from .layout import ALIGN, BLOCK, Layout, round_up, rounded
+from .layout import BLOCK, Layout, rounded
 
 
 def summed(contributions) -> np.ndarray:
@@ -59,25 +59,6 @@ def ahead_of(hyper, lr: float, applied: int, weights, first, second, gradient):
     return known / denominator(hyper, applied, second) + f32(lr * hyper["beta1"] * hyper["weight_decay"]) * weights
 
 
-def without_newest(hyper, lr: float, applied: int, weights, first, second):
-    """What images that lack the newest gradient alone have less than the new weights."""
-    f32 = np.float32
-    known = f32(lr * hyper["beta1"] / (1.0 - power(hyper["beta1"], applied + 1))) * first
-    return known / denominator(hyper, applied, second) + f32(lr * hyper["weight_decay"]) * weights
-
-
-def rates_of(hyper, lr: float, applied: int, second):
-    """The rate of each group of 64 elements: what its next gradient is multiplied by."""
-    squares = denominator(hyper, applied, second) ** 2
-    sums = np.zeros((len(squares) // ALIGN, 16), np.float32)
-    for quarter in range(4):
-        sums = sums + squares.reshape(-1, 4, 16)[:, quarter]
-    for apart in (8, 4, 2, 1):
-        sums = sums[:, :apart] + sums[:, apart:]
-    rate = np.float32(lr * (1.0 - hyper["beta1"]) / (1.0 - power(hyper["beta1"], applied + 1)))
-    return rate / np.sqrt(sums[:, 0] * np.float32(1 / ALIGN))
-
-
 class Reference:
     """The state of the whole job, as it must be on the servers."""
 
@@ -86,8 +67,6 @@ class Reference:
         self.version = self.applied = 0
         self.weights, self.first, self.second = weights, np.zeros_like(weights), np.zeros_like(weights)
         self.images = {0: rounded(weights, dtype)}
-        self.rates = {}  # of the versions that have any
-        self.amended = {}  # the images that a next step's gradient has amended
 
     def trained(self, applied: int):
         """Makes it the state of an optimizer that has made some updates."""
@@ -105,27 +84,14 @@ class Reference:
         self.version += 1
         if commit.skip:  # the version before, with another number
             self.images[self.version] = self.images[self.version - 1]
-            if self.version - 1 in self.rates:
-                self.rates[self.version] = self.rates[self.version - 1]
             return
         self.applied += 1
-        before, sent = self.weights, gradient
-        gradient = sent * self._factors(commit.clip_coefficient, commit.gradient_scale)
+        gradient = gradient * self._factors(commit.clip_coefficient, commit.gradient_scale)
         self._update(commit, gradient)
         image = self.weights
         if commit.HasField("look_ahead"):
             image = self.weights - self._ahead(commit, gradient)
-        if commit.HasField("worker_local"):
-            image = self.weights - self._without_newest(commit)
-        if commit.compensation:
-            image = self.weights - np.float32(commit.compensation) * (before - self.weights)
         self.images[self.version] = rounded(image, self.dtype)
-        if commit.HasField("amend"):
-            older = self.version - 1
-            factors = self._factors(commit.amend.gamma * commit.clip_coefficient, commit.gradient_scale)
-            step = np.repeat(self.rates[older], ALIGN) * (sent * factors)
-            limits = self._limits(commit)
-            self.amended[older] = rounded(self.images[older] - np.clip(step, -limits, limits), self.dtype)
 
     def _factors(self, numerator: float, gradient_scale: float):
         """What each element of the sum is multiplied by, to be the mean of its contributors' gradients."""
@@ -134,15 +100,6 @@ class Reference:
             share = len(partition.ranks) / self.world_size
             factors[partition.part] = np.float32(numerator / (gradient_scale * share))
         return factors
-
-    def _limits(self, commit):
-        """The most that each element moves for the newest gradient. Padding behind a parameter counts in its last group."""
-        limits = np.zeros(self.layout.elements, np.float32)
-        for group, part in zip(self.groups, self.layout.parameters):
-            hyper = commit.groups[group]
-            limit = commit.amend.gamma * hyper.lr * (1 - hyper.beta1) / np.sqrt(1 - hyper.beta2)
-            limits[part.start : round_up(part.stop, ALIGN)] = np.float32(limit)
-        return limits
 
     def _parts(self, commit):
         """(group, its hyperparameters, t, elements) of each parameter that the step does not leave out."""
@@ -159,20 +116,6 @@ class Reference:
             state = [values[part] for values in (self.weights, self.first, self.second)]
             ahead[part] = ahead_of(hyper, commit.look_ahead.lr[group], applied, *state, gradient[part])
         return ahead
-
-    def _without_newest(self, commit):
-        """What the image has less, and the version's rates. Padding behind a parameter counts in its last group."""
-        less = np.zeros_like(self.weights)
-        rates = np.zeros(self.layout.elements // ALIGN, np.float32)
-        for group, hyper, applied, part in self._parts(commit):
-            lr = commit.worker_local.lr[group]
-            state = [values[part] for values in (self.weights, self.first, self.second)]
-            less[part] = without_newest(hyper, lr, applied, *state)
-            whole = slice(part.start, round_up(part.stop, ALIGN))
-            groups = slice(whole.start // ALIGN, whole.stop // ALIGN)
-            rates[groups] = rates_of(hyper, lr, applied, self.second[whole])
-        self.rates[self.version] = rates
-        return less
 
     def _update(self, commit, gradient):
         state = [self.weights.copy(), self.first.copy(), self.second.copy()]

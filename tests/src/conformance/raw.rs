@@ -158,7 +158,6 @@ impl Raw {
             slices: vec![slice],
             deadline_ms: 5000,
             link: 0,
-            amended: false,
         };
         self.runtime.block_on(async {
             let fault = |status: Status| fault_from_status(&status, "the server");
@@ -201,7 +200,6 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
         gradient_scale: spec.contributions() as f64,
         clip_coefficient: 1.0,
         correction: Correction::None,
-        amend: None,
         left_out: Vec::new(),
         groups: vec![Hyper::default(); spec.groups.len()],
         norm: 0.0,

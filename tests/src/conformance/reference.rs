@@ -54,10 +54,6 @@ pub struct Reference<'a> {
     applied: u64,
     /// By version, from 0: the image, and the loss scale for steps that read it.
     images: Vec<Vec<u8>>,
-    /// By version: the rates, if the worker amends its images.
-    rates: Vec<Option<Vec<f32>>>,
-    /// The step that amended an image, and what became of the image. The step after computes with it.
-    amended: Option<(u64, Vec<u8>)>,
     scales: Vec<f64>,
     steps: Vec<Step>,
     evaluated: Vec<(u64, Vec<u8>)>,
@@ -83,8 +79,6 @@ impl<'a> Reference<'a> {
         let scaler = Scaler::new(plan.scale);
         Reference {
             images: vec![encode(&master, plan.image)],
-            rates: vec![None],
-            amended: None,
             scales: vec![scaler.scale],
             first: vec![0.0; elements],
             second: vec![0.0; elements],
@@ -122,10 +116,8 @@ impl<'a> Reference<'a> {
         match bad {
             Some(_) => {
                 self.images.push(self.images[self.images.len() - 1].clone());
-                self.rates.push(self.rates[self.rates.len() - 1].clone());
             }
             None => {
-                self.amend(step, &gradient, clip_coefficient / divisor);
                 self.update(step, &gradient, (clip_coefficient / divisor) as f32, correction);
             }
         }
@@ -166,21 +158,12 @@ impl<'a> Reference<'a> {
     /// The losses, and the sum of what goes over the wire: micro-step after micro-step, and in each rank after rank. Where
     /// workers add up micro-steps, each rank's mean goes over the wire.
     fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
-        let newest = (self.scales[step as usize - 1] == scale).then_some(step - 1);
-        let newer_from = self.plan.delay.map_or(u32::MAX, |delay| delay.newer_from);
         let (ranks, micro_steps) = (self.plan.world as usize, self.plan.micro_steps);
         let mut sent = vec![Vec::new(); ranks];
         let mut losses = vec![Vec::new(); ranks];
+        let image = decode(&self.images[reads as usize], self.plan.image);
+        let weights: Vec<Vec<f32>> = self.ranges.iter().map(|range| image[range.clone()].to_vec()).collect();
         for micro_step in 0..micro_steps {
-            let reads = newest.filter(|_| micro_step >= newer_from).unwrap_or(reads);
-            // The step before amended what this step reads, unless it reads that step's own version.
-            let image = match &self.amended {
-                Some((before, image)) if *before + 1 == step && reads + 2 == step => image,
-                _ => &self.images[reads as usize],
-            };
-            let image = decode(image, self.plan.image);
-            let weights: Vec<Vec<f32>> =
-                self.ranges.iter().map(|range| image[range.clone()].to_vec()).collect();
             for rank in 0..self.plan.world {
                 let batch = Batch { step, micro_step, rank };
                 let (loss, gradients) = self.model.gradient(&weights, batch, scale);
@@ -211,7 +194,6 @@ impl<'a> Reference<'a> {
     fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, correction: DelayCorrection) {
         self.applied += 1;
         let hypers = Scenario::hypers(step);
-        let next = Scenario::hypers(step + 1);
         let mut emitted = vec![0.0; gradient.len()];
         for (index, &raw) in gradient.iter().enumerate() {
             let group = self.groups[index];
@@ -223,69 +205,10 @@ impl<'a> Reference<'a> {
             let moments = (self.first[index], self.second[index]);
             emitted[index] = match correction {
                 DelayCorrection::None => new,
-                DelayCorrection::Compensation(c) => new - c as f32 * (old - new),
-                DelayCorrection::LookAhead => {
-                    new - ahead(hyper, next[group].lr, self.applied, g, new, moments)
-                }
-                DelayCorrection::LookAheadByThisRate => {
-                    new - ahead(hyper, hyper.lr, self.applied, g, new, moments)
-                }
-                DelayCorrection::WorkerLocal(_) => {
-                    let lr = next[group].lr;
-                    let known = (self.scale_of_next(hyper, lr) * hyper.beta1) as f32 * moments.0;
-                    let decay = (lr * hyper.weight_decay) as f32 * new;
-                    new - (known / root(hyper, self.applied, moments.1) + decay)
-                }
+                DelayCorrection::LookAhead => new - ahead(hyper, hyper.lr, self.applied, g, new, moments),
             };
         }
-        let local = matches!(correction, DelayCorrection::WorkerLocal(_));
-        self.rates.push(local.then(|| self.rates_of(&hypers, &next)));
         self.images.push(encode(&emitted, self.plan.image));
-    }
-
-    /// The factor that the next step's gradient and first moment share.
-    fn scale_of_next(&self, hyper: &Hyper, lr: f64) -> f64 {
-        lr / (1.0 - hyper.beta1.powi(self.applied as i32 + 1))
-    }
-
-    /// For each 64 elements: the factor of the next gradient, over the root mean square of what Adam divides by. The
-    /// squares of the elements i, i + 16, i + 32 and i + 48 are one sum, and sums are added in pairs, 8 apart at first.
-    fn rates_of(&self, hypers: &[Hyper], next: &[Hyper]) -> Vec<f32> {
-        let rate = |(index, elements): (usize, &[f32])| {
-            let group = self.groups[index * 64];
-            let hyper = &hypers[group];
-            let mut sums = vec![0.0f32; 16];
-            for (at, second) in elements.iter().enumerate() {
-                let d = root(hyper, self.applied, *second);
-                sums[at % 16] += d * d;
-            }
-            while sums.len() > 1 {
-                let upper = sums.split_off(sums.len() / 2);
-                sums.iter_mut().zip(upper).for_each(|(sum, upper)| *sum += upper);
-            }
-            let of_gradient = (self.scale_of_next(hyper, next[group].lr) * (1.0 - hyper.beta1)) as f32;
-            of_gradient / (sums[0] / 64.0).sqrt()
-        };
-        self.second.chunks(64).enumerate().map(rate).collect()
-    }
-
-    /// The worker has the image before this step and the step's gradient: it makes what the next step computes with.
-    fn amend(&mut self, step: u64, gradient: &[f32], unscaled: f64) {
-        let hypers = Scenario::hypers(step);
-        self.amended = None;
-        let Some(rates) = self.rates[step as usize - 1].as_ref() else { return };
-        let gamma = match self.plan.delay.map(|delay| delay.correction) {
-            Some(DelayCorrection::WorkerLocal(gamma)) => gamma,
-            _ => 1.0,
-        };
-        let factor = (gamma * unscaled) as f32;
-        let mut image = decode(&self.images[step as usize - 1], self.plan.image);
-        for (index, weight) in image.iter_mut().enumerate() {
-            let hyper = &hypers[self.groups[index / 64 * 64]];
-            let limit = (gamma * hyper.lr * (1.0 - hyper.beta1) / (1.0 - hyper.beta2).sqrt()) as f32;
-            *weight -= (rates[index / 64] * (gradient[index] * factor)).clamp(-limit, limit);
-        }
-        self.amended = Some((step, encode(&image, self.plan.image)));
     }
 
     fn name(&self, element: usize) -> String {

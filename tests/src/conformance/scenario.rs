@@ -47,8 +47,6 @@ pub struct Delay {
     pub warmup: u64,
     /// An evaluation after every so many steps; 0 for none.
     pub drain_every: u64,
-    /// The first micro-step that computes with the newest version.
-    pub newer_from: u32,
     pub correction: DelayCorrection,
 }
 
@@ -96,10 +94,6 @@ impl Scenario {
             micro_steps: if self.on_worker { 1 } else { self.micro_steps },
             max_delay: u32::from(self.delay.is_some()),
             shard_elements: self.shard_blocks * BLOCK_ELEMENTS,
-            worker_local: matches!(
-                self.delay,
-                Some(Delay { correction: DelayCorrection::WorkerLocal(_), .. })
-            ),
             ..JobSpec::new(JobName::parse("name", name).expect("a job's name"), model.params())
         }
     }
@@ -118,9 +112,7 @@ impl Scenario {
         };
         let schedule = match self.delay {
             None => Schedule::exact(),
-            Some(delay) => {
-                Schedule::delayed(delay.warmup).draining_every(delay.drain_every).newer_from(delay.newer_from)
-            }
+            Some(delay) => Schedule::delayed(delay.warmup).draining_every(delay.drain_every),
         };
         PipelineOptions {
             schedule,

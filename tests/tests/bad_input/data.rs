@@ -159,7 +159,7 @@ fn a_wrong_decision_is_refused_and_decides_nothing() {
         change(&mut commit.groups[1]);
         commit
     };
-    let wrong: [(FaultKind, &str, &str, &str, Commit); 13] = [
+    let wrong: [(FaultKind, &str, &str, &str, Commit); 12] = [
         (Precondition, "commit.step", "3", "missing: step 3, micro-step 0, shard 0 from rank 0", next()),
         (Precondition, "commit.step", "4", "3, the next undecided", decision(&victim.spec, 4)),
         (Conflict, "commit.clip_coefficient", "step 2", "as first decided", decision(&victim.spec, 2)),
@@ -177,13 +177,6 @@ fn a_wrong_decision_is_refused_and_decides_nothing() {
             "given",
             "max_delay 0",
             Commit { correction: Correction::LookAhead(vec![0.1; 2]), ..next() },
-        ),
-        (
-            Invalid,
-            "commit.compensation",
-            "0.5",
-            "max_delay 0",
-            Commit { correction: Correction::Compensation(0.5), ..next() },
         ),
     ];
     for (kind, field, value, limit, commit) in wrong {

@@ -88,7 +88,7 @@ fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
     const DRAINED: u64 = 3;
     let (cluster, job) = (Cluster::start(2), "drained-alone");
     let correction = DelayCorrection::LookAhead;
-    let delay = Some(Delay { warmup: 1, drain_every: DRAINED, newer_from: 1, correction });
+    let delay = Some(Delay { warmup: 1, drain_every: DRAINED, correction });
     let (model, plan) =
         (Synthetic::default(), Scenario { world: 2, delay, clip: Some(1.0), ..Scenario::exact(7) });
     let spec = plan.spec(job, &model);

@@ -36,7 +36,6 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         clip: Some(1.0),
         delay: 0,
         delay_warmup_steps: 0,
-        newer_from: 1,
         correction: DelayCorrection::None,
         gradient_dtype: Dtype::Bf16,
         image_dtype: Dtype::Bf16,
@@ -124,36 +123,6 @@ fn a_delay_that_a_rule_cannot_look_ahead_of_is_refused_before_a_job_is_opened() 
         let plain = Settings { correction: DelayCorrection::None, job: job_of(rule), ..delayed };
         train::run(&plain).expect("a plain delay is for every rule");
     }
-    victim.finish();
-}
-
-#[test]
-fn weights_that_a_worker_could_not_amend_are_refused_before_a_job_is_opened() {
-    let cluster = Cluster::start(1);
-    let victim = Victim::start(&cluster, "goes-on");
-    let folder = gpt::text();
-    let right = Settings {
-        delay: 1,
-        correction: DelayCorrection::WorkerLocal(1.0),
-        accumulate_on_worker: true,
-        newer_from: 2,
-        ..settings(&cluster, "amends", folder.path())
-    };
-    let formats = longshore_proto::Formats { state: longshore_proto::StateFormat::Bf16, ..right.formats };
-    let refused = [
-        (Settings { rule: Rule::Lion, ..right.clone() }, "spec.rule"),
-        (Settings { world_size: 2, ..right.clone() }, "spec.world_size"),
-        (Settings { accumulate_on_worker: false, ..right.clone() }, "spec.micro_steps"),
-        (Settings { formats, ..right.clone() }, "spec.state_format"),
-        (Settings { newer_from: 1, ..right.clone() }, "pipeline.schedule.newer_from"),
-        (Settings { correction: DelayCorrection::WorkerLocal(9.0), ..right.clone() }, "pipeline.correction"),
-    ];
-    for (settings, field) in refused {
-        let text = format!("{:#}", train::run(&settings).expect_err("it could not be right"));
-        assert!(text.contains(field), "{field}: {text}");
-        assert!(!jobs(&victim.servers[0]).contains(&"amends".to_string()));
-    }
-    train::run(&right).expect("one rank that adds up its micro-steps");
     victim.finish();
 }
 

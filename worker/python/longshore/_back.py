@@ -135,11 +135,6 @@ class Back:
         """Whether nobody else waits for the gradients of the step in hand."""
         return self.rank[1] == 1
 
-    def _is_begun_by_use(self, connection: Connection) -> bool:
-        """Whether no gradient of the step in hand has left, and it has begun all the same, since units have their weights amended for it. It
-        would compute with these, though newer ones were asked for."""
-        return self.is_in_units and connection.amends and connection.version < connection.made and not self.has_begun
-
     def _start_over(self) -> None:
         """Gives up what has left of the step in hand: joins again as a new process would, whose step servers make anew. All of it waits
         for servers, so that each part may be done again where an error or Ctrl-C has ended it."""

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from longshore import _device, _first, _full, _longshore
-from longshore._amending import Amending
 from longshore._filling import Filling
 from longshore._frozen import Kept
 from longshore._guards import Writes, places
-from longshore._held import Held
-from longshore._job import Settings, settings
+from longshore._job import settings
 from longshore._lending import Lending
 from longshore._locked import LockedMemory
 from longshore._options import Options
@@ -35,14 +33,6 @@ def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
     from longshore import _ways  # which needs torch.distributed
 
     return _ways.ranks(options, params, sharded)
-
-
-def _held(options: Options, settings: Settings) -> Held | None:
-    """What keeps the gradients that a worker amends weights with. Where several passes are added up, the host of this process has
-    the sum and no device has it."""
-    if not options.amends or options.accumulate > 1:
-        return None
-    return Held(settings.image_dtype, settings.gradient_dtype)
 
 
 class Connection:
@@ -70,18 +60,10 @@ class Connection:
         self._place = options.place()
         self.fingerprint = fingerprint(rule, params)
         self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
-        #: The gradients that weights are amended with on a device.
-        self._held = _held(options, settings_)
-        self.weights: Weights | UnitWeights | Unplaced
-        if self._held is None or self.ranks is not None:
-            # Ranks that share weights out lay them down in ways of their own.
-            is_lent = self.ranks is None and any(_device.accelerator.has(param.tensor) for param in params)
-            lending = Lending(self.job, self.image_dtype) if is_lent else None
-            self.weights = Weights(params, self.job, lending)
-        else:
-            self.weights = Amending(params, self.job, self._held)
-        if self.ranks is not None:
-            self.ranks.amend_with(self._held)
+        # Ranks that share weights out lay them down in ways of their own.
+        is_lent = self.ranks is None and any(_device.accelerator.has(param.tensor) for param in params)
+        lending = Lending(self.job, self.image_dtype) if is_lent else None
+        self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job, lending)
         #: Where a device may copy gradients to. Sums on the worker have memory of their own.
         self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:
@@ -98,21 +80,12 @@ class Connection:
         self._others: list[Param] = []
         #: Writes to parameters since they had the job's weights.
         self._writes = Writes(params)
-        #: Whether this process amends weights, which are no version's of the servers then.
-        self.amends = options.amends
-        self._looks_for_writes = options.written_weights == "error" and not self.amends
+        self._looks_for_writes = options.written_weights == "error"
 
     def put_in_units(self, weights: "UnitWeights") -> None:
-        """Weights come unit by unit from now on. Where they are amended, this process's host does that, with the gradients that it has
-        anyway: none stays on a device."""
+        """Weights come unit by unit from now on."""
         self.weights.release()
         self.weights = weights
-        self._held = None
-
-    def keep(self, param: Param, gradient: Tensor, scale: float = 1.0) -> None:
-        """A gradient leaves, times ``scale``. It is kept where weights are amended with it."""
-        if self._held is not None:
-            self._held.keep(param.index, gradient, scale)
 
     def drain(self) -> None:
         """Waits until every step is decided and safe, and asks for the newest weights."""
@@ -139,8 +112,6 @@ class Connection:
         """All gradients of the step have left, and the step is decided next."""
         self.is_torn = True
         self.joined = None
-        if self._held is not None:
-            self._held.end_step()
 
     def find(self) -> int | None:
         """The job's version on its servers, if they have it."""
@@ -222,9 +193,8 @@ class Connection:
             _agree.together(refuse)
 
     def _note(self) -> None:
-        """The parameters have the job's weights, but for those that are awaited: they note that when they do. Where weights are amended
-        on a device they come at any time."""
-        if isinstance(self.weights, Weights) and self._held is None:
+        """The parameters have the job's weights, but for those that are awaited: they note that when they do."""
+        if isinstance(self.weights, Weights):
             self._writes.note()
             self.weights.when_read = self._writes.note if self._looks_for_writes else None
         else:
@@ -252,8 +222,7 @@ class Connection:
         # Frozen weights may be large, and only a new job is filled with them.
         frozen, frozen_held = ([], []) if found else self._kept.values()
         source = filling.of_job(self.params, list(map(in_one_piece, self.params)), [], frozen) if filling is not None else None
-        # Images that are amended are asked for whole: their rates come with these alone.
-        started: tuple[int, int] = self.job.start([*first, *frozen], source, found, in_units=in_units and not self.amends)
+        started: tuple[int, int] = self.job.start([*first, *frozen], source, found, in_units=in_units)
         del held, frozen_held
         return started
 

@@ -33,7 +33,6 @@ class Fetcher:
         spans: where elements of a parameter lie in the job.
         rounds: in which ranks that gather weights say what they want; None where each pulls all of them.
         memory: makes the memory in which a tensor is kept.
-        amends: whether trained weights are amended as they come. The step that computes with them begins before that.
         lending: what servers lend of their memory, for a device to copy weights from; None where they come to this process's first.
 
     Attributes:
@@ -53,11 +52,9 @@ class Fetcher:
         spans: Spans = in_one_piece,
         rounds: Rounds | None = None,
         memory: Callable[[Tensor], Tensor] = host_memory,
-        amends: bool = False,
         lending: Lending | None = None,
     ) -> None:
         self._job = job
-        self._amends = amends
         self.version = version
         self.pulled = 0
         self._spans = spans
@@ -140,8 +137,6 @@ class Fetcher:
             places = self._places(fetch, [] if fetch.lent is None else lent, shared)
         if not places and fetch.lent is None:
             return fetch
-        if any(member.is_trained for member in members):
-            self._begin_step()
         version = self.version
         pull = self._ask([place for place, _ in places]) if places else None
 
@@ -202,7 +197,6 @@ class Fetcher:
         kept: dict[int, Tensor] = {}
         for member in members:
             if self._copies.whole(member) is None:
-                self._begin_step()
                 with torch._C.DisableTorchFunctionSubclass():
                     kept[id(member)] = host_memory(member.tensor)
                 self._ask(places_of(self._spans, member, kept[id(member)], 0)).read()
@@ -217,11 +211,6 @@ class Fetcher:
         """Ends the thread. Weights that are in the host's memory are fetched as before."""
         self.retire()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _begin_step(self) -> None:
-        """Has the step in hand begin, if it has not and weights are amended for it: that is known once the step before is decided."""
-        if self._amends:
-            self._job.loss_scale()  # which is that of this step
 
     def _ask(self, places: list[tuple[Place, int]]) -> Any:
         self.pulled += sum(elements * (4 if wire == "fp32" else 2) for (_, _, elements, wire), _ in places)

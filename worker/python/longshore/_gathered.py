@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from longshore import _agree, _collectives, _device, _partition, _waits
-from longshore._amending import Amending
 from longshore._collectives import Collective
-from longshore._held import Held
 from longshore._host import Place
 from longshore._params import DTYPES, Param
-from longshore._partition import Bucket, Layout, piece_param
+from longshore._partition import Bucket, Layout
 
 #: Weights of fewer bytes are pulled whole by each rank, since that takes no longer than a collective.
 LEAST_SHARED = 64 * 1024
@@ -80,12 +78,6 @@ class Gathered:
         #: This rank's part of each bucket in the host's memory, and what a device still reads from there.
         self._rows: list[Tensor] = []
         self._reading: list[Any] = []
-        #: Where ranks amend weights: the gradients that they do it with, this rank's part of each bucket on its device, and the
-        #: weights that come there.
-        self.held: Held | None = None
-        self._parts: list[Tensor] = []
-        self._groups: list[list[Param]] = []
-        self._amending: Amending | None = None
 
     def read(self, job: Any) -> None:
         """Waits for this rank's part of the weights that were asked for, and gives the parameters all of them. While ranks
@@ -95,9 +87,7 @@ class Gathered:
 
     def _read(self, job: Any) -> None:
         before: tuple[Bucket, Collective, Tensor] | None = None
-        is_here = _device.accelerator.has(self._layout.buckets[0].params[0].tensor)
-        parts = self._parts_of_device(job, self.held) if self.held is not None and is_here else self._parts_of_host(job)
-        for bucket, part in parts:
+        for bucket, part in self._parts(job):
             whole = _device.empty_beside(part, [self._world_size * bucket.slot], bucket.dtype)
             gathering = _collectives.all_gather(whole, part, _agree.group_of(part.device))
             if before is not None:
@@ -109,7 +99,7 @@ class Gathered:
         devices = {bucket.params[0].tensor.device for bucket in self._layout.buckets if has(bucket.params[0].tensor)}
         self._reading = [_device.accelerator.record(_device.accelerator.current_stream(device)) for device in devices]
 
-    def _parts_of_host(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
+    def _parts(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
         """This rank's part of each bucket, once it has come, by way of the host."""
         self._wait()
         if not self._rows:
@@ -122,30 +112,10 @@ class Gathered:
                 accelerator.copy(part, row, accelerator.current_stream(tensor.device))
             yield bucket, part
 
-    def _parts_of_device(self, job: Any, held: Held) -> Iterator[tuple[Bucket, Tensor]]:
-        """Does the same where a part is amended on its device before others get it."""
-        if self._amending is None:
-            empty, buckets = _device.accelerator.empty, self._layout.buckets
-            self._parts = [empty([bucket.slot], bucket.dtype, bucket.params[0].tensor.device) for bucket in buckets]
-            self._groups = [self._of_part(bucket, part) for bucket, part in zip(self._layout.buckets, self._parts, strict=True)]
-            self._amending = Amending([param for group in self._groups for param in group], job, held)
-        parts = zip(self._layout.buckets, self._parts, strict=True)
-        for _ in self._amending.read_by(self._groups):
-            yield next(parts)
-
-    def _of_part(self, bucket: Bucket, part: Tensor) -> list[Param]:
-        pieces = bucket.pieces[self._rank]
-        return [piece_param(piece, part[piece.offset : piece.offset + piece.elements], bucket.dtype) for piece in pieces]
-
     def release(self) -> None:
         """Lets go of the memory that weights came into."""
         self._wait()
         self._rows.clear()
-        if self._amending is not None:
-            self._amending.forget()
-            self._amending = None
-            self._parts.clear()
-            self._groups.clear()
 
     def _wait(self) -> None:
         for event in self._reading:

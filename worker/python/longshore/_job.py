@@ -63,10 +63,6 @@ class Settings(Options):
         return self.accumulate_on == "worker" and self.accumulate > 1
 
 
-#: What users name without knowing the next learning rate: schedulers step after the optimizer.
-_CORRECTIONS = {"look-ahead": "look-ahead-by-this-rate"}
-
-
 def new_job_name(framework: str) -> str:
     """A name that no other job has."""
     return f"{framework}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -97,7 +93,6 @@ def settings(
         "missing_gradients": options.on_missing(),
         "gradient_dtype": common_dtype(params) if options.gradient_dtype == "auto" else options.gradient_dtype,
         "image_dtype": common_dtype(everything) if options.image_dtype == "auto" else options.image_dtype,
-        "correction": _CORRECTIONS.get(options.correction, options.correction),
         "shard_elements": options.shard_elements or shard_elements(everything),
     }
     return Settings(

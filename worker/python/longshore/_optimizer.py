@@ -342,7 +342,7 @@ class Optimizer(Stepping, Stateful, Succession):
         connection.read()
         self._report(connection)
         is_left, self._is_pushed = self._is_pushed and connection.made == made, False
-        if (is_left or (self._stream is not None and self._stream.is_broken_off) or self._is_begun_by_use(connection)) and self._can_start_over():
+        if (is_left or (self._stream is not None and self._stream.is_broken_off)) and self._can_start_over():
             super().zero_grad()  # what was made and has not left
             self._start_over()
         return self.version

@@ -58,7 +58,7 @@ class JobOptions(TypedDict, total=False):
     image_dtype: Dtype
     delay: int
     warmup_steps: int
-    correction: str
+    correction: Literal["look-ahead", "none"]
     tier: Literal["memory", "shm", "nvme"]
     state: Literal["fp32", "bf16", "block8"]
     master: Literal["fp32", "bf16"]
@@ -99,7 +99,7 @@ class Options:
         missing_gradients: what a parameter means that got no gradient in a step, from any rank and any backward pass. ``"skip"``
             leaves it out of the step, as torch does: its weight, its moments and its step count stay. ``"zeros"`` takes zeros, as
             DeepSpeed does: moments and weights then decay. ``"error"`` refuses a step in which others have a gradient. By default
-            it is ``"skip"``, and ``"error"`` with ``state="block8"`` and ``correction="worker-local"``, which cannot skip.
+            it is ``"skip"``, and ``"error"`` with ``state="block8"``, which cannot skip.
         written_weights: what becomes of trained weights that somebody has written since the last step, and that are others than the
             servers'. ``"error"`` refuses the step, naming the parameter. ``"drop"`` computes it with them and loses them.
         nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
@@ -109,9 +109,7 @@ class Options:
             type, or fp32 where they differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
         warmup_steps: how many steps are exact before the delay starts. The first steps move the weights most.
-        correction: what makes up for the delay: ``"look-ahead"``, ``"worker-local"`` (one rank, or ranks that reduce
-            gradients among themselves: each subtracts the step that its weights lack, on the device where they lie there;
-            ``"worker-local=GAMMA"`` takes that step times GAMMA), ``"none"`` or ``"compensation=C"``.
+        correction: of the delay: ``"look-ahead"``, or ``"none"``, which Lion and Adagrad need.
         tier: where servers keep the state.
         state, master: the formats in which they keep moments and master weights.
         seed: of stochastic rounding, where state is not fp32.
@@ -167,6 +165,8 @@ class Options:
         return options
 
     def _check(self) -> None:
+        if self.correction.startswith(("worker-local", "compensation", "look-ahead-by-this-rate")):
+            raise invalid("correction", repr(self.correction), "'look-ahead' or 'none'", "choose 'look-ahead', which does its work now")
         for field, allowed in _choices().items():
             value = getattr(self, field)
             if value not in allowed:
@@ -213,24 +213,16 @@ class Options:
             remedy = "leave it out: what does not train yet has no gradient, and zeros for it would let its weights decay"
             return invalid("missing_gradients", repr(self.missing_gradients), "'skip' with frozen='train-later'", remedy)
         remedy = "it cannot leave parameters out of a step, and what does not train yet has to be: choose another, or unfreeze before the first step"
-        if self.state == "block8":
-            return invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
-        return invalid("correction", repr(self.correction), "made by servers with frozen='train-later'", remedy)
+        return invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
 
     @property
     def trains_later(self) -> bool:
         """Whether the job trains parameters that are frozen at the first step, once they are not any more."""
         return self.frozen == "train-later"
 
-    @property
-    def amends(self) -> bool:
-        """Whether this process subtracts from weights the last step, which they lack."""
-        return self.delay > 0 and self.correction.startswith("worker-local")
-
     def on_missing(self) -> str:
         """What a parameter without a gradient means."""
-        cannot_skip = self.state == "block8" or self.correction.startswith("worker-local")
-        return self.missing_gradients or ("error" if cannot_skip else "skip")
+        return self.missing_gradients or ("error" if self.state == "block8" else "skip")
 
     def may_differ(self) -> bool:
         """Whether another rank may have gradients in a step in which this one has none."""

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from longshore._held import Held
 from longshore._host import Gradients, Leaving
 from longshore._locked import Straight
 from longshore._params import Param
@@ -15,8 +14,6 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.gradients = Gradients()
-        #: What keeps gradients on the device, where weights are amended with them.
-        self.held: Held | None = None
         #: Those that an accelerator copies to the host, oldest first, with what to multiply them by.
         self._copying: list[tuple[Leaving | Straight, float]] = []
 
@@ -24,8 +21,6 @@ class Outgoing:
         """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end."""
         self.push_copied(job)
         leaving = self.gradients.start(param, gradient, scale)
-        if self.held is not None:
-            self.held.keep(param.index, gradient, scale)
         if isinstance(leaving, Leaving) and leaving.copied is None:
             leaving.push(job, scale)
         else:

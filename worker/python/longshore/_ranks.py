@@ -16,7 +16,6 @@ from longshore import _agree, _longshore, _opening, _params, _waits
 from longshore._filling import Filling
 from longshore._frozen import Kept, give
 from longshore._gathered import Gathered, gather_frozen
-from longshore._held import Held
 from longshore._host import Place
 from longshore._locked import LockedMemory
 from longshore._outgoing import Outgoing
@@ -51,10 +50,6 @@ class Ranks(ABC):
     def telling(self) -> contextlib.AbstractContextManager[None]:
         """Within it a rank takes gradients. Where others wait for it in collectives meanwhile, they are told if it fails."""
         return contextlib.nullcontext()
-
-    def amend_with(self, held: Held | None) -> None:
-        """Has this rank amend the weights that it reads with the gradients that it holds."""
-        self._outgoing.held = held
 
     def copy_into(self, locked: LockedMemory | None) -> None:
         """Has devices copy gradients to where they leave from."""
@@ -250,10 +245,6 @@ class Reduced(Ranks):
             return [], []
         _, whole = values(self.params)
         return [piece.place(piece.part_of(whole[piece.param.index])) for piece in self.layout.pieces()], whole
-
-    def amend_with(self, held: Held | None) -> None:
-        super().amend_with(held)
-        self._gathered.held = held
 
     def read(self, job: Any) -> None:
         self._gathered.read(job)

@@ -148,8 +148,7 @@ def shard(
         owner.register_state_dict_post_hook(_copies)
     optimizer._units = UnitWeights(home, fetcher, connection.job)
     connection.put_in_units(optimizer._units)
-    if not connection.amends:
-        connection.job.pull_in_units()
+    connection.job.pull_in_units()
     connection.job.take_unread_weights()  # the fetcher has them, also where nobody has read any
     return Sharded(home, fetcher, whole, resting)
 
@@ -169,9 +168,6 @@ def _check(model: nn.Module, optimizer: Any) -> None:
         if _params.is_sharded(tensor):
             remedy = "leave fully_shard out: pass partition='reduce-scatter' to the optimizer, and weights='gathered' here"
             raise invalid(name, "sharded (DTensor)", "whole with shard()", remedy, UsageError)
-    if options.amends and optimizer.rank[1] > 1:
-        remedy = "leave it out, and servers amend the weights: a rank has the last gradient of its own part alone, and units come whole"
-        raise invalid("correction", repr(options.correction), "made by servers with shard() and several ranks", remedy, UsageError)
 
 
 def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
@@ -234,12 +230,10 @@ def _fetcher(
     optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
 ) -> Fetcher:
     is_gone = functools.partial(_is_gone, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_gone
-    # Ranks that do things together end a step's gradients in ways of their own, and what is amended is amended on the host.
-    is_alone = rounds is None and connection.ranks is None and not connection.amends
+    # Ranks that do things together end a step's gradients in ways of their own.
+    is_alone = rounds is None and connection.ranks is None
     lending = Lending(connection.job, connection.image_dtype) if is_alone and is_on_device else None
-    return Fetcher(
-        connection.job, connection.version, members, is_gone, _spans(connection), rounds, amends=connection.amends, lending=lending
-    )
+    return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, lending=lending)
 
 
 def _check_written(connection: Connection, is_gathered: bool, was_open: bool) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longshore import _agree, _params, _sharding, _waits
-from longshore._amending import Amending
 from longshore._frozen import Kept
 from longshore._host import Place
 from longshore._params import Param
@@ -60,14 +59,14 @@ class Sharded(Ranks):
         ]
         if [param.tensor.data_ptr() for param in locals_] != [param.tensor.data_ptr() for param in self._locals]:
             # FSDP2 makes other shards where the model is moved or loaded.
-            self._locals, held = locals_, self._outgoing.held
+            self._locals = locals_
             sent = {piece.index for piece in self._mine.values()}
             own = [param for param in locals_ if param.index in sent]
             replicas = [param for param in locals_ if param.index not in sent]
             # The own ones come meanwhile, and while any of them is unread the others can be read again.
             fetched: Any = _Fetched(job)
             self._weights = [Weights(replicas, fetched)] if replicas else []
-            self._weights.append(Weights(own, job) if held is None else Amending(own, job, held))
+            self._weights.append(Weights(own, job))
         for weights in self._weights:
             weights.read()
 

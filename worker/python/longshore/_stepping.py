@@ -122,7 +122,6 @@ class Stepping(Back, Scaling, Watching):
                 missing.append(param)
             else:
                 present += self._gradients.take(param, gradient, scale)
-                connection.keep(param, gradient, scale)
         if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
         self._check_missing(missing)

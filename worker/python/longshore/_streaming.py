@@ -192,7 +192,6 @@ class Stream:
             if len(self._taken) + 1 == len(connection.params):
                 self._pusher.then(connection.weights.finish_copies)
             self._pusher.push(param.index, optimizer._gradients.start(param, gradient))
-            connection.keep(param, gradient)
         self._taken.add(param.index)
         tensor.grad = None
         if len(self._taken) == len(connection.params):

@@ -34,11 +34,7 @@ def _ranks(options: Options, params: list[Param], is_sharded: bool, place: tuple
         if options.partition is not None:
             limit = "None with parameters that are DTensors"
             raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
-        sharded = Sharded(params)
-        if sharded.has_replicas and options.amends:
-            limit = "another one where ranks hold the same as others (Replicate)"
-            raise invalid("correction", repr(options.correction), limit, "leave it out, and servers amend the weights, or shard over all ranks")
-        return sharded
+        return Sharded(params)
     if options.partition == "all-reduced":
         return Reduced(params)
     if _ddp.has_any(param.tensor for param in params):

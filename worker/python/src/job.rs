@@ -15,7 +15,6 @@ use crate::{
     fetch::Fetch,
     filling::{self, Pieces, Read, Weights},
     gradients::GradientMemory,
-    images::{self, Images},
     lent::{ImageMemory, LentWeights},
     log,
     memory::HostTensor,
@@ -288,22 +287,6 @@ impl Job {
     fn fetch(&self, py: Python<'_>, version: u64, parts: Vec<(HostTensor, u64)>) -> PyResult<Fetch> {
         let weights = self.train(py, |training| training.fetch(Version(version), parts))?;
         Ok(Fetch::new(self.number(), weights.are_lent(), || weights.write()))
-    }
-
-    /// The weights that were asked for, as they are before this worker amends them: for each group of parameters what waits for
-    /// its images and rates, and writes them where each parameter's are wanted. None where this worker amends nothing, and
-    /// `read_weights` has them. It waits for nothing.
-    fn images(&self, py: Python<'_>, groups: Vec<Vec<images::Target>>) -> PyResult<Option<Vec<Fetch>>> {
-        let images = self.train(py, |training| training.plain_images(groups))?;
-        let fetch = |images: Images| Fetch::new(self.number(), images.are_lent(), || images.read());
-        Ok(images.map(|groups| groups.into_iter().map(fetch).collect()))
-    }
-
-    /// How these images are amended: what gradients are multiplied by, and the limit of each param group. None where they stay
-    /// as they are. It waits until the step that they lack is decided.
-    fn amendment(&self, py: Python<'_>) -> PyResult<Option<(f32, Vec<f32>)>> {
-        let amendment = self.train(py, |training| training.amendment())?;
-        Ok(amendment.map(|amendment| (amendment.multiplier, amendment.limits)))
     }
 
     /// Says that these parameters have the weights that were asked for.

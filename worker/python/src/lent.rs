@@ -50,8 +50,7 @@ impl LentWeights {
 
 #[pymethods]
 impl LentWeights {
-    /// Waits for the weights, and says where they lie: for each place that was asked for, its runs. None where some lie elsewhere,
-    /// or are amended.
+    /// Waits for the weights, and says where they lie: for each place that was asked for, its runs. None where some lie elsewhere.
     fn runs(&self, py: Python<'_>) -> PyResult<Option<Vec<Runs>>> {
         let _call = Call::of(py, self.job)?;
         let _until = until(&self.is_cancelled);
@@ -95,8 +94,8 @@ impl ImageMemory {
 
 impl Training {
     /// The weights of these parameters that were asked for, if they come from servers' images.
-    pub(crate) fn lent_weights(&mut self, params: &[usize]) -> Result<Option<(Feed, Vec<Range<u64>>)>> {
-        let Some((_, From::Images(feed))) = self.unread_weights()? else { return Ok(None) };
+    pub(crate) fn lent_weights(&self, params: &[usize]) -> Result<Option<(Feed, Vec<Range<u64>>)>> {
+        let Some((_, From::Images(feed))) = self.unread_weights() else { return Ok(None) };
         let places = params.iter().map(|&param| self.places.at(param)).collect::<Result<_>>()?;
         Ok(Some((feed, places)))
     }

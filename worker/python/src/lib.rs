@@ -9,7 +9,6 @@ mod fetch;
 mod filling;
 mod gradients;
 mod helpers;
-mod images;
 mod job;
 mod lent;
 mod log;

@@ -151,15 +151,6 @@ impl HostTensor {
         Ok(())
     }
 
-    /// Waits for the rates of the elements of a feed that lie at `place`, and writes them here.
-    pub(crate) fn read_rates(mut self, feed: &Feed, place: Range<u64>) -> Result<()> {
-        self.values_mut().map_or(Ok(()), |values| feed.read_rates(place, values))
-    }
-
-    pub(crate) fn is_of(&self, dtype: Dtype) -> bool {
-        self.dtype == dtype
-    }
-
     /// The elements that lie at `part`, of a tensor that lies at `place`.
     fn part(&self, place: &Range<u64>, part: &Range<u64>) -> HostTensor {
         let first = (part.start - place.start) as usize;

@@ -94,9 +94,6 @@ struct Said {
     drained: BTreeSet<Step>,
 }
 
-/// The corrections for which a job is opened with images that its workers amend.
-const WORKER_LOCAL: &str = "worker-local";
-
 /// Decisions are at most this many steps behind.
 const STEPS_KEPT: usize = 8;
 
@@ -145,7 +142,6 @@ impl Settings {
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
             unchecked: self.nonfinite == "apply",
             partitions: self.partitions(),
-            worker_local: self.delay > 0 && self.correction.starts_with(WORKER_LOCAL),
             leave_out: self.missing_gradients == "skip",
         };
         let deadline = Duration::try_from_secs_f64(self.deadline)

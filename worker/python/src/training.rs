@@ -230,9 +230,7 @@ impl Training {
     /// Notes which weights the next step computes with, if they are others than those of the step before.
     fn ask_for_next(&mut self) -> Result<()> {
         let (reads, upcoming) = (self.pipeline.next_reads(), self.pipeline.upcoming());
-        if self.pipeline.next_amends() {
-            self.ask(reads, From::Later);
-        } else if self.is_on_demand() {
+        if self.is_on_demand() {
             if reads != self.asked || self.drained == Some(reads) {
                 self.ask(reads, From::OnDemand);
             }
@@ -272,7 +270,7 @@ impl Training {
     /// Waits for the weights of these parameters that were asked for, and writes them into the tensors. Returns their
     /// version, or none where the tensors have them already.
     pub(crate) fn read_weights(&mut self, targets: &[HostTensor]) -> Result<Option<Version>> {
-        let Some((version, from)) = self.unread_weights()? else { return Ok(None) };
+        let Some((version, from)) = self.unread_weights() else { return Ok(None) };
         for target in targets {
             self.write(&from, target)?;
             if let Some(unread) = &mut self.unread {
@@ -327,23 +325,18 @@ impl Training {
         from.write(self.spec().image_dtype, target, self.places.of(target)?)
     }
 
-    /// The weights that are not in all tensors yet. Where this worker amends them, this waits for the decision that says
-    /// how.
-    pub(crate) fn unread_weights(&mut self) -> Result<Option<(Version, From)>> {
-        let Some(unread) = &mut self.unread else { return Ok(None) };
-        if let From::Later = unread.from {
-            let feed = match self.begun {
-                Some(_) => Some(self.pipeline.weights()?),
-                None => self.pipeline.next_weights()?,
-            };
-            let Some(feed) = feed else {
-                // They are pulled as they are fetched.
-                self.unread = None;
-                return Ok(None);
-            };
-            unread.from = From::Images(feed);
+    /// The weights that are not in all tensors yet.
+    pub(crate) fn unread_weights(&self) -> Option<(Version, From)> {
+        self.unread.as_ref().map(|unread| (unread.version, unread.from.clone()))
+    }
+
+    /// These parameters have the weights that were asked for.
+    pub(crate) fn have(&mut self, params: &[usize]) {
+        if let Some(unread) = &mut self.unread {
+            params.iter().for_each(|param| _ = unread.left.remove(param));
         }
-        Ok(Some((unread.version, unread.from.clone())))
+        // With the last one their memory goes back.
+        self.unread.take_if(|unread| unread.left.is_empty());
     }
 
     /// Waits until no crash of a server can take the last step back, and asks for the newest weights. The next step computes

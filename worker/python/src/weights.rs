@@ -21,8 +21,6 @@ pub(crate) struct Unread {
 /// Where weights come from.
 #[derive(Clone)]
 pub(crate) enum From {
-    /// Nobody has read yet. Those that this worker amends are known once the step before is decided.
-    Later,
     /// The version's images.
     Images(Feed),
     /// The version's images, which are pulled as they are fetched.
@@ -35,7 +33,6 @@ impl From {
     /// Waits for the elements of a tensor that lies at `place`, and writes them into it.
     pub(crate) fn write(&self, dtype: Dtype, target: &HostTensor, place: Range<u64>) -> Result<()> {
         match self {
-            From::Later => Ok(()),
             From::OnDemand => Err(Misuse("weights in units are fetched: use fetch").into()),
             From::Images(feed) => target.read_weights(feed, place),
             From::Master(weights) => {

@@ -181,8 +181,6 @@ def refused(case: str, options: dict[str, Any]) -> str:
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(tensors)))
         for layer in model:
             layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), Shard(0)]))
-    if case == "amended":
-        model, _ = prepare("hybrid", 0)
     try:
         optimizer = longshore.AdamW(model.named_parameters(), **options)
         for step in range(3):

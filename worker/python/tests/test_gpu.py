@@ -22,7 +22,6 @@ MODES: dict[str, dict[str, Any]] = {
     "safe": {},
     "over TCP": {"streaming": True, "transport": "tcp"},
     "delayed": {"streaming": True, "delay": 1, "warmup_steps": 2},
-    "worker-local": {"streaming": True, "delay": 1, "warmup_steps": 1, "correction": "worker-local"},
     "reduced": {"streaming": True, "partition": "reduce-scatter"},
 }
 
@@ -90,7 +89,6 @@ WITHOUT = {
     "the push waits for the copy to where it leaves from": ("_copy.wait", "streaming", "copies"),
     "the copy in waits for those who read older weights": ("_ordered.let_wait", "streaming", "computing"),
     "those who read weights wait for the copy in": ("_show.let_wait", "streaming", "copies"),
-    "what amends an image waits for it": ("_amend.let_wait", "worker-local", "copies"),
 }
 
 

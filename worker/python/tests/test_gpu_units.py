@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
     "exact, from shared memory": {"transport": "memfd"},
     "delayed": {"delay": 1, "warmup_steps": 1},
-    "worker-local": {"delay": 1, "warmup_steps": 1, "correction": "worker-local"},
 }
 
 

@@ -20,7 +20,6 @@ DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 1}
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "scatter": ("towers", {**SCATTER, "streaming": True}),
     "scatter safe": ("towers", SCATTER),
-    "scatter amended": ("towers", {**SCATTER, **DELAYED, "streaming": True, "correction": "worker-local"}),
     "reduced": ("towers", {"partition": "all-reduced"}),
     "units": ("units", {"part": 1.5}),
     "units scatter": ("units", {**SCATTER, "part": 3.0}),
@@ -33,7 +32,6 @@ WITHOUT = {
     "what is reduced is sent behind that": ("_push_reduced.collective", "scatter safe"),
     "a collective's memory is kept": ("tensors", "scatter safe"),
     "ranks know of each other's gradients behind their count": ("present.collective", "scatter"),
-    "a gradient's memory waits for those who amend with it": ("_amend_one.keep_for", "scatter amended"),
     "a gradient is kept until it is in its bucket": ("_send.keep_for", "scatter"),
     "weights are spread behind what ranks gather": ("_spread.collective", "reduced"),
     "a unit is used behind what ranks gather": ("gather.collective", "units"),

@@ -70,7 +70,6 @@ MODES: dict[str, dict[str, Any]] = {
     "unfreezing": {"streaming": True, "frozen": "train-later"},
     "safe": {},
     "delayed": {"streaming": True, "delay": 1, "warmup_steps": 2},
-    "worker-local": {"streaming": True, "delay": 1, "warmup_steps": 1, "correction": "worker-local"},
 }
 
 
@@ -182,9 +181,6 @@ WITHOUT = {
     "the gradient is kept until it is copied": (drop_gradients, "streaming"),
     "staging memory is kept until it is pushed": (overwrite_staging, "two passes"),
     "the stream of step waits, too": (show_first_user_only, "streaming"),
-    "an image waits for those who read older weights": ("_give.let_wait", "worker-local"),
-    "what amends an image waits for it": ("_amend.let_wait", "worker-local"),
-    "the stream of step waits for amended weights": ("_show_amended.let_wait", "worker-local"),
 }
 
 

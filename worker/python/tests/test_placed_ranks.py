@@ -21,7 +21,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "few": ({}, r"InvalidError: partition is nothing for rank 2, .*train with fewer ranks"),
     "unreduced": ({}, r"GradientError: 0\.weight\.grad is another on rank 2 than on rank 0.*call fully_shard on the whole model"),
     "written": ({}, r"UsageError: 0\.weight is another in the model than on the servers"),
-    "amended": ({"delay": 1, "correction": "worker-local"}, r"InvalidError: correction is 'worker-local', .*\(Replicate\)"),
 }
 
 Found = dict[str, list[Any]]

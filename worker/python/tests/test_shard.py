@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import several
 from models import MODELS
 from torch import nn
 from units import TRANSPORTS, Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
@@ -50,55 +49,6 @@ def test_micro_steps_fetch_the_same_version(accumulate_on: str, delay: int) -> N
         train(cut, optimizer, micro_steps=3)
     accountant.check(budget)
     assert plain.flush() == optimizer.flush()
-    same(whole, cut)
-
-
-LOCAL: dict[str, Any] = {"delay": 1, "warmup_steps": 1, "correction": "worker-local", "max_grad_norm": 0.1}
-
-
-@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "accumulate_on": "worker"}], ids=str)
-def test_weights_that_this_process_amends(more: dict[str, Any]) -> None:
-    """Over a socket, so that they are read from no server's memory."""
-    whole, cut = pair(Transformer, depth=6)
-    micro_steps = more.get("accumulate", 1)
-    accountant = Accountant(cut)
-    with several(1) as servers:
-        given = {**LOCAL, **more, "servers": servers, "transport": "tcp"}
-        plain, optimizer = optimizer_of(whole, job="whole", **given), optimizer_of(cut, job="cut", **given)
-        longshore.shard(cut, optimizer, budget := weight_bytes(cut) // 3)
-
-        def step(first: int, steps: int) -> None:
-            train(whole, plain, steps, micro_steps, first)
-            with accountant:
-                train(cut, optimizer, steps, micro_steps, first)
-
-        step(0, 4)
-        same(whole, cut)
-        assert optimizer.version == 3
-        # The step in hand has begun with these weights, and it computes with the newest ones all the same.
-        assert plain.flush() == optimizer.flush() == 4
-        same(whole, cut)
-        step(4, 3)
-        assert plain.flush() == optimizer.flush() == 7
-        step(7, 3)
-        accountant.check(budget)
-        assert plain._connection is not None and optimizer._connection is not None
-        assert plain._connection.job.state_hash() == optimizer._connection.job.state_hash()
-        plain.close()
-        optimizer.close()
-        same(whole, cut)
-
-
-def test_units_of_amended_weights_begin_in_the_midst_of_a_run() -> None:
-    """What the model has when it is cut is compared with the servers' weights, amended."""
-    whole, cut = pair(Deep)
-    plain, optimizer = optimizer_of(whole, **LOCAL), optimizer_of(cut, **LOCAL)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its, first=5)
-        assert its.flush() == 10
     same(whole, cut)
 
 

@@ -54,10 +54,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"weights": "gathered"}, r"InvalidError: budget is \d+ on rank 2, but must be budget of \d+, as on rank 0"),
     "units": ({"weights": "gathered"}, r"InvalidError: unit layers is 12 weights of \d+ bytes on rank 1, but must be unit layers.0 of 2 weights of"),
     "name": ({"weights": "slices"}, r"InvalidError: weights is 'slices', but must be 'whole' or 'gathered'"),
-    "amends": (
-        {**SCATTER, "delay": 1, "correction": "worker-local"},
-        r"UsageError: correction is 'worker-local', but must be made by servers with shard\(\) and several ranks",
-    ),
     "fsdp": ({}, r"UsageError: layers.0.weight is sharded \(DTensor\), but must be whole with shard\(\): leave fully_shard out"),
 }
 

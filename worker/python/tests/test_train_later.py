@@ -237,7 +237,6 @@ def test_nothing_is_said_of_what_is_frozen() -> None:
     ("options", "said"),
     [
         ({"state": "block8"}, "state is 'block8', but must be 'fp32' or 'bf16' with frozen='train-later'"),
-        ({"delay": 1, "correction": "worker-local"}, "correction is 'worker-local', but must be made by servers"),
         ({"missing_gradients": "zeros"}, "missing_gradients is 'zeros', but must be 'skip' with frozen='train-later'"),
     ],
 )

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use longshore_proto::{Amendment, Step, Version};
+use longshore_proto::{Step, Version};
 
-use super::{Pipeline, Weights, amends, feeds};
+use super::{Pipeline, Weights, feeds};
 use crate::{
     error::{Misuse, Result},
     pull::Feed,
@@ -17,7 +17,7 @@ impl Pipeline {
         self.feeds.next().cloned()
     }
 
-    /// The version that the next step computes with, at least at first.
+    /// The version that the next step computes with.
     pub fn next_reads(&self) -> Version {
         self.options.schedule.reads(Step(self.last.0 + 1))
     }
@@ -37,34 +37,6 @@ impl Pipeline {
     /// steps that read them.
     pub fn images_are_corrected(&self) -> bool {
         self.options.corrects(self.last)
-    }
-
-    /// Whether this worker may amend the weights of the next step.
-    pub fn next_amends(&self) -> bool {
-        let last = self.last.version();
-        self.session.spec().worker_local && self.next_reads() < last
-    }
-
-    /// Does what [`Pipeline::upcoming`] does, with the weights as [`Pipeline::begin`] will have them: where this worker
-    /// amends them, it waits until the step before is decided. It is None with `Weights::OnDemand`.
-    pub fn next_weights(&self) -> Result<Option<Feed>> {
-        let (step, reads) = (Step(self.last.0 + 1), self.next_reads());
-        let ways = (&self.shared.board, &self.shared.amends);
-        let missing = amends::missing(&self.session, ways, self.joined, (step, reads))?;
-        Ok(self.feeds.ahead(reads, missing))
-    }
-
-    /// The image that the next step computes with, without what this worker subtracts from it: it can be read before the step
-    /// before is decided. None with `Weights::OnDemand`.
-    pub fn next_image(&self) -> Option<Feed> {
-        self.feeds.of(self.next_reads()).map(|feed| feed.clone().amended(None))
-    }
-
-    /// How this worker amends that image, once the step before is decided. None where that step amends nothing.
-    pub fn next_amendment(&self) -> Result<Option<Amendment>> {
-        let (step, reads) = (Step(self.last.0 + 1), self.next_reads());
-        let ways = (&self.shared.board, &self.shared.amends);
-        amends::amendment(&self.session, ways, self.joined, (step, reads))
     }
 
     /// Has weights be pulled on demand from now on, and gives up those that were asked for. Nothing is changed where all

@@ -4,8 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use longshore_proto::{
-    Commit, Correction, Hyper, LeftOut, Origin, Step, Version, left_out::advance,
-    limits::MAX_PAUSE_REASON_BYTES,
+    Commit, LeftOut, Origin, Step, Version, left_out::advance, limits::MAX_PAUSE_REASON_BYTES,
 };
 use longshore_wire::v1::StepReport;
 use tokio::sync::{mpsc, oneshot};
@@ -45,22 +44,6 @@ pub(super) struct Finished {
     pub(super) report: StepReport,
 }
 
-/// What a commit is made from, of the one before.
-pub(super) struct Last {
-    /// A step that is skipped has the image of the step before, and so its correction and its hyperparameters.
-    correction: Correction,
-    groups: Vec<Hyper>,
-    /// The parameters that steps so far have left out.
-    left_out: Vec<LeftOut>,
-}
-
-impl From<&Commit> for Last {
-    fn from(commit: &Commit) -> Last {
-        let Commit { correction, groups, left_out, .. } = commit;
-        Last { correction: correction.clone(), groups: groups.clone(), left_out: left_out.clone() }
-    }
-}
-
 pub(super) struct Driver {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
@@ -69,9 +52,8 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
-    pub(super) last: Option<Last>,
-    /// What the first commit's parameters left out follow from, where the job was filled with state.
-    pub(super) filled_without: Vec<LeftOut>,
+    /// The parameters that the steps so far, or the state that the job was filled with, left out.
+    pub(super) left_out: Vec<LeftOut>,
     /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
     /// of any server there is a version that all hold, and at most one step to be sent again.
     pub(super) durable: Option<Task<Result<()>>>,
@@ -111,8 +93,7 @@ impl Driver {
         let overflow =
             decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
         let mut commit = self.commit(step, gradient_scale, &decision, &origins, finished.trainer_state);
-        let before = self.last.as_ref().map_or(&self.filled_without, |last| &last.left_out);
-        commit.left_out = advance(before, &left_out, decision.skip);
+        commit.left_out = advance(&self.left_out, &left_out, decision.skip);
         if event == Event::AtFloor {
             commit.pause_reason =
                 at_floor(step, commit.loss_scale, overflow.as_deref().unwrap_or("the gradient's norm"));
@@ -123,7 +104,7 @@ impl Driver {
         tracing::debug!(target: "stage", step = step.0, "decided");
         let own = Arc::new(OwnCommit { commit, origins, report: finished.report });
         self.rank.commits.remember(own.clone());
-        self.last = Some(Last::from(&own.commit));
+        self.left_out = own.commit.left_out.clone();
         self.cluster.on_all(|server| decide_on(&self.cluster, server, &own)).await?;
         let durable = durable_everywhere(self.cluster.clone(), step.version());
         self.durable = Some(self.cluster.runtime.spawn_joined(durable));
@@ -143,7 +124,6 @@ impl Driver {
             },
         );
         self.gradients.committed(step);
-        self.shared.amends.note(&own.commit, self.cluster.spec());
         // This comes last: whoever waits for this version finds all the rest done.
         self.shared.board.post(step.version(), loss_scale);
         Ok(())
@@ -189,13 +169,12 @@ impl Driver {
             origins: origins.values().copied().collect(),
             trainer,
         };
-        let mut commit = Commit {
+        Commit {
             step,
             skip: decision.skip,
             gradient_scale,
             clip_coefficient: decision.clip_coefficient,
             correction: self.options.correction_of(step),
-            amend: None,
             left_out: Vec::new(),
             groups: (self.options.hyper)(step),
             // JSON has no infinity. That the norm was not finite is told by `skip`.
@@ -204,20 +183,7 @@ impl Driver {
             trainer_state: envelope.encode(),
             decided_by: self.rank.incarnation(),
             pause_reason: String::new(),
-        };
-        // A job may go on from the checkpoint of one whose worker amended weights. It amends none itself.
-        let before = self.last.as_ref().filter(|_| self.cluster.spec().worker_local);
-        match before {
-            Some(Last { correction: local @ Correction::WorkerLocal(_), groups, .. }) if decision.skip => {
-                (commit.correction, commit.groups) = (local.clone(), groups.clone());
-            }
-            Some(Last { correction: Correction::WorkerLocal(_), .. }) => {
-                commit.amend = Some(self.options.correction.gamma())
-            }
-            _ if decision.skip && commit.is_worker_local() => commit.correction = Correction::None,
-            _ => {}
         }
-        commit
     }
 
     /// Waits until the first server is resumed after the pause that came with a commit. Then it resumes the others, and

@@ -5,14 +5,12 @@ use longshore_proto::{Step, Version};
 use super::options::Weights;
 use crate::{
     error::Result,
-    pull::{Feed, Missing, Reading},
+    pull::{Feed, Reading},
     session::Session,
 };
 
+#[derive(Default)]
 pub(super) struct Feeds {
-    /// In a job whose worker amends its weights: the version that this rank joined at. The rank holds no gradient of the
-    /// steps up to there. In any other job this is version 0.
-    joined: Version,
     now: Option<Feed>,
     next: Option<Feed>,
     /// How the versions that are pulled on demand are read, each from its first pull on, the oldest first.
@@ -23,21 +21,12 @@ pub(super) struct Feeds {
 const READINGS: usize = 4;
 
 impl Feeds {
-    pub(super) fn new(joined: Version) -> Feeds {
-        Feeds { joined, now: None, next: None, readings: Vec::new() }
-    }
-
-    /// How a version is read.
-    pub(super) fn reading(&self, version: Version) -> Reading {
-        if version < self.joined { Reading::amended(version) } else { Reading::new(version) }
-    }
-
     /// How a version is read on demand. All pulls of it share this, also those that are made before its step begins.
     pub(super) fn shared_reading(&mut self, version: Version) -> Reading {
         if let Some(reading) = self.readings.iter().find(|reading| reading.version() == version) {
             return reading.clone();
         }
-        let reading = self.reading(version);
+        let reading = Reading::new(version);
         let old = (self.readings.len() + 1).saturating_sub(READINGS);
         self.readings.drain(..old);
         self.readings.push(reading.clone());
@@ -57,24 +46,12 @@ impl Feeds {
         }
     }
 
-    /// Has readers of the step in hand see its weights with the step that they lack.
-    pub(super) fn amend(&mut self, missing: Option<Missing>) {
-        self.now = self.now.take().map(|feed| feed.amended(missing));
-    }
-
     pub(super) fn now(&self) -> Option<&Feed> {
         self.now.as_ref()
     }
 
     pub(super) fn next(&self) -> Option<&Feed> {
         self.next.as_ref()
-    }
-
-    /// The feed of the next step, which reads `version`, amended by what it lacks. This may be the very feed that the step
-    /// before used: it is returned again because a drain may have put master weights into the trainer's tensors meanwhile. None
-    /// where weights are pulled on demand.
-    pub(super) fn ahead(&self, version: Version, missing: Option<Missing>) -> Option<Feed> {
-        self.of(version).cloned().map(|feed| feed.amended(missing))
     }
 
     /// Makes the feed of `version` the one of the step in hand. It was kept from the step before or opened ahead, or it
@@ -117,7 +94,7 @@ impl Feeds {
             Weights::Ranges(order) => order,
             Weights::OnDemand => return Ok(None),
         };
-        session.pull_as(self.reading(version), order).map(Some)
+        session.pull_as(Reading::new(version), order).map(Some)
     }
 }
 

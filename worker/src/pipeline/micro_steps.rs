@@ -1,10 +1,10 @@
 //! A micro-step: which weights it computes with, and what takes its gradient.
 
-use std::{ops::Range, sync::atomic::Ordering::Relaxed, time::Instant};
+use std::{ops::Range, sync::atomic::Ordering::Relaxed};
 
 use longshore_proto::{MicroStep, Version};
 
-use super::{OUTSIDE, Pipeline, options::Weights, step::Current};
+use super::{OUTSIDE, Pipeline, options::Weights};
 use crate::{
     error::{Misuse, Result},
     pull::{Feed, Reading},
@@ -13,7 +13,7 @@ use crate::{
 
 impl Pipeline {
     /// The weights that the micro-step in hand computes with, as they arrive. They were asked for in
-    /// [`begin`](Pipeline::begin) at the latest, or in [`assembler`](Pipeline::assembler) for newer weights.
+    /// [`begin`](Pipeline::begin) at the latest.
     ///
     /// # Errors
     /// `Misuse` outside a step, or with `Weights::OnDemand`.
@@ -29,16 +29,12 @@ impl Pipeline {
     pub fn pull(&self, order: &[Range<u64>]) -> Result<Feed> {
         let reading = self.current()?.reading.clone();
         self.cluster().waits.check()?;
-        let feed = Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)?;
-        Ok(feed.amended(self.current()?.missing.clone()))
+        Feed::open(&self.session.pulls, reading, order, self.session.spec().image_dtype)
     }
 
     /// Begins a micro-step, counted from 0, and returns what takes its gradient. Call it once for each micro-step, in
-    /// order, and before [`weights`](Pipeline::weights) or [`pull`](Pipeline::pull). If the schedule gives the
-    /// micro-step newer weights, this waits until their version is decided, and both of these give that version from
-    /// then on.
+    /// order, and before [`weights`](Pipeline::weights) or [`pull`](Pipeline::pull).
     pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
-        self.renew(micro_step)?;
         let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
         if self.accumulator.is_some() && current.finished.load(Relaxed) != micro_step {
             return Err(
@@ -56,24 +52,6 @@ impl Pipeline {
         let collector = Collector::new((plan.step, contribution), self.session.rank(), job, ways);
         let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
         Ok(Assembler::new(collector, outbox, self.feeds.now().cloned(), sums))
-    }
-
-    /// Lets this micro-step and those after it compute with the newer version that the schedule names, if that version
-    /// has the loss scale of the step.
-    fn renew(&mut self, micro_step: u32) -> Result<()> {
-        let started = Instant::now();
-        let Current { plan, reading, .. } = self.current()?;
-        let Some(newer) = self.options.schedule.newer(plan.step, micro_step) else { return Ok(()) };
-        if reading.version() == newer || self.await_decision(newer)? != plan.loss_scale {
-            return Ok(());
-        }
-        self.feeds.take(&self.session, &self.options.weights, newer)?;
-        let reading = self.reading(newer);
-        if let Some(current) = &mut self.current {
-            current.reading = reading;
-            current.begin += started.elapsed();
-        }
-        Ok(())
     }
 
     /// How the version of the micro-step in hand is read.

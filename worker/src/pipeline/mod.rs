@@ -2,7 +2,6 @@
 //! the background, as far as the schedule allows.
 
 mod ahead;
-mod amends;
 mod board;
 mod correction;
 mod driver;
@@ -29,9 +28,8 @@ use tokio::{
 use tracing::{Span, debug_span};
 
 use self::{
-    amends::Amends,
     board::Board,
-    driver::{Driver, Finished, Last, StepToDecide},
+    driver::{Driver, Finished, StepToDecide},
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
     resume::Resume,
@@ -65,8 +63,6 @@ pub struct Pipeline {
     work: Option<mpsc::UnboundedSender<StepToDecide>>,
     /// The trainer's bytes in the commit of the version that this rank joined at.
     resumed: Option<Vec<u8>>,
-    /// The last step that was decided when this rank joined.
-    joined: Step,
     /// The last step finished here.
     last: Step,
     current: Option<Current>,
@@ -99,17 +95,16 @@ impl Pipeline {
         let accumulator = options.accumulate.accumulator(&session)?;
         let resume = Resume::from(joined, &options)?;
         let (board, resumed) = (Board::new(resume.scales), Board::new([]));
-        let (outcomes, amends) = (Outcomes::default(), Amends::default());
-        let shared = Arc::new(PipelineInner { board, resumed, outcomes, amends });
+        let shared = Arc::new(PipelineInner { board, resumed, outcomes: Outcomes::default() });
         let (cluster, gradients) = (session.cluster.clone(), session.gradients.clone());
         session.rank.begin_training();
         if let Some(reason) = &joined.paused {
             cluster.waits.paused(reason);
         }
         let last = Step(joined.version.0);
-        let joined_commit = joined.last_commit.as_ref().map(Last::from);
         let decided = joined.last_commit.iter().map(|commit| (commit.step, commit.decided_by)).collect();
-        let filled_without = joined.left_out.clone();
+        let last_commit = joined.last_commit.as_ref();
+        let left_out = last_commit.map_or(&joined.left_out, |commit| &commit.left_out).clone();
         let (joined, floor) = (joined.version, resume.floor);
         let watcher = Watcher {
             cluster: cluster.clone(),
@@ -135,17 +130,13 @@ impl Pipeline {
                 options: options.clone(),
                 scaler: resume.scaler,
                 work,
-                last: joined_commit,
-                filled_without,
+                left_out,
                 durable: Some(cluster.runtime.spawn_joined(durable)),
             };
             tasks.0.push(cluster.runtime.spawn(driver.run()));
             sender
         });
         let resumed = resume.trainer;
-        let (current, feeds) =
-            (None, Feeds::new(if session.spec().worker_local { joined } else { Version(0) }));
-        let joined = last;
         let meters = Meters::read(&session);
         Ok(Pipeline {
             tasks,
@@ -154,12 +145,11 @@ impl Pipeline {
             shared,
             work,
             resumed,
-            joined,
             last,
-            current,
+            current: None,
             meters,
             timed: None,
-            feeds,
+            feeds: Feeds::default(),
             accumulator,
         })
     }
@@ -185,13 +175,6 @@ impl Pipeline {
         let before = Meters::read(&self.session);
         let loss_scale = self.await_decision(reads)?;
         self.feeds.take(&self.session, &self.options.weights, reads)?;
-        let missing = amends::missing(
-            &self.session,
-            (&self.shared.board, &self.shared.amends),
-            self.joined,
-            (step, reads),
-        )?;
-        self.feeds.amend(missing.clone());
         if has_room_ahead(&self.session) {
             self.open_ahead(Step(step.0 + 1))?;
         }
@@ -204,7 +187,6 @@ impl Pipeline {
             plan,
             span,
             reading,
-            missing,
             started,
             begin: started.elapsed(),
             assembled: vec![false; micro_steps],
@@ -262,7 +244,6 @@ impl Pipeline {
         }
         let next = self.options.schedule.reads(Step(step.0 + 1));
         self.feeds.keep_only(next);
-        self.session.gradients.own.forget_before(step);
         let ended = self.open_ahead(Step(step.0 + 1)).and_then(|()| match next == step.version() {
             true => self.await_decision(next).map(drop),
             false => Ok(()),

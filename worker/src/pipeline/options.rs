@@ -80,7 +80,7 @@ pub struct PipelineOptions {
     pub clip: Option<f64>,
     /// The scaler at version 0. A resumed job continues with the scaler of its last commit.
     pub scaler: LossScaler,
-    /// What makes up for the delay of a delayed schedule.
+    /// The correction of the delay of a delayed schedule.
     pub correction: DelayCorrection,
     pub accumulate: Accumulate,
     pub hyper: HyperOf,
@@ -127,22 +127,6 @@ impl PipelineOptions {
         self.accumulate.validate(spec)?;
         if self.schedule.delay() > 0 {
             self.correction.validate(spec)?;
-            let micro_steps = self.accumulate.micro_steps(spec);
-            let pulls_all = !matches!(self.weights, Weights::Ranges(_));
-            if spec.worker_local && spec.world_size > 1 && pulls_all {
-                let remedy = "pull the ranges that the rank contributes to (Layout::contributed_by), and gather the others";
-                let limit =
-                    "the rank's own partitions where workers amend weights: it holds no other gradient";
-                return Err(Fault::invalid("pipeline.weights", "whole", limit, remedy));
-            }
-            if matches!(self.correction, DelayCorrection::WorkerLocal(_))
-                && self.schedule.has_newer(micro_steps)
-            {
-                let remedy = "let no micro-step compute with newer weights, or choose look-ahead";
-                let limit =
-                    "absent where the worker amends weights: the newest ones lack the next step's gradient";
-                return Err(Fault::invalid("pipeline.schedule.newer_from", "given", limit, remedy));
-            }
         }
         if self.schedule.delay() > spec.max_delay {
             let limit = format!("at most {}, the job's max_delay", spec.max_delay);
@@ -163,15 +147,7 @@ impl PipelineOptions {
         if !self.corrects(step) {
             return Correction::None;
         }
-        let next = Step(step.0 + 1);
-        let rates = |step| (self.hyper)(step).iter().map(|hyper| hyper.lr).collect();
-        match self.correction {
-            DelayCorrection::None => Correction::None,
-            DelayCorrection::Compensation(c) => Correction::Compensation(c),
-            DelayCorrection::WorkerLocal(_) => Correction::WorkerLocal(rates(next)),
-            DelayCorrection::LookAhead => Correction::LookAhead(rates(next)),
-            DelayCorrection::LookAheadByThisRate => Correction::LookAhead(rates(step)),
-        }
+        Correction::LookAhead((self.hyper)(step).iter().map(|hyper| hyper.lr).collect())
     }
 }
 

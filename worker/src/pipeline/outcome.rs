@@ -38,7 +38,7 @@ pub struct StepOutcome {
 pub struct Timing {
     /// From `begin` to the return of `finish`.
     pub wall: Duration,
-    /// The time spent waiting for decisions that the step needs: in `begin`, and before newer weights.
+    /// The time spent waiting for decisions that the step needs, in `begin`.
     pub begin: Duration,
     /// The time for weights that had not arrived.
     pub weights: Duration,

@@ -55,7 +55,6 @@ mod tests {
             gradient_scale: 1.0,
             clip_coefficient: 1.0,
             correction: Correction::None,
-            amend: None,
             left_out: Vec::new(),
             groups: Vec::new(),
             norm: 0.0,

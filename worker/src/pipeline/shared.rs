@@ -1,6 +1,6 @@
 //! What trainer, driver and watcher of a pipeline share.
 
-use super::{amends::Amends, board::Board, outcome::Outcomes};
+use super::{board::Board, outcome::Outcomes};
 
 pub(super) struct PipelineInner {
     pub(super) board: Board,
@@ -8,5 +8,4 @@ pub(super) struct PipelineInner {
     /// watcher posts them, and the driver waits for one after a decision at the smallest loss scale.
     pub(super) resumed: Board,
     pub(super) outcomes: Outcomes,
-    pub(super) amends: Amends,
 }

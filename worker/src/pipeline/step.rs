@@ -20,7 +20,7 @@ use super::{
 use crate::{
     error::{Misuse, Result},
     meter::Shown,
-    pull::{Missing, Reading},
+    pull::Reading,
     session::Session,
 };
 
@@ -28,7 +28,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepInputs {
     pub step: Step,
-    /// The version to compute with, at least at first: see [`Schedule::newer_from`](crate::Schedule::newer_from).
+    /// The version to compute with.
     pub reads: Version,
     /// What the loss must be multiplied by.
     pub loss_scale: f64,
@@ -41,10 +41,8 @@ pub(super) struct Current {
     pub(super) span: Span,
     /// What the pulls of the version in use have in common.
     pub(super) reading: Reading,
-    /// The step that the weights lack, where this rank adds it.
-    pub(super) missing: Option<Missing>,
     pub(super) started: Instant,
-    /// The time spent in `begin`, and in waiting for newer weights.
+    /// The time spent in `begin`.
     pub(super) begin: Duration,
     /// Which micro-steps have got their assembler.
     pub(super) assembled: Vec<bool>,

@@ -190,7 +190,6 @@ impl Watcher {
             scaler: None,
         };
         self.gradients.committed(commit.step);
-        self.shared.amends.note(&commit, self.cluster.spec());
         if paused {
             self.held = Some(decided);
         } else {

@@ -3,33 +3,27 @@
 use std::{ops::Range, sync::Arc, time::Instant};
 
 use longshore_memory::Source;
-use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version, limits::RATE_ELEMENTS};
+use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version};
 use tokio::task::AbortHandle;
 use tracing::debug_span;
 
 use super::{
-    Missing, Pulls, Reading,
+    Pulls, Reading,
     arriving::FeedInner,
     fetch::Fetch,
     store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
-    amend::amend,
     cluster::{ByServer, Cluster, Impatience},
     convert,
-    error::{Error, Misuse, Outdated, Result},
+    error::{Error, Outdated, Result},
 };
-
-/// How many bytes of amended weights are shown at a time.
-const COPIED_BYTES: usize = 16 * 1024;
 
 /// Flat ranges of one version's image that arrive in the background. Clones share the memory. With the last clone it
 /// goes back to the session's pool, and a pull that is still under way ends.
 #[derive(Clone)]
 pub struct Feed {
     handle: Arc<Handle>,
-    /// The step that the weights lack. Readers see the weights with it.
-    missing: Option<Missing>,
 }
 
 struct Handle {
@@ -70,27 +64,17 @@ impl Feed {
         let parts = dealt.into_iter().flat_map(|(server, parts)| {
             parts.into_iter().enumerate().map(move |(connection, pieces)| (server, connection, pieces))
         });
-        let weights = (shared.reading.version(), shared.reading.is_amended());
+        let version = shared.reading.version();
         let start = |(server, connection, pieces): (ServerId, usize, Pieces)| {
             // Nothing comes of what is read where it lies, so that it needs no turn.
             let bytes = pieces.iter().map(|(_, range)| (range.end - range.start) * dtype.bytes()).sum();
             let turn = (!in_place[server])
-                .then(|| pulls.turns(server, connection).enter(weights, bytes, &shared.hurry).into());
+                .then(|| pulls.turns(server, connection).enter(version, bytes, &shared.hurry).into());
             let fetch = Fetch { shared: shared.clone(), server, connection, pieces, turn };
             cluster.runtime.spawn(fetch.run())
         };
         let fetches = parts.filter(|(.., pieces)| !pieces.is_empty()).map(start).collect();
-        Ok(Feed { handle: Arc::new(Handle { shared, fetches }), missing: None })
-    }
-
-    /// The same weights, amended with this worker's gradient as they are read.
-    pub(crate) fn amended(self, missing: Option<Missing>) -> Feed {
-        Feed { missing, ..self }
-    }
-
-    /// Whether weights are amended as they are read. The same version, read without that, has other bits.
-    pub fn amends(&self) -> bool {
-        self.missing.is_some()
+        Ok(Feed { handle: Arc::new(Handle { shared, fetches }) })
     }
 
     pub fn version(&self) -> Version {
@@ -164,96 +148,20 @@ impl Feed {
         self.sources(range.clone(), |at, bytes| {
             let start = (at * size) as usize;
             bytes.copy_to(&mut target[start..start + bytes.len()]);
-        })?;
-        match &self.missing {
-            Some(missing) => self.amend(missing, range, target),
-            None => Ok(()),
-        }
-    }
-
-    /// Waits, then copies the rates of the groups that these flat elements belong to, or 0 where nothing is to be amended.
-    /// `target` holds one for each group.
-    ///
-    /// # Errors
-    /// Those of [`Feed::wait`].
-    pub fn read_rates(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
-        let first = range.start / RATE_ELEMENTS;
-        self.fits(&range, target.len() as u64, range.end.div_ceil(RATE_ELEMENTS).saturating_sub(first))?;
-        target.fill(0.0);
-        for segment in self.segments(&range)? {
-            let of_segment = segment.range.start / RATE_ELEMENTS;
-            segment.with_rates(|rates| {
-                for (group, rate) in (of_segment..).zip(rates) {
-                    let place = group.checked_sub(first).and_then(|at| target.get_mut(at as usize));
-                    if let Some(place) = place {
-                        *place = *rate;
-                    }
-                }
-            });
-        }
-        Ok(())
-    }
-
-    /// Amends weights that were read.
-    fn amend(&self, missing: &Missing, range: Range<u64>, target: &mut [u8]) -> Result<()> {
-        let (dtype, size) = (self.dtype(), self.dtype().bytes());
-        for segment in self.segments(&range)? {
-            let within = segment.range.start.max(range.start)..segment.range.end.min(range.end);
-            let mut whole = true;
-            segment.with_rates(|rates| {
-                if rates.is_empty() {
-                    return;
-                }
-                whole = missing.pieces(within, |piece, gradient| {
-                    missing.steps.parts(piece.clone(), |part, step| {
-                        let bytes = of_part(&range, &part, size);
-                        let first = part.start - segment.range.start / RATE_ELEMENTS * RATE_ELEMENTS;
-                        let gradient = &gradient[of_part(&piece, &part, missing.dtype.bytes())];
-                        amend(
-                            (dtype, &mut target[bytes]),
-                            (first as usize, rates),
-                            (missing.dtype, gradient),
-                            step,
-                        );
-                    });
-                });
-            });
-            if !whole {
-                const NOT_OWN: Misuse = Misuse(
-                    "weights cannot be amended without this rank's gradient of them: pull only the rank's own partitions \
-                     (Layout::contributed_by)",
-                );
-                return Err(NOT_OWN.into());
-            }
-        }
-        Ok(())
+        })
     }
 
     /// Waits, then shows all bytes: `visit(elements from the range's start, bytes)`. Those that lie in the memory of a
-    /// server of this host, and those that are amended, are shown as copies, 16 KiB at a time, so that they stay as they
-    /// are while they are looked at.
+    /// server of this host are shown as copies, 16 KiB at a time, so that they stay as they are while they are looked at.
     ///
     /// # Errors
     /// As [`Feed::wait`]; `Outdated` when a server of this host, in whose memory they lie, has overwritten them: then
     /// what was visited is void. It does so once this rank has pushed the whole gradient of two steps later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
         let size = self.dtype().bytes();
-        if self.missing.is_none() {
-            return self.sources(range, |at, bytes| {
-                bytes.pieces(|start, piece| visit(at + start as u64 / size, piece));
-            });
-        }
-        let mut copy = [0; COPIED_BYTES];
-        let step = COPIED_BYTES as u64 / size;
-        let mut at = range.start;
-        while at < range.end {
-            let part = at..range.end.min(at + step);
-            let bytes = &mut copy[..((part.end - part.start) * size) as usize];
-            self.read_raw(part.clone(), bytes)?;
-            visit(at - range.start, bytes);
-            at = part.end;
-        }
-        Ok(())
+        self.sources(range, |at, bytes| {
+            bytes.pieces(|start, piece| visit(at + start as u64 / size, piece));
+        })
     }
 
     /// Does what [`Feed::pieces`] does, without copying what lies in a server's memory.
@@ -273,7 +181,7 @@ impl Feed {
     }
 
     /// Waits, then says where these flat elements lie in the memory of servers of this host: runs of them, in their order, each with
-    /// its address. None if some lie elsewhere, or are amended as they are read. Whoever reads there, as a device that copies them, calls
+    /// its address. None if some lie elsewhere. Whoever reads there, as a device that copies them, calls
     /// [`Feed::check_lent`] once that is done.
     ///
     /// # Errors
@@ -282,10 +190,7 @@ impl Feed {
         let size = self.dtype().bytes();
         let mut runs: Vec<Lent> = Vec::new();
         for segment in self.segments(&range)? {
-            let Some(address) = segment.address(self.within(segment, &range)).filter(|_| !self.amends())
-            else {
-                return Ok(None);
-            };
+            let Some(address) = segment.address(self.within(segment, &range)) else { return Ok(None) };
             let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
             match runs.last_mut() {
                 Some((run, start)) if *start + ((run.end - run.start) * size) as usize == address => {

@@ -8,11 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{
-    Fault, FaultKind, ServerId, ShardId, Slice,
-    checksum::{Crc32, crc32},
-    limits::MAX_PULL_SLICES,
-};
+use longshore_proto::{Fault, FaultKind, ServerId, ShardId, Slice, checksum::Crc32, limits::MAX_PULL_SLICES};
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status,
@@ -115,7 +111,6 @@ impl Fetch {
             slices,
             deadline_ms: cluster.options.deadline.as_millis() as u64,
             link: link.as_ref().map_or(0, |link| link.id),
-            amended: self.shared.reading.is_amended(),
         };
         let (shared, turn) = (Arc::clone(&self.shared), self.turn.as_ref().map(Arc::downgrade));
         let landing = Landing { shared, turn, link, payload: None, progress: false };
@@ -187,7 +182,6 @@ impl Sink for Landing {
 impl MessageSink<PullResponse> for Landing {
     fn begin(&mut self, head: PullResponse, bytes: usize) -> Result<bool, Fault> {
         self.shared.reading.found(head.decided_by)?;
-        self.rates(&head, bytes as u64)?;
         if head.place.is_some() {
             self.find(&head)?;
             self.progress = true;
@@ -224,21 +218,6 @@ impl Landing {
         };
         let place = place.map_err(short)?.ok_or_else(|| unasked(head, bytes))?;
         Ok(Payload { place, sum: Crc32::new(), crc32: head.crc32, bytes })
-    }
-
-    /// Notes the rates of the weights that a message brings, or that nothing is to be amended in them.
-    fn rates(&self, head: &PullResponse, bytes: u64) -> Result<(), Fault> {
-        let store = &self.shared.store;
-        let elements = head.place.as_ref().map_or(bytes / store.dtype.bytes(), |place| place.elements);
-        let Some(at) = self.flat(head) else { return Err(unasked(head, bytes)) };
-        if !head.rates.is_empty() {
-            let found = crc32(&head.rates);
-            if found != head.rates_crc32 {
-                let limit = format!("{found:08x}, the CRC-32 of the rates received");
-                return Err(damaged("rates_crc32", format!("{:08x}", head.rates_crc32), limit));
-            }
-        }
-        if store.rates(at, elements, &head.rates) { Ok(()) } else { Err(unasked(head, bytes)) }
     }
 
     /// The flat element at which a message's slice begins.

@@ -4,13 +4,11 @@
 mod arriving;
 mod feed;
 mod fetch;
-mod missing;
 mod pulls;
 mod reading;
 mod store;
 mod turns;
 
 pub use feed::{Feed, Lent};
-pub(crate) use missing::{Missing, OwnGradients, Steps};
 pub(crate) use pulls::Pulls;
 pub(crate) use reading::Reading;

@@ -14,22 +14,11 @@ pub(crate) struct Reading {
     version: Version,
     /// 0 until a server has said it.
     decided_by: Arc<AtomicU64>,
-    amended: bool,
 }
 
 impl Reading {
     pub(crate) fn new(version: Version) -> Reading {
-        Reading { version, decided_by: Arc::default(), amended: false }
-    }
-
-    /// Reads a version as the step after it has amended it, if that step did so. A process that has joined since needs this,
-    /// for it does not hold that step's gradient.
-    pub(crate) fn amended(version: Version) -> Reading {
-        Reading { amended: true, ..Reading::new(version) }
-    }
-
-    pub(super) fn is_amended(&self) -> bool {
-        self.amended
+        Reading { version, decided_by: Arc::default() }
     }
 
     pub(crate) fn version(&self) -> Version {

@@ -37,9 +37,6 @@ struct Filling {
     body: Body,
     /// How many bytes were received so far, from the start.
     filled: usize,
-    /// A rate for each group of elements that the segment has a part of; 0 where nothing is to be amended. It is empty if
-    /// nothing in the segment is to be amended.
-    rates: Vec<f32>,
 }
 
 enum Body {
@@ -141,28 +138,6 @@ impl Segment {
         }
     }
 
-    /// Notes the rates of a flat range, one for each group that it has a part of. There are none if nothing is to be
-    /// amended in it.
-    fn rate(&self, range: &Range<u64>, rates: &[[u8; 4]]) {
-        let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
-        if filling.rates.is_empty() && rates.is_empty() {
-            return;
-        }
-        let first = self.range.start / limits::RATE_ELEMENTS;
-        filling.rates.resize((self.range.end.div_ceil(limits::RATE_ELEMENTS) - first) as usize, 0.0);
-        let (from, until) = (range.start.max(self.range.start), range.end.min(self.range.end));
-        for group in from / limits::RATE_ELEMENTS..until.div_ceil(limits::RATE_ELEMENTS) {
-            let rate = rates.get((group - range.start / limits::RATE_ELEMENTS) as usize).copied();
-            filling.rates[(group - first) as usize] = rate.map_or(0.0, f32::from_le_bytes);
-        }
-    }
-
-    /// Hands the rates to `with`, from the group of the segment's first element on. There are none if nothing is to be
-    /// amended.
-    pub(super) fn with_rates(&self, with: impl FnOnce(&[f32])) {
-        with(&self.filling.read().unwrap_or_else(PoisonError::into_inner).rates);
-    }
-
     /// Where some bytes of a whole segment lie in a server's memory, if they do. Whoever reads there asks [`Segment::read`] afterwards
     /// whether they were still these.
     pub(super) fn address(&self, within: Range<usize>) -> Option<usize> {
@@ -252,7 +227,7 @@ impl Store {
                     range: start..end,
                     shard: slice.shard,
                     whole: AtomicBool::new(false),
-                    filling: RwLock::new(Filling { body: Body::Expected, filled: 0, rates: Vec::new() }),
+                    filling: RwLock::new(Filling { body: Body::Expected, filled: 0 }),
                 };
                 if !in_place(slice.shard) {
                     segment.expect_payload(pool, dtype)?;
@@ -288,20 +263,6 @@ impl Store {
             last += 1;
         }
         Some(first..last)
-    }
-
-    /// Notes the rates of `elements` flat elements from `at`, as a server sends them. Returns false when they were not
-    /// asked for, or their number is wrong.
-    pub(super) fn rates(&self, at: u64, elements: u64, rates: &[u8]) -> bool {
-        let Some(range) = at.checked_add(elements).map(|end| at..end) else { return false };
-        let Some(segments) = self.covering(&range) else { return false };
-        let groups = range.end.div_ceil(limits::RATE_ELEMENTS) - range.start / limits::RATE_ELEMENTS;
-        let (rates, rest) = rates.as_chunks::<4>();
-        if !rest.is_empty() || !(rates.is_empty() || rates.len() as u64 == groups) {
-            return false;
-        }
-        segments.iter().for_each(|segment| segment.rate(&range, rates));
-        true
     }
 
     /// Where `elements` flat elements from `at` go. None when they were not asked for, or are not next.

@@ -26,7 +26,7 @@ pub(super) struct Turns {
 }
 
 struct Waiting {
-    weights: (Version, bool),
+    version: Version,
     missing: u64,
 }
 
@@ -54,10 +54,10 @@ impl Hurry {
 
 impl Turns {
     /// Takes the place behind all others.
-    pub(super) fn enter(self: &Arc<Self>, weights: (Version, bool), bytes: u64, hurry: &Arc<Hurry>) -> Turn {
+    pub(super) fn enter(self: &Arc<Self>, version: Version, bytes: u64, hurry: &Arc<Hurry>) -> Turn {
         let mut waiting = self.lock();
         let number = waiting.last_key_value().map_or(0, |(last, _)| last + 1);
-        waiting.insert(number, Waiting { weights, missing: bytes });
+        waiting.insert(number, Waiting { version, missing: bytes });
         Turn { turns: self.clone(), number, hurry: hurry.clone() }
     }
 
@@ -88,7 +88,7 @@ impl Turn {
     fn is_next(&self) -> bool {
         let waiting = self.turns.lock();
         let Some(mine) = waiting.get(&self.number) else { return true };
-        let before = waiting.range(..self.number).filter(|(_, before)| before.weights == mine.weights);
+        let before = waiting.range(..self.number).filter(|(_, before)| before.version == mine.version);
         before.map(|(_, before)| before.missing).sum::<u64>() <= OVERLAP_BYTES
     }
 
@@ -116,7 +116,7 @@ mod tests {
 
     use super::*;
 
-    const WEIGHTS: (Version, bool) = (Version(3), false);
+    const VERSION: Version = Version(3);
     const UNIT: u64 = 8 << 20;
 
     /// Whether the turn has come, without waiting.
@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn pulls_of_the_same_weights_come_one_after_the_other() {
         let (turns, calm) = (Arc::new(Turns::default()), Arc::new(Hurry::default()));
-        let [first, second, third] = [0; 3].map(|_| turns.enter(WEIGHTS, UNIT, &calm));
+        let [first, second, third] = [0; 3].map(|_| turns.enter(VERSION, UNIT, &calm));
         assert_eq!([&first, &second, &third].map(has_come), [true, false, false]);
         first.arrived(UNIT - OVERLAP_BYTES - 1);
         assert!(!has_come(&second));
@@ -143,14 +143,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_needed_now_or_of_other_weights_waits_for_nothing() {
+    fn what_is_needed_now_or_of_another_version_waits_for_nothing() {
         let (turns, calm, needed) =
             (Arc::new(Turns::default()), Arc::new(Hurry::default()), Arc::new(Hurry::default()));
-        let _first = turns.enter(WEIGHTS, UNIT, &calm);
-        let other = turns.enter((Version(4), false), UNIT, &calm);
-        let amended = turns.enter((WEIGHTS.0, true), UNIT, &calm);
-        let (needs, waits) = (turns.enter(WEIGHTS, UNIT, &needed), turns.enter(WEIGHTS, UNIT, &calm));
-        assert_eq!([&other, &amended, &needs, &waits].map(has_come), [true, true, false, false]);
+        let _first = turns.enter(VERSION, UNIT, &calm);
+        let other = turns.enter(Version(4), UNIT, &calm);
+        let (needs, waits) = (turns.enter(VERSION, UNIT, &needed), turns.enter(VERSION, UNIT, &calm));
+        assert_eq!([&other, &needs, &waits].map(has_come), [true, false, false]);
         needed.up();
         assert_eq!([&needs, &waits].map(has_come), [true, false]);
     }
@@ -160,8 +159,8 @@ mod tests {
         for is_hurried in [false, true] {
             let (turns, calm) = (Arc::new(Turns::default()), Arc::new(Hurry::default()));
             let hurry = Arc::new(Hurry::default());
-            let [first, second] = [0; 2].map(|_| turns.enter(WEIGHTS, UNIT, &calm));
-            let third = turns.enter(WEIGHTS, UNIT, &hurry);
+            let [first, second] = [0; 2].map(|_| turns.enter(VERSION, UNIT, &calm));
+            let third = turns.enter(VERSION, UNIT, &hurry);
             let waits = tokio::spawn(async move { third.come().await });
             tokio::task::yield_now().await;
             assert!(!waits.is_finished());
@@ -183,7 +182,7 @@ mod tests {
             let mut left: Vec<(u64, Turn)> = Vec::new();
             for (event, at, version, bytes) in events {
                 match event {
-                    0 | 1 => left.push((version, turns.enter((Version(version), false), bytes, &calm))),
+                    0 | 1 => left.push((version, turns.enter(Version(version), bytes, &calm))),
                     2 if at < left.len() => drop(left.remove(at)),
                     _ => left.iter().skip(at).take(1).for_each(|(_, turn)| turn.arrived(bytes)),
                 }

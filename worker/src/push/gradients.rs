@@ -12,7 +12,6 @@ use crate::{
     error::{Misuse, Result, Shortage},
     memfd::GradientMemory,
     meter::Meter,
-    pull::OwnGradients,
     rank::RankState,
 };
 
@@ -32,7 +31,6 @@ pub(crate) struct Gradients {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(super) retained: Retained,
-    pub(crate) own: OwnGradients,
     /// It is empty until the rank has joined.
     pub(super) queues: OnceLock<Queues>,
     pub(crate) meter: Meter,
@@ -45,9 +43,8 @@ impl Gradients {
             true => BufferPool::shared(budget, RETAINED),
             false => BufferPool::new(budget, RETAINED),
         };
-        let (retained, own) = (Retained::default(), OwnGradients::default());
-        let (queues, meter) = (OnceLock::new(), Meter::default());
-        Gradients { cluster, rank, pool, retained, own, queues, meter }
+        let (retained, queues, meter) = (Retained::default(), OnceLock::new(), Meter::default());
+        Gradients { cluster, rank, pool, retained, queues, meter }
     }
 
     /// Memory for a chunk. Servers of this host may read it, if the transport allows that.

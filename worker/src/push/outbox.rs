@@ -9,7 +9,6 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::limits::CHUNK_BYTES;
 use tokio::sync::mpsc::error::TrySendError;
 use tracing::debug_span;
 
@@ -64,13 +63,6 @@ impl Outbox {
         let lane = self.lane(&key);
         self.gradients.meter.moved(payload.bytes.len() as u64);
         let (loss_scale, reads) = (self.loss_scale, self.reading.reads());
-        let spec = self.gradients.cluster.spec();
-        if spec.worker_local {
-            // A lent gradient has one chunk, number 0.
-            let within = u64::from(key.chunk.0) * CHUNK_BYTES as u64 / spec.gradient_dtype.bytes();
-            let start = self.gradients.cluster.layout.shard_range(key.shard).start + within;
-            self.gradients.own.keep(key.step, start, payload.bytes.clone());
-        }
         self.gradients.retained.keep(key, Chunk { payload, crc32, loss_scale, reads, lane });
         let queue = queues.of(lane);
         match queue.try_send(key) {

@@ -24,7 +24,7 @@ pub use memory::keep_buffers;
 pub use parse::{Event, Parser};
 
 use bytes::Bytes;
-use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, CHUNK_RATES_BYTES};
+use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
 use prost::Message;
 
 use self::body::Outgoing;
@@ -55,7 +55,7 @@ impl Frame for v1::PushRequest {
 
 impl Frame for v1::PullResponse {
     const PAYLOAD: Option<u32> = Some(15);
-    const HEADROOM: usize = CHUNK_HEADROOM_BYTES + CHUNK_RATES_BYTES;
+    const HEADROOM: usize = CHUNK_HEADROOM_BYTES;
 
     fn take_payload(&mut self) -> Bytes {
         std::mem::take(&mut self.payload)

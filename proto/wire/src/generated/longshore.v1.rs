@@ -73,13 +73,13 @@ pub struct JobSpec {
     /// the next one begins.
     #[prost(message, repeated, tag = "16")]
     pub partitions: ::prost::alloc::vec::Vec<Partition>,
-    /// Delayed steps may be corrected by the worker, with the gradient that it holds (WorkerLocal). It needs max_delay 1, one
-    /// contribution a step, adam or adamw, and fp32 state. It costs one more image beside the state.
+    /// Refused. A worker of an earlier version asks with it for a correction that it makes itself.
+    #[deprecated]
     #[prost(bool, tag = "17")]
     pub worker_local: bool,
     /// A parameter to which no rank and no micro-step of a step gave a gradient is left out of the step: its state stays as it is, and
     /// the step does not count for it. Its gradient is sent as -0 in every element (docs/protocol.md, "Parameters without a gradient").
-    /// Needs moments of fp32 or bf16, no worker_local, and at most 65,536 parameters.
+    /// Needs moments of fp32 or bf16, and at most 65,536 parameters.
     #[prost(bool, tag = "18")]
     pub leave_out: bool,
 }
@@ -135,26 +135,12 @@ pub struct Hyper {
     #[prost(double, tag = "9")]
     pub lr_decay: f64,
 }
-/// Images that are ahead of the master weights by what is known of the next step (docs/protocol.md). For adamw, adam and sgd.
+/// Images that are ahead of the master weights by the known part of the next step (docs/protocol.md). For adamw, adam and sgd.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct LookAhead {
-    /// the next step's learning rate, one for each param group; this step's where it is not known
+    /// This step's learning rates, one for each param group. Workers of earlier versions send the next step's.
     #[prost(double, repeated, tag = "1")]
     pub lr: ::prost::alloc::vec::Vec<f64>,
-}
-/// Images that lack the newest gradient alone, which the worker adds (docs/protocol.md). For jobs with worker_local.
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct WorkerLocal {
-    /// as in LookAhead
-    #[prost(double, repeated, tag = "1")]
-    pub lr: ::prost::alloc::vec::Vec<f64>,
-}
-/// The image that the step before made gets this step's gradient, times the rates of that image and gamma: the amended image.
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
-pub struct Amend {
-    /// above 0, at most 4
-    #[prost(double, tag = "1")]
-    pub gamma: f64,
 }
 /// The decision on one step, the same on every server of the job.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -174,20 +160,19 @@ pub struct Commit {
     /// (0, 1\]; 1 when not clipped
     #[prost(double, tag = "4")]
     pub clip_coefficient: f64,
-    /// c in \[0, 1\]: images are cast(z - c\*u). Needs max_delay 1
-    #[prost(double, tag = "5")]
-    pub compensation: f64,
-    /// if there, images look ahead. Needs max_delay 1, and compensation 0
+    /// If there, images look ahead. Needs max_delay 1.
     #[prost(message, optional, tag = "13")]
     pub look_ahead: ::core::option::Option<LookAhead>,
-    /// If there, images lack the newest gradient alone. Needs worker_local, and neither of the two above. A commit that skips repeats
-    /// `worker_local` and `groups` of the commit before, since its image is that one's.
-    #[prost(message, optional, tag = "14")]
-    pub worker_local: ::core::option::Option<WorkerLocal>,
-    /// If there, the servers make the amended image, which a process that joins computes with. It is there if and only if the commit
-    /// before has `worker_local` and this one does not skip.
-    #[prost(message, optional, tag = "15")]
-    pub amend: ::core::option::Option<Amend>,
+    /// Other corrections of earlier versions, which are refused. `compensation` was 0 in every commit without it.
+    #[deprecated]
+    #[prost(double, tag = "5")]
+    pub compensation: f64,
+    #[deprecated]
+    #[prost(bytes = "bytes", optional, tag = "14")]
+    pub worker_local: ::core::option::Option<::prost::bytes::Bytes>,
+    #[deprecated]
+    #[prost(bytes = "bytes", optional, tag = "15")]
+    pub amend: ::core::option::Option<::prost::bytes::Bytes>,
     /// one for each param group
     #[prost(message, repeated, tag = "6")]
     pub groups: ::prost::alloc::vec::Vec<Hyper>,
@@ -555,10 +540,6 @@ pub struct PullRequest {
     /// A link whose images are shared: the answer then has places instead of payloads, one message a slice. 0 asks for payloads.
     #[prost(uint64, tag = "7")]
     pub link: u64,
-    /// For a process that has joined since the next version was decided, and so does not hold that step's gradient: it is sent the
-    /// amended image, if that step made one.
-    #[prost(bool, tag = "8")]
-    pub amended: bool,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Slice {
@@ -586,12 +567,6 @@ pub struct PullResponse {
     /// versions that share a number: the first was taken back meanwhile.
     #[prost(uint64, tag = "5")]
     pub decided_by: u64,
-    /// What the worker multiplies the next step's gradient by, to amend these weights: one fp32 number, little-endian, for each
-    /// group of 64 elements of the flat space that the slice has a part of. Empty where nothing is to be amended.
-    #[prost(bytes = "bytes", tag = "6")]
-    pub rates: ::prost::bytes::Bytes,
-    #[prost(fixed32, tag = "7")]
-    pub rates_crc32: u32,
     #[prost(bytes = "bytes", tag = "15")]
     pub payload: ::prost::bytes::Bytes,
 }

@@ -9,7 +9,10 @@ use super::{
     fault::{FIELD, corrupt, defect, io},
     part::Part,
 };
-use crate::{job::StoredImages, record::exact};
+use crate::{
+    job::StoredImages,
+    record::{exact, retired},
+};
 
 pub(super) const FILE: &str = "manifest.json";
 /// Raised when a reader of the version before would misread the files.
@@ -147,6 +150,7 @@ impl Manifest {
             let remedy = "restore it with the Longshore version that wrote it, or a newer one";
             return Err(Fault::new(FaultKind::Precondition, FIELD, value, limit, remedy));
         }
+        retired::check(&bytes)?;
         serde_json::from_slice(&bytes).map_err(bad)
     }
 }

@@ -63,7 +63,6 @@ impl Source {
         check_commit(&manifest).map_err(unfit)?;
         let images = if job.max_delay == 0 { StoredImages::None } else { manifest.images };
         check_same_model(&manifest.spec, job, images)?;
-        check_left_out(&manifest, job)?;
         let mut readers = Vec::with_capacity(manifest.parts.len());
         let mut owners = vec![0; layout.shards() as usize];
         for (index, part) in manifest.parts.iter().enumerate() {
@@ -216,16 +215,6 @@ fn check_commit(manifest: &Manifest) -> Result<(), Fault> {
         ));
     }
     commit.validate(&manifest.spec)
-}
-
-/// A job whose worker amends its weights has one t for all parameters.
-fn check_left_out(manifest: &Manifest, job: &JobSpec) -> Result<(), Fault> {
-    if manifest.commit.as_ref().is_none_or(|commit| commit.left_out.is_empty()) || !job.worker_local {
-        return Ok(());
-    }
-    let limit = "false, as steps of the checkpoint's job left parameters out";
-    let remedy = "open the job with another correction of the delay";
-    Err(Fault::invalid("spec.worker_local", "true", limit, remedy))
 }
 
 /// The first field in which the job is another model than the checkpoint's.

@@ -70,11 +70,6 @@ impl Constants {
         runs
     }
 
-    /// By param group. In a job whose worker amends weights no parameter has other ones.
-    pub(super) fn groups(&self) -> &[Scalars] {
-        &self.groups
-    }
-
     /// Constants of this step's rule, for elements whose results are not kept.
     pub(super) fn any(&self) -> &Scalars {
         &self.groups[0]

@@ -214,12 +214,7 @@ impl Job {
             })?;
             result?;
             current.set((images != StoredImages::None).then_some(version));
-            let amended = with_older && self.is_amended(record);
-            if amended {
-                let image = &older.bytes()[..length];
-                self.tier.state.load(owned, &mut |state| state.into_amended().copy_from_slice(image))?;
-            }
-            older.set((with_older && !amended).then(|| Version(version.0 - 1)));
+            older.set(with_older.then(|| Version(version.0 - 1)));
             drop((current, older));
             if self.images.are_spilled() {
                 // The image window does not keep them until the start.
@@ -291,7 +286,6 @@ impl Job {
             let loaded = |older| self.trained().all(|owned| self.images.here(owned, older).is_some());
             kept.older_images(older.is_some_and(loaded));
         }
-        self.make_rates(record.version, record.applied, record.commit.as_ref(), self.trained())?;
         if let Some(durable) = &self.tier.durable {
             durable.start(record)?;
         }
@@ -341,7 +335,6 @@ impl Job {
         if let Some(behind) = &self.tier.behind {
             behind.adopt()?;
         }
-        self.make_rates(version, record.applied, record.commit.as_ref(), self.trained())?;
         lock(&self.load).finish();
         self.protocol.machine().recovered(record)?;
         tracing::info!(job = %self.spec.name, %version, "recovered");
@@ -353,11 +346,6 @@ impl Job {
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for owned in self.trained() {
             self.images.found(owned, &kept.shards[owned.index()]);
-        }
-        if let Some(Record { version, applied, commit, .. }) = kept.records.last() {
-            // The rates of a shard with an unfinished update are made by that update.
-            let there = self.trained().filter(|owned| kept.shards[owned.index()].version == *version);
-            self.make_rates(*version, *applied, commit.as_ref(), there)?;
         }
         lock(&self.load).finish();
         let mut machine = self.protocol.machine();

@@ -3,7 +3,6 @@
 //! Events may come from any thread. An event that asks for a computation returns it as [`Work`]. Each job has one
 //! compute thread, which performs the works in order. All other calls return at once or wait with a deadline.
 
-mod amend;
 mod compute;
 mod gradients;
 mod hold;
@@ -51,7 +50,7 @@ use self::{
 };
 use crate::{
     admission::Reservation,
-    ids::OwnedShard,
+    ids::{OwnedShard, OwnedShards},
     kernels::bytes_per_parameter,
     lock,
     memory::SharedFile,
@@ -121,6 +120,11 @@ impl Job {
     /// Whether what is pulled of a shard is a copy of what the tier has: spilled images, and frozen weights.
     pub fn reads_state(&self, shard: ShardId) -> bool {
         self.images.are_spilled() || self.layout.is_frozen(shard)
+    }
+
+    /// The owned shards that are trained.
+    pub(crate) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
+        OwnedShards::all(self.owned.len()).filter(|&owned| !self.is_frozen(owned))
     }
 
     fn is_frozen(&self, owned: OwnedShard) -> bool {

@@ -42,22 +42,17 @@ impl Need {
             })
         };
         let connection = CONNECTION_BYTES
-            + if storage.spills_images(spec) || spec.worker_local || spec.has_frozen() {
-                SPILLED_PULL_BYTES
-            } else {
-                0
-            };
+            + if storage.spills_images(spec) || spec.has_frozen() { SPILLED_PULL_BYTES } else { 0 };
         Need {
             state,
             buffers,
             disk,
             written,
-            images: images::rates::need(spec, elements)
-                + if storage.spills_images(spec) {
-                    images::window::need(spec, layout, owned, storage)
-                } else {
-                    elements * spec.image_dtype.bytes() * 2
-                },
+            images: if storage.spills_images(spec) {
+                images::window::need(spec, layout, owned, storage)
+            } else {
+                elements * spec.image_dtype.bytes() * 2
+            },
             contributions,
             transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
             accumulators,

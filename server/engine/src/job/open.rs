@@ -8,7 +8,7 @@ use super::{
     Job, Observer,
     compute::Compute,
     gradients::{Gradients, SpilledGradients},
-    images::{Images, Rates, Window},
+    images::{Images, Window},
     load::Load,
     protocol::{Protocol, Signal},
     snapshots::Snapshots,
@@ -66,8 +66,7 @@ impl Job {
         };
         let lengths: Vec<usize> = owned.iter().map(length).collect();
         let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
-        let rates = Rates::new(&spec, &lengths);
-        let images = Images::new(images, image_bytes, window, shared, tier.images.take(), rates);
+        let images = Images::new(images, image_bytes, window, shared, tier.images.take());
         let files = tier.gradients.take();
         let spilled =
             files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));

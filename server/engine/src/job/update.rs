@@ -1,23 +1,18 @@
 //! The update of shards: one pass over each block unscales, clips, applies the rule and writes the image.
 
-use longshore_proto::{
-    BlockId, Commit, Correction, Fault, Step,
-    limits::{BLOCK_ELEMENTS, RATE_ELEMENTS},
-};
-
+use longshore_proto::{BlockId, Commit, Correction, Fault, Step, limits::BLOCK_ELEMENTS};
 use tracing::debug_span;
 
 use super::{
     Job,
-    amend::{Amending, BLOCK_RATES},
     compute::BLOCK,
     gradients::cast,
-    images::{image_blocks, image_of},
+    images::image_blocks,
     left_out::{Aside, Constants},
 };
 use crate::{
     ids::{Contributor, OwnedShard, OwnedShards},
-    kernels::{self, Gradient, ImageMut, Missing, Random, Scalars, amend, rates, update, update_low},
+    kernels::{self, Gradient, ImageMut, Random, Scalars, update, update_low},
     lock,
     memory::Region,
     step::Work,
@@ -32,13 +27,7 @@ struct Block<'a> {
     gradient: Gradient<'a>,
     state: StateMut<'a>,
     image: ImageMut<'a>,
-    /// Empty in a version without rates.
-    rates: &'a mut [f32],
 }
-
-/// How many elements are amended, updated and given rates at a time. Their state stays in the L1 or L2 cache meanwhile.
-/// `longshore bench update` cuts blocks alike.
-const TILE: usize = 4096;
 
 /// The most shards that are updated together, where the tier allows it. After each group the threads wait for each
 /// other, which takes 40 us where a shard's update takes 2 ms.
@@ -71,9 +60,6 @@ impl Job {
                     None => self.images.carry(owned, step),
                 }
             }
-            // After a crash the rates to carry may not be there. A skip leaves the state as it was, so they are made from it.
-            let lacking = run.clone().filter(|&owned| !self.images.rates.are_of(owned, step.version()));
-            self.make_rates(step.version(), applied, Some(&commit), lacking)?;
         } else {
             run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
             self.update_shards(run.clone(), &commit, applied)?;
@@ -102,17 +88,14 @@ impl Job {
     fn update_shards(&self, run: OwnedShards, commit: &Commit, applied: u64) -> Result<(), Fault> {
         let share = self.spec.share(self.gradients.contributors(run.first()));
         let multiplier = commit.gradient_multiplier(share);
-        let amending = self.amending(commit, applied, share);
         let constants = Constants::new(commit, &self.layout, applied, |group, t| {
             let hyper = &commit.groups[group];
             let scalars = Scalars::new(self.spec.rule, hyper, t, multiplier);
-            match (&commit.correction, &amending.after) {
-                (Correction::LookAhead(lr), _) => scalars.looking_ahead(hyper, t, lr[group]),
-                (Correction::WorkerLocal(_), Some(after)) => scalars.amended_by_worker(&after[group]),
-                _ => scalars,
+            match &commit.correction {
+                Correction::LookAhead(lr) => scalars.looking_ahead(hyper, t, lr[group]),
+                Correction::None => scalars,
             }
         });
-        let compensation = commit.correction.compensation() as f32;
         let fetched = run.clone().map(|owned| self.gradients.fetch_gradient(owned, commit.step));
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
         let (gradients, slot) = (&self.gradients, self.gradients.slot(commit.step));
@@ -127,21 +110,16 @@ impl Job {
         };
         let version = commit.step.version();
         let mut images: Vec<_> = run.clone().map(|owned| self.images.to_make(owned, version)).collect();
-        let mut rates: Vec<_> = run.clone().map(|owned| self.images.rates.to_make(owned, version)).collect();
         let mut compute = |states: Vec<StateMut<'_>>, guard: &dyn Guard| {
-            let shards = run.clone().zip(states).zip(images.iter_mut().zip(&mut rates)).enumerate();
-            let blocks = shards.map(|(index, ((owned, state), (image, rates)))| {
-                let rates =
-                    rates.as_mut().map(|rates| rates.overwrite()).filter(|_| amending.after.is_some());
-                self.cut(owned, whole(index), state, image.overwrite(), rates.unwrap_or_default())
+            let shards = run.clone().zip(states).zip(&mut images).enumerate();
+            let blocks = shards.map(|(index, ((owned, state), image))| {
+                self.cut(owned, whole(index), state, image.overwrite())
             });
             let block = |mut block: Block<'_>| {
                 let index = block.index;
                 if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
-                    self.update_block(&mut block, &constants, &amending, applied, compensation);
+                    self.update_block(&mut block, &constants, applied);
                     guard.end(index, number, block.state.as_ref(), block.image.bytes());
-                } else if let Some(after) = &amending.after {
-                    self.rates_of_block(block.id.0, after, block.state.as_ref(), block.rates);
                 }
             };
             self.compute.groups(blocks.collect(), block, || self.notify_owed());
@@ -154,8 +132,6 @@ impl Job {
             }
         }
         images.iter_mut().for_each(|image| image.set(Some(version)));
-        let made = amending.after.is_some().then_some(version);
-        rates.iter_mut().flatten().for_each(|rates| rates.set(made));
         drop((lone, sums));
         fetched.into_iter().for_each(|gradient| self.gradients.give_gradient_back(gradient));
         Ok(())
@@ -167,13 +143,10 @@ impl Job {
         whole: Gradient<'a>,
         state: StateMut<'a>,
         image: &'a mut Region,
-        rates: &'a mut [f32],
     ) -> Vec<Block<'a>> {
         let first_block = self.layout.shard_range(self.owned[owned.index()]).start / BLOCK_ELEMENTS;
         let images = image_blocks(image, self.spec.image_dtype, BLOCK);
-        let mut rates = rates.chunks_mut(BLOCK_RATES);
         let blocks = state.blocks().zip(images).enumerate().map(|(index, (state, image))| Block {
-            rates: rates.next().unwrap_or_default(),
             id: BlockId(first_block as u32 + index as u32),
             index,
             gradient: whole.slice(index * BLOCK..(index + 1) * BLOCK),
@@ -185,19 +158,9 @@ impl Job {
 
     /// Updates one block. A block is cut once more where the constants change. What the step leaves out keeps its state,
     /// and its image is that of its master weights: no step of it is expected, so that nothing corrects for a delay.
-    fn update_block(
-        &self,
-        block: &mut Block<'_>,
-        constants: &Constants,
-        amending: &Amending,
-        applied: u64,
-        compensation: f32,
-    ) {
+    fn update_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         if !self.spec.formats.is_fp32() {
-            return self.update_low_block(block, constants, applied, compensation);
-        }
-        if !amending.is_nothing() {
-            return self.update_amending(block, constants.groups(), amending);
+            return self.update_low_block(block, constants, applied);
         }
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();
@@ -205,7 +168,7 @@ impl Job {
         for (range, scalars) in constants.of_block(&self.layout, *id) {
             let (gradient, state) = (gradient.slice(range.clone()), state.slice(range.clone()));
             match scalars {
-                Some(scalars) => update(isa, scalars, gradient, state, image.slice(range), compensation),
+                Some(scalars) => update(isa, scalars, gradient, state, image.slice(range)),
                 None => kernels::cast(isa, state.master, image.slice(range)),
             }
         }
@@ -213,13 +176,7 @@ impl Job {
 
     /// Updates one block whose state has fewer bits. Its kernels take whole blocks, so what the step leaves out is put
     /// aside meanwhile.
-    fn update_low_block(
-        &self,
-        block: &mut Block<'_>,
-        constants: &Constants,
-        applied: u64,
-        compensation: f32,
-    ) {
+    fn update_low_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();
         let runs = constants.of_block(&self.layout, *id);
@@ -230,35 +187,7 @@ impl Job {
         let first_element = u64::from(id.0) * BLOCK_ELEMENTS;
         let random = Random { seed: self.spec.formats.seed, step: applied, first_element };
         let whole = image.slice(0..BLOCK);
-        update_low(isa, &segments, *gradient, state.low(), whole, compensation, random);
+        update_low(isa, &segments, *gradient, state.low(), whole, random);
         aside.put_back(isa, state, image);
-    }
-
-    /// Updates a block in tiles. Before the update a tile gets its part of the amended image, which is made of the state
-    /// before, and after it its rates.
-    fn update_amending(&self, block: &mut Block<'_>, scalars: &[Scalars], amending: &Amending) {
-        let isa = self.compute.isa();
-        let Block { id, gradient, state, image, rates: of_block, .. } = block;
-        let (mut state, amended) = state.f32_and_amended();
-        let mut amended = image_of(amended, self.spec.image_dtype);
-        for (range, group) in self.layout.block_groups(*id) {
-            let group = group as usize;
-            for start in range.clone().step_by(TILE) {
-                let tile = start..range.end.min(start + TILE);
-                let gradient = gradient.slice(tile.clone());
-                let mut state = state.slice(tile.clone());
-                if let Some((before, amendment)) = &amending.before {
-                    let amended = amended.slice(tile.clone());
-                    let step = Missing { multiplier: amendment.multiplier, limit: amendment.limits[group] };
-                    amend(isa, &before[group], step, gradient, state.kept(), amended);
-                }
-                let len = tile.len();
-                update(isa, &scalars[group], gradient, state.slice(0..len), image.slice(tile.clone()), 0.0);
-                if let Some(after) = &amending.after {
-                    let groups = tile.start / RATE_ELEMENTS as usize..tile.end / RATE_ELEMENTS as usize;
-                    rates(isa, &after[group], state.second, &mut of_block[groups]);
-                }
-            }
-        }
     }
 }

@@ -7,8 +7,7 @@ use super::aarch64;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use super::{
-    Amended, Code, Gradient, ImageMut, Isa, Kept, Missing, Moment, MomentMut, Random, Scalars, State,
-    StateLow, Statistics, scalar, slices::RATE_GROUP,
+    Code, Gradient, ImageMut, Isa, Moment, MomentMut, Random, Scalars, State, StateLow, Statistics, scalar,
 };
 
 /// Runs `$function` of the module that `$isa` names.
@@ -36,55 +35,19 @@ macro_rules! dispatch {
 /// Makes one optimizer step of one range, master weights and state in place, and writes the image that workers pull.
 ///
 /// The image is the new weight rounded to the image's format. Where `scalars` [look ahead](Scalars::looking_ahead) it
-/// is the new weight less what is known of the next step instead. Else, where `compensation` is not 0, it is `new -
-/// compensation * (old - new)`, `old` being the master weight before decay.
+/// is the new weight less what is known of the next step instead.
 ///
 /// # Panics
 /// If lengths differ, a state slot that the rule uses is not as long as the master weights or one that it does not
 /// use is not empty, or this CPU does not have `isa`.
-pub fn update(
-    isa: Isa,
-    scalars: &Scalars,
-    gradient: Gradient<'_>,
-    state: State<'_>,
-    image: ImageMut<'_>,
-    compensation: f32,
-) {
+pub fn update(isa: Isa, scalars: &Scalars, gradient: Gradient<'_>, state: State<'_>, image: ImageMut<'_>) {
     let count = gradient.len();
     let slots = scalars.rule().state_slots();
     assert_eq!(state.master.len(), count, "master weights against gradient");
     assert_eq!(state.first.len(), if slots > 0 { count } else { 0 }, "first state slot against gradient");
     assert_eq!(state.second.len(), if slots > 1 { count } else { 0 }, "second state slot against gradient");
     assert_eq!(image.len(), count, "image against gradient");
-    dispatch!(isa, update(scalars, gradient, state, image, compensation))
-}
-
-/// The rates with which a version's images are amended: one for each 64 elements, made of their second moments.
-///
-/// # Panics
-/// If `second` is not 64 times as long as `rates`, or this CPU does not have `isa`.
-pub fn rates(isa: Isa, amended: &Amended, second: &[f32], rates: &mut [f32]) {
-    assert_eq!(second.len(), rates.len() * RATE_GROUP, "second moments against rates");
-    dispatch!(isa, rates(amended, second, rates))
-}
-
-/// Makes the amended image. The image that a version had is made once more from its state. Then the step that it lacks is
-/// subtracted, as `missing` says.
-///
-/// # Panics
-/// If lengths differ or are no multiple of 64, or this CPU does not have `isa`.
-pub fn amend(
-    isa: Isa,
-    amended: &Amended,
-    missing: Missing,
-    gradient: Gradient<'_>,
-    kept: Kept<'_>,
-    image: ImageMut<'_>,
-) {
-    let count = gradient.len();
-    assert!(count.is_multiple_of(RATE_GROUP), "{count} elements are not whole groups");
-    assert_eq!([kept.master.len(), kept.first.len(), kept.second.len(), image.len()], [count; 4], "lengths");
-    dispatch!(isa, amend(amended, missing, gradient, kept, image))
+    dispatch!(isa, update(scalars, gradient, state, image))
 }
 
 /// `accumulator = gradient`, as f32.
@@ -149,11 +112,10 @@ pub fn update_low(
     gradient: Gradient<'_>,
     state: StateLow<'_>,
     image: ImageMut<'_>,
-    compensation: f32,
     random: Random,
 ) {
     state.check(segments, gradient, &image, random);
-    dispatch!(isa, update_low(segments, gradient, state, image, compensation, random))
+    dispatch!(isa, update_low(segments, gradient, state, image, random))
 }
 
 /// Decodes a moment whose 8-bit codes are `code`.

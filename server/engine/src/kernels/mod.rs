@@ -27,8 +27,7 @@ mod vector;
 mod x86;
 
 pub use self::dispatch::{
-    accumulate, accumulate_statistics, amend, cast, decode, encode, rates, statistics, update, update_low,
-    widen,
+    accumulate, accumulate_statistics, cast, decode, encode, statistics, update, update_low, widen,
 };
 pub use self::isa::{ISA_VARIABLE, Isa, IsaError};
 pub use self::low::{
@@ -36,8 +35,6 @@ pub use self::low::{
     bytes_per_parameter,
 };
 pub use self::scalar::Statistics;
-pub use self::scalars::{
-    AdagradScalars, AdamScalars, Ahead, Amended, LionScalars, Missing, Scalars, SgdScalars,
-};
-pub use self::slices::{Gradient, ImageMut, Kept, State};
+pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, LionScalars, Scalars, SgdScalars};
+pub use self::slices::{Gradient, ImageMut, State};
 pub use longshore_proto::{Hyper, Rule};

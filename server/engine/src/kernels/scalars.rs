@@ -47,75 +47,26 @@ pub struct SgdScalars {
     pub ahead: Option<Ahead>,
 }
 
-/// Look-ahead: the image is ahead of the new master weight by what is known of the next step. These are the factors of
-/// what is known. All of them contain the next step's learning rate.
+/// Look-ahead: the image is ahead of the new master weight by the known part of the next step. The fields are the factors
+/// of that part. All of them contain the learning rate of [`Scalars::looking_ahead`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ahead {
     /// Adam: of the first moment. SGD: of the momentum buffer.
     pub mean: f32,
-    /// The factor of the newest gradient, which stands in for the one that is missing. None where the worker adds the
-    /// missing one itself.
-    pub gradient: Option<f32>,
+    /// The factor of the newest gradient, which stands in for the one that is missing.
+    pub gradient: f32,
     /// AdamW: of the new master weight, for decay.
     pub weight: f32,
 }
 
 impl Ahead {
     /// SGD without momentum knows nothing of its next step.
-    const NOTHING: Ahead = Ahead { mean: 0.0, gradient: Some(0.0), weight: 0.0 };
+    const NOTHING: Ahead = Ahead { mean: 0.0, gradient: 0.0, weight: 0.0 };
 }
 
 /// The newest gradient is weighed twice: once for itself, and once for the gradient that is missing. Measured on the
 /// default job, and by how large a learning rate stays stable (docs/delay.md).
 const NEWEST: f64 = 2.0;
-
-/// The f32 constants of one param group in a version whose images the worker amends. The images, and the rates with which
-/// they are amended, follow from the version's state and from these constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Amended {
-    /// `lr' * beta1 / (1 - beta1^(t+1))`, the factor of the first moment.
-    pub mean: f32,
-    /// AdamW: `lr' * weight_decay`, the factor of the master weight.
-    pub weight: f32,
-    /// `1 / sqrt(1 - beta2^t)`
-    pub inverse_root_correction: f32,
-    pub eps: f32,
-    /// `lr' * (1 - beta1) / (1 - beta1^(t+1))`. A rate is this over the root mean square of a group's denominators.
-    pub rate: f32,
-}
-
-/// What an amended image subtracts of a gradient: `clamp(rate * (gradient * multiplier), limit)`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Missing {
-    pub multiplier: f32,
-    /// The most that an element moves, at least 0.
-    pub limit: f32,
-}
-
-impl Amended {
-    /// The constants of the version after `applied` steps. `next_lr` is the learning rate of the step that its images
-    /// lack. They are None for a rule that [has no rates](Rule::has_rates).
-    pub fn new(rule: Rule, hyper: &Hyper, applied: u64, next_lr: f64) -> Option<Amended> {
-        let weight = match rule {
-            Rule::AdamW => next_lr * hyper.weight_decay,
-            // Adam's decay is a part of its gradient.
-            Rule::Adam => 0.0,
-            Rule::Sgd | Rule::Lion | Rule::Adagrad => return None,
-        };
-        let scale = next_lr / (1.0 - power(hyper.beta1, applied + 1));
-        Some(Amended {
-            mean: (scale * hyper.beta1) as f32,
-            weight: weight as f32,
-            inverse_root_correction: (1.0 / (1.0 - power(hyper.beta2, applied)).sqrt()) as f32,
-            eps: hyper.eps as f32,
-            rate: (scale * (1.0 - hyper.beta1)) as f32,
-        })
-    }
-
-    fn ahead(&self) -> Ahead {
-        Ahead { mean: self.mean, gradient: None, weight: self.weight }
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LionScalars {
@@ -194,7 +145,7 @@ impl Scalars {
     pub fn looking_ahead(mut self, hyper: &Hyper, applied: u64, next_lr: f64) -> Scalars {
         let adam = |decay: f64| Ahead {
             mean: (next_lr * hyper.beta1 / (1.0 - power(hyper.beta1, applied))) as f32,
-            gradient: Some((next_lr * NEWEST * (1.0 - hyper.beta1)) as f32),
+            gradient: (next_lr * NEWEST * (1.0 - hyper.beta1)) as f32,
             weight: (next_lr * hyper.beta1 * decay) as f32,
         };
         match &mut self {
@@ -206,26 +157,12 @@ impl Scalars {
                 let known = if hyper.nesterov { hyper.momentum * hyper.momentum } else { hyper.momentum };
                 scalars.ahead = Some(Ahead {
                     mean: (next_lr * known) as f32,
-                    gradient: Some((next_lr * NEWEST * (1.0 - hyper.dampening)) as f32),
+                    gradient: (next_lr * NEWEST * (1.0 - hyper.dampening)) as f32,
                     weight: 0.0,
                 });
             }
             Scalars::Lion(_) | Scalars::Adagrad(_) => {
                 panic!("{:?} cannot look ahead", self.rule());
-            }
-        }
-        self
-    }
-
-    /// The same step, with images that the worker amends: they are ahead by all of the next step but its gradient.
-    ///
-    /// # Panics
-    /// If the rule [has no rates](Rule::has_rates).
-    pub fn amended_by_worker(mut self, amended: &Amended) -> Scalars {
-        match &mut self {
-            Scalars::AdamW(scalars) | Scalars::Adam(scalars) => scalars.ahead = Some(amended.ahead()),
-            Scalars::Sgd(_) | Scalars::Lion(_) | Scalars::Adagrad(_) => {
-                panic!("{:?} has no rates", self.rule())
             }
         }
         self

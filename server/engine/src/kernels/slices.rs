@@ -3,12 +3,7 @@
 
 use std::ops::Range;
 
-use longshore_proto::limits::RATE_ELEMENTS;
-
 use crate::memory::Source;
-
-/// How many consecutive elements share a rate.
-pub(super) const RATE_GROUP: usize = RATE_ELEMENTS as usize;
 
 /// A gradient, as a worker sent or lends it or as several were summed.
 #[derive(Clone, Copy, Debug)]
@@ -108,10 +103,6 @@ pub struct State<'a> {
 }
 
 impl State<'_> {
-    pub fn kept(&self) -> Kept<'_> {
-        Kept { master: self.master, first: self.first, second: self.second }
-    }
-
     /// A shorter borrow of a part.
     pub fn slice(&mut self, range: Range<usize>) -> State<'_> {
         fn part(slot: &mut [f32], range: Range<usize>) -> &mut [f32] {
@@ -121,24 +112,6 @@ impl State<'_> {
             master: &mut self.master[range.clone()],
             first: part(self.first, range.clone()),
             second: part(self.second, range),
-        }
-    }
-}
-
-/// Master weights and both moments of one range of Adam's state, which are only read.
-#[derive(Clone, Copy, Debug)]
-pub struct Kept<'a> {
-    pub master: &'a [f32],
-    pub first: &'a [f32],
-    pub second: &'a [f32],
-}
-
-impl<'a> Kept<'a> {
-    pub fn slice(&self, range: Range<usize>) -> Kept<'a> {
-        Kept {
-            master: &self.master[range.clone()],
-            first: &self.first[range.clone()],
-            second: &self.second[range],
         }
     }
 }

@@ -29,16 +29,11 @@ struct CommitRecord {
     skip: bool,
     gradient_scale: Exact,
     clip_coefficient: Exact,
+    /// Always 0. Servers of the version before need it.
     compensation: Exact,
     /// Only commits whose images look ahead have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     look_ahead: Option<Vec<Exact>>,
-    /// Only commits whose images the worker amends have it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    worker_local: Option<Vec<Exact>>,
-    /// Only commits that amend the image before have it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    amend: Option<Exact>,
     /// Parameter, steps, and 1 if this step leaves it out. Only commits of jobs that leave parameters out have it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     left_out: Vec<(u32, u64, u8)>,
@@ -129,8 +124,9 @@ pub(crate) mod commit {
             skip: record.skip,
             gradient_scale: record.gradient_scale.0,
             clip_coefficient: record.clip_coefficient.0,
-            correction: correction(record.compensation, record.look_ahead, record.worker_local),
-            amend: record.amend.map(|Exact(gamma)| gamma),
+            correction: record.look_ahead.map_or(Correction::None, |lr| {
+                Correction::LookAhead(lr.into_iter().map(|Exact(lr)| lr).collect())
+            }),
             left_out: record
                 .left_out
                 .into_iter()
@@ -179,7 +175,6 @@ fn record(commit: &Commit) -> CommitRecord {
         gradient_scale,
         clip_coefficient,
         correction,
-        amend,
         left_out,
         groups,
         norm,
@@ -193,16 +188,11 @@ fn record(commit: &Commit) -> CommitRecord {
         skip: *skip,
         gradient_scale: Exact(*gradient_scale),
         clip_coefficient: Exact(*clip_coefficient),
-        compensation: Exact(correction.compensation()),
+        compensation: Exact(0.0),
         look_ahead: match correction {
-            Correction::LookAhead(lr) => Some(exact(lr)),
-            Correction::None | Correction::Compensation(_) | Correction::WorkerLocal(_) => None,
+            Correction::LookAhead(lr) => Some(lr.iter().copied().map(Exact).collect()),
+            Correction::None => None,
         },
-        worker_local: match correction {
-            Correction::WorkerLocal(lr) => Some(exact(lr)),
-            Correction::None | Correction::Compensation(_) | Correction::LookAhead(_) => None,
-        },
-        amend: amend.map(Exact),
         left_out: left_out
             .iter()
             .map(|&LeftOut { param, steps, now }| (param, steps, u8::from(now)))
@@ -213,24 +203,6 @@ fn record(commit: &Commit) -> CommitRecord {
         trainer_state: hex(trainer_state),
         decided_by: *decided_by,
         pause_reason: pause_reason.clone(),
-    }
-}
-
-fn exact(numbers: &[f64]) -> Vec<Exact> {
-    numbers.iter().copied().map(Exact).collect()
-}
-
-fn correction(
-    compensation: Exact,
-    look_ahead: Option<Vec<Exact>>,
-    worker_local: Option<Vec<Exact>>,
-) -> Correction {
-    let numbers = |exact: Vec<Exact>| exact.into_iter().map(|Exact(number)| number).collect();
-    match (look_ahead, worker_local) {
-        (Some(lr), _) => Correction::LookAhead(numbers(lr)),
-        (None, Some(lr)) => Correction::WorkerLocal(numbers(lr)),
-        (None, None) if compensation.0 == 0.0 => Correction::None,
-        (None, None) => Correction::Compensation(compensation.0),
     }
 }
 
@@ -278,7 +250,7 @@ mod tests {
         fn every_bit_returns(
             bits in prop::array::uniform5(any::<u64>()),
             state in prop::collection::vec(any::<u8>(), 0..40),
-            local in any::<bool>(),
+            now in any::<bool>(),
         ) {
             let [scale, clip, norm, loss_scale, lr] = bits.map(f64::from_bits);
             let commit = Commit {
@@ -286,13 +258,8 @@ mod tests {
                 skip: true,
                 gradient_scale: scale,
                 clip_coefficient: clip,
-                correction: if local {
-                    Correction::WorkerLocal(vec![0.1, lr])
-                } else {
-                    Correction::LookAhead(vec![0.1, lr])
-                },
-                amend: local.then_some(lr),
-                left_out: vec![LeftOut { param: 3, steps: bits[0], now: local }],
+                correction: Correction::LookAhead(vec![0.1, lr]),
+                left_out: vec![LeftOut { param: 3, steps: bits[0], now }],
                 groups: vec![Hyper { lr, ..Hyper::default() }],
                 norm,
                 loss_scale,
@@ -307,14 +274,8 @@ mod tests {
             let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
             prop_assert!(same(back.gradient_scale, scale) && same(back.clip_coefficient, clip));
             prop_assert!(same(back.norm, norm) && same(back.loss_scale, loss_scale));
-            let rates = match &back.correction {
-                Correction::LookAhead(rates) if !local => rates,
-                Correction::WorkerLocal(rates) if local => rates,
-                other => panic!("{other:?}"),
-            };
-            prop_assert!(same(back.groups[0].lr, lr) && same(rates[1], lr));
-            prop_assert!(back.amend.is_some() == local && back.amend.is_none_or(|gamma| same(gamma, lr)));
-            prop_assert_eq!(back.left_out, [LeftOut { param: 3, steps: bits[0], now: local }]);
+            prop_assert!(same(back.groups[0].lr, lr) && same(back.correction.look_ahead()[1], lr));
+            prop_assert_eq!(back.left_out, [LeftOut { param: 3, steps: bits[0], now }]);
             prop_assert_eq!(back.trainer_state, state);
             prop_assert_eq!(back.pause_reason, "overflowed \"hot\"");
             prop_assert!(standing.paused.as_deref() == Some("why") && same(standing.loss_scale.unwrap(), loss_scale));

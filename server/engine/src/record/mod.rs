@@ -1,6 +1,7 @@
 //! The record of a decided version and of the processes that have joined. Steps, tiers and checkpoints share it.
 
 pub(crate) mod exact;
+pub(crate) mod retired;
 
 use longshore_proto::{Commit, Incarnation, LeftOut, Version};
 

@@ -129,8 +129,6 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         Some("clip_coefficient")
     } else if earlier.correction != later.correction {
         Some("correction")
-    } else if earlier.amend != later.amend {
-        Some("amend")
     } else if earlier.left_out != later.left_out {
         Some("left_out")
     } else if earlier.groups != later.groups {

@@ -13,6 +13,7 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
 use super::fault::{FIELD, conflict, corrupt, internal, io, named};
+use crate::record::retired;
 
 pub(super) const HEADER_FILE: &str = "header.json";
 pub(super) const FOLDER: &str = "server-";
@@ -104,12 +105,15 @@ impl Header {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(io("read", &path)(error)),
         };
-        Header::decode(&text).map(Some).map_err(|why| {
+        let (header, body) = Header::decode(&text).map_err(|why| {
             corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
-        })
+        })?;
+        retired::check(body)?;
+        Ok(Some(header))
     }
 
-    fn decode(text: &[u8]) -> Result<Header, String> {
+    /// The header, and the JSON that it was read from.
+    fn decode(text: &[u8]) -> Result<(Header, &[u8]), String> {
         let line = text.iter().position(|&byte| byte == b'\n').ok_or("no first line")?;
         let (first, body) = (&text[..line], &text[line + 1..]);
         let envelope: Envelope = serde_json::from_slice(first).map_err(|error| error.to_string())?;
@@ -128,7 +132,7 @@ impl Header {
         }
         let header: Header = serde_json::from_slice(body).map_err(|error| error.to_string())?;
         match header.durable {
-            true => Ok(header),
+            true => Ok((header, body)),
             false => Err("made with --durability nothing, so that it holds no whole version".into()),
         }
     }

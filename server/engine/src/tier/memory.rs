@@ -17,8 +17,8 @@ pub(super) struct MemoryTier {
     shards: Vec<Mutex<Shard>>,
 }
 
-/// Master weights, first and second moments, amended image.
-type Shard = [Region; 4];
+/// Master weights, first and second moments.
+type Shard = [Region; 3];
 
 impl MemoryTier {
     /// `lengths` has the elements of each owned shard, and `shapes` what its arrays consist of.
@@ -45,10 +45,9 @@ impl MemoryTier {
     ) -> Result<MemoryTier, AllocationError> {
         let mut regions = slab.carve(&sizes(lengths, &shapes), pool)?.into_iter();
         let mut shards = Vec::with_capacity(lengths.len());
-        while let (Some(master), Some(first), Some(second), Some(amended)) =
-            (regions.next(), regions.next(), regions.next(), regions.next())
+        while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
         {
-            shards.push(Mutex::new([master, first, second, amended]));
+            shards.push(Mutex::new([master, first, second]));
         }
         Ok(MemoryTier { shapes, shards })
     }

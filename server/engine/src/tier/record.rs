@@ -1,9 +1,9 @@
 //! A small record that is there whole or not at all: a frame around JSON, in sectors of its own.
 
-use longshore_proto::{Commit, LeftOut, Version};
+use longshore_proto::{Commit, Fault, LeftOut, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::record::{Record, Standing, exact};
+use crate::record::{Record, Standing, exact, retired};
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;
@@ -48,6 +48,8 @@ pub(super) enum Found<T> {
     Valid(T),
     /// It was torn by a crash, or damaged since.
     Broken(String),
+    /// It is whole, and has a field that is not read any more.
+    Retired(Fault),
 }
 
 /// The CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach, and with carry-less
@@ -103,7 +105,11 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     if word(8) != FORMAT {
         return Found::Broken(format!("format {}, and this program knows {FORMAT}", word(8)));
     }
-    match serde_json::from_slice(&frame[HEAD..HEAD + json]) {
+    let body = &frame[HEAD..HEAD + json];
+    if let Err(fault) = retired::check(body) {
+        return Found::Retired(fault);
+    }
+    match serde_json::from_slice(body) {
         Ok(body) => Found::Valid(body),
         Err(error) => Found::Broken(error.to_string()),
     }

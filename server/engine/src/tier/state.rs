@@ -1,6 +1,5 @@
-//! A shard's state as a tier holds it: arrays of bytes, block after block. They are the master weights, the moments, and
-//! where the worker amends weights the amended image, which belongs to the same version. Of a frozen shard there is one
-//! array: its weights as workers pull them.
+//! A shard's state as a tier holds it: arrays of bytes, block after block. They are the master weights
+//! and the moments. Of a frozen shard there is one array: its weights as workers pull them.
 
 use longshore_proto::{
     Dtype, Formats, JobSpec, Layout, MasterFormat, Rule, ShardId, StateArray, StateFormat,
@@ -12,11 +11,8 @@ use crate::kernels::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// How many arrays there are: master weights, first and second moments, amended image.
-const ARRAYS: usize = 4;
-/// How many of them, from the first on, are the state that hashes and checkpoints know. The last is an image, which
-/// checkpoints have as the older one.
-const STATE_ARRAYS: usize = 3;
+/// How many arrays there are: master weights, first and second moments.
+const ARRAYS: usize = 3;
 
 /// What a shard's arrays consist of. All shards of a job that are trained have the same, and so have all frozen ones.
 ///
@@ -31,8 +27,8 @@ pub struct Shape {
     block: [usize; ARRAYS],
 }
 
-/// Whole blocks of a shard that are to be changed: master weights, first and second moments, amended image. What the job
-/// does not have is empty.
+/// Whole blocks of a shard that are to be changed: master weights, first and second moments. An array that the
+/// job does not have is empty.
 #[derive(Debug)]
 pub struct StateMut<'a> {
     shape: Shape,
@@ -49,15 +45,13 @@ pub struct StateRef<'a> {
 impl Shape {
     /// The shape of the shards that are trained.
     pub fn of(spec: &JobSpec) -> Shape {
-        let amended = if spec.worker_local { BLOCK * spec.image_dtype.bytes() as usize } else { 0 };
-        let [master, first, second, _] = Shape::new(spec.rule, spec.formats).block;
-        Shape { formats: spec.formats, frozen: None, block: [master, first, second, amended] }
+        Shape::new(spec.rule, spec.formats)
     }
 
     /// The shape of the frozen shards.
     pub fn of_frozen(spec: &JobSpec) -> Shape {
         let weights = BLOCK * spec.image_dtype.bytes() as usize;
-        Shape { formats: spec.formats, frozen: Some(spec.image_dtype), block: [weights, 0, 0, 0] }
+        Shape { formats: spec.formats, frozen: Some(spec.image_dtype), block: [weights, 0, 0] }
     }
 
     pub fn of_shard(spec: &JobSpec, layout: &Layout, shard: ShardId) -> Shape {
@@ -69,22 +63,15 @@ impl Shape {
         shards.iter().map(|&shard| Shape::of_shard(spec, layout, shard)).collect()
     }
 
-    /// The shape of a job whose worker amends nothing.
     pub fn new(rule: Rule, formats: Formats) -> Shape {
         let moment = |slot: usize| if slot < rule.state_slots() { formats.state.bytes(BLOCK) } else { 0 };
-        let block = [formats.master.bytes(BLOCK), moment(0), moment(1), 0];
+        let block = [formats.master.bytes(BLOCK), moment(0), moment(1)];
         Shape { formats, frozen: None, block }
     }
 
     /// The bytes of one block in each array; 0 in one that the job does not have.
     pub fn block(&self) -> [usize; ARRAYS] {
         self.block
-    }
-
-    /// The bytes of one block of master weights, first and second moments.
-    pub fn state(&self) -> [usize; STATE_ARRAYS] {
-        let [master, first, second, _] = self.block;
-        [master, first, second]
     }
 
     /// The bytes that whole blocks take in each array.
@@ -103,26 +90,25 @@ impl<'a> StateMut<'a> {
     /// Unless all arrays have the same number of whole blocks.
     pub fn new(shape: Shape, arrays: [&'a mut [u8]; ARRAYS]) -> StateMut<'a> {
         let blocks = arrays[0].len() / shape.block[0];
-        assert_eq!([0, 1, 2, 3].map(|array| arrays[array].len()), shape.block.map(|bytes| bytes * blocks));
+        assert_eq!([0, 1, 2].map(|array| arrays[array].len()), shape.block.map(|bytes| bytes * blocks));
         StateMut { shape, arrays }
     }
 
     pub fn as_ref(&self) -> StateRef<'_> {
-        let [master, first, second, amended] = &self.arrays;
-        StateRef { shape: self.shape, arrays: [master, first, second, amended] }
+        let [master, first, second] = &self.arrays;
+        StateRef { shape: self.shape, arrays: [master, first, second] }
     }
 
     /// Cuts it into its blocks.
     pub fn blocks(self) -> impl Iterator<Item = StateMut<'a>> {
         let (shape, count) = (self.shape, self.as_ref().blocks());
         let mut cuts: [_; ARRAYS] = {
-            let [master, first, second, amended] = self.arrays;
-            let [a, b, c, d] = shape.block;
-            [(master, a), (first, b), (second, c), (amended, d)]
-                .map(|(array, bytes)| array.chunks_exact_mut(bytes.max(1)))
+            let [master, first, second] = self.arrays;
+            let [a, b, c] = shape.block;
+            [(master, a), (first, b), (second, c)].map(|(array, bytes)| array.chunks_exact_mut(bytes.max(1)))
         };
         (0..count).map(move |_| {
-            let arrays = [0, 1, 2, 3].map(|array| cuts[array].next().unwrap_or_default());
+            let arrays = [0, 1, 2].map(|array| cuts[array].next().unwrap_or_default());
             StateMut { shape, arrays }
         })
     }
@@ -132,23 +118,9 @@ impl<'a> StateMut<'a> {
     /// # Panics
     /// If the job has any other format.
     pub fn f32(&mut self) -> State<'_> {
-        self.f32_and_amended().0
-    }
-
-    /// Does what [`f32`](StateMut::f32) does, and gives the bytes of the amended image beside it.
-    ///
-    /// # Panics
-    /// If the job has any other format.
-    pub fn f32_and_amended(&mut self) -> (State<'_>, &mut [u8]) {
         assert!(self.shape.formats.is_fp32(), "state of {:?} taken for fp32", self.shape.formats);
-        let [master, first, second, amended] = &mut self.arrays;
-        (State { master: floats(master), first: floats(first), second: floats(second) }, amended)
-    }
-
-    /// The bytes of the amended image.
-    pub fn into_amended(self) -> &'a mut [u8] {
-        let [_, _, _, amended] = self.arrays;
-        amended
+        let [master, first, second] = &mut self.arrays;
+        State { master: floats(master), first: floats(first), second: floats(second) }
     }
 
     /// A frozen shard's weights; None for any other shard.
@@ -164,7 +136,7 @@ impl<'a> StateMut<'a> {
     /// The form that kernels of all formats take, for one block.
     pub fn low(&mut self) -> StateLow<'_> {
         let format = self.shape.formats.state;
-        let [master, first, second, _] = self.arrays.each_mut().map(|array| &mut **array);
+        let [master, first, second] = self.arrays.each_mut().map(|array| &mut **array);
         StateLow {
             master: self.shape.master(master),
             first: moment(format, first),
@@ -230,27 +202,7 @@ impl<'a> StateRef<'a> {
             let bytes = self.shape.block[array];
             &self.arrays[array][index * bytes..(index + 1) * bytes]
         };
-        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2), part(3)] }
-    }
-
-    /// Master weights, first and second moments.
-    pub fn state(&self) -> [&'a [u8]; STATE_ARRAYS] {
-        let [master, first, second, _] = self.arrays;
-        [master, first, second]
-    }
-
-    /// The amended image; empty where the job has none.
-    pub fn amended(&self) -> &'a [u8] {
-        self.arrays[STATE_ARRAYS]
-    }
-
-    /// The second moments as floats.
-    ///
-    /// # Panics
-    /// If the job keeps moments in any other format.
-    pub fn second(&self) -> &'a [f32] {
-        assert!(self.shape.formats.is_fp32(), "state of {:?} taken for fp32", self.shape.formats);
-        bytemuck::cast_slice(self.arrays[2])
+        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2)] }
     }
 
     /// Hands one block of an array that the shard has to `with`, as f32.

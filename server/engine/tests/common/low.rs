@@ -97,8 +97,7 @@ impl Low {
             Dtype::Bf16 => ImageMut::Bf16(&mut narrow),
         };
         let state = StateLow { master, first, second };
-        let compensation = commit.correction.compensation() as f32;
-        update_low(Isa::Scalar, &segments, Gradient::f32(gradient), state, image, compensation, random);
+        update_low(Isa::Scalar, &segments, Gradient::f32(gradient), state, image, random);
         let mut image = match spec.image_dtype {
             Dtype::F32 => encode(&wide, Dtype::F32),
             Dtype::F16 | Dtype::Bf16 => narrow.iter().flat_map(|bits| bits.to_le_bytes()).collect(),

@@ -69,7 +69,6 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         gradient_scale: spec.contributions() as f64,
         clip_coefficient: 1.0,
         correction: Correction::None,
-        amend: None,
         left_out: Vec::new(),
         groups: vec![Hyper { weight_decay: 0.01, ..Hyper::default() }; spec.groups.len()],
         norm: 0.0,

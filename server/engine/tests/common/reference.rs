@@ -60,10 +60,6 @@ pub(crate) struct Reference {
     pub(crate) second: Vec<f32>,
     /// The image's bytes, as workers pull them.
     pub(crate) image: Vec<u8>,
-    /// In a version whose images the worker amends: one rate for each 64 elements.
-    pub(crate) rates: Option<Vec<f32>>,
-    /// The image before, as a worker amends it with the last step's gradient, if that step does so.
-    pub(crate) amended: Option<Vec<u8>>,
     /// Stands in place of the three arrays where any of them is not fp32.
     low: Option<Low>,
     /// The weights as they were given, in the image's format. The frozen ranges of every image are these.
@@ -100,8 +96,6 @@ impl Reference {
             first: slot(0),
             second: slot(1),
             image,
-            rates: None,
-            amended: None,
             low,
             spec: spec.clone(),
             given,
@@ -132,8 +126,6 @@ impl Reference {
         let gradient = sum(&self.spec, contributions);
         self.version += 1;
         assert_eq!(commit.step.0, self.version);
-        self.amended =
-            commit.amend.filter(|_| !commit.skip).map(|gamma| self.amend(gamma, &gradient, commit));
         if commit.skip {
             return;
         }
@@ -162,64 +154,13 @@ impl Reference {
             set(&mut self.second, index, b);
             emitted[index] = quiet(match &commit.correction {
                 Correction::None => new,
-                Correction::Compensation(c) => new - *c as f32 * (old - new),
                 Correction::LookAhead(lr) => {
                     let lr = lr[self.group[index] as usize];
                     new - ahead(self.spec.rule, hyper, lr, t, raw * multiplier, (old, new), (a, b))
                 }
-                Correction::WorkerLocal(lr) => {
-                    let lr = lr[self.group[index] as usize];
-                    let next = lr / (1.0 - hyper.beta1.powi(self.applied as i32 + 1));
-                    let decay = if self.spec.rule == Rule::AdamW { lr * hyper.weight_decay } else { 0.0 };
-                    let known = (next * hyper.beta1) as f32 * a / denominator(hyper, self.applied, b);
-                    new - (known + decay as f32 * new)
-                }
             });
         }
-        self.rates = match &commit.correction {
-            Correction::WorkerLocal(lr) => Some(self.rates(commit, lr)),
-            _ => None,
-        };
         self.image = self.with_frozen(encode(&emitted, self.spec.image_dtype));
-    }
-
-    /// What a worker makes of the image that it has.
-    fn amend(&self, gamma: f64, gradient: &[f32], commit: &Commit) -> Vec<u8> {
-        let factors = shares(&self.spec, |share| {
-            (gamma * commit.clip_coefficient / (commit.gradient_scale * share)) as f32
-        });
-        let rates = self.rates.as_ref().expect("the version before has rates");
-        let image = decode(&self.image, self.spec.image_dtype);
-        let amend = |(index, x): (usize, &f32)| {
-            let hyper = &commit.groups[self.group[index / 64 * 64] as usize];
-            let limit = (gamma * hyper.lr * (1.0 - hyper.beta1) / (1.0 - hyper.beta2).sqrt()) as f32;
-            let step = rates[index / 64] * (gradient[index] * factors[index]);
-            quiet(x - step.clamp(-limit, limit))
-        };
-        self.with_frozen(encode(
-            &image.iter().enumerate().map(amend).collect::<Vec<_>>(),
-            self.spec.image_dtype,
-        ))
-    }
-
-    /// The next step's size over the root mean square of a group's denominators. The squares are added in sixteen sums,
-    /// which are folded as a tree.
-    fn rates(&self, commit: &Commit, lr: &[f64]) -> Vec<f32> {
-        let rate = |(index, group): (usize, &[f32])| {
-            let of = self.group[index * 64] as usize;
-            let hyper = &commit.groups[of];
-            let mut sums = [0.0f32; 16];
-            for (at, &v) in group.iter().enumerate() {
-                let d = denominator(hyper, self.applied, v);
-                sums[at % 16] += d * d;
-            }
-            let halves: Vec<f32> = (0..8).map(|sum| sums[sum] + sums[sum + 8]).collect();
-            let fours: Vec<f32> = (0..4).map(|sum| halves[sum] + halves[sum + 4]).collect();
-            let total = (fours[0] + fours[2]) + (fours[1] + fours[3]);
-            let next = lr[of] / (1.0 - hyper.beta1.powi(self.applied as i32 + 1));
-            quiet((next * (1.0 - hyper.beta1)) as f32 / (total / 64.0).sqrt())
-        };
-        self.second.chunks(64).enumerate().map(rate).collect()
     }
 
     /// The master weights in fp32, whatever format they are kept in. Frozen ones are those of the image.
@@ -306,15 +247,11 @@ pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
 
 /// By flat element: what its summed gradient is multiplied by.
 pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
-    shares(spec, |share| (commit.clip_coefficient / (commit.gradient_scale * share)) as f32)
-}
-
-/// By flat element: what follows from the share of ranks that contribute to it.
-fn shares(spec: &JobSpec, of: impl Fn(f64) -> f32) -> Vec<f32> {
     let mut found = vec![0.0; flat_elements(spec)];
     for (range, ranks) in partitions(spec) {
         if !ranks.is_empty() {
-            found[range].fill(of(ranks.len() as f64 / f64::from(spec.world_size)));
+            let share = ranks.len() as f64 / f64::from(spec.world_size);
+            found[range].fill((commit.clip_coefficient / (commit.gradient_scale * share)) as f32);
         }
     }
     found
@@ -390,10 +327,6 @@ fn adam(h: &Hyper, t: u64, g: f32, master: f32, first: &mut f32, second: &mut f3
     let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
     let rate = (h.lr / (1.0 - power(h.beta1))) as f32;
     master - rate * (*first / (second.sqrt() * inverse_root + h.eps as f32))
-}
-
-fn denominator(h: &Hyper, t: u64, second: f32) -> f32 {
-    second.sqrt() * (1.0 / (1.0 - h.beta2.powi(t as i32)).sqrt()) as f32 + h.eps as f32
 }
 
 /// How far an image that looks ahead is ahead of the new weight: the next step as far as it is known, `lr` being its

@@ -27,27 +27,9 @@ const CASES: &[Case] = &[
     (|c| c.loss_scale = 0.0, (Invalid, "commit.loss_scale", &["finite and above 0"])),
     (|c| c.loss_scale = f64::NAN, (Invalid, "commit.loss_scale", &["NaN"])),
     (
-        |c| c.correction = Correction::Compensation(-0.5),
-        (Invalid, "commit.compensation", &["-0.5", "in [0, 1]"]),
-    ),
-    (
-        |c| c.correction = Correction::Compensation(1.5),
-        (Invalid, "commit.compensation", &["1.5", "in [0, 1]"]),
-    ),
-    (|c| c.correction = Correction::Compensation(f64::NAN), (Invalid, "commit.compensation", &["NaN"])),
-    (
-        |c| c.correction = Correction::Compensation(0.5),
-        (Invalid, "commit.compensation", &["0.5", "max_delay 0"]),
-    ),
-    (
         |c| c.correction = Correction::LookAhead(vec![0.1, 0.1]),
         (Invalid, "commit.look_ahead", &["given", "max_delay 0"]),
     ),
-    (
-        |c| c.correction = Correction::WorkerLocal(vec![0.1, 0.1]),
-        (Invalid, "commit.worker_local", &["given", "without worker_local"]),
-    ),
-    (|c| c.amend = Some(1.0), (Invalid, "commit.amend", &["is 1", "without worker_local"])),
     (|c| c.groups.truncate(1), (Invalid, "commit.groups", &["is 1", "2, the job's number of param groups"])),
     (|c| c.groups.push(Hyper::default()), (Invalid, "commit.groups", &["is 3"])),
     (|c| c.groups.clear(), (Invalid, "commit.groups", &["is 0"])),
@@ -268,53 +250,4 @@ fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     let fault = chunk(&cluster, 3).unwrap_err();
     check(&fault, (Conflict, "loss_scale", &["is 1 (step 3", "must be 8, that of the version"]));
     assert_eq!(cluster.commit(&pausing), Ok(vec![true, true]), "a late copy is still the same one");
-}
-
-/// What a commit says of amended weights follows from the commit before.
-#[test]
-fn commits_amend_what_the_one_before_left_to_amend() {
-    let spec = longshore_proto::JobSpec {
-        worker_local: true,
-        leave_out: false,
-        world_size: 1,
-        micro_steps: 1,
-        max_delay: 1,
-        ..small()
-    };
-    let flats = [super::gradient(&spec, 1, 1.0)];
-    let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-    let local = |step| Commit {
-        correction: Correction::WorkerLocal(vec![0.1; spec.groups.len()]),
-        ..commit(&spec, step)
-    };
-    let refused =
-        |cluster: &mut Cluster, commit: Commit, expected: (&'static str, &'static [&'static str])| {
-            let fault = cluster.commit(&commit).unwrap_err();
-            check(&fault, (Invalid, expected.0, expected.1));
-        };
-    let amends = |commit: Commit| Commit { amend: Some(1.0), ..commit };
-    let skips = |commit: Commit| Commit { skip: true, ..commit };
-    cluster.push(1, &flats);
-    refused(&mut cluster, amends(local(1)), ("commit.amend", &["has no worker_local"]));
-    refused(&mut cluster, skips(local(1)), ("commit.worker_local", &["none in a skip"]));
-    cluster.step(&flats, &local(1));
-    cluster.push(2, &flats);
-    refused(&mut cluster, local(2), ("commit.amend", &["given after a commit with worker_local"]));
-    refused(
-        &mut cluster,
-        skips(commit(&spec, 2)),
-        ("commit.worker_local", &["repeated, with groups, by a skip"]),
-    );
-    refused(&mut cluster, skips(amends(local(2))), ("commit.amend", &["none in a commit that skips"]));
-    for gamma in [0.0, -1.0, 4.5, f64::NAN] {
-        refused(
-            &mut cluster,
-            Commit { amend: Some(gamma), ..local(2) },
-            ("commit.amend", &["a gamma in (0, 4]"]),
-        );
-    }
-    cluster.step(&flats, &skips(local(2)));
-    cluster.step(&flats, &amends(local(3)));
-    cluster.step(&flats, &amends(commit(&spec, 4)));
-    cluster.step(&flats, &commit(&spec, 5));
 }

@@ -128,11 +128,6 @@ fn a_job_that_could_not_leave_parameters_out_is_refused() {
     low.formats.state = StateFormat::Block8;
     let words: &[&str] = &["f32 or bf16 (parameters share 8-bit scales) with leave_out", "zeros then count"];
     check(&low.validate().unwrap_err(), (Invalid, "spec.state_format", words));
-    let local = JobSpec { worker_local: true, world_size: 1, micro_steps: 1, max_delay: 1, ..spec.clone() };
-    check(
-        &local.validate().unwrap_err(),
-        (Invalid, "spec.worker_local", &["no step changes) with leave_out"]),
-    );
     let mut many = spec;
     let param = many.params[0].clone();
     many.params =

@@ -146,7 +146,6 @@ const OTHER_SPECS: &[(Change, &str)] = &[
     (|s| s.formats.master = MasterFormat::Bf16, "spec.master_format"),
     (|s| s.formats.seed = 1, "spec.rounding_seed"),
     (|s| s.unchecked = true, "spec.unchecked"),
-    (|s| s.worker_local = true, "spec.worker_local"),
 ];
 
 #[test]
@@ -213,62 +212,6 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert_eq!(budget.reserved(), 0);
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes - 1)).is_err());
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
-}
-
-/// A job that a worker can amend weights of.
-fn local() -> JobSpec {
-    JobSpec { worker_local: true, world_size: 1, micro_steps: 1, max_delay: 1, ..small() }
-}
-
-#[test]
-fn a_job_whose_worker_could_not_amend_its_weights_is_refused() {
-    assert!(local().validate().is_ok());
-    let of_one = JobSpec { world_size: 2, partitions: cut(&[(0, &[1]), (1, &[0])]), ..local() };
-    assert!(of_one.validate().is_ok());
-    let refused: [(Change, &str, &[&str]); 8] = [
-        (
-            |s| (s.world_size, s.partitions) = (2, cut(&[(0, &[0]), (1, &[0, 1])])),
-            "spec.world_size",
-            &["with worker_local", "one contributor each"],
-        ),
-        (|s| s.max_delay = 0, "spec.max_delay", &["with worker_local", "exact steps lack nothing"]),
-        (|s| s.world_size = 2, "spec.world_size", &["with worker_local", "a rank holds its own gradient"]),
-        (
-            |s| s.micro_steps = 2,
-            "spec.micro_steps",
-            &["with worker_local", "add up micro-steps on the worker"],
-        ),
-        (|s| s.rule = Rule::Lion, "spec.rule", &["with worker_local", "adamw or adam"]),
-        (|s| s.rule = Rule::Adagrad, "spec.rule", &["with worker_local", "adamw or adam"]),
-        (
-            |s| s.formats.state = StateFormat::Bf16,
-            "spec.state_format",
-            &["with worker_local", "before state is rounded"],
-        ),
-        (
-            |s| s.formats.master = MasterFormat::Bf16,
-            "spec.master_format",
-            &["with worker_local", "before state is rounded"],
-        ),
-    ];
-    for (change, field, why) in refused {
-        let mut spec = local();
-        change(&mut spec);
-        check(&spec.validate().unwrap_err(), (Invalid, field, why));
-    }
-}
-
-/// The need is computed by hand: the amended image lies beside the state, and two versions' rates beside the images.
-#[test]
-fn amended_images_and_rates_are_needed_too() {
-    let elements = 7 * BLOCK as u64;
-    let need = |spec: JobSpec| {
-        let layout = spec.validate().unwrap();
-        Need::of(&spec, &layout, &placement(&spec, 2).owned(ServerId(0)), &Storage::default())
-    };
-    let (plain, local) = (need(JobSpec { worker_local: false, ..local() }), need(local()));
-    assert_eq!(local.state, plain.state + 2 * elements);
-    assert_eq!(local.images, plain.images + 2 * 4 * elements / 64);
 }
 
 /// The need is computed by hand. Instead of 12 bytes of fp32 state it has 2 and 2 and 2 in bf16, or 2 and 1 and 1

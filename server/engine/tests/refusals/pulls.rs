@@ -49,25 +49,25 @@ fn what_is_overwritten_while_it_is_sent_has_another_checksum() {
         Slice { shard: ShardId(0), offset: 11, elements: 1300 },
     ] {
         let job = &midway.cluster.jobs[0];
-        assert!(job.lend_image(&slice, Version(2), false).unwrap().is_none(), "step 2 is in flight");
-        let first = job.lend_image(&slice, Version(1), false).unwrap().unwrap();
+        assert!(job.lend_image(&slice, Version(2)).unwrap().is_none(), "step 2 is in flight");
+        let first = job.lend_image(&slice, Version(1)).unwrap().unwrap();
         // The second time the checksum is known.
-        let again = job.lend_image(&slice, Version(1), false).unwrap().unwrap();
+        let again = job.lend_image(&slice, Version(1)).unwrap().unwrap();
         assert_eq!((crc32(&sent(&first.bytes)), first.crc32), (again.crc32, crc32(&sent(&again.bytes))));
-        let copied = job.copy_image(&slice, Version(1), false).unwrap().unwrap();
+        let copied = job.copy_image(&slice, Version(1)).unwrap().unwrap();
         assert_eq!((copied.bytes, copied.crc32), (sent(&first.bytes), first.crc32));
     }
     let slice = Slice { shard: ShardId(0), offset: 0, elements: 5 * BLOCK as u64 };
     let Pulled { bytes, crc32: sum, .. } =
-        midway.cluster.jobs[0].lend_image(&slice, Version(0), false).unwrap().unwrap();
+        midway.cluster.jobs[0].lend_image(&slice, Version(0)).unwrap().unwrap();
     assert_eq!(crc32(&sent(&bytes)), sum);
     let flats = midway.second.clone();
     midway.cluster.step(&flats, &commit(&midway.cluster.spec, 2));
     assert_ne!(crc32(&sent(&bytes)), sum);
     let job = &midway.cluster.jobs[0];
-    let fault = job.lend_image(&slice, Version(0), false).err().unwrap();
+    let fault = job.lend_image(&slice, Version(0)).err().unwrap();
     check(&fault, (NotFound, "version", &["is 0", "one of those kept: 1 and 2"]));
-    let Pulled { bytes, crc32: sum, .. } = job.lend_image(&slice, Version(2), false).unwrap().unwrap();
+    let Pulled { bytes, crc32: sum, .. } = job.lend_image(&slice, Version(2)).unwrap().unwrap();
     assert_eq!(crc32(&sent(&bytes)), sum, "the checksum of the version before is forgotten");
     midway.finish();
 }

@@ -89,7 +89,7 @@ fn step_of(spec: &JobSpec, step: u64) -> (Vec<Vec<u8>>, longshore_proto::Commit)
     commit.trainer_state = vec![step as u8; 9];
     if spec.max_delay > 0 {
         commit.correction = match step % 2 {
-            0 => Correction::Compensation(0.5),
+            0 => Correction::None,
             _ => Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect()),
         };
     }

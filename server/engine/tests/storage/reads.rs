@@ -71,7 +71,7 @@ fn chunks(job: &Job) -> Vec<Slice> {
 
 /// Pulls a slice, if its version is there.
 fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
-    match job.copy_image(slice, Version(version), false) {
+    match job.copy_image(slice, Version(version)) {
         Ok(found) => found.map(|Pulled { bytes, crc32: sum, .. }| {
             assert_eq!(crc32(&bytes), sum);
             bytes
@@ -237,7 +237,7 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
         if ahead {
             job.read_ahead(&slice, Version(1));
         }
-        let fault = job.copy_image(&slice, Version(1), false).err().expect("a damaged block");
+        let fault = job.copy_image(&slice, Version(1)).err().expect("a damaged block");
         assert_eq!(fault.kind, FaultKind::Corrupt, "{fault}");
         assert!(fault.to_string().contains("image of shard 0, block 0"), "{fault}");
     }

@@ -68,10 +68,8 @@ impl TierCase {
         storage: impl Fn(&mut Roots) -> Storage,
     ) -> TierCase {
         let mut spec = spec(&[5, 3 * BLOCK as u64 + 9], &[0, 1]);
-        // Shards of two blocks and of one; a delayed job, since its images are kept wherever any are, and one whose worker
-        // amends its weights, since it has all arrays.
+        // Shards of two blocks and of one; a delayed job, since its images are kept wherever any are.
         (spec.tier, spec.max_delay, spec.shard_elements) = (tier, 1, 2 * BLOCK as u64);
-        (spec.worker_local, spec.world_size, spec.micro_steps) = (true, 1, 1);
         let mut roots = Roots(Vec::new());
         let storage = storage(&mut roots);
         let (layout, placement) = (spec.validate().unwrap(), cluster::placement(&spec, 1));

@@ -24,8 +24,6 @@ const DEFAULT_PARAMS: u64 = 200_000_000;
 pub(super) struct Shape {
     pub(super) wire: Dtype,
     pub(super) state: tier::Shape,
-    /// An amended image is written beside the image.
-    pub(super) amended: bool,
 }
 
 pub(super) struct Arrays {
@@ -48,7 +46,7 @@ impl Shape {
     /// How many bytes go through memory for each block: the state is read and written.
     pub(super) fn block_bytes(&self) -> usize {
         let wire = BLOCK * self.wire.bytes() as usize;
-        2 * (wire + self.state.block().iter().sum::<usize>()) + if self.amended { wire } else { 0 }
+        2 * (wire + self.state.block().iter().sum::<usize>())
     }
 }
 
@@ -90,7 +88,7 @@ impl Arrays {
     fn refill(&mut self, pool: &ThreadPool) {
         let shape = tier::Shape::new(Rule::AdamW, self.formats);
         for shard in &mut self.shards {
-            let (_, state, _) = shard.cut(Shape { wire: Dtype::F32, state: shape, amended: false });
+            let (_, state, _) = shard.cut(Shape { wire: Dtype::F32, state: shape });
             pool.blocks(state.blocks().collect(), |mut block: StateMut<'_>| fill(&mut block));
         }
     }
@@ -102,21 +100,19 @@ impl Shard {
         pool.blocks(gradient.collect(), |part: &mut [u16]| fill_gradient(part));
     }
 
-    /// The parts of the arrays that a case uses: gradient, state and image, which is followed by the amended one.
+    /// The parts of the arrays that a case uses: gradient, state and image.
     pub(super) fn cut(&mut self, shape: Shape) -> (&[u8], StateMut<'_>, &mut [u8]) {
         let wire = self.len * shape.wire.bytes() as usize;
-        let [master, first, second, _] = shape.state.arrays(self.len);
+        let [master, first, second] = shape.state.arrays(self.len);
         let arrays = [
             &mut self.master.bytes_mut()[..master],
             &mut self.first.bytes_mut()[..first],
             &mut self.second.bytes_mut()[..second],
-            &mut [],
         ];
-        let images = if shape.amended { 2 * wire } else { wire };
         (
             &self.gradient.bytes()[..wire],
             StateMut::new(shape.state, arrays),
-            &mut self.image.bytes_mut()[..images],
+            &mut self.image.bytes_mut()[..wire],
         )
     }
 }

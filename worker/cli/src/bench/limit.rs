@@ -10,15 +10,8 @@ pub(super) fn pass(arrays: &mut Arrays, pool: &ThreadPool, shape: Shape) {
     for shard in &mut arrays.shards {
         let (gradient, state, image) = shard.cut(shape);
         let wire = BLOCK * shape.wire.bytes() as usize;
-        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(if shape.amended {
-            2 * wire
-        } else {
-            wire
-        }));
-        let items = blocks.map(|((read, state), write)| {
-            let [master, first, second, _] = state.arrays;
-            Traffic { read, update: [master, first, second], write }
-        });
+        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
+        let items = blocks.map(|((read, state), write)| Traffic { read, update: state.arrays, write });
         pool.blocks(items.collect(), |block: Traffic<'_>| block.run(BLOCK));
     }
 }

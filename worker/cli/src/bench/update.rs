@@ -2,14 +2,14 @@
 
 mod cases;
 
-use std::{hint::black_box, time::Instant};
+use std::time::Instant;
 
 use longshore_engine::{
-    kernels::{self, Amended, Gradient, Hyper, ImageMut, Isa, Missing, Random, Scalars, State},
+    kernels::{self, Gradient, Hyper, ImageMut, Random, Scalars},
     threads::{ThreadPool, available_threads},
     tier::StateMut,
 };
-use longshore_proto::{Dtype, Formats, limits::RATE_ELEMENTS};
+use longshore_proto::{Dtype, Formats};
 
 pub(super) use self::cases::Update;
 use self::cases::{Case, Images};
@@ -50,55 +50,25 @@ impl Arrays {
     fn pass(&mut self, pool: &ThreadPool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
-        let amended =
-            (case.images == Images::Amended).then(|| Amended::new(case.rule, &hyper, 10, hyper.lr)).flatten();
-        let scalars = match (case.images, &amended) {
-            (Images::Ahead, _) => scalars.looking_ahead(&hyper, 10, hyper.lr),
-            (_, Some(amended)) => scalars.amended_by_worker(amended),
-            _ => scalars,
+        let scalars = match case.images {
+            Images::Ahead => scalars.looking_ahead(&hyper, 10, hyper.lr),
+            Images::Plain => scalars,
         };
         let mut first_element = 0;
         for shard in &mut self.shards {
             let blocks = shard.blocks(case).into_iter().enumerate().collect();
             pool.blocks(blocks, |(block, (gradient, mut state, mut image))| {
-                if let Some(amended) = &amended {
-                    return amending(case.isa, &scalars, amended, gradient, state.f32(), image);
-                }
                 if case.formats.is_fp32() {
-                    return kernels::update(case.isa, &scalars, gradient, state.f32(), image, 0.0);
+                    return kernels::update(case.isa, &scalars, gradient, state.f32(), image);
                 }
                 let first_element = first_element + (block * BLOCK) as u64;
                 let random = Random { seed: case.formats.seed, step: 10, first_element };
                 let segments = [(0..BLOCK, &scalars)];
                 let image = image.slice(0..BLOCK);
-                kernels::update_low(case.isa, &segments, gradient, state.low(), image, 0.0, random);
+                kernels::update_low(case.isa, &segments, gradient, state.low(), image, random);
             });
             first_element += shard.len as u64;
         }
-    }
-}
-
-/// A block's update as a server makes it where the worker amends weights: in tiles, each with its part of the amended
-/// image before the update, and with its rates after it.
-fn amending(
-    isa: Isa,
-    scalars: &Scalars,
-    amended: &Amended,
-    gradient: Gradient<'_>,
-    mut state: State<'_>,
-    mut images: ImageMut<'_>,
-) {
-    const TILE: usize = 4096;
-    let mut rates = [0.0; TILE / RATE_ELEMENTS as usize];
-    for start in (0..BLOCK).step_by(TILE) {
-        let tile = start..start + TILE;
-        let gradient = gradient.slice(tile.clone());
-        let mut state = state.slice(tile.clone());
-        let older = images.slice(BLOCK + start..BLOCK + start + TILE);
-        kernels::amend(isa, amended, Missing { multiplier: 1.0, limit: 1.0 }, gradient, state.kept(), older);
-        kernels::update(isa, scalars, gradient, state.slice(0..TILE), images.slice(tile), 0.0);
-        kernels::rates(isa, amended, state.second, &mut rates);
-        black_box(&mut rates);
     }
 }
 
@@ -106,8 +76,7 @@ impl Shard {
     fn blocks(&mut self, case: Update) -> Vec<(Gradient<'_>, StateMut<'_>, ImageMut<'_>)> {
         let (gradient, state, image) = self.cut(case.shape());
         let wire = BLOCK * case.wire.bytes() as usize;
-        let images = if case.images == Images::Amended { 2 * wire } else { wire };
-        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(images));
+        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
         let block = |((gradient, state), image)| match case.wire {
             Dtype::F32 => (
                 Gradient::f32(bytemuck::cast_slice(gradient)),
@@ -232,7 +201,7 @@ fn selected(settings: &Settings) -> anyhow::Result<Vec<Case>> {
 
 #[cfg(test)]
 mod tests {
-    use longshore_engine::kernels::Rule;
+    use longshore_engine::kernels::{Isa, Rule};
 
     use super::*;
 

@@ -43,10 +43,12 @@ Exit codes:
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 /// Flags of earlier releases, and what to do instead. Rows stay for one release.
-pub const RETIRED: [Retired; 9] = [
+pub const RETIRED: [Retired; 12] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
+    ("correction", "leave it out of `plan`: a server takes the same memory with and without it"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
     ("durability", DURABILITY),
+    ("newer-from", "leave it out: all micro-steps of a delayed step compute with the same weights"),
     (
         "format",
         "leave it out for safetensors, or call longshore.checkpoint.save_deepspeed(optimizer, FOLDER) in Python",

@@ -14,7 +14,6 @@ use longshore_proto::{
     limits::{DEFAULT_SHARD_ELEMENTS, PROCESS_BYTES},
 };
 use longshore_server::config::{ByteSize, Spill};
-use longshore_worker::DelayCorrection;
 use serde_json::json;
 
 use crate::{
@@ -52,9 +51,6 @@ pub(super) struct Args {
     /// 0: exact. 1: each step computes with the weights of the step before last
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
     delay: u32,
-    /// As `longshore train --correction`: worker-local takes more of the servers
-    #[arg(long, default_value = "look-ahead", value_name = "CORRECTION")]
-    correction: DelayCorrection,
     /// Elements of a shard
     #[arg(long, default_value_t = DEFAULT_SHARD_ELEMENTS, value_name = "N")]
     shard_elements: u64,

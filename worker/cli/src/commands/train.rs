@@ -103,12 +103,7 @@ pub(super) struct Args {
     /// Exact steps before the delay starts
     #[arg(long, default_value_t = longshore_worker::schedule::DEFAULT_WARMUP_STEPS, help_heading = "Offloading")]
     warmup_steps: u64,
-    /// The first micro-step of a delayed step that computes with the newest weights, counted from 0 [default: none does]
-    #[arg(long, help_heading = "Offloading")]
-    newer_from: Option<u32>,
-    /// What makes up for the delay: look-ahead, look-ahead-by-this-rate, worker-local (for one rank), worker-local=GAMMA,
-    /// compensation=C with C up to 1, or none
-    /// [default: look-ahead]
+    /// The correction of the delay: look-ahead, or none (for lion and adagrad) [default: look-ahead]
     #[arg(long, help_heading = "Offloading")]
     correction: Option<DelayCorrection>,
     /// Gradients on the wire: bf16, f16 or f32

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::Settings;
 
 /// Where each setting stands in what is recorded, and the flag that users know it by.
-const FLAGS: [(&str, &str); 9] = [
+const FLAGS: [(&str, &str); 8] = [
     ("/seed", "--seed"),
     ("/batch", "--batch"),
     ("/micro_steps", "--micro-steps"),
@@ -14,7 +14,6 @@ const FLAGS: [(&str, &str); 9] = [
     ("/steps", "--steps"),
     ("/delay/steps", "--delay"),
     ("/delay/warmup_steps", "--warmup-steps"),
-    ("/delay/newer_from", "--newer-from"),
     ("/delay/correction", "--correction"),
 ];
 
@@ -30,10 +29,9 @@ fn of(settings: &Settings) -> Value {
         "steps": steps,
     });
     if settings.delay > 0 {
-        let Settings { delay, delay_warmup_steps, newer_from, correction, .. } = *settings;
+        let Settings { delay, delay_warmup_steps, correction, .. } = *settings;
         state["delay"] = json!({
-            "steps": delay, "warmup_steps": delay_warmup_steps, "newer_from": newer_from,
-            "correction": correction.to_string(),
+            "steps": delay, "warmup_steps": delay_warmup_steps, "correction": correction.to_string(),
         });
     }
     state
@@ -54,7 +52,17 @@ pub(super) fn differences(before: &[u8], settings: &Settings) -> Vec<String> {
             )
         })
     };
-    FLAGS.into_iter().filter_map(said).collect()
+    FLAGS.into_iter().filter_map(said).chain(newer_from(&before)).collect()
+}
+
+/// A setting of earlier versions, where it had an effect.
+fn newer_from(before: &Value) -> Option<String> {
+    let number = |place| before.pointer(place).and_then(Value::as_u64);
+    let newer = number("/delay/newer_from").zip(number("/micro_steps"));
+    let (first, _) = newer.filter(|(first, micro_steps)| first < micro_steps)?;
+    Some(format!(
+        "this job was trained so far with --newer-from {first}, and goes on without it: its bits are those of neither"
+    ))
 }
 
 /// A setting as its flag takes it. None where it means nothing, as a delay's settings do in an exact job.

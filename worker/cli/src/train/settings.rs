@@ -52,7 +52,6 @@ pub struct Settings {
     pub delay: u32,
     pub delay_warmup_steps: u64,
     /// The first micro-step of a delayed step that computes with the newest weights.
-    pub newer_from: u32,
     pub correction: DelayCorrection,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
@@ -144,7 +143,6 @@ impl Settings {
             tier: self.tier,
             formats: self.formats,
             unchecked: self.unchecked,
-            worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
             ..JobSpec::new(self.job.clone(), params)
         }
     }
@@ -189,7 +187,6 @@ impl Settings {
         match self.delay {
             0 => Schedule::exact(),
             _ => Schedule::delayed(self.delay_warmup_steps)
-                .newer_from(self.newer_from)
                 .draining_when(move |step| step.0 == last || every > 0 && step.0.is_multiple_of(every)),
         }
     }

@@ -211,8 +211,10 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
         gradient_scale: loss_scale(step),
         clip_coefficient: 0.9,
         // The image then is not the rounded master weights, and must come from the checkpoint.
-        correction: [Correction::None, Correction::Compensation(0.5)][spec.max_delay as usize].clone(),
-        amend: None,
+        correction: match spec.max_delay > 0 && spec.rule.can_look_ahead() {
+            true => Correction::LookAhead(vec![1e-3; 2]),
+            false => Correction::None,
+        },
         left_out: if spec.leave_out { left_out(step) } else { Vec::new() },
         groups: vec![Hyper { weight_decay: 0.1, ..Hyper::default() }, Hyper::default()],
         norm: if skip { f64::NAN } else { 0.1 * step as f64 },

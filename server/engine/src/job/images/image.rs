@@ -107,13 +107,3 @@ pub(in crate::job) fn image_blocks(region: &mut Region, dtype: Dtype, block: usi
         Dtype::Bf16 => region.u16_mut().chunks_mut(block).map(ImageMut::Bf16).collect(),
     }
 }
-
-/// An image's bytes in its format.
-pub(in crate::job) fn image_of(bytes: &mut [u8], dtype: Dtype) -> ImageMut<'_> {
-    match dtype {
-        _ if bytes.is_empty() => ImageMut::F32(&mut []),
-        Dtype::F32 => ImageMut::F32(bytemuck::cast_slice_mut(bytes)),
-        Dtype::F16 => ImageMut::F16(bytemuck::cast_slice_mut(bytes)),
-        Dtype::Bf16 => ImageMut::Bf16(bytemuck::cast_slice_mut(bytes)),
-    }
-}

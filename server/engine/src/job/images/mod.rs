@@ -1,7 +1,6 @@
 //! A job's images: where each is found, in DRAM or with the tier, and where the next one is made.
 
 mod image;
-pub(super) mod rates;
 mod read;
 pub(super) mod window;
 
@@ -14,8 +13,7 @@ use longshore_proto::{Fault, Step, Version};
 
 pub use self::read::{ImageBytes, ImagePlace, ImageRead, Pulled};
 pub(super) use self::{
-    image::{Image, image_blocks, image_of},
-    rates::Rates,
+    image::{Image, image_blocks},
     window::Window,
 };
 use crate::{
@@ -37,7 +35,6 @@ pub(super) struct Images {
     shared: Option<SharedFile>,
     /// Present where the tier stores images.
     stored: Option<Arc<dyn ImageStore>>,
-    pub(super) rates: Rates,
 }
 
 impl Images {
@@ -47,9 +44,8 @@ impl Images {
         window: Option<Window>,
         shared: Option<SharedFile>,
         stored: Option<Arc<dyn ImageStore>>,
-        rates: Rates,
     ) -> Images {
-        Images { shards, lengths, window, shared, stored, rates }
+        Images { shards, lengths, window, shared, stored }
     }
 
     /// Whether images live on drives, so that reading one may take a drive's time.
@@ -137,7 +133,6 @@ impl Images {
 
     /// Gives a skipped step's version the image of the version before, since the step changes nothing.
     pub(super) fn carry(&self, owned: OwnedShard, step: Step) {
-        self.rates.carry(owned, step);
         if self.are_spilled() {
             // The tier knows that both versions have the image on its drives.
             return;
@@ -186,7 +181,6 @@ impl Images {
 
     /// Forgets which versions the images are of.
     pub(super) fn forget(&self) {
-        self.rates.forget();
         let window = self.window.iter().flat_map(|window| &window.images);
         for image in window.chain(self.shards.iter().flatten()) {
             image.write().unwrap_or_else(PoisonError::into_inner).set(None);

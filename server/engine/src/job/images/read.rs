@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::atomic::Ordering};
 
-use longshore_proto::{Dtype, Fault, Slice, Step, Version, checksum::crc32};
+use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
 
 use super::{super::Job, Image};
 use crate::{ids::OwnedShard, memory::SharedBytes, step::Refusal};
@@ -19,37 +19,15 @@ pub enum ImageRead {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImagePlace {
     /// In the shared file. The slice and its version stamp lie so many bytes from the file's start.
-    At { at: u64, stamp: u64, rates: Vec<u8> },
+    At { at: u64, stamp: u64 },
     /// Not in the shared file.
     Elsewhere,
 }
 
-/// Bytes of an image, their checksum, and the rates with which they are to be amended. There are no rates where nothing is
-/// to be amended.
+/// Bytes of an image, and their checksum.
 pub struct Pulled<T> {
     pub bytes: T,
     pub crc32: u32,
-    pub rates: Vec<u8>,
-}
-
-/// Which weights a pull gets.
-enum Source {
-    Image {
-        rates: Vec<u8>,
-    },
-    /// The image of the version, amended by the step after it.
-    Amended,
-    /// What the tier keeps of a frozen shard. It is the same in every version.
-    Frozen,
-}
-
-impl Source {
-    fn rates(self) -> Vec<u8> {
-        match self {
-            Source::Image { rates } => rates,
-            Source::Amended | Source::Frozen => Vec::new(),
-        }
-    }
 }
 
 /// Bytes of an image, to be sent.
@@ -110,16 +88,11 @@ impl Job {
     }
 
     /// The bytes of a checked slice of one version's image, for the kernel to read. They are None while the shard does
-    /// not have the version yet. `amended` asks for the amended image, if the next step made one.
-    pub fn lend_image(
-        &self,
-        slice: &Slice,
-        version: Version,
-        amended: bool,
-    ) -> Result<Option<Pulled<ImageBytes>>, Fault> {
+    /// not have the version yet.
+    pub fn lend_image(&self, slice: &Slice, version: Version) -> Result<Option<Pulled<ImageBytes>>, Fault> {
         self.take_image(
             slice,
-            (version, amended),
+            version,
             |image, within| ImageBytes::Here(image.share(within)),
             ImageBytes::Read,
         )
@@ -127,120 +100,50 @@ impl Job {
 
     /// Does what [`Job::lend_image`] does, for a caller that must read the bytes in this process: they are copied while
     /// no update can write them.
-    pub fn copy_image(
-        &self,
-        slice: &Slice,
-        version: Version,
-        amended: bool,
-    ) -> Result<Option<Pulled<Vec<u8>>>, Fault> {
-        self.take_image(
-            slice,
-            (version, amended),
-            |image, within| image.bytes()[within].to_vec(),
-            |read| read,
-        )
+    pub fn copy_image(&self, slice: &Slice, version: Version) -> Result<Option<Pulled<Vec<u8>>>, Fault> {
+        self.take_image(slice, version, |image, within| image.bytes()[within].to_vec(), |read| read)
     }
 
     fn take_image<T>(
         &self,
         slice: &Slice,
-        (version, amended): (Version, bool),
+        version: Version,
         here: impl FnOnce(&Image, Range<usize>) -> T,
         read: impl FnOnce(Vec<u8>) -> T,
     ) -> Result<Option<Pulled<T>>, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         let within = start..start + bytes;
-        let Some((owned, source)) = self.source(slice, version, amended)? else { return Ok(None) };
-        let image = match &source {
-            Source::Image { .. } => self.images.here(owned, version),
-            Source::Amended | Source::Frozen => None,
-        };
+        let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
+        let frozen = self.is_frozen(owned);
+        let image = if frozen { None } else { self.images.here(owned, version) };
         let (bytes, crc32) = if let Some(image) = image {
             (here(&image, within.clone()), image.checksum(within.clone()))
         } else {
             let mut found = Vec::with_capacity(bytes);
             let mut take = |part: &[u8]| found.extend_from_slice(part);
-            let kept = match &source {
-                Source::Image { .. } => self.images.read_stored(owned, version, within.clone(), &mut take)?,
-                Source::Amended => self.read_amended(owned, version, within.clone(), &mut take)?,
-                Source::Frozen => {
-                    self.tier.state.read_frozen(owned, within.clone(), &mut take)?;
-                    true
-                }
-            };
-            if !kept {
+            if frozen {
+                self.tier.state.read_frozen(owned, within.clone(), &mut take)?;
+            } else if !self.images.read_stored(owned, version, within.clone(), &mut take)? {
                 return Err(self.gone(owned, version));
             }
             let sum = crc32(&found);
             (read(found), sum)
         };
         self.pulled_bytes.fetch_add(within.len() as u64, Ordering::Relaxed);
-        Ok(Some(Pulled { bytes, crc32, rates: source.rates() }))
+        Ok(Some(Pulled { bytes, crc32 }))
     }
 
-    /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`], and its rates.
-    pub fn place_image(
-        &self,
-        slice: &Slice,
-        version: Version,
-        amended: bool,
-    ) -> Result<Option<ImagePlace>, Fault> {
+    /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].
+    pub fn place_image(&self, slice: &Slice, version: Version) -> Result<Option<ImagePlace>, Fault> {
         let (start, bytes) = self.image_bytes(slice);
-        let Some((owned, source)) = self.source(slice, version, amended)? else { return Ok(None) };
-        let Source::Image { rates } = source else { return Ok(Some(ImagePlace::Elsewhere)) };
+        let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
+        if self.is_frozen(owned) {
+            return Ok(Some(ImagePlace::Elsewhere));
+        }
         let Some(image) = self.images.here(owned, version) else { return Err(self.gone(owned, version)) };
         let (image, stamp) = image.place();
         self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(Some(ImagePlace::At { at: image + start as u64, stamp, rates }))
-    }
-
-    /// Which weights a pull of a version gets, once it may get them. A worker that does not hold the gradient of the
-    /// step after asks for the `amended` image. Any other worker gets it too where this process does not know the version's
-    /// rates any more. It comes without rates, so no worker amends it again.
-    fn source(
-        &self,
-        slice: &Slice,
-        version: Version,
-        amended: bool,
-    ) -> Result<Option<(OwnedShard, Source)>, Fault> {
-        let waits_for = Version(version.0.saturating_add(u64::from(amended && self.spec.worker_local)));
-        let Some(owned) = self.ready(slice, waits_for)? else { return Ok(None) };
-        if self.is_frozen(owned) {
-            return Ok(Some((owned, Source::Frozen)));
-        }
-        if !self.spec.worker_local {
-            return Ok(Some((owned, Source::Image { rates: Vec::new() })));
-        }
-        let elements = slice.offset..slice.offset + slice.elements;
-        let rates = self.images.rates.read(owned, version, elements).filter(|_| !amended);
-        let (after, local) = {
-            let machine = self.protocol.machine();
-            let next = machine.shard_version(owned) == Version(version.0 + 1);
-            let after = next && Job::amends(&machine, version.next_step());
-            let current = machine.shard_version(owned) == version;
-            let local = machine.decision(Step(version.0)).is_some_and(|(commit, _)| commit.is_worker_local());
-            (after, current && local)
-        };
-        Ok(match rates {
-            Some(rates) => Some((owned, Source::Image { rates })),
-            None if after => Some((owned, Source::Amended)),
-            // A crash has interrupted the next update. Once that is done, the amended image is there.
-            None if local => None,
-            None => Some((owned, Source::Image { rates: Vec::new() })),
-        })
-    }
-
-    /// Hands bytes of the amended image of a version to `read`. Returns false if a later step has taken its place.
-    fn read_amended(
-        &self,
-        owned: OwnedShard,
-        version: Version,
-        within: Range<usize>,
-        read: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, Fault> {
-        self.tier.state.read(owned, &mut |state| read(&state.amended()[within.clone()]))?;
-        // No update begins before its step is decided.
-        Ok(self.protocol.machine().version() == Version(version.0 + 1))
+        Ok(Some(ImagePlace::At { at: image + start as u64, stamp }))
     }
 
     /// The start and length of a slice in its shard's image.

@@ -153,7 +153,6 @@ impl Job {
         {
             return Err(Refusal::NotDurable { step: commit.step, durable }.into());
         }
-        self.check_amends(&machine, &commit)?;
         self.check_left_out(&machine, incarnation, &commit, origin)?;
         let step = commit.step;
         let work = machine.commit(incarnation, commit, origin)?;

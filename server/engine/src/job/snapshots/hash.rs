@@ -14,7 +14,7 @@ use crate::tier::StateRef;
 /// Hashes a block of state, its arrays one after the other.
 fn hash_state(block: StateRef<'_>) -> BlockHash {
     let mut hasher = blake3::Hasher::new();
-    for bytes in block.state() {
+    for bytes in block.arrays {
         hasher.update(bytes);
     }
     *hasher.finalize().as_bytes()

@@ -221,13 +221,6 @@ impl Copying {
         self.staging.ended().map_or(Ok(()), Err)
     }
 
-    /// Whether the version's older image is the amended one: what a process that joins computes with.
-    fn is_amended(&self, job: &Job) -> bool {
-        let info = lock(&self.info);
-        let commit = info.as_ref().and_then(|info| info.commit.as_ref());
-        job.spec.worker_local && commit.is_some_and(Commit::amends)
-    }
-
     fn left(&self, job: &Job, owned: OwnedShard) -> usize {
         job.blocks(owned) - *lock(&self.copied[owned.index()])
     }
@@ -278,11 +271,9 @@ impl Copying {
         let blocks = places.len();
         let mut older = false;
         let with_images = self.purpose == Purpose::Checkpoint && blocks > 0;
-        let amended = with_images && !job.is_frozen(owned) && self.is_amended(job);
         let read = job.with_images(with_images, owned, self.version, |image, older_image| {
-            older = amended || older_image.is_some();
+            older = older_image.is_some();
             job.tier.state.read(owned, &mut |state| {
-                let older_image = if amended { Some(state.amended()) } else { older_image };
                 let captured = Captured { shard, state, image, older_image };
                 let places = std::mem::take(&mut places).into_iter().enumerate().collect();
                 job.compute.blocks(places, |(index, place): (usize, &mut [u8])| {

@@ -36,8 +36,8 @@ pub struct CopiedBlock<'a> {
 impl BlockCopy {
     fn of(job: &Job) -> BlockCopy {
         let image = if job.spec.max_delay >= 1 { BLOCK * job.spec.image_dtype.bytes() as usize } else { 0 };
-        let [frozen, ..] = Shape::of_frozen(&job.spec).state();
-        BlockCopy { state: Shape::of(&job.spec).state(), image, frozen }
+        let [frozen, ..] = Shape::of_frozen(&job.spec).block();
+        BlockCopy { state: Shape::of(&job.spec).block(), image, frozen }
     }
 
     fn bytes(&self) -> usize {
@@ -60,7 +60,7 @@ impl BlockCopy {
 
     fn fill(&self, captured: &Captured<'_>, block: usize, place: &mut [u8]) {
         let of_block = block * self.image..(block + 1) * self.image;
-        let parts = captured.state.block(block).state();
+        let parts = captured.state.block(block).arrays;
         let images = [Some(captured.image), captured.older_image];
         let mut rest = place;
         for part in parts {

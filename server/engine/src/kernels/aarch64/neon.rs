@@ -9,8 +9,7 @@ use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
-    Amended, Code, Gradient, ImageMut, Kept, Missing, Moment, Random, Scalars, State, StateLow, Statistics,
-    isa::LANES,
+    Code, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
 };
 
 entry_points!(Neon, "neon");
@@ -135,11 +134,6 @@ impl Lanes for Neon {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         Neon(each!(vminq_f32, self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        Neon(each!(vmaxq_f32, self.0, other.0))
     }
 
     #[inline(always)]

@@ -62,7 +62,6 @@ pub(in super::super) fn update<P: Passes>(
     gradient: Gradient,
     mut state: StateLow,
     mut image: ImageMut,
-    compensation: f32,
     random: Random,
 ) {
     let mut scratch = Scratch::NEW;
@@ -102,20 +101,20 @@ pub(in super::super) fn update<P: Passes>(
                 Way::Apart => {
                     let first = floats(&mut state.first, &mut scratch.first, &part, &inside);
                     let second = floats(&mut state.second, &mut scratch.second, &part, &inside);
-                    passes.update(scalars, gradient, State { master, first, second }, image, compensation);
+                    passes.update(scalars, gradient, State { master, first, second }, image);
                 }
                 Way::Halves => {
                     let element = random.after(at).first_element;
                     let key = random.key(element, Usage::Moments);
                     let (first, second) = (state.first.halves(&part), state.second.halves(&part));
                     let halves = InLoop::Halves(Halves { first, second, key, element: element as u32 });
-                    passes.update_low_moments(scalars, gradient, master, halves, image, compensation);
+                    passes.update_low_moments(scalars, gradient, master, halves, image);
                 }
                 Way::Codes => {
                     let moments = [&state.first, &state.second];
                     let floats = [&mut scratch.first[inside.clone()], &mut scratch.second[inside.clone()]];
                     let codes = InLoop::Codes(scratch.coded.part(moments, floats, &part, inside.start));
-                    passes.update_low_moments(scalars, gradient, master, codes, image, compensation);
+                    passes.update_low_moments(scalars, gradient, master, codes, image);
                 }
             }
             at = part.end;
@@ -133,7 +132,7 @@ pub(in super::super) fn update<P: Passes>(
         }
         if let MasterMut::Bf16(master) = &mut state.master {
             let image = (!ahead).then(|| image.slice(chunk.clone()));
-            store_master(passes, &mut master[chunk], scratch, image, compensation, random.after(start));
+            store_master(passes, &mut master[chunk], scratch, image, random.after(start));
         }
     }
     passes.finish();
@@ -231,7 +230,6 @@ fn store_master<P: Passes>(
     master: &mut [u16],
     scratch: &Scratch,
     mut image: Option<ImageMut>,
-    compensation: f32,
     random: Random,
 ) {
     for (index, master) in master.chunks_exact_mut(BLOCK).enumerate() {
@@ -239,7 +237,7 @@ fn store_master<P: Passes>(
         let element = random.after(inside.start).first_element;
         let (new, key) = (&scratch.master[inside.clone()], random.key(element, Usage::Master));
         let image = image.as_mut().map(|image| image.slice(inside));
-        passes.round_master(new, key, element as u32, master, image, compensation);
+        passes.round_master(new, key, element as u32, master, image);
     }
 }
 

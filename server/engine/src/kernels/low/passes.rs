@@ -15,14 +15,7 @@ pub(in super::super) const CHUNK: usize = 4 * BLOCK;
 /// What an instruction set does with one block (`update`: with up to a chunk). All slices of a call have one length.
 pub(in super::super) trait Passes: Copy {
     /// Does what [`update`](super::super::update) does, without an image where there is `None`.
-    fn update(
-        self,
-        s: &Scalars,
-        gradient: Gradient,
-        state: State,
-        image: Option<ImageMut>,
-        compensation: f32,
-    );
+    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>);
     /// Does what [`update`](super::super::update) does, with moments that are brought to f32 in the same loop. It may
     /// be called only where the instruction set [`fuses`](Passes::fuses).
     fn update_low_moments(
@@ -32,7 +25,6 @@ pub(in super::super) trait Passes: Copy {
         master: &mut [f32],
         moments: InLoop,
         image: Option<ImageMut>,
-        compensation: f32,
     );
     /// Whether there are such loops, and the image is aligned for them.
     fn fuses(self, image: &ImageMut) -> bool;
@@ -48,15 +40,7 @@ pub(in super::super) trait Passes: Copy {
     fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
     /// Rounds new master weights of elements `first` and on over old ones, and makes the image of the result unless there
     /// is one already.
-    fn round_master(
-        self,
-        new: &[f32],
-        key: Key,
-        first: u32,
-        master: &mut [u16],
-        image: Option<ImageMut>,
-        compensation: f32,
-    );
+    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: Option<ImageMut>);
     fn finish(self);
 }
 

@@ -8,47 +8,29 @@ use crate::memory::{Element, Source};
 
 /// See [`super::super::update`].
 #[inline(never)]
-pub(in super::super) fn update(
-    scalars: &Scalars,
-    gradient: Gradient,
-    state: State,
-    image: ImageMut,
-    compensation: f32,
-) {
-    update_parts(scalars, gradient, state, Some(image), compensation);
+pub(in super::super) fn update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut) {
+    update_parts(scalars, gradient, state, Some(image));
 }
 
 /// Does what [`update`] does, without an image where there is `None`: then for up to [`CHUNK`] elements.
-pub(super) fn update_parts(
-    scalars: &Scalars,
-    gradient: Gradient,
-    state: State,
-    image: Option<ImageMut>,
-    compensation: f32,
-) {
+pub(super) fn update_parts(scalars: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>) {
     match *scalars {
-        Scalars::AdamW(s) => update_rule(rules::AdamW(s), gradient, state, image, compensation),
-        Scalars::Adam(s) => update_rule(rules::Adam(s), gradient, state, image, compensation),
+        Scalars::AdamW(s) => update_rule(rules::AdamW(s), gradient, state, image),
+        Scalars::Adam(s) => update_rule(rules::Adam(s), gradient, state, image),
         Scalars::Sgd(s) if s.momentum == 0.0 => {
-            update_rule(rules::PlainSgd(s), gradient, state, image, compensation);
+            update_rule(rules::PlainSgd(s), gradient, state, image);
         }
-        Scalars::Sgd(s) => update_rule(rules::MomentumSgd(s), gradient, state, image, compensation),
-        Scalars::Lion(s) => update_rule(rules::Lion(s), gradient, state, image, compensation),
-        Scalars::Adagrad(s) => update_rule(rules::Adagrad(s), gradient, state, image, compensation),
+        Scalars::Sgd(s) => update_rule(rules::MomentumSgd(s), gradient, state, image),
+        Scalars::Lion(s) => update_rule(rules::Lion(s), gradient, state, image),
+        Scalars::Adagrad(s) => update_rule(rules::Adagrad(s), gradient, state, image),
     }
 }
 
-fn update_rule<R: Rule>(
-    rule: R,
-    gradient: Gradient,
-    state: State,
-    image: Option<ImageMut>,
-    compensation: f32,
-) {
+fn update_rule<R: Rule>(rule: R, gradient: Gradient, state: State, image: Option<ImageMut>) {
     match gradient {
-        Gradient::F32(g) => update_from::<R, F32>(rule, g, state, image, compensation),
-        Gradient::F16(g) => update_from::<R, F16>(rule, g, state, image, compensation),
-        Gradient::Bf16(g) => update_from::<R, Bf16>(rule, g, state, image, compensation),
+        Gradient::F32(g) => update_from::<R, F32>(rule, g, state, image),
+        Gradient::F16(g) => update_from::<R, F16>(rule, g, state, image),
+        Gradient::Bf16(g) => update_from::<R, Bf16>(rule, g, state, image),
     }
 }
 
@@ -57,16 +39,15 @@ fn update_from<R: Rule, G: Format<Bits: Element>>(
     gradient: Source<G::Bits>,
     mut state: State,
     mut image: Option<ImageMut>,
-    c: f32,
 ) {
     gradient.pieces(|start, gradient| {
         let range = start..start + gradient.len();
         let state = state.slice(range.clone());
         match image.as_mut().map(|image| image.slice(range)) {
-            Some(ImageMut::F32(i)) => update_elements::<R, G, F32>(rule, gradient, state, i, c),
-            Some(ImageMut::F16(i)) => update_elements::<R, G, F16>(rule, gradient, state, i, c),
-            Some(ImageMut::Bf16(i)) => update_elements::<R, G, Bf16>(rule, gradient, state, i, c),
-            None => update_elements::<R, G, Nothing>(rule, gradient, state, &mut [(); CHUNK], c),
+            Some(ImageMut::F32(i)) => update_elements::<R, G, F32>(rule, gradient, state, i),
+            Some(ImageMut::F16(i)) => update_elements::<R, G, F16>(rule, gradient, state, i),
+            Some(ImageMut::Bf16(i)) => update_elements::<R, G, Bf16>(rule, gradient, state, i),
+            None => update_elements::<R, G, Nothing>(rule, gradient, state, &mut [(); CHUNK]),
         }
     });
 }
@@ -76,7 +57,6 @@ fn update_elements<R: Rule, G: Format, I: Format>(
     gradient: &[G::Bits],
     state: State,
     image: &mut [I::Bits],
-    compensation: f32,
 ) {
     let count = gradient.len();
     let (master, image) = (&mut state.master[..count], &mut image[..count]);
@@ -97,13 +77,7 @@ fn update_elements<R: Rule, G: Format, I: Format>(
             state.second[i] = quiet(slots[1]);
         }
         master[i] = quiet(new);
-        let emitted = if rule.looks_ahead() {
-            new - ahead
-        } else if compensation != 0.0 {
-            new - compensation * (old - new)
-        } else {
-            new
-        };
+        let emitted = if rule.looks_ahead() { new - ahead } else { new };
         image[i] = I::narrow(quiet(emitted));
     }
 }

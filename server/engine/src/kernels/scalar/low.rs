@@ -20,10 +20,9 @@ pub(in super::super) fn update_low(
     gradient: Gradient,
     state: StateLow,
     image: ImageMut,
-    compensation: f32,
     random: Random,
 ) {
-    passes::update(Scalar, segments, gradient, state, image, compensation, random);
+    passes::update(Scalar, segments, gradient, state, image, random);
 }
 
 /// See [`super::super::decode`].
@@ -37,26 +36,11 @@ pub(in super::super) fn encode(code: Code, from: &[f32], codes: &mut [u8], scale
 }
 
 impl Passes for Scalar {
-    fn update(
-        self,
-        s: &Scalars,
-        gradient: Gradient,
-        state: State,
-        image: Option<ImageMut>,
-        compensation: f32,
-    ) {
-        floats::update_parts(s, gradient, state, image, compensation);
+    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>) {
+        floats::update_parts(s, gradient, state, image);
     }
 
-    fn update_low_moments(
-        self,
-        _: &Scalars,
-        _: Gradient,
-        _: &mut [f32],
-        _: InLoop,
-        _: Option<ImageMut>,
-        _: f32,
-    ) {
+    fn update_low_moments(self, _: &Scalars, _: Gradient, _: &mut [f32], _: InLoop, _: Option<ImageMut>) {
         unreachable!("the reference does one thing after another");
     }
 
@@ -110,36 +94,18 @@ impl Passes for Scalar {
         unreachable!("the reference does one thing after another");
     }
 
-    fn round_master(
-        self,
-        new: &[f32],
-        key: Key,
-        first: u32,
-        master: &mut [u16],
-        image: Option<ImageMut>,
-        c: f32,
-    ) {
-        fn run<I: Format>(
-            new: &[f32],
-            key: Key,
-            first: u32,
-            master: &mut [u16],
-            image: &mut [I::Bits],
-            c: f32,
-        ) {
+    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: Option<ImageMut>) {
+        fn run<I: Format>(new: &[f32], key: Key, first: u32, master: &mut [u16], image: &mut [I::Bits]) {
             for (index, ((&new, master), image)) in new.iter().zip(master).zip(image).enumerate() {
-                let old = Bf16::widen(*master);
                 *master = round_element(new, sixteen(key.hash(first + index as u32), Half::Low));
-                let new = Bf16::widen(*master);
-                let emitted = if c == 0.0 { new } else { new - c * (old - new) };
-                *image = I::narrow(quiet(emitted));
+                *image = I::narrow(quiet(Bf16::widen(*master)));
             }
         }
         match image {
-            Some(ImageMut::F32(i)) => run::<F32>(new, key, first, master, i, c),
-            Some(ImageMut::F16(i)) => run::<F16>(new, key, first, master, i, c),
-            Some(ImageMut::Bf16(i)) => run::<Bf16>(new, key, first, master, i, c),
-            None => run::<Nothing>(new, key, first, master, &mut [(); BLOCK], c),
+            Some(ImageMut::F32(i)) => run::<F32>(new, key, first, master, i),
+            Some(ImageMut::F16(i)) => run::<F16>(new, key, first, master, i),
+            Some(ImageMut::Bf16(i)) => run::<Bf16>(new, key, first, master, i),
+            None => run::<Nothing>(new, key, first, master, &mut [(); BLOCK]),
         }
     }
 

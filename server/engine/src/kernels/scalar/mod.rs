@@ -3,14 +3,12 @@
 
 #![forbid(unsafe_code)]
 
-pub(super) mod amend;
 pub(super) mod convert;
 mod floats;
 pub(super) mod low;
 mod rules;
 mod statistics;
 
-pub(super) use self::amend::{amend, rates};
 pub(super) use self::floats::{
     accumulate, accumulate_statistics, cast, resume_exact, resume_statistics, statistics, update, widen,
 };

@@ -92,11 +92,7 @@ fn adam(scalars: &AdamScalars, gradient: f32, master: f32, [mean, square]: Slots
 
 #[inline(always)]
 fn known(ahead: Ahead, mean: f32, gradient: f32) -> f32 {
-    let known = ahead.mean * mean;
-    match ahead.gradient {
-        Some(factor) => known + factor * gradient,
-        None => known,
-    }
+    ahead.mean * mean + ahead.gradient * gradient
 }
 
 /// `torch.optim.SGD`, weight decay L2.

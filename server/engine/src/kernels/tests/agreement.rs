@@ -15,22 +15,14 @@ fn length() -> impl Strategy<Value = usize> {
     ]
 }
 
-/// What makes up for a delay.
+/// The correction of the delay.
 #[derive(Clone, Copy, Debug)]
 enum Corrected {
     Not,
-    By(f32),
     Ahead(f64),
 }
 
 impl Corrected {
-    fn compensation(self) -> f32 {
-        match self {
-            Corrected::By(c) => c,
-            Corrected::Not | Corrected::Ahead(_) => 0.0,
-        }
-    }
-
     fn scalars(self, rule: Rule, hyper: &Hyper, applied: u64, multiplier: f32) -> Scalars {
         let scalars = Scalars::new(rule, hyper, applied, multiplier);
         match self {
@@ -46,7 +38,7 @@ fn combinations(count: usize, noise: &mut Noise) -> Vec<(Rule, Kind, Kind, Corre
     for rule in Rule::ALL {
         for gradient in KINDS {
             for image in KINDS {
-                for corrected in [Corrected::Not, Corrected::By(0.75), Corrected::Ahead(0.02)] {
+                for corrected in [Corrected::Not, Corrected::Ahead(0.02)] {
                     all.push((rule, gradient, image, corrected));
                 }
             }
@@ -70,10 +62,9 @@ proptest! {
             let blank = Array::blank(image, count, &mut noise);
             let multiplier = [1.0, 1.0 / 3.0, 1.0 / 65536.0][noise.below(3)];
             let scalars = corrected.scalars(rule, &hyper(&mut noise), applied, multiplier);
-            let compensation = corrected.compensation();
             let run = |isa| {
                 let (mut state, mut image) = (before.clone(), blank.clone());
-                update(isa, &scalars, gradient.gradient(), state.state(), image.image(), compensation);
+                update(isa, &scalars, gradient.gradient(), state.state(), image.image());
                 (state, image)
             };
             let expected = run(Isa::Scalar);
@@ -91,11 +82,10 @@ proptest! {
             let gradient = Array::noisy(KINDS[noise.below(3)], count, &mut noise, wild);
             let before = Owned::noisy(rule, count, &mut noise, wild);
             let blank = Array::blank(KINDS[noise.below(3)], count, &mut noise);
-            let corrected = [Corrected::By(0.5), Corrected::Ahead(0.1)][noise.below(2)];
+            let corrected = [Corrected::Not, Corrected::Ahead(0.1)][noise.below(2)];
             let scalars = corrected.scalars(rule, &hyper(&mut noise), 2, 0.5);
-            let c = corrected.compensation();
             let (mut whole, mut whole_image) = (before.clone(), blank.clone());
-            update(isa, &scalars, gradient.gradient(), whole.state(), whole_image.image(), c);
+            update(isa, &scalars, gradient.gradient(), whole.state(), whole_image.image());
             let (mut parts, mut parts_image) = (before, blank);
             let mut start = 0;
             while start < count {
@@ -106,7 +96,6 @@ proptest! {
                     gradient.gradient().slice(part.clone()),
                     parts.state().slice(part.clone()),
                     parts_image.image().slice(part.clone()),
-                    c,
                 );
                 start = part.end;
             }
@@ -234,7 +223,7 @@ fn a_missing_state_slot_is_refused() {
     let (scalars, mut master, mut image) =
         (Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0), [0.0; 4], [0; 4]);
     let state = State { master: &mut master, first: &mut [], second: &mut [] };
-    update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut image), 0.0);
+    update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut image));
 }
 
 #[test]
@@ -243,5 +232,5 @@ fn a_short_image_is_refused() {
     let (scalars, mut master, mut first) =
         (Scalars::new(Rule::Lion, &Hyper::default(), 1, 1.0), [0.0; 4], [0.0; 4]);
     let state = State { master: &mut master, first: &mut first, second: &mut [] };
-    update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]), 0.0);
+    update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]));
 }

@@ -16,7 +16,6 @@ struct Case {
     gradient: Array,
     before: OwnedLow,
     blank: Lines,
-    compensation: f32,
     random: Random,
 }
 
@@ -42,7 +41,6 @@ impl Case {
             gradient: Array::noisy(KINDS[noise.below(3)], count, noise, wild),
             before: OwnedLow::noisy(rule, formats, count, noise, wild),
             blank: Lines::blank(KINDS[noise.below(3)], count, noise),
-            compensation: [0.0, 0.75][noise.below(2)],
             random: Random {
                 seed: noise.next(),
                 step: noise.next(),
@@ -57,7 +55,6 @@ impl Case {
         for (scalars, hyper) in self.scalars.iter_mut().zip(&self.hypers) {
             if scalars.rule().can_look_ahead() {
                 *scalars = scalars.looking_ahead(hyper, self.applied, f64::from(noise.unit().abs()));
-                self.compensation = 0.0;
             }
         }
         self
@@ -78,15 +75,7 @@ impl Case {
                 .collect();
             let random = Random { first_element: self.random.first_element + start as u64, ..self.random };
             let gradient = self.gradient.gradient().slice(start..end);
-            update_low(
-                isa,
-                &segments,
-                gradient,
-                state.part(start..end),
-                image.part(start..end),
-                self.compensation,
-                random,
-            );
+            update_low(isa, &segments, gradient, state.part(start..end), image.part(start..end), random);
             start = end;
         }
         (state, image)
@@ -124,14 +113,14 @@ proptest! {
         let mut image = Array::blank(Kind::F16, count, &mut noise);
         let mut low_image = image.clone();
         for isa in Isa::available() {
-            update(isa, &scalars, gradient.gradient(), state.state(), image.image(), 0.5);
+            update(isa, &scalars, gradient.gradient(), state.state(), image.image());
             let State { master, first, second } = low.state();
             let moment = |x| if rule.state_slots() > 0 { MomentMut::F32(x) } else { MomentMut::Empty };
             let second = if second.is_empty() { MomentMut::Empty } else { MomentMut::F32(second) };
             let parts = StateLow { master: MasterMut::F32(master), first: moment(first), second };
             let random = Random { seed: 1, step: 2, first_element: 0 };
             let segments = [(0..count, &scalars)];
-            update_low(isa, &segments, gradient.gradient(), parts, low_image.image(), 0.5, random);
+            update_low(isa, &segments, gradient.gradient(), parts, low_image.image(), random);
             prop_assert!(low == state && low_image == image, "{isa} {scalars:?}");
         }
     }
@@ -181,7 +170,7 @@ fn equal_magnitudes_stay_at_the_top_of_the_code() {
             };
             let random = Random { seed: 3, step, first_element: 0 };
             let segments = [(0..count, &scalars)];
-            update_low(isa, &segments, Gradient::f32(&gradient), state, image.part(0..count), 0.0, random);
+            update_low(isa, &segments, Gradient::f32(&gradient), state, image.part(0..count), random);
             let top = |at: usize| if at.is_multiple_of(3) { [!127u8, !126] } else { [127, 126] };
             assert!(first.iter().enumerate().all(|(at, code)| top(at).contains(code)), "{isa} {magnitude}");
             assert!(second.iter().all(|&code| code >= 254), "{isa} {magnitude}");
@@ -206,7 +195,7 @@ fn blocks_of_plain_sgd_keep_their_moment() {
             [(0..BLOCK + 64, &plain), (BLOCK + 64..2 * BLOCK, &momentum), (2 * BLOCK..3 * BLOCK, &plain)];
         let random = Random { seed: 3, step: 2, first_element: 0 };
         let (state, image) = (after.part(0..3 * BLOCK), ImageMut::Bf16(&mut image));
-        update_low(isa, &segments, Gradient::f32(&gradient), state, image, 0.0, random);
+        update_low(isa, &segments, Gradient::f32(&gradient), state, image, random);
         let mut before = before.clone();
         let (MomentMut::Block8 { codes: new, .. }, MomentMut::Block8 { codes: old, .. }) =
             (after.part(0..3 * BLOCK).first, before.part(0..3 * BLOCK).first)
@@ -237,13 +226,5 @@ fn a_gap_between_segments_is_refused() {
     let state = StateLow { master: MasterMut::F32(&mut master), first, second: MomentMut::Empty };
     let random = Random { seed: 0, step: 1, first_element: 0 };
     let segments = [(0..64, &scalars), (128..256, &scalars)];
-    update_low(
-        Isa::Scalar,
-        &segments,
-        Gradient::f32(&[0.0; 256]),
-        state,
-        ImageMut::Bf16(&mut image),
-        0.0,
-        random,
-    );
+    update_low(Isa::Scalar, &segments, Gradient::f32(&[0.0; 256]), state, ImageMut::Bf16(&mut image), random);
 }

@@ -81,7 +81,7 @@ fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
         let state = StateLow { master: MasterMut::F32(&mut master), first, second: MomentMut::Empty };
         let random = Random { seed: 7, step, first_element: 0 };
         let (gradient, image) = (Gradient::f32(&gradient), ImageMut::Bf16(&mut image));
-        update_low(Isa::detect(), &[(0..BLOCK, &scalars)], gradient, state, image, 0.0, random);
+        update_low(Isa::detect(), &[(0..BLOCK, &scalars)], gradient, state, image, random);
         let moment = match format {
             StateFormat::Bf16 => Moment::Bf16(&half),
             _ => Moment::Block8 { codes: &codes, scales: &scales },

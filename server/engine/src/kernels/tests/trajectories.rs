@@ -49,7 +49,7 @@ impl Run {
         let state = StateLow { master, first, second };
         let random = Random { seed: 1, step, first_element: 0 };
         let (gradient, image) = (Gradient::f32(gradient), ImageMut::F32(image));
-        update_low(Isa::detect(), &[(0..COUNT, &scalars)], gradient, state, image, 0.0, random);
+        update_low(Isa::detect(), &[(0..COUNT, &scalars)], gradient, state, image, random);
     }
 
     fn second(&self) -> Vec<f32> {

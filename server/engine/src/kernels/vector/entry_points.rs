@@ -5,7 +5,7 @@
 macro_rules! entry_points {
     ($lanes:ty, $features:literal) => {
         entry_points! { $lanes, $features,
-            update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut, compensation: f32);
+            update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut);
             widen(gradient: Gradient, accumulator: &mut [f32]);
             accumulate(gradient: Gradient, accumulator: &mut [f32]);
             statistics(gradient: Gradient) -> Statistics;
@@ -16,34 +16,29 @@ macro_rules! entry_points {
                 gradient: Gradient,
                 state: StateLow,
                 image: ImageMut,
-                compensation: f32,
                 random: Random
             );
             update_floats(
                 scalars: &Scalars,
                 gradient: Gradient,
                 state: State,
-                image: Option<ImageMut>,
-                compensation: f32
+                image: Option<ImageMut>
             );
             update_low_moments(
                 scalars: &Scalars,
                 gradient: Gradient,
                 master: &mut [f32],
                 moments: InLoop,
-                image: Option<ImageMut>,
-                compensation: f32
+                image: Option<ImageMut>
             );
-            rates(scalars: &Amended, second: &[f32], rates: &mut [f32]);
-            amend(scalars: &Amended, missing: Missing, gradient: Gradient, kept: Kept, image: ImageMut);
             decode(code: Code, moment: Moment, to: &mut [f32]);
             encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]);
         }
 
         impl vector::Kernels for $lanes {
             #[inline(always)]
-            unsafe fn update_floats(s: &Scalars, g: Gradient, state: State, image: Option<ImageMut>, c: f32) {
-                update_floats(s, g, state, image, c);
+            unsafe fn update_floats(s: &Scalars, g: Gradient, state: State, image: Option<ImageMut>) {
+                update_floats(s, g, state, image);
             }
 
             #[inline(always)]
@@ -53,9 +48,8 @@ macro_rules! entry_points {
                 master: &mut [f32],
                 moments: InLoop,
                 image: Option<ImageMut>,
-                c: f32,
             ) {
-                update_low_moments(s, g, master, moments, image, c);
+                update_low_moments(s, g, master, moments, image);
             }
         }
     };

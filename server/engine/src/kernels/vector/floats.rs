@@ -17,14 +17,13 @@ use crate::memory::Source;
 /// The loops of updates as functions of their instruction set. Both `update` and `update_low` call them, so that
 /// there is one copy of all rules in all formats.
 pub(in super::super) trait Kernels: Lanes {
-    unsafe fn update_floats(s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>, c: f32);
+    unsafe fn update_floats(s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>);
     unsafe fn update_low_moments(
         s: &Scalars,
         gradient: Gradient,
         master: &mut [f32],
         moments: InLoop,
         image: Option<ImageMut>,
-        c: f32,
     );
 }
 
@@ -35,29 +34,22 @@ pub(in super::super) unsafe fn update<V: Kernels>(
     gradient: Gradient,
     mut state: State,
     mut image: ImageMut,
-    c: f32,
 ) {
     let count = gradient.len();
     let start = image.elements_to_alignment(V::STREAM_ALIGNMENT);
     let end = count - (count - start) % LANES;
     if start > 0 {
-        scalar::update(scalars, gradient.slice(0..start), state.slice(0..start), image.slice(0..start), c);
+        scalar::update(scalars, gradient.slice(0..start), state.slice(0..start), image.slice(0..start));
     }
     if start < end {
         let middle = start..end;
         let image = Some(image.slice(middle.clone()));
-        V::update_floats(scalars, gradient.slice(middle.clone()), state.slice(middle), image, c);
+        V::update_floats(scalars, gradient.slice(middle.clone()), state.slice(middle), image);
         V::fence();
     }
     if end < count {
         let rest = end..count;
-        scalar::update(
-            scalars,
-            gradient.slice(rest.clone()),
-            state.slice(rest.clone()),
-            image.slice(rest),
-            c,
-        );
+        scalar::update(scalars, gradient.slice(rest.clone()), state.slice(rest.clone()), image.slice(rest));
     }
 }
 
@@ -68,10 +60,9 @@ pub(in super::super) unsafe fn update_floats<V: Lanes>(
     gradient: Gradient,
     mut state: State,
     image: Option<ImageMut>,
-    c: f32,
 ) {
     let moments = Floats::new(&mut state);
-    update_middle::<V, Floats>(scalars, gradient, state.master, moments, image, c);
+    update_middle::<V, Floats>(scalars, gradient, state.master, moments, image);
 }
 
 /// Takes what [`update_floats`] takes.
@@ -82,15 +73,14 @@ pub(in super::super) unsafe fn update_low_moments<V: Lanes>(
     master: &mut [f32],
     moments: InLoop,
     image: Option<ImageMut>,
-    c: f32,
 ) {
     match moments {
         InLoop::Halves(halves) => {
-            update_middle::<V, Rounded<V>>(scalars, gradient, master, Rounded::new(halves), image, c);
+            update_middle::<V, Rounded<V>>(scalars, gradient, master, Rounded::new(halves), image);
         }
         InLoop::Codes(codes) => {
             let codes = Coded::new(codes, Code::of(scalars.rule(), 0));
-            update_middle::<V, Coded<V>>(scalars, gradient, master, codes, image, c);
+            update_middle::<V, Coded<V>>(scalars, gradient, master, codes, image);
         }
     }
 }
@@ -102,17 +92,16 @@ unsafe fn update_middle<V: Lanes, M: Moments<V>>(
     master: &mut [f32],
     moments: M,
     image: Option<ImageMut>,
-    c: f32,
 ) {
     match scalars {
-        Scalars::AdamW(s) => update_rule(rules::Adam::<V, true>::new(s), gradient, master, moments, image, c),
-        Scalars::Adam(s) => update_rule(rules::Adam::<V, false>::new(s), gradient, master, moments, image, c),
+        Scalars::AdamW(s) => update_rule(rules::Adam::<V, true>::new(s), gradient, master, moments, image),
+        Scalars::Adam(s) => update_rule(rules::Adam::<V, false>::new(s), gradient, master, moments, image),
         Scalars::Sgd(s) if s.momentum == 0.0 => {
-            update_rule(rules::PlainSgd::<V>::new(s), gradient, master, moments, image, c);
+            update_rule(rules::PlainSgd::<V>::new(s), gradient, master, moments, image);
         }
-        Scalars::Sgd(s) => update_rule(rules::MomentumSgd::<V>::new(s), gradient, master, moments, image, c),
-        Scalars::Lion(s) => update_rule(rules::Lion::<V>::new(s), gradient, master, moments, image, c),
-        Scalars::Adagrad(s) => update_rule(rules::Adagrad::<V>::new(s), gradient, master, moments, image, c),
+        Scalars::Sgd(s) => update_rule(rules::MomentumSgd::<V>::new(s), gradient, master, moments, image),
+        Scalars::Lion(s) => update_rule(rules::Lion::<V>::new(s), gradient, master, moments, image),
+        Scalars::Adagrad(s) => update_rule(rules::Adagrad::<V>::new(s), gradient, master, moments, image),
     }
 }
 
@@ -123,12 +112,11 @@ unsafe fn update_rule<V: Lanes, R: Rule<V>, M: Moments<V>>(
     master: &mut [f32],
     moments: M,
     image: Option<ImageMut>,
-    c: f32,
 ) {
     match gradient {
-        Gradient::F32(g) => update_from::<V, R, M, F32>(rule, g, master, moments, image, c),
-        Gradient::F16(g) => update_from::<V, R, M, F16>(rule, g, master, moments, image, c),
-        Gradient::Bf16(g) => update_from::<V, R, M, Bf16>(rule, g, master, moments, image, c),
+        Gradient::F32(g) => update_from::<V, R, M, F32>(rule, g, master, moments, image),
+        Gradient::F16(g) => update_from::<V, R, M, F16>(rule, g, master, moments, image),
+        Gradient::Bf16(g) => update_from::<V, R, M, Bf16>(rule, g, master, moments, image),
     }
 }
 
@@ -139,13 +127,12 @@ unsafe fn update_from<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat>(
     master: &mut [f32],
     moments: M,
     image: Option<ImageMut>,
-    c: f32,
 ) {
     match image {
-        Some(ImageMut::F32(i)) => update_loop::<V, R, M, G, F32>(rule, gradient, master, moments, i, c),
-        Some(ImageMut::F16(i)) => update_loop::<V, R, M, G, F16>(rule, gradient, master, moments, i, c),
-        Some(ImageMut::Bf16(i)) => update_loop::<V, R, M, G, Bf16>(rule, gradient, master, moments, i, c),
-        None => update_loop::<V, R, M, G, Nothing>(rule, gradient, master, moments, &mut [(); CHUNK], c),
+        Some(ImageMut::F32(i)) => update_loop::<V, R, M, G, F32>(rule, gradient, master, moments, i),
+        Some(ImageMut::F16(i)) => update_loop::<V, R, M, G, F16>(rule, gradient, master, moments, i),
+        Some(ImageMut::Bf16(i)) => update_loop::<V, R, M, G, Bf16>(rule, gradient, master, moments, i),
+        None => update_loop::<V, R, M, G, Nothing>(rule, gradient, master, moments, &mut [(); CHUNK]),
     }
 }
 
@@ -161,12 +148,10 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
     master: &mut [f32],
     moments: M,
     image: &mut [I::Bits],
-    compensation: f32,
 ) {
     let gradient_at = gradient.as_ptr();
     let (master_at, image_at) = (master.as_mut_ptr(), image.as_mut_ptr());
-    let compensated = compensation != 0.0;
-    let (compensation, ahead) = (V::splat(compensation), V::ahead());
+    let ahead = V::ahead();
     for i in (0..gradient.len()).step_by(LANES) {
         if ahead > 0 {
             prefetch::<V, _>(gradient_at, i, ahead);
@@ -179,13 +164,7 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
         let [new, first, second] = V::quiet_all([new, first, second]);
         moments.store(i, R::SLOTS, [first, second]);
         new.store(master_at.add(i));
-        let emitted = if rule.looks_ahead() {
-            new.sub(ahead_by).quiet()
-        } else if compensated {
-            new.sub(compensation.mul(old.sub(new))).quiet()
-        } else {
-            new
-        };
+        let emitted = if rule.looks_ahead() { new.sub(ahead_by).quiet() } else { new };
         I::stream(emitted, image_at.add(i));
     }
 }

@@ -68,8 +68,6 @@ pub(in super::super) trait Lanes: Copy {
 
     /// If a lane of `other` is NaN, so is the result's.
     unsafe fn min(self, other: Self) -> Self;
-    /// If a lane of `other` is NaN, so is the result's.
-    unsafe fn max(self, other: Self) -> Self;
     /// Lane `index % 16` of `self` for each of the indices.
     unsafe fn lookup(self, index: Self::Words) -> Self;
     unsafe fn to_words(self) -> Self::Words;
@@ -125,10 +123,6 @@ pub(super) trait LanesFormat: Format {
     unsafe fn load_two<V: Lanes>(from: *const Self::Bits) -> [V; 2] {
         [Self::load(from), Self::load(from.add(LANES))]
     }
-    /// Rounds lanes to this format: what a load would give after a store. They must have gone through
-    /// [`quiet`](Lanes::quiet).
-    unsafe fn round<V: Lanes>(lanes: V) -> V;
-
     unsafe fn store<V: Lanes>(lanes: V, to: *mut Self::Bits);
     unsafe fn stream<V: Lanes>(lanes: V, to: *mut Self::Bits);
 }
@@ -137,11 +131,6 @@ impl LanesFormat for F32 {
     #[inline(always)]
     unsafe fn load<V: Lanes>(from: *const f32) -> V {
         V::load(from)
-    }
-
-    #[inline(always)]
-    unsafe fn round<V: Lanes>(lanes: V) -> V {
-        lanes
     }
 
     #[inline(always)]
@@ -159,11 +148,6 @@ impl LanesFormat for F16 {
     #[inline(always)]
     unsafe fn load<V: Lanes>(from: *const u16) -> V {
         V::from_f16(V::load_half(from))
-    }
-
-    #[inline(always)]
-    unsafe fn round<V: Lanes>(lanes: V) -> V {
-        V::from_f16(lanes.to_f16())
     }
 
     #[inline(always)]
@@ -195,11 +179,6 @@ impl LanesFormat for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn round<V: Lanes>(lanes: V) -> V {
-        V::from_bf16(lanes.to_bf16())
-    }
-
-    #[inline(always)]
     unsafe fn store<V: Lanes>(lanes: V, to: *mut u16) {
         V::store_half(lanes.to_bf16(), to);
     }
@@ -214,11 +193,6 @@ impl LanesFormat for Nothing {
     #[inline(always)]
     unsafe fn load<V: Lanes>(_: *const ()) -> V {
         V::splat(0.0)
-    }
-
-    #[inline(always)]
-    unsafe fn round<V: Lanes>(lanes: V) -> V {
-        lanes
     }
 
     #[inline(always)]

@@ -36,10 +36,9 @@ pub(in super::super) unsafe fn update_low<V: Lanes>(
     gradient: Gradient,
     state: StateLow,
     image: ImageMut,
-    compensation: f32,
     random: Random,
 ) {
-    passes::update(Vector::<V>(PhantomData), segments, gradient, state, image, compensation, random);
+    passes::update(Vector::<V>(PhantomData), segments, gradient, state, image, random);
 }
 
 /// See [`super::super::decode`].
@@ -63,21 +62,14 @@ pub(in super::super) unsafe fn encode<V: Lanes>(
 /// length, a multiple of 16.
 impl<V: Lanes> Passes for Vector<V> {
     #[inline(always)]
-    fn update(
-        self,
-        s: &Scalars,
-        gradient: Gradient,
-        state: State,
-        image: Option<ImageMut>,
-        compensation: f32,
-    ) {
+    fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>) {
         match image {
             Some(image) if image.elements_to_alignment(V::STREAM_ALIGNMENT) > 0 => {
                 // SAFETY: as above.
-                unsafe { floats::update::<V>(s, gradient, state, image, compensation) }
+                unsafe { floats::update::<V>(s, gradient, state, image) }
             }
             // SAFETY: as above; the image, if it is there, is aligned.
-            _ => unsafe { V::update_floats(s, gradient, state, image, compensation) },
+            _ => unsafe { V::update_floats(s, gradient, state, image) },
         }
     }
 
@@ -89,10 +81,9 @@ impl<V: Lanes> Passes for Vector<V> {
         master: &mut [f32],
         moments: InLoop,
         image: Option<ImageMut>,
-        compensation: f32,
     ) {
         // SAFETY: as above, and the image, if it is there, is aligned: `fuses` was asked.
-        unsafe { V::update_low_moments(s, gradient, master, moments, image, compensation) }
+        unsafe { V::update_low_moments(s, gradient, master, moments, image) }
     }
 
     #[inline(always)]
@@ -176,25 +167,17 @@ impl<V: Lanes> Passes for Vector<V> {
     }
 
     #[inline(always)]
-    fn round_master(
-        self,
-        new: &[f32],
-        key: Key,
-        first: u32,
-        master: &mut [u16],
-        image: Option<ImageMut>,
-        c: f32,
-    ) {
+    fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: Option<ImageMut>) {
         let skipped = |image: &ImageMut| image.elements_to_alignment(V::STREAM_ALIGNMENT);
         let aligned = image.as_ref().is_none_or(|image| skipped(image) == 0);
         // SAFETY: as above, and the image is aligned where it must be.
         unsafe {
             let hash = Hash::new(key, first);
             match image {
-                Some(ImageMut::F32(i)) => master_block::<V, F32>(new, hash, master, i, aligned, c),
-                Some(ImageMut::F16(i)) => master_block::<V, F16>(new, hash, master, i, aligned, c),
-                Some(ImageMut::Bf16(i)) => master_block::<V, Bf16>(new, hash, master, i, aligned, c),
-                None => master_block::<V, Nothing>(new, hash, master, &mut [(); BLOCK], aligned, c),
+                Some(ImageMut::F32(i)) => master_block::<V, F32>(new, hash, master, i, aligned),
+                Some(ImageMut::F16(i)) => master_block::<V, F16>(new, hash, master, i, aligned),
+                Some(ImageMut::Bf16(i)) => master_block::<V, Bf16>(new, hash, master, i, aligned),
+                None => master_block::<V, Nothing>(new, hash, master, &mut [(); BLOCK], aligned),
             }
         }
     }
@@ -229,18 +212,14 @@ unsafe fn master_block<V: Lanes, I: LanesFormat>(
     master: &mut [u16],
     image: &mut [I::Bits],
     aligned: bool,
-    c: f32,
 ) {
-    let compensation = V::splat(c);
     for i in (0..BLOCK).step_by(LANES) {
         let master_at = master.as_mut_ptr().add(i);
-        let old = V::from_bf16(V::load_half(master_at));
         let rounded = round::<V, false>(V::load(new.as_ptr().add(i)), hash.at(i));
         V::store_half(rounded, master_at);
-        let new = V::from_bf16(rounded);
-        let emitted = if c == 0.0 { new } else { new.sub(compensation.mul(old.sub(new))) };
+        let emitted = V::from_bf16(rounded).quiet();
         let image_at = image.as_mut_ptr().add(i);
-        if aligned { I::stream(emitted.quiet(), image_at) } else { I::store(emitted.quiet(), image_at) }
+        if aligned { I::stream(emitted, image_at) } else { I::store(emitted, image_at) }
     }
 }
 

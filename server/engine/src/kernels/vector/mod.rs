@@ -3,7 +3,6 @@
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 
-mod amend;
 mod entry_points;
 mod floats;
 mod lanes;
@@ -12,7 +11,6 @@ mod moments;
 mod rules;
 mod statistics;
 
-pub(super) use self::amend::{amend, rates};
 pub(super) use self::entry_points::entry_points;
 pub(super) use self::floats::{Kernels, cast, update, update_floats, update_low_moments, widen};
 pub(super) use self::lanes::Lanes;

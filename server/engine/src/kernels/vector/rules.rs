@@ -27,7 +27,6 @@ pub(super) trait Rule<V: Lanes>: Copy {
 #[derive(Clone, Copy)]
 struct Ahead<V> {
     is_on: bool,
-    with_newest: bool,
     mean: V,
     gradient: V,
     weight: V,
@@ -39,17 +38,15 @@ impl<V: Lanes> Ahead<V> {
         let factor = |of: fn(scalars::Ahead) -> f32| ahead.map_or(0.0, of);
         Ahead {
             is_on: ahead.is_some(),
-            with_newest: ahead.is_some_and(|ahead| ahead.gradient.is_some()),
             mean: V::splat(factor(|ahead| ahead.mean)),
-            gradient: V::splat(factor(|ahead| ahead.gradient.unwrap_or(0.0))),
+            gradient: V::splat(factor(|ahead| ahead.gradient)),
             weight: V::splat(factor(|ahead| ahead.weight)),
         }
     }
 
     #[inline(always)]
     unsafe fn known(self, mean: V, gradient: V) -> V {
-        let known = self.mean.mul(mean);
-        if self.with_newest { known.add(self.gradient.mul(gradient)) } else { known }
+        self.mean.mul(mean).add(self.gradient.mul(gradient))
     }
 }
 

@@ -8,8 +8,7 @@ use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
-    Amended, Code, Gradient, ImageMut, Kept, Missing, Moment, Random, Scalars, State, StateLow, Statistics,
-    isa::LANES,
+    Code, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
 };
 
 entry_points!(Avx2, "avx2,fma,f16c");
@@ -141,11 +140,6 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         Avx2(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1))
-    }
-
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        Avx2(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1))
     }
 
     #[inline(always)]

@@ -8,8 +8,7 @@ use super::super::low::InLoop;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
-    Amended, Code, Gradient, ImageMut, Kept, Missing, Moment, Random, Scalars, State, StateLow, Statistics,
-    isa::LANES,
+    Code, Gradient, ImageMut, Moment, Random, Scalars, State, StateLow, Statistics, isa::LANES,
 };
 
 entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c");
@@ -151,11 +150,6 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
         Avx512(_mm512_min_ps(self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        Avx512(_mm512_max_ps(self.0, other.0))
     }
 
     #[inline(always)]

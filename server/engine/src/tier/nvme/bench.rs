@@ -127,7 +127,6 @@ impl BenchStore {
             gradient_scale: 1.0,
             clip_coefficient: 1.0,
             correction: Correction::None,
-            amend: None,
             left_out: Vec::new(),
             groups: vec![Default::default(); self.spec.groups.len()],
             norm: 0.0,

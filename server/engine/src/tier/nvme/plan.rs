@@ -33,8 +33,8 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// frozen       shard, shard, ...                                                 no slots: no step writes them
 /// ```
 ///
-/// A shard's state is its master weights, its first moments, its second moments and its amended image, or of a frozen one
-/// its weights, each a sequence of blocks ([`Shape`]), then padding to a whole sector. What the job does not have takes no bytes. A block's checksum is of
+/// A shard's state is its master weights, its first moments and its second moments, or of a frozen one its weights, each a
+/// sequence of blocks ([`Shape`]), then padding to a whole sector. An array that the job does not have takes no bytes. A block's checksum is of
 /// its part of all of these, in this order. Checksums lie outside the slots they belong to, so that a write that was lost, or
 /// went elsewhere, shows; a table's own checksum lies in the record.
 ///

@@ -38,16 +38,24 @@ impl Records {
                     let offset = FilePlan::record_at(parity, copy);
                     let found = read_record(disk, meta[file], offset)?;
                     let place = format!("{}, record {parity}, copy {copy}", disk.path().display());
-                    records.add(plan, store, parity as u64, place, found);
+                    records.add(plan, store, parity as u64, place, found)?;
                 }
             }
         }
         Ok(records)
     }
 
-    fn add(&mut self, plan: &StorePlan, store: u64, parity: u64, place: String, found: Found<StoredRecord>) {
+    fn add(
+        &mut self,
+        plan: &StorePlan,
+        store: u64,
+        parity: u64,
+        place: String,
+        found: Found<StoredRecord>,
+    ) -> Result<(), Fault> {
         match found {
             Found::Blank => {}
+            Found::Retired(fault) => return Err(fault),
             Found::Broken(why) => self.broken.push(format!("{place}: {why}")),
             Found::Valid(record) => {
                 let version = record.record.version;
@@ -56,7 +64,7 @@ impl Records {
                     && record.roots.len() == plan.files.len();
                 if !fits {
                     self.broken.push(format!("{place}: of another store or place"));
-                    return;
+                    return Ok(());
                 }
                 self.copies += 1;
                 let newer = self.valid.get(&version).is_none_or(|known| known.epoch < record.epoch);
@@ -65,6 +73,7 @@ impl Records {
                 }
             }
         }
+        Ok(())
     }
 
     /// The record to go on from; None where nothing was ever made durable.

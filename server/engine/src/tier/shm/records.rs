@@ -77,10 +77,14 @@ impl ShmTier {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
             // A broken record was being written when the process died, and nobody was told of it.
-            if let Found::Valid(json) = decode::<RecordJson>(area) {
-                let record = Record::from(json);
-                let standing = newest_note(area, record.version).and_then(|note| note.standing);
-                records.push(Record { standing, ..record });
+            match decode::<RecordJson>(area) {
+                Found::Valid(json) => {
+                    let record = Record::from(json);
+                    let standing = newest_note(area, record.version).and_then(|note| note.standing);
+                    records.push(Record { standing, ..record });
+                }
+                Found::Retired(fault) => return Err(fault),
+                Found::Blank | Found::Broken(_) => {}
             }
         }
         records.sort_by_key(|record| record.version);
@@ -108,6 +112,7 @@ pub(in crate::tier) fn records_of(file: &File, path: &Path) -> Result<Vec<Result
             Found::Blank => {}
             Found::Valid(json) => records.push(Ok(json.into())),
             Found::Broken(why) => records.push(Err(why)),
+            Found::Retired(fault) => return Err(fault),
         }
     }
     Ok(records)

@@ -39,8 +39,6 @@ pub(super) enum Images {
     Plain,
     /// They look ahead, as those of delayed steps do.
     Ahead,
-    /// The worker amends them. The update makes rates, and the amended image of the version before.
-    Amended,
 }
 
 impl Case {
@@ -71,13 +69,8 @@ impl Case {
                     for formats in formats {
                         let adamw = rule == Rule::AdamW;
                         if all || fastest && adamw || formats.is_fp32() && (fastest || adamw) {
-                            let images = [
-                                Some(Images::Plain),
-                                rule.can_look_ahead().then_some(Images::Ahead),
-                                // The arrays have no room for two fp32 images.
-                                (rule.has_rates() && formats.is_fp32() && wire != Dtype::F32)
-                                    .then_some(Images::Amended),
-                            ];
+                            let images =
+                                [Some(Images::Plain), rule.can_look_ahead().then_some(Images::Ahead)];
                             let case = |images| Case::Update(Update { rule, wire, isa, formats, images });
                             cases.extend(images.into_iter().flatten().map(case));
                         }
@@ -121,13 +114,11 @@ impl Update {
         match self.images {
             Images::Plain => {}
             Images::Ahead => name += "/look-ahead",
-            Images::Amended => name += "/worker-local",
         }
         name
     }
 
     pub(super) fn shape(&self) -> Shape {
-        let amended = self.images == Images::Amended;
-        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats), amended }
+        Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats) }
     }
 }

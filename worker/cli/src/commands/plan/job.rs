@@ -9,7 +9,6 @@ use longshore_proto::{
     Formats, JobName, JobSpec, Param, Partition, Placement, Rank, ServerId,
     limits::{MAX_ELEMENTS, MAX_SHARDS},
 };
-use longshore_worker::DelayCorrection;
 
 use super::{Args, gpus};
 use crate::{
@@ -85,7 +84,6 @@ impl Args {
             tier: self.tier,
             formats: self.formats(),
             partitions,
-            worker_local: self.delay > 0 && matches!(self.correction, DelayCorrection::WorkerLocal(_)),
             ..JobSpec::new(JobName::parse("job", "plan")?, params.collect())
         })
     }

@@ -5,7 +5,6 @@ use std::time::Duration;
 use anyhow::Context;
 use longshore_proto::{Dtype, Fault, Formats, Hyper, JobName, TierKind};
 use longshore_worker::{
-    DelayCorrection,
     loss_scale::LossScalerOptions,
     session::{Address, GoBack},
 };
@@ -57,7 +56,6 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         unchecked: args.unchecked,
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
-        newer_from: args.newer_from.unwrap_or(args.micro_steps),
         correction: args.correction.unwrap_or_default(),
         gradient_dtype: args.gradient_dtype,
         image_dtype: args.weight_dtype,
@@ -175,19 +173,11 @@ fn check(args: &Args) -> Result<(), Fault> {
 /// The variable of --tls-dir. Whoever sets it for all commands may train on an embedded server too.
 const TLS_DIR: &str = "LONGSHORE_TLS_DIR";
 
-/// Checks the flags that only a delay gives a meaning.
+/// Checks the flag that only a delay gives a meaning.
 fn check_delay(args: &Args) -> Result<(), Fault> {
-    let given = [("--newer-from", args.newer_from.is_some()), ("--correction", args.correction.is_some())];
-    if let Some((flag, _)) = given.into_iter().find(|(_, given)| args.delay == 0 && *given) {
-        let remedy = format!("say --delay 1 as well, or leave {flag} out");
-        return Err(Fault::invalid("--delay", args.delay, format!("1 with {flag}"), remedy));
-    }
-    let on_servers = args.micro_steps > 1 && args.accumulate == Accumulator::Servers;
-    if on_servers && matches!(args.correction, Some(DelayCorrection::WorkerLocal(_))) {
-        let limit = "worker with --correction worker-local and several micro-steps";
-        let remedy =
-            "say --accumulate worker: servers that add up micro-steps hold another gradient than the worker";
-        return Err(Fault::invalid("--accumulate", "servers", limit, remedy));
+    if args.delay == 0 && args.correction.is_some() {
+        let remedy = "say --delay 1 as well, or leave --correction out";
+        return Err(Fault::invalid("--delay", args.delay, "1 with --correction", remedy));
     }
     Ok(())
 }

@@ -1,0 +1,75 @@
+//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON asks here, since
+//! a reader that does not know a field would go on with other bits.
+
+use longshore_proto::{Fault, FaultKind};
+use serde::Deserialize;
+
+/// The fields that a header, a manifest or a record may have.
+#[derive(Deserialize)]
+struct Retired {
+    spec: Option<RetiredSpec>,
+    commit: Option<RetiredCommit>,
+    /// Of tier `nvme`.
+    record: Option<RetiredRecord>,
+}
+
+#[derive(Deserialize)]
+struct RetiredRecord {
+    commit: Option<RetiredCommit>,
+}
+
+#[derive(Deserialize)]
+struct RetiredSpec {
+    #[serde(default)]
+    worker_local: bool,
+}
+
+#[derive(Deserialize)]
+struct RetiredCommit {
+    /// Every commit of an earlier version has it, mostly as 0.
+    compensation: Option<String>,
+}
+
+/// Refuses JSON with a field that is not read any more. JSON that does not parse is left to its reader.
+pub(crate) fn check(json: &[u8]) -> Result<(), Fault> {
+    let Ok(Retired { spec, commit, record }) = serde_json::from_slice(json) else { return Ok(()) };
+    if spec.is_some_and(|spec| spec.worker_local) {
+        return Err(refused("spec.worker_local", "true".into(), "false"));
+    }
+    let commit = commit.or_else(|| record?.commit);
+    match commit.and_then(|commit| commit.compensation).filter(|c| c.parse::<f64>() != Ok(0.0)) {
+        Some(compensation) => Err(refused("commit.compensation", compensation, "0")),
+        None => Ok(()),
+    }
+}
+
+fn refused(field: &str, value: String, limit: &str) -> Fault {
+    let limit = format!("{limit}: look-ahead is the one correction of a delay");
+    let remedy = "restore a checkpoint of the job with release 0.1 and --correction look-ahead, make another checkpoint, \
+                  and restore that one";
+    Fault::new(FaultKind::Precondition, field, value, limit, remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_retired_field_is_refused_by_name_only_where_it_had_an_effect() {
+        for fine in [
+            r#"{"spec":{"name":"run"},"commit":null}"#,
+            r#"{"spec":{"worker_local":false},"commit":{"compensation":"0.0"}}"#,
+            r#"{"version":3,"commit":{"look_ahead":["0.1"],"compensation":"0.0"}}"#,
+        ] {
+            assert_eq!(check(fine.as_bytes()), Ok(()), "{fine}");
+        }
+        for (json, field) in [
+            (r#"{"store":7,"spec":{"worker_local":true}}"#, "spec.worker_local"),
+            (r#"{"version":3,"commit":{"compensation":"0.5"}}"#, "commit.compensation"),
+            (r#"{"store":7,"record":{"commit":{"compensation":"1.0"}}}"#, "commit.compensation"),
+        ] {
+            let fault = check(json.as_bytes()).unwrap_err();
+            assert!(fault.field == field && fault.remedy.contains("look-ahead"), "{fault}");
+        }
+    }
+}
