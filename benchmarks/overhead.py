@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import longshore
-from longshore._weights import Weights
+from longshore.transfer.weights import Weights
 
 
 def _parameters(tensors: int) -> list[tuple[str, nn.Parameter]]:

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING
 
 from longshore import errors
 from longshore._longshore import __version__
-from longshore._server import Server
 from longshore.progress import Progress
+from longshore.transfer.server import Server
 
 if TYPE_CHECKING:
-    from longshore import accelerate, axolotl, checkpoint, huggingface, jax, lightning, schedules
-    from longshore._options import LossScale
-    from longshore._step import Hyper, StepReport
+    from longshore import accelerate, axolotl, checkpoint, client, engine, huggingface, jax, lightning, optim, schedules
     from longshore.client import Client, Shape
-    from longshore._gathering import GatheredParameters
-    from longshore._init import Init
-    from longshore._shard import Sharded, shard
-    from longshore._tiles import TiledLinear, tiled
-    from longshore.engine import Engine, initialize
+    from longshore.deepspeed.engine import Engine, initialize
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion
+    from longshore.optim.shard import Sharded, shard
+    from longshore.transfer.job import Hyper, StepReport
+    from longshore.transfer.options import LossScale
+    from longshore.units.build import GatheredParameters, Init, TiledLinear, tiled
 
 __all__ = [
     "Adagrad",
@@ -51,13 +49,28 @@ __all__ = [
     "tiled",
 ]
 
-_FROM_CLIENT = {"Client", "Shape"}
-_FROM_OPTIM = {"Adagrad", "Adam", "AdamW", "Lion", "SGD"}
-_FROM_SHARD = {"Sharded", "shard"}
-_FROM_TILES = {"TiledLinear", "tiled"}
-_FROM_STEP = {"Hyper", "StepReport"}
-_FROM_ENGINE = {"Engine", "initialize"}
-_MODULES = {"accelerate", "axolotl", "checkpoint", "huggingface", "jax", "lightning", "schedules"}
+#: The module of each name, which is imported when the name is first asked for.
+_PLACES = {
+    "Adagrad": "optim",
+    "Adam": "optim",
+    "AdamW": "optim",
+    "Client": "client",
+    "Engine": "deepspeed.engine",
+    "GatheredParameters": "units.build",
+    "Hyper": "transfer.job",
+    "Init": "units.build",
+    "Lion": "optim",
+    "LossScale": "transfer.options",
+    "SGD": "optim",
+    "Shape": "client",
+    "Sharded": "optim.shard",
+    "StepReport": "transfer.job",
+    "TiledLinear": "units.build",
+    "initialize": "deepspeed.engine",
+    "shard": "optim.shard",
+    "tiled": "units.build",
+}
+_MODULES = {"accelerate", "axolotl", "checkpoint", "client", "engine", "huggingface", "jax", "lightning", "optim", "schedules"}
 #: What programs for DeepSpeed call beside ``initialize``, and what stands for it here.
 _OF_DEEPSPEED = {
     "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
@@ -72,42 +85,8 @@ _OF_DEEPSPEED = {
 if not TYPE_CHECKING:  # type checkers know all names from above, and others are errors
 
     def __getattr__(name: str) -> object:
-        if name in _FROM_OPTIM:
-            from longshore import optim
-
-            return getattr(optim, name)
-        if name in _FROM_ENGINE:
-            from longshore import engine
-
-            return getattr(engine, name)
-        if name in _FROM_TILES:
-            from longshore import _tiles
-
-            return getattr(_tiles, name)
-        if name == "Init":
-            from longshore._init import Init
-
-            return Init
-        if name == "GatheredParameters":
-            from longshore._gathering import GatheredParameters
-
-            return GatheredParameters
-        if name in _FROM_SHARD:
-            from longshore import _shard
-
-            return getattr(_shard, name)
-        if name in _FROM_STEP:
-            from longshore import _step
-
-            return getattr(_step, name)
-        if name in _FROM_CLIENT:
-            from longshore import client
-
-            return getattr(client, name)
-        if name == "LossScale":
-            from longshore._options import LossScale
-
-            return LossScale
+        if name in _PLACES:
+            return getattr(importlib.import_module(f"longshore.{_PLACES[name]}"), name)
         if name in _MODULES:
             return importlib.import_module(f"longshore.{name}")
         remedy = f", which is DeepSpeed's: {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""

@@ -14,7 +14,7 @@ use longshore_worker::{
 };
 use pyo3::FromPyObject;
 
-/// `longshore._job.Settings`: the options as `longshore._options.Options` documents them, with every default resolved, and
+/// `longshore.transfer.job.Settings`: the options as `longshore.transfer.options.Options` documents them, with every default resolved, and
 /// the job's layout. Options that only Python reads are left out.
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
@@ -51,7 +51,7 @@ pub(crate) struct Settings {
     deadline: f64,
 }
 
-/// `longshore._options.LossScale`, field by field.
+/// `longshore.transfer.options.LossScale`, field by field.
 #[derive(FromPyObject)]
 pub(crate) struct GivenScaler {
     dynamic: bool,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longshore import _device
+from longshore.transfer import device as _device
 
 NUMPY = {
     **{torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16)},
@@ -52,7 +52,7 @@ class Block(np.ndarray):
 
 
 class Simulated:
-    """Has the methods of ``longshore._device.Accelerator``, and those that a model on it needs.
+    """Has the methods of ``longshore.transfer.device.Accelerator``, and those that a model on it needs.
 
     Args:
         seed: of the order.

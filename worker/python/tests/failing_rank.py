@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import longshore
-from longshore import _gathered, _ranks, _waits
+from longshore.distributed import collectives, gathered, ranks
 from longshore.errors import WaitError
 
 #: Seconds that torch.distributed waits. Who is told sooner was not told by that.
@@ -64,7 +64,7 @@ def reads(options: dict[str, Any], error: BaseException) -> Callable[[], None]:
     made = Optimizer(options)
     made.step(0)
     made.backward(1)
-    patched(_gathered.Gathered, "_targets", error)
+    patched(gathered.Gathered, "_targets", error)
     return made.optimizer.step
 
 
@@ -102,7 +102,7 @@ def pushes(options: dict[str, Any]) -> Callable[[], None]:
 
 def opens(options: dict[str, Any]) -> Callable[[], None]:
     """What fails is no error of this package."""
-    patched(_ranks._longshore, "Job", MemoryError("no memory for a job"))  # type: ignore[attr-defined]
+    patched(ranks._longshore, "Job", MemoryError("no memory for a job"))  # type: ignore[attr-defined]
 
     def act() -> None:
         Optimizer(options)
@@ -132,7 +132,7 @@ def _press(thread: int) -> None:
         time.sleep(0.001)  # the thread that is looked at needs the interpreter
         frame = sys._current_frames()[thread]
         while frame is not None and not is_waiting:
-            is_waiting = frame.f_code is _waits.Apart.wait.__code__
+            is_waiting = frame.f_code is collectives.Apart.wait.__code__
             frame = frame.f_back
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -26,7 +26,7 @@ PRELOADED = (
     "longshore.checkpoint",
     "longshore.engine",
     "longshore.optim",
-    "longshore._shard",
+    "longshore.optim.shard",
 )
 _MAX_REQUEST = 200_000
 _PR_SET_CHILD_SUBREAPER = 36

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from units import Deep
 
-from longshore import _device, _weights
+from longshore.transfer import device as _device
+from longshore.transfer import weights
 
 # Sums have one order then, and memory that torch gives out holds NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -150,7 +151,7 @@ def on(gpu: Gpu) -> Iterator[None]:
     """In the block the package uses this GPU, and torch computes alike each time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_device, "accelerator", gpu)
-        patch.setattr(_weights, "GROUP_BYTES", 0)  # each parameter alone
+        patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone
         torch.use_deterministic_algorithms(True)
         try:
             yield

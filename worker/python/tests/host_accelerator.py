@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, distributed
 
-from longshore import _device
+from longshore.transfer import device
 
 
-class OnHost(_device.Accelerator):
+class OnHost(device.Accelerator):
     """What torch computes is done when it is called for, whichever stream that is given to."""
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:

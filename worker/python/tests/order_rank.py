@@ -19,7 +19,10 @@ from units import weight_bytes
 from units_on_a_device import Cut, advance, ended, on
 
 import longshore
-from longshore import _collectives, _device, _fetch, _gathered, _partition
+from longshore.distributed import collectives, gathered
+from longshore.transfer import device as _device
+from longshore.transfer import partitions
+from longshore.units import fetch
 
 STEPS = 4
 DEPTH = 5
@@ -120,7 +123,7 @@ def train_units(device: Simulated, part: float | None, **options: Any) -> list[A
 def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the block the package takes this for its accelerator."""
     if isinstance(device, LateInUnits):
-        patch.setattr(_fetch.Fetch, "advance", advance)
+        patch.setattr(fetch.Fetch, "advance", advance)
         with on(device, patch):
             yield
     else:
@@ -130,13 +133,13 @@ def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None
 
 def forget_tensors(patch: pytest.MonkeyPatch) -> None:
     """What a collective reads and writes goes back to its allocator while it may not have begun."""
-    init = _collectives.Collective.__init__
+    init = collectives.Collective.__init__
 
     def forgetful(self: Any, *given: Any) -> None:
         init(self, *given)
         del self._tensors[1:]
 
-    patch.setattr(_collectives.Collective, "__init__", forgetful)
+    patch.setattr(collectives.Collective, "__init__", forgetful)
 
 
 def make(way: str, options: dict[str, Any]) -> list[Any]:
@@ -150,9 +153,9 @@ def make(way: str, options: dict[str, Any]) -> list[Any]:
         options["written_weights"] = "drop"  # otherwise wrong weights might be found before they are used
     act = train if way == "towers" else functools.partial(train_units, part=None if seed is None else part)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_partition, "_BLOCKS", 1)
-        patch.setattr(_partition, "_BLOCK_ELEMENTS", BUCKET / distributed.get_world_size())
-        patch.setattr(_gathered, "LEAST_SHARED", 1000)
+        patch.setattr(partitions, "_BLOCKS", 1)
+        patch.setattr(partitions, "_BLOCK_ELEMENTS", BUCKET / distributed.get_world_size())
+        patch.setattr(gathered, "LEAST_SHARED", 1000)
         number = next(runs)
         if seed is None:
             return act(Immediate(0), **options)

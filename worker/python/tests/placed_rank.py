@@ -24,8 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
 import longshore
-from longshore import _sharding, checkpoint
-from longshore._params import Param
+from longshore import checkpoint
+from longshore.distributed import dtensor
+from longshore.transfer.params import Param
 
 STEPS = 4
 WIDTH = 8192
@@ -116,7 +117,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
             found["bytes"].append(report.pushed_bytes)
     optimizer.flush()
     found["weights"] = {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
-    found["own"] = [_sharding.local(param).clone() for param in model.parameters()]
+    found["own"] = [dtensor.local_shard(param).clone() for param in model.parameters()]
     if folder is not None:
         checkpoint.save_torch(optimizer, Path(folder) / "adamw.pt")
         checkpoint.save_safetensors(optimizer, Path(folder) / "model", dtype="fp32")
@@ -154,15 +155,15 @@ def fills(seed: int) -> str:
         expected = placed(values, mesh, given)
         model = nn.Parameter(torch.zeros_like(expected))
         param = Param(0, "it", 0, model, torch.Size(shape), values.dtype, "fp32", values.numel())
-        _sharding.fill(param, values)
-        pieces = _sharding.cuts([param], 4)[0]
+        dtensor.fill(param, values)
+        pieces = dtensor.cuts([param], 4)[0]
         # They are the tensor, each element once.
         whole_again = torch.zeros_like(values)
         for piece in pieces:
             piece.part_of(whole_again).add_(piece.part_of(values) + 1)
         if given == [Shard(0)] and [(piece.name, piece.rank) for piece in pieces] != [(f"it#{rank}/4", rank) for rank in range(len(pieces))]:
             return f"{shape} {given} has other names than jobs have that are there: {pieces}"
-        if not torch.equal(_sharding.local(model), expected.to_local()) or not torch.equal(whole_again, values + 1):
+        if not torch.equal(dtensor.local_shard(model), expected.to_local()) or not torch.equal(whole_again, values + 1):
             return f"{shape} {given}: {pieces}"
     return ""
 

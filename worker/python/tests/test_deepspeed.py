@@ -17,8 +17,9 @@ from programs import run_ranks
 from safetensors.torch import load_file
 
 import longshore
-from longshore import _config_keys, checkpoint, errors, schedules
-from longshore._config import Config
+from longshore import checkpoint, errors, schedules
+from longshore.deepspeed import keys
+from longshore.deepspeed.config import Config
 
 DOCUMENT = pathlib.Path(__file__).parent.parent.parent.parent / "docs" / "migrate.md"
 CONFIG = {
@@ -456,7 +457,7 @@ BOOLEANS = (
 
 
 #: Paths of drives are left out: test_stage_2_with_offloading_runs has a folder of a server's.
-USED = [path for path in _config_keys.USED if not path.endswith("nvme_path")]
+USED = [path for path in keys.USED if not path.endswith("nvme_path")]
 
 
 def configured(path: str, value: Any) -> Any:
@@ -479,7 +480,7 @@ def test_a_used_key_is_taken_without_a_word(path: str) -> None:
 def test_one_warning_names_all_keys_without_effect() -> None:
     config: Any = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     named = []
-    for key in _config_keys.NO_EFFECT:
+    for key in keys.NO_EFFECT:
         *sections, name = key.replace(".*", ".some_key").split(".")
         place = config
         for section in sections:
@@ -536,10 +537,10 @@ def test_keys_of_stage_3_without_their_prefix() -> None:
 def test_the_document_has_the_tables() -> None:
     shown = DOCUMENT.read_text().split("### Every key")[1].split("\n## ")[0]
     used, ignored = shown.split("steer DeepSpeed's own implementation")
-    assert re.findall(r"^\| `([^`]*)` \| (.*) \|$", used, re.MULTILINE) == [*_config_keys.USED.items()]
+    assert re.findall(r"^\| `([^`]*)` \| (.*) \|$", used, re.MULTILINE) == [*keys.USED.items()]
     rows = re.findall(r"^\| (?:`([^`]*)`|top level.*?) \| (`.*) \|$", ignored, re.MULTILINE)
     named = [f"{section}.{name}" if section else name for section, names in rows for name in re.findall("`([^`]*)`", names)]
-    assert sorted(named) == sorted(_config_keys.NO_EFFECT)
+    assert sorted(named) == sorted(keys.NO_EFFECT)
 
 
 def rates(scheduler: object, steps: int) -> list[float]:
@@ -702,7 +703,7 @@ def test_auto_steps_of_several_ranks(tmp_path: pathlib.Path) -> None:
     sharded = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed").BatchSamplerShard
     from types import SimpleNamespace
 
-    from longshore import _auto
+    from longshore.deepspeed import auto as _auto
 
     for examples in range(1, 60):
         for drop_last in (False, True):

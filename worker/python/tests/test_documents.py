@@ -12,7 +12,7 @@ from models import distance, pair
 from programs import load
 
 import longshore
-from longshore._options import Options
+from longshore.transfer.options import Options
 
 PACKAGE = pathlib.Path(__file__).parent.parent
 DOCUMENT = PACKAGE.parent.parent / "docs" / "pytorch.md"

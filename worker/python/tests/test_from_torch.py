@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import longshore
 import pytest
 import torch
 from conftest import serve
 from forked import Forked
-from longshore import errors
-from longshore._filling import Filling
 from models import distance, pair
 from torch import nn
+
+import longshore
+from longshore import errors
+from longshore.transfer.filling import Filling
 
 KINDS = [
     (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -165,7 +166,7 @@ CHILD = """
 import os, re, signal, subprocess, sys, time
 import torch, longshore
 from models import Mlp
-from longshore._filling import Filling
+from longshore.transfer.filling import Filling
 
 model = Mlp(500)
 model.load_state_dict(torch.load({folder!r} + "/model.pt", weights_only=True))

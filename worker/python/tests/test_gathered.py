@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from longshore import _agree, errors
-from longshore._gathered import Gathered, gather_frozen
-from longshore._params import DTYPES, Param
-from longshore._partition import layout
+from longshore import errors
+from longshore.distributed import agree
+from longshore.distributed.gathered import Gathered, gather_frozen
+from longshore.transfer.params import DTYPES, Param
+from longshore.transfer.partitions import layout
 
 #: Enough for a collective.
 ELEMENTS = 64 * 1024
@@ -53,7 +54,7 @@ def param() -> Param:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks find out together goes by way of the device, of which there is none."""
-    monkeypatch.setattr(_agree, "together", lambda act: [act()])
+    monkeypatch.setattr(agree, "together", lambda act: [act()])
 
 
 def expected() -> Tensor:
@@ -70,14 +71,14 @@ def test_weights_of_the_host_are_gathered_where_the_group_is_of_devices(without_
 
 def test_one_group_is_made_for_all_of_them(without_the_cpu: None) -> None:
     cpu = torch.device("cpu")
-    assert _agree.group_of(cpu) is _agree.group_of(cpu)
-    assert _agree.group_of(torch.device("cuda")) is distributed.distributed_c10d._get_default_group()
+    assert agree.group_of(cpu) is agree.group_of(cpu)
+    assert agree.group_of(torch.device("cuda")) is distributed.distributed_c10d._get_default_group()
 
 
 def test_a_device_that_no_backend_is_for_is_named(without_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"init_process_group\(backend=\) is without one for weights on {}, .*init_process_group\(\) without backend="
     with pytest.raises(errors.UsageError, match=message.format("xpu")):
-        _agree.group_of(torch.device("xpu"))
+        agree.group_of(torch.device("xpu"))
     monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
     with pytest.raises(errors.UsageError, match=message.format("cpu")):
-        _agree.group_of(torch.device("cpu"))
+        agree.group_of(torch.device("cpu"))

@@ -16,7 +16,8 @@ from torch import nn
 from units import Deep
 
 import longshore
-from longshore import _guards, errors
+from longshore import errors
+from longshore.optim import guards
 
 Act = Callable[[nn.Module], Any]
 MODES: dict[str, dict[str, Any]] = {
@@ -327,7 +328,7 @@ def test_what_moves_or_goes_is_let_be() -> None:
 
 def test_the_look_costs_far_less_than_a_tenth_of_a_millisecond() -> None:
     model = nn.ModuleList(nn.Linear(1, 1) for _ in range(200))
-    watch = _guards.Watch([model], model.named_parameters())
+    watch = guards.Watch([model], model.named_parameters())
     shortest = min(_seconds(watch.check) for _ in range(200))
     print(f"a look at 400 parameters takes {shortest * 1e6:.1f} us")
     assert shortest < 1e-4
@@ -341,7 +342,7 @@ def _seconds(act: Callable[[], None]) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True}, {"streaming": True, "accumulate": 2}])
 def test_who_never_has_a_gradient_is_named_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_guards, "FIRST_STEPS", 4)
+    monkeypatch.setattr(guards, "FIRST_STEPS", 4)
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), **options)
     model.layers[5] = nn.Linear(32, 4)
@@ -366,7 +367,7 @@ def test_who_never_has_a_gradient_is_named_once(options: dict[str, Any], monkeyp
 
 @pytest.mark.parametrize("missing", ["skip", "zeros"])
 def test_who_has_said_what_that_means_is_not_told(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_guards, "FIRST_STEPS", 2)
+    monkeypatch.setattr(guards, "FIRST_STEPS", 2)
     model = Mlp()
     optimizer = longshore.AdamW(model.named_parameters(), missing_gradients=missing)
     model.layers[5] = nn.Linear(32, 4)
@@ -379,7 +380,7 @@ def test_who_has_said_what_that_means_is_not_told(missing: str, monkeypatch: pyt
 
 def test_a_parameter_that_another_rank_uses_is_not_named(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 asks the servers which parameters they have left out."""
-    monkeypatch.setattr(_guards, "FIRST_STEPS", 4)
+    monkeypatch.setattr(guards, "FIRST_STEPS", 4)
     models = [Mlp(), Mlp()]
     models[1].load_state_dict(models[0].state_dict())
     with ThreadPoolExecutor(2) as threads:

@@ -10,9 +10,9 @@ from torch import nn
 
 import longshore
 from longshore import errors
-from longshore._back import Back
-from longshore._connection import Connection
-from longshore._weights import Weights
+from longshore.optim.connection import Connection
+from longshore.optim.state_dict import Back
+from longshore.transfer.weights import Weights
 
 
 class Interrupted(torch.autograd.Function):

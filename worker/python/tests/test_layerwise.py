@@ -14,7 +14,9 @@ from models import pair, same_bits
 from torch import Tensor, nn
 
 import longshore
-from longshore import _awaited, _weights, errors
+from longshore import errors
+from longshore.transfer import tensors as _tensors
+from longshore.transfer import weights
 
 
 @torch.inference_mode()
@@ -53,12 +55,12 @@ def streaming(model: nn.Module, steps: int = 2, **options: Any) -> longshore.Ada
 
 
 def awaited(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if isinstance(parameter, _awaited._Awaited)]
+    return [name for name, parameter in model.named_parameters() if isinstance(parameter, _tensors._Awaited)]
 
 
 def test_a_layer_is_read_before_it_runs_and_after_the_layer_before_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pair("mlp")
-    monkeypatch.setattr(_weights, "GROUP_BYTES", 0)
+    monkeypatch.setattr(weights, "GROUP_BYTES", 0)
     optimizer = streaming(model)
     connection = optimizer._connection
     assert connection is not None
@@ -75,7 +77,7 @@ def test_a_layer_is_read_before_it_runs_and_after_the_layer_before_has_run(monke
     assert not awaited(model)
     loss.backward()
     optimizer.step()
-    assert type(model.layers[0].weight) is _awaited.AwaitedParameter
+    assert type(model.layers[0].weight) is _tensors.AwaitedParameter
 
 
 def saved(model: nn.Module) -> list[Tensor]:
@@ -341,14 +343,14 @@ def test_a_read_that_ctrl_c_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) 
         model, _ = pair("mlp")
         optimizer = streaming(model)
         if is_interrupted:
-            end = _awaited.end
+            end = _tensors.end
 
             def interrupted(tensors: Any) -> None:
                 end(tensors[:2])
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(_awaited, "end", interrupted)
+                patch.setattr(_tensors, "end", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     model.loss(2)
             assert len(awaited(model)) == len(list(model.parameters())) - 2

@@ -12,9 +12,10 @@ from test_order_on_a_device import on
 from torch import Tensor
 
 import longshore
-from longshore import _device, _lending, errors
-from longshore._lending import Lending
-from longshore._registered import Registered
+from longshore import errors
+from longshore.transfer import device as _device
+from longshore.transfer import pinned
+from longshore.transfer.pinned import Lending, Registered
 
 
 def step(model: Mlp, optimizer: longshore.AdamW, number: int) -> None:
@@ -266,7 +267,7 @@ def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything:
 def test_copies_that_end_no_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device, found = Listed(), Found()
     monkeypatch.setattr(_device, "accelerator", device)
-    monkeypatch.setattr(_lending, "_MOST", 3)
+    monkeypatch.setattr(pinned, "_MOST", 3)
     lending = Lending(Job([Memory(4096, 8192)]), torch.float32)
     for _ in range(9):
         lending.copy(found, [[(4096, 0, 4)]], [torch.zeros(4)], device.stream)

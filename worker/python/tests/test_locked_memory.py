@@ -11,7 +11,9 @@ from test_order_on_a_device import on
 from torch import Tensor
 
 import longshore
-from longshore import _device, _locked, errors
+from longshore import errors
+from longshore.transfer import device as _device
+from longshore.transfer import pinned
 
 #: A weight has more elements than a shard.
 WIDTH = 300
@@ -101,7 +103,7 @@ def test_memory_takes_what_leaves_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         def gradient_memory(self) -> object:
             return self
 
-    memory = _locked.LockedMemory(Job(), torch.bfloat16)
+    memory = pinned.LockedMemory(Job(), torch.bfloat16)
     gradient = torch.ones(4, 4, dtype=torch.bfloat16)
     assert memory.takes(gradient, 1.0)
     assert not memory.takes(gradient, 0.5)

@@ -13,7 +13,9 @@ from accelerator import Immediate, Layers, Simulated, same
 from torch import Tensor
 
 import longshore
-from longshore import _device, _host, _params, _pusher, _weights, errors
+from longshore import errors
+from longshore.transfer import device as _device
+from longshore.transfer import gradients, params, weights
 
 STEPS = 5
 #: Soak tests draw more orders.
@@ -25,7 +27,7 @@ def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the block the package takes the simulated accelerator for its own."""
     with monkeypatch.context() as patch:
         patch.setattr(_device, "accelerator", device)
-        patch.setattr(_weights, "GROUP_BYTES", 0)  # each parameter alone
+        patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone
         yield
         gc.collect()
 
@@ -129,9 +131,9 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
     device = Simulated(0)
     with on(device, monkeypatch):
         gradient = device.to_device(torch.ones(4))
-        param = _params.table([{"params": [torch.nn.Parameter(gradient)]}])[0]
-        pusher = _pusher.Pusher(Refusing())
-        pusher.push(0, _host.Gradients().start(param, gradient))
+        param = params.table([{"params": [torch.nn.Parameter(gradient)]}])[0]
+        pusher = gradients.Pusher(Refusing())
+        pusher.push(0, gradients.Gradients().start(param, gradient))
         pusher.then(Refusing().end_micro_step)
         with pytest.raises(errors.GradientError, match="no room"):
             pusher.wait()
@@ -144,17 +146,17 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
 
 def drop_gradients(patch: pytest.MonkeyPatch) -> None:
     """A gradient goes back to its allocator while it is still copied."""
-    init = _host.Leaving.__init__
+    init = gradients.Leaving.__init__
 
     def forgetful(self: Any, place: Any, held: Any, copied: Any = None) -> None:
         init(self, place, held[:1], copied)
 
-    patch.setattr(_host.Leaving, "__init__", forgetful)
+    patch.setattr(gradients.Leaving, "__init__", forgetful)
 
 
 def overwrite_staging(patch: pytest.MonkeyPatch) -> None:
     """The next pass copies into memory that the pass before has not been pushed from."""
-    patch.setattr(_pusher.Pusher, "wait_for", lambda self, param: None)
+    patch.setattr(gradients.Pusher, "wait_for", lambda self, param: None)
 
 
 def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
@@ -164,7 +166,7 @@ def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
         accelerator = _device.accelerator
         accelerator.let_wait(accelerator.current_stream(device), accelerator.record(self._streams[device]))
 
-    patch.setattr(_weights.Weights, "_show", show)
+    patch.setattr(weights.Weights, "_show", show)
 
 
 #: What is left out, and the mode in which that shows.

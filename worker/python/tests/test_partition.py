@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longshore import errors
-from longshore._params import DTYPES, Param
-from longshore._partition import copy, copy_back, layout
+from longshore.transfer.params import DTYPES, Param
+from longshore.transfer.partitions import copy, copy_back, layout
 
 
 def param(index: int, tensor: torch.Tensor) -> Param:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import longshore
-from longshore._options import Options
-from longshore._step import StepReport
+from longshore.transfer.job import StepReport
+from longshore.transfer.options import Options
 
 
 class Terminal(io.StringIO):

@@ -4,8 +4,7 @@ import threading
 
 import torch
 
-from longshore._host import Leaving
-from longshore._pusher import Pusher
+from longshore.transfer.gradients import Leaving, Pusher
 
 
 class Held:

@@ -11,10 +11,12 @@ from torch import nn
 from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
-from longshore import _device, _units, errors
-from longshore._fetch import Fetch
-from longshore._fetching import Fetcher
-from longshore._unit_tensors import UnitParameter
+from longshore import errors
+from longshore.transfer import device as _device
+from longshore.transfer.tensors import UnitParameter
+from longshore.units import model as _model
+from longshore.units.fetch import Fetch
+from longshore.units.fetching import Fetcher
 
 
 def deep(**options: object) -> tuple[Deep, longshore.AdamW, int]:
@@ -59,13 +61,13 @@ def test_units_that_cannot_be(units: object, said: str) -> None:
 
 @pytest.mark.parametrize(("text", "found"), [("2TiB", 2 << 40), ("1.5 TB", 1_500_000_000_000), (".5KiB", 512), ("1.MB", 10**6)])
 def test_budgets_that_can_be_written(text: str, found: int) -> None:
-    assert _units.budget(text) == found
+    assert _model.budget(text) == found
 
 
 @pytest.mark.parametrize("text", ["1.2.3GiB", ".", "GiB", "1XB", "-1GiB"])
 def test_budgets_that_are_no_numbers(text: str) -> None:
     with pytest.raises(errors.InvalidError, match="budget is .* write it as"):
-        _units.budget(text)
+        _model.budget(text)
 
 
 def test_budgets_that_cannot_be() -> None:
@@ -307,7 +309,7 @@ def test_memory_goes_back_behind_its_copies_where_ranks_do_not_agree(monkeypatch
     weights = torch.ones(4)
     fetcher = Fetcher(None, 0, [], lambda _: False, rounds=SimpleNamespace(agree=fails))  # type: ignore[arg-type]
     fetcher._streams[weights.device] = "copies"
-    fetch = Fetch(fetcher, [_units.Member("weight", weights, [], None)])
+    fetch = Fetch(fetcher, [_model.Member("weight", weights, [], None)])
     fetch.sources.append((weights, weights.clone()))
     current[0] = "uses"
     with pytest.raises(errors.LongshoreError, match="rank 1"):

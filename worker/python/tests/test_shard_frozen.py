@@ -10,10 +10,10 @@ import torch
 import unit_rank
 from conftest import running, several
 from test_ranks import run
-from test_shard_ranks import DELAYED, SCATTER, budget, buckets, part_of, same
+from test_shard_ranks import DELAYED, SCATTER, buckets, budget, part_of, same
 from unit_rank import RANKS
 
-from longshore._gathered import LEAST_SHARED
+from longshore.distributed.gathered import LEAST_SHARED
 
 KEEP: dict[str, Any] = {"model": "adapters", "frozen": "keep"}
 #: By name: what is done with the model in one piece and with weights that are gathered.

@@ -14,7 +14,7 @@ from units import Deep, check_in_units, optimizer_of, pair, same, train, weight_
 
 import longshore
 from longshore import errors
-from longshore._residency import Residency
+from longshore.units.residency import Residency
 
 LAYERS = 32
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from units import Accountant, Deep, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
-from longshore import _device
+from longshore.transfer import device as _device
 
 
 class Late(OnHost):

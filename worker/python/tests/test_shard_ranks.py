@@ -16,7 +16,7 @@ from torch import nn
 from unit_rank import RANKS, STEPS
 
 import longshore
-from longshore._gathered import LEAST_SHARED
+from longshore.distributed.gathered import LEAST_SHARED
 
 CLIP = 0.05
 #: The seed of the weights of models that ranks build.

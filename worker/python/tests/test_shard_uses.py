@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from units import Deep, Transformer, check_in_units, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
-from longshore._unit_order import Order
-from longshore._units import Unit
+from longshore.units.model import Order, Unit
 
 
 class OnTheHost(torch.autograd.graph.saved_tensors_hooks):

@@ -101,5 +101,5 @@ def test_servers_elsewhere_are_told_where_by_their_flags(servers: str) -> None:
     drive = {"device": "nvme", "nvme_path": "/nowhere"}
     zero = {"stage": 3, "offload_param": drive}
     with pytest.warns(UserWarning, match=r"offload_param\.nvme_path changes nothing here: .*--state-dir --spill all"):
-        config = longshore._config.Config.of({"zero_optimization": zero, "longshore": {"servers": servers, "job": "there"}})
+        config = longshore.deepspeed.config.Config.of({"zero_optimization": zero, "longshore": {"servers": servers, "job": "there"}})
     assert (config.job["tier"], config.job["servers"]) == ("nvme", servers)

@@ -9,7 +9,7 @@ from units import Deep, optimizer_of, train, weight_bytes
 
 import longshore
 from longshore import errors
-from longshore._together import ENOUGH
+from longshore.optim.streaming import ENOUGH
 
 
 class Listening:

@@ -17,7 +17,7 @@ from programs import ranks
 from restarted_rank import KILLED_AT, STEPS
 from torch import distributed
 
-from longshore import _opening, _waits
+from longshore.distributed import agree, collectives
 from longshore.errors import LongshoreError
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,32 +78,32 @@ def test_what_ranks_said_before_they_were_started_again_is_old(monkeypatch: pyte
     try:
         told = LongshoreError("the server of shard 3 did not answer")
         for count, raised in (("0", True), ("1", False)):
-            monkeypatch.setattr(_waits, "_failed", None)
+            monkeypatch.setattr(collectives, "_failed", None)
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
             if raised:
-                _waits._tell(told)
+                collectives._tell(told)
             with pytest.raises(LongshoreError, match="shard 3") if raised else contextlib.nullcontext():
-                _waits._raise_failure()
+                collectives._raise_failure()
 
         def fail() -> None:
             raise told
 
-        monkeypatch.setattr(_opening._agree, "can_meet", lambda world_size: True)
-        monkeypatch.setattr(_opening, "_known", {})
+        monkeypatch.setattr(agree, "can_meet", lambda world_size: True)
+        monkeypatch.setattr(agree, "_known", {})
         with pytest.raises(LongshoreError, match="shard 3"):
-            _opening.first("job", 0, 2, fail, is_shared=True)
-        monkeypatch.setattr(_opening, "_wait", look)
+            agree.rank_0_first("job", 0, 2, fail, is_shared=True)
+        monkeypatch.setattr(agree, "_wait", look)
         # On the rank beside it, which is a process of its own, in the same attempt and in the next one.
         for count, raised_by_look in (("1", False), ("2", True)):
-            monkeypatch.setattr(_opening, "_known", {})
+            monkeypatch.setattr(agree, "_known", {})
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
             with pytest.raises(LookupError if raised_by_look else LongshoreError):
-                _opening.first("job", 1, 2, lambda: None, is_shared=True)
+                agree.rank_0_first("job", 1, 2, lambda: None, is_shared=True)
     finally:
         distributed.destroy_process_group()
 
 
 def look(store: Any, job: str, number: int) -> None:
     """Looks once instead of until rank 0 has said something."""
-    if not store.check([_opening._key(job, number)]):
+    if not store.check([agree._key(job, number)]):
         raise LookupError(job)

@@ -12,7 +12,7 @@ from units import weight_bytes
 from units_on_a_device import Cut, ImmediateStorages, LateStorages, advance, ended, on
 
 import longshore
-from longshore import _fetch
+from longshore.units import fetch
 
 STEPS = 3
 #: Soak tests draw more orders.
@@ -56,7 +56,7 @@ def train(device: Any, part: float, **options: Any) -> list[Tensor]:
 
 def run(device: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> list[Tensor]:
     with on(device, monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(_fetch.Fetch, "advance", advance)
+        patch.setattr(fetch.Fetch, "advance", advance)
         found = train(device, **MODES[mode])
         gc.collect()
     return found

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import distributed
 
-from longshore import _waits, errors
+from longshore import errors
+from longshore.distributed import collectives
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ class Work:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_failed", "_failed_in"):
-        monkeypatch.setattr(_waits, name, None)
+        monkeypatch.setattr(collectives, name, None)
     initialize()
     yield
     distributed.destroy_process_group()
@@ -46,40 +47,40 @@ def initialize() -> None:
 
 def test_what_ends_just_after_a_look_has_not_failed(group: None) -> None:
     work = Work(None)
-    _waits.wait(work, "weights")
+    collectives.wait(work, "weights")
     assert work.waits == 2
     with pytest.raises(errors.WaitError, match=r"waited for weights, and another rank has ended.*Connection closed"):
-        _waits.wait(Work("Connection closed by peer"), "weights")
+        collectives.wait(Work("Connection closed by peer"), "weights")
 
 
 def test_a_process_group_whose_collectives_are_out_of_step_is_refused(group: None) -> None:
-    for error in (_waits.known(MemoryError("that all ranks know")), MemoryError("of all ranks")):
-        _waits.begin()
-        with pytest.raises(MemoryError), _waits.telling():
+    for error in (collectives.known(MemoryError("that all ranks know")), MemoryError("of all ranks")):
+        collectives.begin()
+        with pytest.raises(MemoryError), collectives.telling():
             raise error
-    _waits.begin()
-    with pytest.raises(MemoryError), _waits.telling():
+    collectives.begin()
+    with pytest.raises(MemoryError), collectives.telling():
         raise MemoryError("no memory")
     with pytest.raises(errors.LongshoreError, match="no memory"):
-        _waits._raise_failure()  # as a rank does that waits for this one
+        collectives._raise_failure()  # as a rank does that waits for this one
     for _ in range(2):
         with pytest.raises(errors.UsageError, match="rank 0 has failed in the midst of.*no memory"):
-            _waits.begin()
+            collectives.begin()
     distributed.destroy_process_group()
     initialize()
-    _waits.begin()
-    _waits.refuse()
+    collectives.begin()
+    collectives.refuse()
 
 
 def test_what_ranks_said_before_torchrun_started_them_again_is_not_heard(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    _waits.begin()
-    distributed.distributed_c10d._get_default_store().set(_waits._key(), '[0, ["MemoryError", "no memory", null]]')
+    collectives.begin()
+    distributed.distributed_c10d._get_default_store().set(collectives._key(), '[0, ["MemoryError", "no memory", null]]')
     with pytest.raises(errors.LongshoreError, match="rank 0 failed, so that no rank can go on: no memory"):
-        _waits._raise_failure()
+        collectives._raise_failure()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    _waits._raise_failure()
+    collectives._raise_failure()
     # Agents of several hosts may count differently.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
-    assert _waits.key("x") == "longshore/0/x"
+    assert collectives.key("x") == "longshore/0/x"

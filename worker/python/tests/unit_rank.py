@@ -21,9 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from units import Deep, Transformer
 
 import longshore
-from longshore import _agree, _device, _longshore
+from longshore import _longshore
+from longshore.distributed import agree
+from longshore.transfer import device
 
-ACCELERATOR = _device.accelerator
+ACCELERATOR = device.accelerator
 JOB = _longshore.Job
 RANKS = 4
 STEPS = 5
@@ -163,7 +165,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     rank = distributed.get_rank()
     name, weights, budget = options.pop("model", "deep"), options.pop("weights", None), options.pop("budget", None)
     if options.pop("late", False):
-        _device.accelerator = Late()
+        device.accelerator = Late()
     alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
     writes, files, given = options.pop("writes", False), options.pop("files", None), options.pop("given", None)
     model = model_of(name, rounds="partition" in options, made=options.pop("made", None), room=options.pop("room", None))
@@ -212,7 +214,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     found["closing frozen"] = optimizer._connection.job.frozen_bytes - frozen
     found["closing"] = sharded and sharded.pulled_bytes - asked
     found["closed"] = [name for name, value in model.state_dict().items() if not torch.equal(value, found["state"][name])]
-    _device.accelerator = ACCELERATOR
+    device.accelerator = ACCELERATOR
     return found
 
 
@@ -313,7 +315,7 @@ def left_alone(options: dict[str, Any]) -> str:
     model = model_of("deep")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
     # That of the rounds alone: ranks that are slow to start must find each other all the same.
-    _agree.timeout = lambda: datetime.timedelta(seconds=5)
+    agree.timeout = lambda: datetime.timedelta(seconds=5)
     longshore.shard(model, optimizer, 2_000_000, weights="gathered")
     told = "nothing"
     if rank == 0:

@@ -14,7 +14,8 @@ from accelerator import Immediate, Layers, Linear, Simulated, Stream, fill_with_
 from torch import Tensor, nn
 
 import longshore
-from longshore import _device, _fetch
+from longshore.transfer import device as _device
+from longshore.units import fetch as _fetch
 
 
 class _OfStorages(Simulated):

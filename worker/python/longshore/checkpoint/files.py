@@ -1,0 +1,272 @@
+"""Files of tensors: torch's own format and Hugging Face's safetensors, read and written where they are mapped.
+
+Tensors come and go one by one, so that no process holds a whole model. A file under its final name is always whole.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longshore.errors import LongshoreError, StateError, invalid
+from longshore.transfer import filling
+from longshore.transfer.params import DTYPES, Param
+
+#: What folders are called that are not whole.
+DRAFTS = ".longshore-*"
+
+
+def mapped(path: Path, content: Callable[[], Any]) -> Any:
+    """Writes a file as ``torch.save`` does, but for the tensors' values, and maps it.
+
+    Args:
+        path: the file.
+        content: makes what the file has. Its tensors take no memory.
+
+    Returns:
+        What the file has. Its tensors' memory is the file.
+
+    Raises:
+        LongshoreError: where there is no room.
+    """
+    with FakeTensorMode():
+        described = content()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(described, path)
+    # A hole in a mapped file would end the process when the drive is full.
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise invalid(str(path), error.strerror, "with room for the tensors", "free space there", LongshoreError) from error
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        return torch.load(path, mmap=True, weights_only=True)
+
+
+def check_target(folder: Path) -> None:
+    """Refuses to write over what is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise invalid(str(folder), "there, and not empty", "a new or empty folder", "name another one, or empty it")
+
+
+@contextlib.contextmanager
+def draft(folder: Path) -> Iterator[Path]:
+    """A folder that takes its name once all of it is written, and on the drive."""
+    check_target(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=DRAFTS[:-1], dir=folder.parent))
+    try:
+        yield made
+        for path in sorted(made.rglob("*"), reverse=True):
+            _sync(path)
+        made.chmod(0o755)
+        os.replace(made, folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Does what :func:`replace` does, with a text."""
+    replace(path, lambda draft: draft.write_text(text))
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Has a file written beside its place, and moves it there: whoever reads it finds what it had or all of this."""
+    draft = path.with_name(f".{path.name}.draft")
+    write(draft)
+    _sync(draft)
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def blank(shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
+    """An fp32 tensor of a description."""
+    return torch.empty(shape, dtype=torch.float32)
+
+
+_INDEX = "model.safetensors.index.json"
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+#: No header is larger, here as in the format's own library.
+_MAX_HEADER = 100_000_000
+
+
+class Files:
+    """The tensors of a file, or of a folder's files, by name. One is mapped at a time as it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, tuple[Path, int, int, str, torch.Size]] = {}
+        for file in _files_of(path):
+            self._read_header(file)
+
+    def _read_header(self, file: Path) -> None:
+        def broken(what: str) -> LongshoreError:
+            return invalid(str(file), what, "a safetensors file", "fetch it again", StateError)
+
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise broken(f"of {size} bytes with a header of {length}")
+            try:
+                header = json.loads(opened.read(length))
+                entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+                for name, entry in entries.items():
+                    start, end = entry["data_offsets"]
+                    place = (file, 8 + length + start, end - start, entry["dtype"], torch.Size(entry["shape"]))
+                    if not 0 <= start <= end <= size - 8 - length:
+                        raise broken(f"too short for {name}")
+                    self._found[name] = place
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise broken(f"not readable ({error})") from error
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._found)
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        """Refuses a tensor that cannot be a parameter's weights, without reading it."""
+        if name not in self._found:
+            remedy = "name the optimizer's parameters as the files do (model.named_parameters()), or take the files of this model"
+            raise invalid(name, "absent", f"in {self._path}", remedy, StateError)
+        _, _, length, kind, found = self._found[name]
+        dtype = _TYPES.get(kind)
+        if dtype not in DTYPES:
+            raise invalid(name, kind, "fp32, bf16 or fp16", "convert the files", StateError)
+        if found.numel() * dtype.itemsize != length:
+            raise invalid(name, f"{length} bytes", f"those of {list(found)}", "fetch the file again", StateError)
+        filling.check_tensor(name, torch.empty(found, dtype=dtype, device="meta"), shape, str(self._path), described=True)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, over the file's memory."""
+        file, start, length, kind, shape = self._found[name]
+        whole: Any = torch.UntypedStorage.from_file(str(file), False, start + length)
+        dtype = _TYPES[kind]
+        if start % dtype.itemsize:
+            # Other writers may not align tensors.
+            return torch.frombuffer(bytearray(bytes(whole[start:])), dtype=dtype).view(shape)
+        return torch.tensor([], dtype=dtype).set_(whole, start // dtype.itemsize, (shape.numel(),), (1,)).view(shape)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / _INDEX
+    if index.is_file():
+        names = _names_in(index)
+        for name in names:
+            if not (path / name).is_file():
+                raise invalid(str(path / name), "absent", f"there, as {_INDEX} says", "fetch it", StateError)
+        return [path / name for name in names]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    limit = "a safetensors file, or a folder with model.safetensors or an index"
+    raise invalid("path", str(path), limit, "name the model's files", StateError)
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file's name is no text")
+        return names
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"not readable ({type(error).__name__}: {error})"
+        raise invalid(str(index), what, "an index with a weight_map of files", "fetch it again", StateError) from error
+
+
+def create(folder: Path, named: dict[str, Tensor | Param], dtype: str, most: int) -> dict[str, Tensor]:
+    """Writes headers, and the tensors that are given. Those of parameters are mapped, for others to fill in."""
+    kind = {name: dtype for dtype, name in DTYPES.items()}[dtype]
+    described = {
+        name: (kind if isinstance(given, Param) else given.dtype, given.shape) for name, given in named.items()
+    }
+    for name, (found, _) in described.items():
+        if found not in _NAMES:
+            raise invalid(name, found, "a type that safetensors has", "convert it, or leave model= out")
+    files: list[list[str]] = [[]]
+    taken = 0
+    for name, (found, shape) in described.items():
+        size = shape.numel() * found.itemsize
+        if taken + size > most and files[-1]:
+            files.append([])
+            taken = 0
+        files[-1].append(name)
+        taken += size
+    written: dict[str, Tensor] = {}
+    weight_map, total = {}, 0
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        total += _create(folder / file, {name: described[name] for name in names}, named, written)
+        weight_map.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return written
+
+
+def _create(
+    path: Path, described: dict[str, tuple[torch.dtype, torch.Size]], named: dict[str, Tensor | Param], written: dict[str, Tensor]
+) -> int:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The widest types first, so that every tensor is aligned.
+    order = sorted(described, key=lambda name: -described[name][0].itemsize)
+    for name in order:
+        dtype, shape = described[name]
+        start, end = end, end + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    with path.open("w+b") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(data + end, data))
+        except OSError as error:
+            raise invalid(str(path), error.strerror, "with room for the weights", "free space there", LongshoreError) from error
+        memory = mmap.mmap(file.fileno(), data + end)
+    for name in order:
+        dtype, shape = described[name]
+        start = data + header[name]["data_offsets"][0]
+        given = named[name]
+        if shape.numel() == 0:
+            continue
+        target = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+        if isinstance(given, Tensor):
+            target.copy_(given)
+        else:
+            written[name] = target
+    return end

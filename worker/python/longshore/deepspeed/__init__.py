@@ -1,0 +1,1 @@
+"""DeepSpeed's shape: ``longshore.initialize``, its engine, its configuration and its schedules."""

@@ -1,0 +1,230 @@
+"""What an engine writes beside the servers' checkpoint, and how it goes back to both."""
+
+import itertools
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from longshore.checkpoint import files, formats
+from longshore.distributed import agree
+from longshore.errors import StateError, invalid
+from longshore.optim import rules
+
+_STATE = "engine.pt"
+#: Where the checkpoint of a server lies that ends with its process: here, or with a number after it, as the file above says.
+_SERVERS = "servers"
+#: The file of a checkpoint that tells it from all others.
+_MANIFEST = "manifest.json"
+
+
+class Engine(Protocol):
+    """What is asked of a :class:`longshore.engine.Engine` here, beside the counters of ``_COUNTERS``."""
+
+    module: nn.Module
+    optimizer: rules.Optimizer
+    lr_scheduler: Any
+    micro_steps: int
+    global_steps: int
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+
+def save(
+    engine: Engine, folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
+) -> None:
+    """Writes a tag's folder. Rank 0 does; the others wait for it where they can, and fail if it fails."""
+    optimizer = engine.optimizer
+    version = optimizer.flush()
+
+    def write() -> None:
+        if optimizer.is_first_rank:
+            _write(engine, folder, tag, version, client_state, is_latest, leaves_frozen)
+
+    if agree.can_meet(optimizer.rank[1]):
+        agree.together(write)
+    else:
+        write()
+
+
+def _write(
+    engine: Engine,
+    folder: Path,
+    tag: str,
+    version: int,
+    client_state: Mapping[str, Any] | None,
+    is_latest: bool,
+    leaves_frozen: bool,
+) -> None:
+    """Has the servers write a checkpoint, and writes the rest beside it. A save of the same tag stays whole until this one is."""
+    optimizer = engine.optimizer
+    kept = optimizer.checkpoint(tag)
+    parameters = {name for name, _ in engine.module.named_parameters()}
+    left_out = parameters if leaves_frozen else _trained(engine)
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "checkpoint": kept,
+        "version": version,
+        "module": {key: value for key, value in engine.module.state_dict().items() if key not in left_out},
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "client_state": dict(client_state or {}),
+        "servers": None,
+    }
+    (folder / tag).mkdir(parents=True, exist_ok=True)
+    place = optimizer.passing_checkpoints
+    if place is not None:
+        state["servers"] = _copy(place / optimizer.job / kept, folder / tag, _SERVERS)
+    files.replace(folder / tag / _STATE, lambda path: torch.save(state, path))
+    _remove_others(folder / tag, state["servers"])
+    if is_latest:
+        files.replace_text(folder / "latest", tag)
+
+
+_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+
+
+def load(
+    engine: Engine, folder: Path, tag: str | None, is_strict: bool, loads_scheduler: bool
+) -> tuple[str | None, dict[str, Any]]:
+    """Goes back to a tag, or to the latest one.
+
+    Raises:
+        StateError: for a tag that is not there, or of which the servers have no checkpoint.
+    """
+    if tag is None:
+        if not (folder / "latest").exists():
+            return _nothing_in(folder)
+        tag = (folder / "latest").read_text().strip()
+    path = folder / tag / _STATE
+    if not path.exists():
+        there = ", ".join(sorted(found.parent.name for found in folder.glob(f"*/{_STATE}"))) or "none"
+        raise invalid(
+            "tag", tag, f"one of those in {folder}: {there}", "name one of these, or leave tag out for the latest", StateError
+        )
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    optimizer = engine.optimizer
+    place, kept = optimizer.passing_checkpoints, state.get("servers", _SERVERS)
+    if place is not None and kept is not None and (folder / tag / kept).exists():
+        handle = state["optimizer"]["longshore"]
+        optimizer.adopt(handle["job"])
+        handle["checkpoint"] = _bring(folder / tag / kept, place / handle["job"], state["checkpoint"])
+    optimizer.load_state_dict(state["optimizer"])
+    _load_rest(engine.module, state["module"], is_strict)
+    if loads_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    for name in _COUNTERS:
+        setattr(engine, name, state["counters"][name])
+    return str(path), state["client_state"]
+
+
+def _nothing_in(folder: Path) -> tuple[None, dict[str, Any]]:
+    """A first run finds nothing to load. A folder with another name in it should not go unnoticed."""
+    warnings.warn(f"there is no checkpoint in {folder}, so nothing was loaded: training starts from the model as it is", UserWarning, stacklevel=4)
+    return None, {}
+
+
+def load_universal(engine: Engine, folder: Path, tag: str | None, loads_scheduler: bool) -> tuple[str | None, dict[str, Any]]:
+    """Fills the engine's new job from a universal checkpoint of DeepSpeed, and the rest from what lies beside its tensors.
+
+    Raises:
+        StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
+    """
+    if tag is None and not (folder / "latest_universal").is_file() and not (folder / "zero").is_dir():
+        return _nothing_in(folder)
+    optimizer = engine.optimizer
+    formats.load_deepspeed(optimizer, folder, tag=tag)
+    # Before the next forward, which must have the job's weights.
+    optimizer.open()
+    path, states = formats.deepspeed_rest(folder, tag)
+    if states is None:
+        warnings.warn(
+            f"{path} has more than tensors and plain containers, or is not there: buffers, scheduler and counters stay as they are",
+            UserWarning,
+            stacklevel=3,
+        )
+        return str(path), {}
+    trained = _trained(engine)
+    kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
+    # ZeRO-3 has frozen parameters in pieces, and an empty tensor in place of each.
+    empty = sorted(name for name in kept.keys() & frozen(engine.module) if kept[name].numel() == 0)
+    if empty:
+        warnings.warn(
+            f"{path} has no weights of {empty[0]} and what else is frozen: they stay as they are in the model", UserWarning, stacklevel=3
+        )
+    kept = {name: value for name, value in kept.items() if name not in empty}
+    _load_rest(engine.module, kept, is_strict=False)
+    if loads_scheduler and engine.lr_scheduler is not None and states.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(states["lr_scheduler"])
+        # A state of ours brings the rates with it, and the files of others have them here.
+        for group, lr in zip(optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+    for name in ("global_steps", "skipped_steps", "global_samples"):
+        setattr(engine, name, states.get(name, 0))
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    return str(path), {key: value for key, value in states.items() if key not in formats.DEEPSPEED_KEYS}
+
+
+def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None:
+    """Loads what servers do not have."""
+    unexpected = module.load_state_dict(kept, strict=False).unexpected_keys
+    if unexpected and is_strict:
+        limit, remedy = (
+            "a name of the model",
+            "load it into the model that it was saved from, or pass load_module_strict=False",
+        )
+        raise invalid("checkpoint.module", unexpected[0], limit, remedy, StateError)
+
+
+def _trained(engine: Engine) -> set[str]:
+    """The names of parameters that train. Servers have the weights of those that train later as well."""
+    ours = {id(param.tensor) for param in engine.optimizer._opened().params}
+    return {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad or id(parameter) in ours}
+
+
+def frozen(module: nn.Module) -> set[str]:
+    """The names of parameters that do not train."""
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+
+def _bring(source: Path, folder: Path, name: str) -> str:
+    """Copies a checkpoint to its job's others, unless it is there. Returns what it is called there: two runs that went on from one
+    checkpoint may both have called theirs by this name."""
+    manifest = (source / _MANIFEST).read_bytes()
+    for found in sorted(folder.glob(f"[!.]*/{_MANIFEST}")):
+        if found.read_bytes() == manifest:
+            return found.parent.name
+    return _copy(source, folder, name)
+
+
+def _copy(source: Path, folder: Path, name: str) -> str:
+    """Copies a folder into another one, by links where both are on one drive. Checkpoints are not written to again.
+
+    Returns:
+        Its name there: ``name``, or ``name.2`` and so on where that is taken. It is there once all of it is.
+    """
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copyfile(one, other)
+
+    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+    free = next(name for name in names if not (folder / name).exists())
+    with files.draft(folder / free) as made:
+        shutil.copytree(source, made, copy_function=link, dirs_exist_ok=True)
+    return free
+
+
+def _remove_others(folder: Path, kept: str | None) -> None:
+    """Removes the servers' checkpoints of earlier saves of a tag, and what a save that was cut short has left."""
+    for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
+        for found in folder.glob(pattern):
+            if found.name != kept:
+                shutil.rmtree(found, ignore_errors=True)

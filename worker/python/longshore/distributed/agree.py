@@ -1,0 +1,239 @@
+"""Agreements of ranks by torch.distributed: an error on one rank is raised on all of them.
+
+Rank 0 alone opens and fills a job. The others hear of it from the process group's store before they wait for servers: an upload may take
+longer than a collective's timeout, and a store has none of its own.
+"""
+
+import contextlib
+import json
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from longshore.distributed import collectives
+from longshore.distributed.collectives import Failure
+from longshore.errors import UsageError, WaitError, invalid
+from longshore.transfer import device as _device
+
+T = TypeVar("T")
+
+#: Settings that ranks need not share: the way to the servers, and those that no server hears of.
+_OWN = {"rank", "servers", "transport", "partition", "reduce_dtype", "streaming", "layerwise", "frozen", "written_weights", "nonfinite"}
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and the world size, as the process group has them.
+
+    Raises:
+        UsageError: where there is none.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise UsageError(
+            "ranks that reduce gradients among themselves need a process group: call torch.distributed.init_process_group() "
+            "before the optimizer is built, or let the servers sum (partition=None)"
+        )
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+#: The default process group, and one of gloo beside it; None where that has not been needed.
+_beside: tuple[Any, Any] | None = None
+
+
+def group_of(device: torch.device) -> Any:
+    """The process group in which ranks gather tensors of a device: the default one, or one of gloo where that has no backend for
+    them, as nccl has none for the CPU's. All ranks ask for the same one at the same time.
+
+    Raises:
+        UsageError: where there can be none.
+    """
+    global _beside
+    group: Any = distributed.distributed_c10d._get_default_group()
+    if _beside is not None and _beside[0] is group and device.type == "cpu":
+        return _beside[1]
+    if any(has.type == device.type for has in group._device_types):
+        return group
+    if device.type != "cpu" or not distributed.is_gloo_available():
+        raise invalid(
+            "init_process_group(backend=)",
+            f"without one for weights on {device.type}",
+            f"one that has {device.type} as well",
+            "call init_process_group() without backend=, or move the model to the device that the backend is for before the optimizer is built",
+            UsageError,
+        )
+    _beside = group, distributed.new_group(backend="gloo", timeout=timeout())
+    return _beside[1]
+
+
+def timeout() -> Any:
+    """That of the default group, which a new one would not take over."""
+    group: Any = distributed.distributed_c10d._get_default_group()
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def can_meet(world_size: int) -> bool:
+    """Whether there are other ranks that this one can wait for."""
+    has_group = distributed.is_available() and distributed.is_initialized()
+    return world_size > 1 and has_group and distributed.get_world_size() == world_size
+
+
+def together(act: Callable[[], T]) -> list[T]:
+    """Does something on every rank.
+
+    Returns:
+        What each rank's ``act`` returned, which pickles.
+
+    Raises:
+        Exception: this rank's own, whatever it is.
+        LongshoreError: one of the same class, or of this one, that names a rank that failed and why.
+    """
+    failure: Exception | None = None
+    answer: tuple[T | None, Failure | None]
+    with collectives.telling():
+        try:
+            answer = act(), None
+        except Exception as error:
+            failure, answer = collectives.known(error), (None, collectives.of_error(error))
+        answers = _everyones(answer)
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(answers):
+        if why is not None:
+            raise collectives.elsewhere(rank, why)
+    return [returned for returned, _ in answers]
+
+
+def _everyones(answer: object) -> list[Any]:
+    """By rank, what it has to say."""
+    what, world_size = "a meeting of all ranks", distributed.get_world_size()
+    group = group_of(torch.device("cpu"))
+    mine = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
+    sizes = torch.empty(world_size, dtype=torch.int64)
+    collectives.wait(distributed.all_gather_into_tensor(sizes, torch.tensor([len(mine)]), group, async_op=True), what)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    whole = torch.empty(world_size * longest, dtype=torch.uint8)
+    collectives.wait(distributed.all_gather_into_tensor(whole, padded, group, async_op=True), what)
+    parts = zip(whole.view(world_size, longest), sizes.tolist(), strict=True)
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
+
+
+def check_same(settings: Any) -> None:
+    """Refuses settings that differ between ranks, on all ranks.
+
+    Raises:
+        InvalidError: naming the first setting that differs, and both ranks' values.
+    """
+    mine = {field: value for field, value in asdict(settings).items() if field not in _OWN}
+    everyones = together(lambda: mine)
+    for rank, theirs in enumerate(everyones):
+        for field, value in everyones[0].items():
+            if theirs[field] != value:
+                ours, others = _difference(value, theirs[field])
+                raise invalid(field, f"{others} on rank {rank}", f"{ours}, as on rank 0", "give all ranks the same settings and model")
+
+
+def _difference(ours: Any, others: Any) -> tuple[str, str]:
+    """Two values that differ, or the first items in which they do."""
+    if isinstance(ours, list) and isinstance(others, list):
+        if len(ours) != len(others):
+            return f"{len(ours)} of them", f"{len(others)} of them"
+        ours, others = next((a, b) for a, b in zip(ours, others, strict=True) if a != b)
+    return repr(ours), repr(others)
+
+
+def ranks_with(has: list[bool], where: Tensor) -> list[int]:
+    """How many ranks have each of these. They find that out where a tensor lies."""
+    counts = torch.tensor(has, dtype=torch.int32, device="cpu")
+    accelerator, is_there = _device.accelerator, _device.accelerator.has(where)
+    if is_there:
+        host = accelerator.locked(counts.shape, counts.dtype).copy_(counts)
+        counts = accelerator.empty(counts.shape, counts.dtype, where.device)
+        accelerator.copy(counts, host, accelerator.current_stream(where.device))
+    collectives.all_reduce(counts).wait("the end of a backward pass")
+    return [int(count) for count in (accelerator.to_host(counts) if is_there else counts).tolist()]
+
+
+#: Seconds that others wait for rank 0 at most: the worker's ``slow_deadline``, in which it may upload.
+_LONGEST = 1800.0
+#: Seconds after which they say so, and the longest between two looks.
+_LONG = 60.0
+_PAUSE = 0.1
+
+#: By job: how many of rank 0's openings this process knows the end of. All ranks run the same program, so that the next one is
+#: that of the opening in hand.
+_known: dict[str, int] = {}
+
+
+def rank_0_first(job: str, rank: int, world_size: int, act: Callable[[], T], *, is_shared: bool) -> T:
+    """Opens a job on this rank: on the others once rank 0 has done so. Without a process group of all ranks no rank hears of others.
+
+    Args:
+        is_shared: what fails here fails on all ranks, which open the job again together.
+
+    Raises:
+        LongshoreError: rank 0's failure, on all ranks, or this one's own.
+        WaitError: where rank 0 has said nothing in time, or has ended.
+    """
+    store = distributed.distributed_c10d._get_default_store() if can_meet(world_size) else None
+    if store is None:
+        return act()
+    if rank != 0:
+        _hear(store, job)
+        try:
+            return act()
+        except BaseException:
+            # This rank alone tries again what rank 0 has done.
+            _known[job] -= not is_shared
+            raise
+    try:
+        opened = act()
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and what failed is to be seen
+            _say(store, job, collectives.of_error(error))
+        raise
+    _say(store, job, None)
+    return opened
+
+
+def _say(store: Any, job: str, failure: collectives.Failure | None) -> None:
+    _known[job] = _known.get(job, 0) + 1
+    store.set(_key(job, _known[job]), json.dumps(failure))
+
+
+def _hear(store: Any, job: str) -> None:
+    """Waits for what came of rank 0's opening of the same number."""
+    number = _known.get(job, 0) + 1
+    try:
+        _wait(store, job, number)
+        failure = json.loads(store.get(_key(job, number)))
+    except RuntimeError as error:
+        if isinstance(error, WaitError):
+            raise
+        raise WaitError(f"rank 0 has ended before it opened job {job}: look at its error. torch.distributed says: {error}") from error
+    _known[job] = number
+    if failure is not None:
+        raise collectives.elsewhere(0, failure)
+
+
+def _wait(store: Any, job: str, number: int) -> None:
+    start, pause, said = time.monotonic(), 0.001, False
+    while not store.check([_key(job, number)]):
+        waited = time.monotonic() - start
+        if waited >= _LONGEST:
+            raise WaitError(f"waited {_LONGEST:.0f} s for rank 0 to open job {job} and to fill it: see what it does, and call open() on all ranks")
+        if waited >= _LONG and not said:
+            warnings.warn(f"still waiting for rank 0 to open job {job} and to fill it, for {_LONGEST:.0f} s at most", RuntimeWarning, stacklevel=2)
+            said = True
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE)
+
+
+def _key(job: str, number: int) -> str:
+    return collectives.key(f"opened/{job}/{number}")

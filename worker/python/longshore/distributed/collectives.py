@@ -1,0 +1,328 @@
+"""Collectives of torch.distributed, and waits for them that end where a rank has failed.
+
+A collective waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that raises before it comes
+says so in the process group's store, where the others look while they wait. Its collectives are out of step from then on, so that all later
+ones of the same job are refused: no rank takes another collective's bytes for its own. Collectives of devices are waited for by streams, and no
+thread can look meanwhile.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, distributed
+
+from longshore import errors
+from longshore.errors import LongshoreError, UsageError, WaitError
+from longshore.transfer import device
+
+E = TypeVar("E", bound=BaseException)
+
+#: What ranks are told of another one's failure: the error's class, its message and its field.
+Failure = tuple[str, str, str | None]
+
+#: How long a rank waits before it looks for the first time, and from one look to the next.
+_PERIOD = datetime.timedelta(seconds=0.5)
+#: Seconds after which it says for whom it waits.
+_LONG = 60.0
+
+#: How many jobs of ranks this process has begun, as all ranks have; who has failed in the last one; and the process group then.
+_jobs = 0
+_failed: tuple[int, Failure] | None = None
+_failed_in: Any = None
+
+
+def begin() -> None:
+    """A job of ranks begins, on all of them. What became of those before is no business of it, unless the last one has left collectives
+    in the same process group to which a rank never came.
+
+    Raises:
+        UsageError: as :func:`refuse` does.
+    """
+    global _jobs, _failed
+    if _failed is not None and _failed_in is distributed.group.WORLD and _is_heard():
+        refuse()
+    _jobs += 1
+    _failed = None
+
+
+def of_error(error: BaseException) -> Failure:
+    """What other ranks are told of it."""
+    return type(error).__name__, str(error) or type(error).__name__, getattr(error, "field", None)
+
+
+def elsewhere(rank: int, failure: Failure) -> LongshoreError:
+    """Another rank's failure, as this one raises it."""
+    kind, message, field = failure
+    found = getattr(errors, kind, LongshoreError)
+    raised: LongshoreError = found(f"rank {rank} failed, so that no rank can go on: {message}", field=field)
+    return known(raised)
+
+
+def known(error: E) -> E:
+    """Marks an error that all ranks raise."""
+    error._longshore_is_known = True  # type: ignore[attr-defined]
+    return error
+
+
+def refuse() -> None:
+    """Refuses to come to a collective once a rank has failed.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if _failed is not None:
+        rank, (_, message, _) = _failed
+        raise known(
+            UsageError(
+                f"rank {rank} has failed in the midst of what ranks do together, so that no rank can go on: end all of them and start them "
+                f"again, and they go on from the last step. It failed with: {message}"
+            )
+        )
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Within it ranks do something together. Who fails there tells the others, who would wait for it."""
+    refuse()
+    try:
+        yield
+    except BaseException as error:
+        _tell(error)
+        raise
+
+
+def wait(work: Any, what: str) -> None:
+    """Waits for a collective of the hosts' memory.
+
+    Args:
+        work: what torch.distributed has returned for it.
+        what: what the ranks do, for messages.
+
+    Raises:
+        LongshoreError: another rank's failure.
+        WaitError: where another rank has ended, or has not come within the process group's timeout.
+    """
+    if not _is_done(work, what, None):
+        with _Waiting(what) as waiting:
+            while not _is_done(work, what, waiting):
+                waiting.look()
+
+
+class Apart:
+    """What a thread of its own waits for, as a collective that :func:`wait` takes. gloo's ``send`` and ``recv`` need that: a wait for one of
+    them that runs out closes all connections of the process, so that nobody can look from time to time.
+    """
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+        self._failure: BaseException | None = None
+        # Who was interrupted leaves it waiting, and the process may end.
+        self._thread = threading.Thread(target=self._run, name="longshore-wait", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except BaseException as failure:
+            self._failure = failure
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Raises RuntimeError where it takes longer, as a collective does, or what kept it from its end."""
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError(f"it takes longer than {timeout}")
+        if self._failure is not None:
+            raise self._failure
+
+
+class _Waiting:
+    """A wait that others can see."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = time.monotonic()
+        self._is_said = False
+
+    def __enter__(self) -> "_Waiting":
+        with contextlib.suppress(RuntimeError):
+            _store().set(_waits(distributed.get_rank()), self._what)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            _store().delete_key(_waits(distributed.get_rank()))
+
+    def look(self) -> None:
+        """Raises another rank's failure. Says once for whom this one waits."""
+        _raise_failure()
+        if time.monotonic() - self._start >= _LONG and not self._is_said:
+            self._is_said = True
+            rank = distributed.get_rank()
+            message = f"rank {rank} still waits for {self._what}, and {self.missing()}: see what they do"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def missing(self) -> str:
+        """Which ranks have not come, as far as the store says."""
+        others = (rank for rank in range(distributed.get_world_size()) if rank != distributed.get_rank())
+        missing: list[str] = []
+        with contextlib.suppress(RuntimeError):
+            missing = [str(rank) for rank in others if not _store().check([_waits(rank)])]
+        return f"these have not come to it: rank {', '.join(missing)}" if missing else "others do as well"
+
+
+def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
+    try:
+        work.wait(_PERIOD)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    else:
+        return True
+    try:
+        # It may have ended well just after that wait gave up, and a wait for what has ended says how, at once.
+        work.wait()
+    except RuntimeError as error:
+        _raise_failure()
+        who = waiting.missing() if waiting is not None else "another rank has ended"
+        raise WaitError(
+            f"rank {distributed.get_rank()} waited for {what}, and {who}. Either a rank has ended, or the timeout of init_process_group has "
+            f"passed: look at the other ranks' errors. torch.distributed says: {error}"
+        ) from error
+    return True
+
+
+def _tell(error: BaseException) -> None:
+    if _failed is None and not hasattr(error, "_longshore_is_known"):
+        failed = _fail(distributed.get_rank(), of_error(error))
+        with contextlib.suppress(RuntimeError):  # the store is gone, and what failed is to be seen
+            if not _store().check([_key()]):  # the first failure is the cause of others
+                _store().set(_key(), json.dumps(failed))
+
+
+def _fail(rank: int, failure: Failure) -> tuple[int, Failure]:
+    """Notes who has failed, and in which process group."""
+    global _failed, _failed_in
+    _failed, _failed_in = (rank, failure), distributed.group.WORLD
+    return _failed
+
+
+def _raise_failure() -> None:
+    said: Any = None
+    with contextlib.suppress(RuntimeError):  # with the store rank 0 has gone, and the collective says so
+        if _store().check([_key()]):
+            said = json.loads(_store().get(_key()))
+    if said is not None:
+        with contextlib.suppress(RuntimeError):
+            _store().set(_heard(), "")
+        rank, (kind, message, field) = said
+        raise elsewhere(*_fail(rank, (kind, message, field)))
+
+
+def _is_heard() -> bool:
+    """Whether a rank has heard of the last failure where it waited in a collective. Where none has, all ranks may have failed alike, and
+    none waits for another."""
+    try:
+        return bool(_store().check([_heard()]))
+    except RuntimeError:  # the store has gone, with rank 0
+        return True
+
+
+def _store() -> Any:
+    return distributed.distributed_c10d._get_default_store()
+
+
+def key(what: str) -> str:
+    """Where ranks find something in the store. torchrun's own store outlives the ranks, and still has what they said before it started
+    them again. So its count of starts is in the name where one agent starts all of them: agents of several hosts may count differently."""
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
+    return f"longshore/{start}/{what}"
+
+
+def _key() -> str:
+    return key(f"failed/{_jobs}")
+
+
+def _heard() -> str:
+    return key(f"heard/{_jobs}")
+
+
+def _waits(rank: int) -> str:
+    return key(f"waits/{rank}")
+
+
+class Collective:
+    """A collective under way. It keeps its tensors until it was waited for.
+
+    Args:
+        work: what torch.distributed has returned for it.
+        tensors: what it reads and writes, of one device.
+    """
+
+    def __init__(self, work: Any, tensors: Sequence[Tensor]) -> None:
+        self._work = work
+        self._tensors = list(tensors)
+        self._is_of_device = device.accelerator.has(tensors[0])
+
+    def is_done(self) -> bool:
+        """Whether it has come to its end."""
+        done: bool = self._work.is_completed()
+        return done
+
+    def wait(self, what: str) -> None:
+        """Waits for one of the host. Lets this thread's stream wait for one of a device.
+
+        Args:
+            what: what the ranks do, for messages.
+
+        Raises:
+            LongshoreError: as :func:`longshore.distributed.collectives.wait` does.
+        """
+        if self._is_of_device:
+            self._work.wait()
+        else:
+            wait(self._work, what)
+        self._tensors.clear()
+
+
+def all_gather(whole: Tensor, own: Tensor, group: Any) -> Collective:
+    """Gives all ranks what each of them has, end to end. ``own`` may be this rank's part of ``whole``."""
+    if device.accelerator.has(whole):
+        work = device.accelerator.all_gather(whole, own, group)
+    else:
+        work = distributed.all_gather_into_tensor(whole, own, group, async_op=True)
+    return Collective(work, [whole, own])
+
+
+def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
+    """Adds up all ranks' rows, one for each of them.
+
+    Args:
+        slots: (ranks, elements). What becomes of them is not said.
+
+    Returns:
+        The collective, and memory for this rank's row of the sum.
+    """
+    if device.accelerator.has(slots):
+        part = device.empty_beside(slots, slots.shape[1:], slots.dtype)
+        return Collective(device.accelerator.reduce_scatter(part, slots), [part, slots]), part
+    # As gloo's reduce_scatter_tensor does with a copy of its own, of which nobody can say when it is done.
+    part = slots[rank]
+    return Collective(distributed.all_reduce(slots, async_op=True), [part, slots]), part
+
+
+def all_reduce(tensor: Tensor) -> Collective:
+    """Adds up all ranks' tensors in their place."""
+    has = device.accelerator.has(tensor)
+    work = device.accelerator.all_reduce(tensor) if has else distributed.all_reduce(tensor, async_op=True)
+    return Collective(work, [tensor])

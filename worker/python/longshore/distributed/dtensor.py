@@ -1,0 +1,376 @@
+"""Ranks whose parameters are DTensors: FSDP2, HSDP, tensor parallelism.
+
+A rank's part of a parameter follows from its placements and is cut into pieces. Several ranks may hold a piece alike: one of them sends it, and
+all of them read it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from longshore.distributed import agree, collectives
+from longshore.distributed.ranks import CheckMissing, Ranks, on_all
+from longshore.errors import GradientError, UsageError, invalid
+from longshore.transfer import params as _params
+from longshore.transfer.filling import FrozenParams
+from longshore.transfer.gradients import Place
+from longshore.transfer.job import JobParam
+from longshore.transfer.params import Param
+from longshore.transfer.partitions import Box, Piece, layout, piece_param
+from longshore.transfer.weights import Weights
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """What this rank holds of a parameter, as memory: what is written there is in the parameter."""
+    with torch.no_grad():
+        held = tensor.detach()
+        shard: Tensor = held.to_local() if isinstance(held, DTensor) else held
+    return shard
+
+
+def fill(param: Param, whole: Tensor) -> None:
+    """Writes this rank's part of a whole tensor into the parameter."""
+    box = box_of(param)
+    if _elements(box):
+        local_shard(param.tensor).copy_(whole[tuple(slice(first, end) for first, end in box)])
+
+
+def box_of(param: Param) -> Box:
+    """Where the part lies in a parameter that this rank holds. It may be empty.
+
+    Raises:
+        InvalidError: naming the parameter and the remedy, for a placement that servers cannot be given.
+    """
+    tensor: Any = param.tensor
+    if not isinstance(tensor, DTensor):
+        return tuple((0, size) for size in param.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise invalid(
+            param.name,
+            f"on a mesh without rank {distributed.get_rank()}",
+            "on a mesh that has each rank of the job",
+            "place it on a mesh of all ranks, with Replicate where several have the same; pipeline stages need a job and a process group each",
+        )
+    runs = [[range(size)] for size in param.shape]
+    for place, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            remedy = "redistribute the parameter before the optimizer is built"
+            raise invalid(param.name, f"placed as {list(placements)}", "placed by Shard and Replicate", remedy)
+        # A strided one cuts each of the parts that a later dimension of the mesh has made.
+        parts = int(getattr(placement, "split_factor", 1))
+        of_each = [_cut(_cut(runs[placement.dim], parts, part), mesh.size(place), coordinate[place]) for part in range(parts)]
+        runs[placement.dim] = [run for of_part in of_each for run in of_part]
+    box = tuple((of_dim[0].start, of_dim[-1].stop) if of_dim else (0, 0) for of_dim in runs)
+    held = local_shard(tensor)
+    lengths = [sum(map(len, of_dim)) for of_dim in runs]
+    is_box = list(held.shape) == lengths == [end - first for first, end in box]
+    if held.numel() != math.prod(lengths) or (held.numel() and not is_box):
+        raise invalid(
+            param.name,
+            f"placed as {list(placements)}, of {list(param.shape)} with {list(held.shape)} on rank {distributed.get_rank()}",
+            "cut so that each rank holds neighbours",
+            "shard dimensions whose size the ranks divide",
+        )
+    return box
+
+
+def _cut(runs: list[range], parts: int, part: int) -> list[range]:
+    """What ``torch.chunk`` gives of these indices, one run after the other, as one of so many parts."""
+    room = math.ceil(sum(map(len, runs)) / parts)
+    skipped, cut = part * room, []
+    for run in runs:
+        taken = run[skipped : skipped + room]
+        skipped = max(skipped - len(run), 0)
+        room -= len(taken)
+        if taken:
+            cut.append(taken)
+    return cut
+
+
+def _elements(box: Box) -> int:
+    return math.prod(end - first for first, end in box)
+
+
+def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
+    """By parameter its pieces: the distinct parts that ranks hold of it. Of the ranks that hold the same, one sends it: the one that has
+    the least to send so far, so that each rank of a replicated model has some.
+
+    Raises:
+        InvalidError: naming the parameter and the remedy, on all ranks, for what cannot be trained so.
+    """
+    if not params:
+        return {}
+    everyones: list[dict[str, Box]] = agree.together(lambda: {param.name: box_of(param) for param in params})
+    loads = [0] * world_size
+    found: dict[int, list[Piece]] = {}
+    for param in params:
+        holders: dict[Box, list[int]] = {}
+        for rank, boxes in enumerate(everyones):
+            if param.name not in boxes:
+                remedy = "give all ranks the same model; pipeline stages need a job and a process group each"
+                raise invalid(param.name, f"not on rank {rank}", "on all ranks", remedy)
+            if _elements(boxes[param.name]):
+                holders.setdefault(boxes[param.name], []).append(rank)
+        if sum(map(_elements, holders)) != param.elements:
+            remedy = "place it alike on all ranks"
+            raise invalid(param.name, "in parts that are not the parameter together", f"{param.elements} elements in all", remedy)
+        firsts = [sorted({box[dim][0] for box in holders}) for dim in range(len(param.shape))]
+        found[param.index] = []
+        for box, ranks in sorted(holders.items()):
+            rank = min(ranks, key=lambda rank: (loads[rank], rank))
+            loads[rank] += _elements(box)
+            name = _name(param, [starts.index(first) for starts, (first, _) in zip(firsts, box, strict=True)])
+            found[param.index].append(_piece(name, param, box, rank, ranks))
+    return found
+
+
+def _name(param: Param, at: list[int]) -> str:
+    """The parameter's, and behind it for each dimension up to the last one that is cut which part this is of how many."""
+    parts = [0] * len(at)
+    if isinstance(param.tensor, DTensor):
+        for place, placement in enumerate(param.tensor.placements):
+            if isinstance(placement, Shard | _StridedShard):
+                parts[placement.dim] = max(parts[placement.dim], 1) * param.tensor.device_mesh.size(place)
+    last = max((dim for dim, of in enumerate(parts) if of), default=-1)
+    return param.name + "".join(f"#{at[dim]}/{max(parts[dim], 1)}" for dim in range(last + 1))
+
+
+def _piece(name: str, param: Param, box: Box, rank: int, holders: list[int]) -> Piece:
+    shape = tuple(end - first for first, end in box)
+    wide = next((dim for dim, length in enumerate(shape) if length > 1), len(shape))
+    is_run = shape[wide + 1 :] == tuple(param.shape[wide + 1 :])
+    start = 0
+    for (first, _), size in zip(box, param.shape, strict=True):
+        start = start * size + first
+    replicas = tuple(holders) if len(holders) > 1 else ()
+    return Piece(0, name, param, rank, shape, start, _elements(box), 0, None if is_run else box, replicas)
+
+
+def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list[Tensor]]:
+    """The first rank that holds a piece sends it to rank 0, one after the other. There all of them are returned, with what holds their
+    memory."""
+    places: list[Place] = []
+    held: list[Tensor] = []
+    for piece in pieces:
+        shard, source = local_shard(piece.param.tensor), piece.holders[0]
+        if rank == 0:
+            memory = shard
+            if source != 0:
+                memory = torch.empty(piece.shape, dtype=piece.param.dtype, device=shard.device)
+                _wait_for(functools.partial(distributed.recv, memory, source), piece, memory.device)
+            memory = memory.to("cpu").contiguous()
+            held.append(memory)
+            places.append((piece.index, memory.data_ptr(), piece.elements, piece.wire))
+        elif source == rank:
+            _wait_for(functools.partial(distributed.send, shard.contiguous(), 0), piece, shard.device)
+    return places, held
+
+
+def _wait_for(act: Callable[[], object], piece: Piece, device: torch.device) -> None:
+    """Has a piece move from its rank to rank 0. A device's stream waits for it; where hosts do, Ctrl-C and other ranks' failures end that."""
+    if device.type == "cpu":
+        collectives.wait(collectives.Apart(act), f"the first weights of {piece.param.name}, which rank {piece.holders[0]} sends to rank 0")
+    else:
+        act()
+
+
+class FrozenShards(FrozenParams):
+    """Frozen parameters of which each rank has its part, and perhaps some that it has whole."""
+
+    def __init__(self, params: list[Param], first: int, rank: int, world_size: int) -> None:
+        sharded: list[Param] = []
+        whole: list[Param] = []
+        for param in params:
+            (sharded if isinstance(param.tensor, DTensor) else whole).append(param)
+        self._rank = rank
+        pieces = [piece for of_param in cuts(sharded, world_size).values() for piece in of_param]
+        self._pieces = [dataclasses.replace(piece, index=first + place) for place, piece in enumerate(pieces)]
+        super().__init__(whole, first + len(self._pieces), rank == 0)
+
+    def described(self) -> Sequence[JobParam]:
+        return [*self._pieces, *super().described()]
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        places, held = to_first_rank(self._pieces, self._rank)
+        whole, held_whole = super().values()
+        return [*places, *whole], [*held, *held_whole]
+
+    def own(self) -> list[Param]:
+        mine = (piece for piece in self._pieces if self._rank in piece.holders)
+        shards = [(piece, local_shard(piece.param.tensor)) for piece in mine]
+        return [
+            dataclasses.replace(piece.param, index=piece.index, tensor=shard, shape=shard.shape, elements=piece.elements)
+            for piece, shard in shards
+        ]
+
+
+#: How many elements of a gradient are compared between the ranks that have it; and how far apart they may be, of the largest one of them,
+#: or of the largest one of all gradients, since one that is zero in theory is rounding alone.
+_SAMPLES = 64
+_APART = 0.05
+_NOISE = 1e-5
+
+
+class Sharded(Ranks):
+    """Parameters are DTensors, and so are their gradients. A plain parameter among them is held whole by all ranks, as where others are
+    tensor-parallel."""
+
+    def __init__(self, params: list[Param]) -> None:
+        world_size = agree.place()[1]
+        pieces = cuts(params, world_size)
+        super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
+        #: By parameter what this rank holds of it.
+        self._here = {piece.param.index: piece for piece in self.layout.pieces() if self.rank in piece.holders}
+        #: Whether ranks hold the same as others.
+        self.has_replicas = any(piece.replicas for piece in self.layout.pieces())
+        self._locals: list[Param] = []
+        self._weights: list[Weights] = []
+        #: By parameter some elements of the first gradient of what others hold too; None once they were compared.
+        self._samples: dict[str, list[float]] | None = {} if self.has_replicas else None
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        return collectives.telling() if self.has_replicas else super().telling()
+
+    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
+        return to_first_rank(self.layout.pieces(), self.rank)
+
+    def keep(self, frozen: list[Param]) -> FrozenParams:
+        return FrozenShards(frozen, self.layout.count(), self.rank, self.world_size)
+
+    def read(self, job: Any) -> None:
+        locals_ = [
+            dataclasses.replace(piece_param(piece, local, piece.param.dtype), shape=local.shape)
+            for piece in self._here.values()
+            for local in [local_shard(piece.param.tensor)]
+        ]
+        if [param.tensor.data_ptr() for param in locals_] != [param.tensor.data_ptr() for param in self._locals]:
+            # FSDP2 makes other shards where the model is moved or loaded.
+            self._locals = locals_
+            sent = {piece.index for piece in self._mine.values()}
+            own = [param for param in locals_ if param.index in sent]
+            replicas = [param for param in locals_ if param.index not in sent]
+            # The own ones come meanwhile, and while any of them is unread the others can be read again.
+            fetched: Any = _Fetched(job)
+            self._weights = [Weights(replicas, fetched)] if replicas else []
+            self._weights.append(Weights(own, job))
+        for weights in self._weights:
+            weights.read()
+
+    def places_of(self, param: Param, memory: Tensor) -> list[Place]:
+        return [self._here[param.index].place(memory)]
+
+    def forget_weights(self) -> None:
+        self._locals, self._weights = [], []
+
+    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
+        with self.telling():
+            return super().push(job, scale, on_all(check_missing))
+
+    def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
+        return super().end_micro_step(job, on_all(check_missing))
+
+    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        _params.check_gradient(param, gradient)
+        local, piece = _local_gradient(param, gradient), self._here.get(param.index)
+        if piece is None:
+            return
+        if local.numel() != piece.elements:
+            raise UsageError(f"{param.name} has another shard than when the optimizer was built: build it after fully_shard")
+        if self._samples is not None and piece.replicas:
+            self._samples[param.name] = _sample(local)
+        if piece.rank == self.rank:
+            sent = dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape)
+            self._outgoing.send(job, sent, local, scale)
+
+    def _end(self, job: Any) -> None:
+        if self._samples is not None:
+            _compare([piece for piece in self.layout.pieces() if piece.replicas], agree.together(lambda: self._samples))
+            self._samples = None
+        super()._end(job)
+
+
+class _Fetched:
+    """A job's weights that it does not read by itself, since this rank sends no gradient of them: for :class:`Weights`."""
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def unread_weights(self) -> int | None:
+        version: int | None = self._job.unread_weights()
+        return version
+
+    def read_weights(self, places: list[Place]) -> int | None:
+        version = self.unread_weights()
+        if version is not None:
+            self._job.fetch(version, [(place, 0) for place in places]).read()
+        return version
+
+
+def _local_gradient(param: Param, gradient: Any) -> Tensor:
+    """This rank's part of a gradient, placed as its parameter is: tensor parallelism leaves sums over ranks to whoever takes them."""
+    if not isinstance(param.tensor, DTensor):
+        return local_shard(gradient)
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != param.tensor.device_mesh:
+        raise invalid(
+            f"{param.name}.grad",
+            "not sharded as its parameter is",
+            "a DTensor on its parameter's mesh",
+            "let backward make it, in the model that was given to fully_shard or parallelize_module",
+            GradientError,
+        )
+    if gradient.placements != param.tensor.placements:
+        gradient = gradient.redistribute(placements=param.tensor.placements)
+    return local_shard(gradient)
+
+
+def _sample(gradient: Tensor) -> list[float]:
+    flat = gradient.reshape(-1)
+    sample: list[float] = flat[:: max(len(flat) // _SAMPLES, 1)][:_SAMPLES].double().tolist()
+    return sample
+
+
+def _compare(pieces: list[Piece], everyones: list[Any]) -> None:
+    """Refuses a first gradient that ranks have otherwise though they hold the same of its parameter: nobody has reduced it.
+
+    Args:
+        everyones: by rank, what :func:`_sample` gave by parameter.
+    """
+    noise = _NOISE * _largest([value for sample in everyones[0].values() for value in sample])
+    for piece in pieces:
+        first, *others = piece.holders
+        ours = everyones[first].get(piece.param.name, [])
+        for rank in others:
+            theirs = everyones[rank].get(piece.param.name, [])
+            if len(ours) != len(theirs) or _are_apart(ours, theirs, noise):
+                error = invalid(
+                    f"{piece.param.name}.grad",
+                    f"another on rank {rank} than on rank {first}",
+                    "the same on all ranks that hold the same of the parameter",
+                    "reduce it over them: call fully_shard on the whole model, so that it takes every parameter, on a mesh of all ranks that "
+                    "have data of their own; where the mesh has a dimension for tensor parallelism, give its ranks the same data",
+                    GradientError,
+                )
+                raise collectives.known(error)
+
+
+def _are_apart(ours: list[float], theirs: list[float], noise: float) -> bool:
+    """Whether these are not the same but for rounding. What overflowed says nothing."""
+    pairs = [pair for pair in zip(ours, theirs, strict=True) if all(map(math.isfinite, pair))]
+    allowed = max(_APART * _largest([value for pair in pairs for value in pair]), noise)
+    return any(abs(one - other) > allowed for one, other in pairs)
+
+
+def _largest(values: list[float]) -> float:
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)

@@ -1,0 +1,331 @@
+"""For the Hugging Face Trainer: a callback, and going on where the servers are.
+
+Weights that the Trainer loads into a model in units before it resumes cannot be written: trained ones come from the servers. :class:`Loaded` notes
+them, and compares them once the servers are where the Trainer goes on.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import ParallelMode
+
+from longshore.deepspeed import auto, engine
+from longshore.deepspeed.config import Config
+from longshore.errors import UsageError, invalid
+from longshore.integrations import trainer_data
+from longshore.integrations.saving import Saving
+from longshore.integrations.trainer_data import BEHIND, TrainerData, last_whole
+from longshore.optim.optimizer import Optimizer
+from longshore.transfer import params, tensors
+
+
+class Loaded:
+    """What was loaded into a model since this was made, by parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        #: By name: the digest of what was loaded.
+        self._digests: dict[str, bytes] = {}
+        #: What was left out of the load in hand.
+        self._left_out: set[str] = set()
+        self._handles = [
+            model.register_load_state_dict_pre_hook(self._leave_out),
+            model.register_load_state_dict_post_hook(self._is_not_missing),
+        ]
+
+    def check(self) -> None:
+        """Compares what was loaded with what the servers have. From now on weights cannot be loaded.
+
+        Raises:
+            UsageError: naming a parameter that has other weights there.
+        """
+        for handle in self._handles:
+            handle.remove()
+        for name, parameter in self._in_units():
+            if name in self._digests and _digest(tensors.copy_of(parameter)) != self._digests[name]:
+                raise invalid(
+                    name,
+                    "another on the servers than what was loaded into the model",
+                    "the same",
+                    "its weights are the servers', so resume from a folder that was saved by this job; to start from other weights, load "
+                    "them before shard() and give the optimizer another job=",
+                    UsageError,
+                )
+        self._digests.clear()
+
+    def _in_units(self) -> Iterator[tuple[str, Any]]:
+        """The parameters that train and are in units, by each of their names."""
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, tensors.UnitParameter) and parameter._longshore_member.is_trained:  # type: ignore[attr-defined]
+                yield name, parameter
+
+    def _leave_out(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self._left_out.clear()
+        for name, parameter in self._in_units():
+            value = state.get(prefix + name)
+            # One of another shape is refused by torch, with its name.
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                self._digests[name] = _digest(value.to(parameter.dtype))
+                self._left_out.add(prefix + name)
+                del state[prefix + name]
+
+    def _is_not_missing(self, module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in self._left_out]
+
+
+def is_in_units(model: Any) -> bool:
+    """Whether a model was given to :func:`longshore.shard`."""
+    return isinstance(model, nn.Module) and any(isinstance(p, tensors.UnitParameter) for p in model.parameters())
+
+
+def _digest(tensor: Tensor) -> bytes:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(memoryview(flat.numpy())).digest()
+
+
+class Callback(TrainerCallback):
+    """Sees to it that evaluations and saves have the newest weights, has the servers write a checkpoint where the Trainer saves,
+    logs what the servers did, and keeps with each step what :func:`newest` goes on from.
+
+    Evaluations leave the random generators as they were, so that a run which is resumed has the dropout of one that was not.
+
+    Args:
+        checkpoint: whether the servers write a checkpoint whenever the Trainer saves, so that ``resume_from_checkpoint`` can go
+            back to it. They need a folder for it (``--checkpoint-dir``). None warns where they have none, True raises.
+    """
+
+    def __init__(self, *, checkpoint: bool | None = None) -> None:
+        self._saving = Saving(checkpoint)
+        #: Whether this was there when the Trainer was built, so that the job has the model's names.
+        self._was_there = False
+        self._generators: dict[str, Any] | None = None
+        self._resumed: bytes | None = None
+        self._saved_logs = 0
+        self._loaded: Loaded | None = None
+        #: What the Trainer loads into a model in units at the end of training, as its best one.
+        self._best: Loaded | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._was_there = True
+        if model is not None:
+            # The Trainer builds its optimizer later, and says no names.
+            params.learn_names(model.named_parameters())
+        if is_in_units(model):
+            self._loaded = Loaded(model)
+            _leave_unwrapped(model, args)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer, scheduler = _ours(kwargs), kwargs.get("lr_scheduler")
+        if optimizer is None:
+            return
+        if (model := kwargs.get("model")) is not None:
+            optimizer.watch(model)
+        optimizer.open()
+        self._warn_of_places(optimizer)
+        self._saving.begin(optimizer)
+        self._check_resumed(optimizer, state)
+        if self._loaded is not None:
+            self._loaded.check()
+            self._loaded = None
+        if args.load_best_model_at_end and is_in_units(kwargs.get("model")):
+            self._check_best(args, optimizer)
+            self._best = Loaded(kwargs["model"])
+        if scheduler is not None and getattr(scheduler, BEHIND, False):
+            # The commit was made before the scheduler's own step.
+            delattr(scheduler, BEHIND)
+            scheduler.step()
+        self._saved_logs = len(state.log_history)
+        optimizer.resume_data = lambda: TrainerData.of(state, scheduler, self._saved_logs).encode()
+
+    def _warn_of_places(self, optimizer: Optimizer) -> None:
+        """Names that are learnt now would be others than those by which the next process looks for the job when it resumes."""
+        if not self._was_there and optimizer.is_named_by_place:
+            self._was_there = True
+            warnings.warn(
+                f"the callback was added after the Trainer was built, so the parameters of job {optimizer.job} are named by their places "
+                "(group0.param0), on the status page and in exports too: pass callbacks=[longshore.huggingface.Callback()] to the Trainer",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _check_best(self, args: Any, optimizer: Optimizer) -> None:
+        """Refuses to train for hours towards a best model that no server could go back to."""
+        if args.save_only_model or not self._saving.writes(optimizer):
+            raise invalid(
+                "load_best_model_at_end",
+                True,
+                "False in stage 3, where a save has no checkpoint of the servers, which have the weights",
+                "start servers with --checkpoint-dir and leave save_only_model and Callback(checkpoint=False) out, or leave it out and load "
+                "the best folder into another model",
+                UsageError,
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best, self._best = self._best, None
+        optimizer = _ours(kwargs)
+        if best is None or optimizer is None:
+            return
+        if state.best_model_checkpoint is not None:
+            # The weights are the servers', which go back to where the Trainer saved the best ones.
+            path = Path(state.best_model_checkpoint) / "optimizer.pt"
+            optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        best.check()
+
+    def _check_resumed(self, optimizer: Optimizer, state: Any) -> None:
+        """Refuses to train the first steps again with the weights of later ones."""
+        found, self._resumed = optimizer.resumed, self._resumed
+        if not found or found == self._resumed:
+            return
+        self._resumed = found
+        step = TrainerData.decode(found).global_step
+        if step != state.global_step:
+            raise UsageError(
+                f"job {optimizer.job} is at step {step} on its servers, and the Trainer starts at step {state.global_step}: pass "
+                "resume_from_checkpoint=longshore.huggingface.newest(trainer) to train(), which goes on there; True, which goes "
+                "back to the last save; or give the optimizer another job="
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = _ours(kwargs)
+        if optimizer is None:
+            return
+        if control.should_evaluate or control.should_training_stop:
+            optimizer.flush()
+        if control.should_evaluate:
+            self._generators = trainer_data.take()
+        if control.should_save:
+            self._saving.save(optimizer, state.global_step)
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._generators is not None:
+            trainer_data.put(self._generators)
+            self._generators = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = _ours(kwargs)
+        if optimizer is not None:
+            # A save that on_step_end did not know of, as of the best model.
+            self._saving.save(optimizer, state.global_step)
+            self._saved_logs = len(state.log_history)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        optimizer = _ours(kwargs)
+        if logs is None or optimizer is None or optimizer.last_report is None or "loss" not in logs:
+            return
+        report = optimizer.last_report
+        optimizer.report_loss(logs["loss"])
+        logs["exposed_ms"] = round(report.exposed_s * 1e3, 3)
+        logs["server_grad_norm"] = report.grad_norm
+        logs["loss_scale"] = report.loss_scale
+        if optimizer.accumulates[0]:
+            # The Trainer finds no gradients any more, and takes 0 for their norm.
+            logs["grad_norm"] = state.log_history[-1]["grad_norm"] = report.grad_norm
+
+
+def newest(trainer: Trainer) -> str | None:
+    """The folder to resume from, at the last step that the servers decided: ``trainer.train(resume_from_checkpoint=newest(trainer))``.
+
+    Where the servers are further than what the Trainer saved last, as after a crash between two saves or within one, a folder of the
+    Trainer's form is written under its ``output_dir``, from what :class:`Callback` kept with that step. A folder that the Trainer had
+    not written to its end is left out, and gives way to a whole one of the same step. All ranks call it.
+
+    Returns:
+        The folder, which may be the Trainer's last one; None where there is nothing to resume from.
+    """
+    output = Path(str(trainer.args.output_dir))
+    last = last_whole(output)
+    # The first rank writes there next, and all are to have found the same.
+    trainer.accelerator.wait_for_everyone()
+    optimizer = _unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
+    kept = optimizer.resumed if optimizer is not None else None
+    if optimizer is None or not kept:
+        return str(last) if last is not None else None
+    data = TrainerData.decode(kept)
+    if last is not None and int(last.name.rsplit("-", 1)[1]) >= data.global_step:
+        return str(last)
+    folder = output / f"checkpoint-{data.global_step}"
+    partial = output / f"partial-{data.global_step}"
+    if trainer.args.should_save:
+        shutil.rmtree(partial, ignore_errors=True)
+        trainer.save_model(str(partial), _internal_call=True)
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        data.write(partial, last, trainer.args.world_size)
+        # What the Trainer was writing there when it was killed.
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    trainer.accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def deepspeed(
+    config: Mapping[str, Any] | str | os.PathLike[str], args: TrainingArguments, model: torch.nn.Module, dataset: Any = None
+) -> tuple[Optimizer, Any]:
+    """What a DeepSpeed configuration says, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
+
+    ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The
+    Trainer casts, accumulates and clips as the arguments say, and takes the scheduler if the configuration names one. In stage 3 the
+    model is cut into units and the servers clip: ``args.max_grad_norm`` becomes 0.
+
+    Args:
+        dataset: the Trainer's ``train_dataset``. Where ``args.max_steps`` is not set its length says, with ``num_train_epochs``, what
+            ``total_num_steps`` and ``warmup_num_steps`` of the scheduler are.
+
+    Returns:
+        The optimizer, and the scheduler or None.
+
+    Raises:
+        InvalidError: naming the config path, its value, what the arguments say, and the remedy.
+    """
+    given = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    settings = Config.of(auto.filled(given, args, dataset))
+    if settings.optimizer_type is None:
+        given = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+        settings = dataclasses.replace(
+            settings, optimizer_type="AdamW", optimizer_params=auto.filled({"optimizer": given}, args)["optimizer"]["params"]
+        )
+    kind, arguments = settings.rule()
+    # The Trainer has its own scaler.
+    job = {**settings.defaults(), **{name: value for name, value in settings.job.items() if name != "loss_scale"}}
+    if settings.shard is not None:
+        # Gradients leave while backward runs, so that the servers clip, and the Trainer finds nothing to clip.
+        job |= {"streaming": True, "accumulate": args.gradient_accumulation_steps, "max_grad_norm": args.max_grad_norm or None}
+        args.max_grad_norm = 0.0
+    optimizer = kind(model.named_parameters(), **arguments, **job)
+    engine.put_in_units(model, optimizer, settings)
+    return optimizer, settings.scheduler(optimizer)
+
+
+def _leave_unwrapped(model: torch.nn.Module, args: TrainingArguments) -> None:
+    """Has Accelerate take a model in units as it is, where it would move the model and wrap it in DistributedDataParallel.
+
+    The servers sum the gradients of ranks. What Accelerate would do besides is done here: with ``bf16`` it casts in forward.
+    """
+    if args.parallel_mode is not ParallelMode.DISTRIBUTED or getattr(model, "_is_accelerate_prepared", False):
+        return
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    if args.bf16 or args.fp16:
+        casts = torch.autocast(args.device.type, torch.bfloat16 if args.bf16 else torch.float16)
+        model.forward = convert_outputs_to_fp32(casts(model.forward))
+
+
+def _ours(kwargs: dict[str, Any]) -> Optimizer | None:
+    return _unwrapped(kwargs.get("optimizer"))
+
+
+def _unwrapped(optimizer: Any) -> Optimizer | None:
+    """The optimizer of this package, which Accelerate may have wrapped."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return optimizer if isinstance(optimizer, Optimizer) else None

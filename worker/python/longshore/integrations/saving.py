@@ -1,0 +1,65 @@
+"""What every framework's adapter does where the framework saves."""
+
+import warnings
+
+from longshore.errors import RefusedError
+from longshore.optim.optimizer import Optimizer
+
+
+class Saving:
+    """Has the servers write a checkpoint for each save.
+
+    Args:
+        checkpoint: None warns once where the servers have no folder for checkpoints, True raises, False asks for none.
+    """
+
+    def __init__(self, checkpoint: bool | None) -> None:
+        self._checkpoint = checkpoint
+        self._has_warned = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Training begins, and a framework may take the optimizer's state before it says that it saves."""
+        if self._is_lost(optimizer):
+            optimizer.saves_all = optimizer.is_in_memory
+
+    def writes(self, optimizer: Optimizer) -> bool:
+        """Whether the servers write a checkpoint for each save, as far as is known before the first one."""
+        return self._is_wanted(optimizer) and optimizer.has_checkpoint_folder()
+
+    def _is_lost(self, optimizer: Optimizer) -> bool:
+        """Whether a checkpoint would end with this process, and nobody has asked for one."""
+        return optimizer.passing_checkpoints is not None and self._checkpoint is None
+
+    def _is_wanted(self, optimizer: Optimizer) -> bool:
+        return self._checkpoint is not False and not self._is_lost(optimizer)
+
+    def _save_here(self, optimizer: Optimizer) -> None:
+        """Has the framework's own file take what ends with this process."""
+        optimizer.saves_all = optimizer.is_in_memory
+        if not optimizer.saves_all and not self._has_warned:
+            self._has_warned = True
+            message = f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job="
+            warnings.warn(message, UserWarning, stacklevel=4)
+
+    def save(self, optimizer: Optimizer, step: int) -> None:
+        """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
+        A server that ends with this process writes none, unless it was asked for, since nobody could go back to it: ``state_dict``
+        has all state then, where the server has it in memory.
+
+        Raises:
+            RefusedError: if checkpoints were asked for and a server cannot write one.
+        """
+        optimizer.check_model()
+        optimizer.flush()
+        if self._is_lost(optimizer):
+            self._save_here(optimizer)
+        if not self._is_wanted(optimizer) or not optimizer.is_first_rank:
+            return
+        try:
+            optimizer.checkpoint(f"step-{step:08}")
+        except RefusedError as error:
+            if self._checkpoint:
+                raise
+            self._checkpoint = False
+            message = f"the servers write no checkpoints, so nothing can go back to this save: {error}"
+            warnings.warn(message, UserWarning, stacklevel=3)

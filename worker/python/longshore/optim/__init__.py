@@ -1,0 +1,7 @@
+"""Optimizers: torch's own, with their arguments, and Lion. Beside these each takes the options of a job."""
+
+from longshore.optim.optimizer import Optimizer
+from longshore.optim.rules import SGD, Adagrad, Adam, AdamW, Lion
+from longshore.transfer.job import StepReport
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer", "StepReport"]

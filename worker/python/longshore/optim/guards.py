@@ -1,0 +1,300 @@
+"""Guards: what a program may do to an optimizer's parameters that would train something else without a word.
+
+====================== ============================================ =======================================
+guard                  refuses                                      looks
+====================== ============================================ =======================================
+:func:`guard_clipping` clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
+                       that servers clip
+:class:`Writes`        trained weights that differ from the         when a step begins, and in ``shard()``
+                       servers' after a write
+:class:`Watch`         a parameter that another one replaced        when a step begins, and in saves
+:class:`Absent`        (names) a parameter without any gradient     after the first steps
+====================== ============================================ =======================================
+
+All run on the training thread, called by the optimizer. docs/pytorch.md says which mistakes no guard finds.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from longshore.errors import UsageError, invalid
+from longshore.transfer import device
+from longshore.transfer import params as _params
+from longshore.transfer.gradients import Place
+from longshore.transfer.params import Param
+
+#: Steps after which a parameter without any gradient is named. An expert that one batch of twenty uses goes without a gradient that long
+#: in fewer than one case of a hundred.
+FIRST_STEPS = 100
+#: By a parameter's id: the parameter, its optimizer, its name, and why no other code may clip it.
+_clipped: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any], str, str]] = {}
+
+STREAMING = "its gradient leaves as backward makes it"
+SCALED = "its gradient carries the loss scale, which the servers take off"
+SERVERS = "its optimizer clips on the servers, since it has max_grad_norm"
+
+
+def guard_clipping(optimizer: Any, names: Iterable[tuple[str, Tensor]], why: str) -> None:
+    """Makes torch's clipping functions refuse these parameters for as long as their optimizer lives."""
+    _install()
+    for name, tensor in names:
+        _clipped[id(tensor)] = (weakref.ref(tensor), weakref.ref(optimizer), name, why)
+
+
+def release_clipping(tensors: Iterable[int]) -> None:
+    """Ends :func:`guard_clipping` for parameters, by ``id``."""
+    for tensor in tensors:
+        _clipped.pop(tensor, None)
+
+
+def _check_clipping(parameters: Any) -> None:
+    for tensor in [parameters] if isinstance(parameters, Tensor) else parameters:
+        found = _clipped.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1]() is not None:
+            _, _, name, why = found
+            raise invalid(
+                f"clipping of {name}",
+                "done outside",
+                "left to the optimizer",
+                f"{why}: give the optimizer max_grad_norm= and do not clip yourself (Trainer: max_grad_norm=0)",
+                UsageError,
+            )
+
+
+@functools.cache
+def _install() -> None:
+    _install_by_value()
+    _install_by_norm()
+
+
+def _install_by_value() -> None:
+    """Replaces ``clip_grad_value_`` in torch's modules, where frameworks look it up. A name that was imported earlier keeps torch's own
+    function."""
+    inner = clip_grad.clip_grad_value_
+
+    @functools.wraps(inner)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+        _check_clipping(parameters)
+        inner(parameters, *args, **kwargs)
+
+    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = torch.compiler.disable(clip)
+
+
+def _install_by_norm() -> None:
+    """Wraps the function that ``clip_grad_norm_`` and ``clip_grads_with_norm_`` share, so that names imported earlier are covered too."""
+    inner: Callable[..., Any] | None = getattr(clip_grad, "_clip_grads_with_norm_", None)
+    if inner is None:  # another torch: docs/pytorch.md says not to clip
+        return
+
+    @functools.wraps(inner)
+    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+        # Frameworks ask for the norm alone with an infinite limit.
+        if max_norm != math.inf:
+            _check_clipping(parameters)
+        return inner(parameters, max_norm, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = torch.compiler.disable(clip)
+
+
+class Writes:
+    """How often torch had written to a job's parameters when they got the job's weights.
+
+    Only parameters whose count has changed are compared with the servers' weights. So averages that an evaluation swaps in and back
+    out pass. Writes to ``.data`` are not counted and pass unseen.
+    """
+
+    def __init__(self, params: list[Param]) -> None:
+        self._params = params
+        self._tensors = [param.tensor for param in params]
+        self._noted: list[int] | None = None
+
+    def note(self, params: list[Param] | None = None) -> None:
+        """Notes the counts of parameters that have the job's weights now: these, or all of them."""
+        if params is None or len(params) == len(self._params):
+            self._noted = _versions(self._tensors)
+        elif self._noted is not None:
+            for param, version in zip(params, _versions([param.tensor for param in params]), strict=True):
+                self._noted[param.index] = version
+
+    def forget(self) -> None:
+        """Ends the watch: :meth:`written` finds nothing until the next :meth:`note`."""
+        self._noted = None
+
+    def written(self) -> list[Param]:
+        """The parameters whose count has changed since it was noted."""
+        if self._noted is None:
+            return []
+        versions = _versions(self._tensors)
+        if versions == self._noted:
+            return []
+        return [param for param, now, then in zip(self._params, versions, self._noted, strict=True) if now != then]
+
+    @torch.no_grad()
+    def refuse(self, written: list[Param], read: Callable[[Param, Tensor], None], image: torch.dtype, job: str) -> None:
+        """Raises if a parameter differs from the servers' rounded weights. Equal ones are noted again.
+
+        Args:
+            written: the parameters to compare, one after the other.
+            read: writes the servers' weights of a parameter into memory of its shape, or of its shard's.
+            image: the type that servers round weights to.
+            job: its name.
+
+        Raises:
+            UsageError: naming the parameter, also one whose shape or type changed.
+        """
+        # The servers' weights are read into memory of a tensor's shape.
+        _params.check_unchanged(written, [])
+        for param in written:
+            mine = _memory(param)
+            mine = (device.accelerator.to_host(mine) if device.accelerator.has(mine) else mine).contiguous()
+            theirs = torch.empty_like(mine)
+            if theirs.numel():
+                read(param, theirs)
+            if not _params.is_image(mine.view(-1), theirs.view(-1), image):
+                raise invalid(
+                    param.name,
+                    f"another in the model than on the servers, which have had job {job} since before it was written",
+                    "the servers' when a step begins, which replaces what is in the model",
+                    "load weights before the optimizer or engine opens its job, with another job= to start from them; put back what was "
+                    "there to the bit, as after an evaluation with averages; go back to earlier weights by checkpoint() and load_state_dict(); "
+                    "or pass written_weights='drop' if what is written may be lost",
+                    UsageError,
+                )
+        self.note(written)
+
+
+def places(param: Param, memory: Tensor) -> list[Place]:
+    """Where a parameter's weights are read to that is one of the job's own."""
+    return [(param.index, memory.data_ptr(), param.elements, param.wire)]
+
+
+def _memory(param: Param) -> Tensor:
+    """The parameter's elements, or those of this rank's shard."""
+    memory = param.tensor.detach()
+    return memory.to_local() if _params.is_sharded(memory) else memory  # type: ignore[attr-defined,no-any-return]
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Torch's counts of writes. Reading them does not wait for weights that were only asked for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [tensor._version for tensor in tensors]
+
+
+class Watch:
+    """Where a model has its optimizer's parameters. It refers weakly to the model itself."""
+
+    def __init__(self, models: Iterable[nn.Module], params: Iterable[tuple[str, Tensor]]) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        # FSDP2 puts a module's whole parameters in the place of its sharded ones, for as long as it computes.
+        self._params = [(name, tensor) for name, tensor in params if not _params.is_sharded(tensor)]
+        #: The model's parameters by id, as they were when the model was found to be in order last.
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        #: Dictionaries of modules, a key in each, and what is to be there: all that lies between the model and a parameter.
+        self._holders: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[object] = []
+        self._note()
+
+    def check(self) -> None:
+        """Refuses a model in which another parameter has come to where one of the optimizer's was. A parameter that moved within the model,
+        or that was taken out and replaced by none, is let be.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
+            return
+        here = list(self._parameters())
+        gone = self._gone(here)
+        # A frozen one counts where it is in the place of one of the optimizer's: it may train later.
+        new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and not self._is_known(tensor)}
+        if gone and new:
+            name = next((name for name in gone if name in new), gone[0])
+            other = name if name in new else next(iter(new))
+            raise _replaced(name, other, new[other])
+        self._note()
+
+    def _gone(self, here: list[tuple[str, Tensor]]) -> list[str]:
+        ids = {id(tensor) for _, tensor in here}
+        return [_plain(name) for name, tensor in self._params if id(tensor) not in ids]
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        found = self._known.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for model in filter(None, (found() for found in self._models)):
+            for name, tensor in model.named_parameters(remove_duplicate=False):
+                yield _plain(name), tensor
+
+    def _note(self) -> None:
+        self._known = {id(tensor): weakref.ref(tensor) for _, tensor in self._parameters()}
+        ours = {id(tensor) for _, tensor in self._params}
+        self._holders, self._keys, self._held = [], [], []
+        seen: dict[int, bool] = {}
+        for model in filter(None, (found() for found in self._models)):
+            self._has_any(model, ours, seen)
+
+    def _has_any(self, module: nn.Module, ours: set[int], seen: dict[int, bool]) -> bool:
+        """Notes a module's way to each parameter of the optimizer, and whether it has any."""
+        if id(module) in seen:
+            return seen[id(module)]
+        seen[id(module)] = False  # for a module that is within itself
+        held: list[tuple[dict[str, Any], str, object]] = [
+            (module._parameters, name, tensor) for name, tensor in module._parameters.items() if id(tensor) in ours
+        ]
+        for name, child in module._modules.items():
+            if child is not None and self._has_any(child, ours, seen):
+                held.append((module._modules, name, child))
+        for holder, key, value in held:
+            self._holders.append(holder)
+            self._keys.append(key)
+            self._held.append(value)
+        seen[id(module)] = bool(held)
+        return seen[id(module)]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _replaced(name: str, other: str, tensor: Tensor) -> Exception:
+    shown = f"{_params.DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
+    return invalid(
+        name,
+        f"out of the model, which has another parameter in its place now: {other}, {shown}",
+        "the model's for as long as its optimizer trains it, since the other one would get no update",
+        "change the model first and build the optimizer, engine or Trainer after that, with another job= for the changed model; or put the old "
+        "parameter back",
+        UsageError,
+    )
+
+
+class Absent:
+    """The parameters that have had no gradient in any of the first steps."""
+
+    def __init__(self) -> None:
+        self._left: set[int] | None = None
+        self._steps = 0
+
+    def note(self, missing: Sequence[Param]) -> None:
+        """These have none in a backward pass. Nobody expects one of those that are frozen."""
+        if self._steps < FIRST_STEPS and self._left != set():
+            here = {param.index for param in missing if param.tensor.requires_grad}
+            self._left = here if self._left is None else self._left & here
+
+    def end_step(self) -> set[int]:
+        """Those that have had none, at the end of the last of the first steps; nothing before and after."""
+        self._steps += 1
+        return (self._left or set()) if self._steps == FIRST_STEPS else set()

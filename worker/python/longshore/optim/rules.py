@@ -1,0 +1,310 @@
+"""Optimizers: torch's own, with their arguments, and Lion. Beside these each takes the options of
+:class:`longshore.transfer.options.Options` by keyword.
+"""
+
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from longshore.errors import invalid
+from longshore.optim.optimizer import Optimizer
+from longshore.transfer.job import Hyper, StepReport
+from longshore.transfer.options import JobOptions
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer", "StepReport"]
+
+
+def _number(value: Any) -> float:
+    """A hyperparameter, which torch allows to be a tensor of one element."""
+    return float(value)
+
+
+def _refuse(**flags: Any) -> None:
+    """Refuses what the servers' rules do not have. None and False are torch's defaults and mean nothing here."""
+    reasons = {
+        "amsgrad": "servers keep no largest second moment: leave it out",
+        "maximize": "servers minimise: negate the loss",
+        "capturable": "a step that waits for servers cannot be captured in a graph: leave it out",
+        "differentiable": "backward does not reach servers: leave it out",
+    }
+    for name, value in flags.items():
+        if value:
+            raise invalid(name, value, "False", reasons[name])
+
+
+def _check(what: str, value: Any, *, at_most: float | None = None, below: float | None = None) -> None:
+    """Refuses a value outside a rule's domain, which begins at 0. The message has torch's words."""
+    number = _number(value)
+    if number >= 0.0 and (at_most is None or number <= at_most) and (below is None or number < below):
+        return
+    limit = "at least 0" if at_most is None else f"from 0 to {at_most:g}"
+    raise invalid(what, value, limit if below is None else f"at least 0 and below {below:g}", f"Invalid {what}: {value}")
+
+
+def _check_lr(lr: Any) -> None:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise invalid("lr", lr.tolist(), "one number", "Tensor lr must be 1-element")
+    _check("learning rate", lr)
+
+
+def _check_betas(betas: tuple[Any, Any]) -> None:
+    if isinstance(betas[0], Tensor) is not isinstance(betas[1], Tensor):
+        raise invalid("betas", betas, "of one kind", "betas must be either both floats or both Tensors")
+    for index, beta in enumerate(betas):
+        _check(f"beta parameter at index {index}", beta, below=1.0)
+
+
+class _AdamFamily(Optimizer):
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        betas: tuple[float | Tensor, float | Tensor],
+        eps: float,
+        weight_decay: float,
+        amsgrad: bool,
+        maximize: bool,
+        foreach: bool | None,
+        capturable: bool,
+        differentiable: bool,
+        fused: bool | None,
+        options: JobOptions,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        super().__init__(params, defaults, dict(options))
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        eps, decay = group["eps"], group["weight_decay"]
+        _check_lr(group["lr"])
+        _check("epsilon value", eps)
+        _check("weight_decay value", decay)
+        _check_betas(group["betas"])
+        _refuse(**{name: group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")})
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=_number(group["lr"]),
+            beta1=_number(beta1),
+            beta2=_number(beta2),
+            eps=_number(group["eps"]),
+            weight_decay=_number(group["weight_decay"]),
+        )
+
+
+class AdamW(_AdamFamily):
+    """``torch.optim.AdamW`` with its arguments, its state on optimizer servers.
+
+    Args:
+        params: ``model.named_parameters()``, so that the servers know the model's names; or what torch takes.
+        lr, betas, eps, weight_decay: as in torch. Schedulers may change them in ``param_groups`` between steps.
+        amsgrad, maximize, capturable, differentiable: must be False.
+        foreach, fused: mean nothing here.
+        **options: of the job; see :class:`longshore.transfer.options.Options`.
+
+    Raises:
+        InvalidError: naming the argument, its limit and a remedy.
+    """
+
+    rule = "adamw"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused, options
+        )
+
+
+class Adam(_AdamFamily):
+    """``torch.optim.Adam`` with its arguments: weight decay is a part of the gradient. See :class:`AdamW`."""
+
+    rule = "adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        if decoupled_weight_decay:
+            raise invalid("decoupled_weight_decay", True, "False", "use longshore.AdamW")
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused, options
+        )
+
+
+class SGD(Optimizer):
+    """``torch.optim.SGD`` with its arguments. See :class:`AdamW`."""
+
+    rule = "sgd"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        super().__init__(params, defaults, dict(options))
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
+        _check_lr(group["lr"])
+        _check("momentum value", momentum, at_most=1.0)
+        _check("dampening value", dampening, at_most=1.0)
+        _check("weight_decay value", decay)
+        if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):
+            raise invalid("nesterov", True, "False here", "Nesterov momentum requires a momentum and zero dampening")
+        _refuse(**{name: group.get(name) for name in ("maximize", "differentiable")})
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        return Hyper(
+            lr=_number(group["lr"]),
+            momentum=_number(group["momentum"]),
+            dampening=_number(group["dampening"]),
+            weight_decay=_number(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+        )
+
+
+class Adagrad(Optimizer):
+    """``torch.optim.Adagrad`` with its arguments. See :class:`AdamW`.
+
+    Raises:
+        InvalidError: for an ``initial_accumulator_value`` other than 0, since servers start from 0.
+    """
+
+    rule = "adagrad"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            lr_decay=lr_decay,
+            eps=eps,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        super().__init__(params, defaults, dict(options))
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        decay, eps, lr_decay = group["weight_decay"], group["eps"], group["lr_decay"]
+        _check_lr(group["lr"])
+        _check("lr_decay value", lr_decay)
+        _check("weight_decay value", decay)
+        _check("epsilon value", eps)
+        if group["initial_accumulator_value"] != 0:
+            remedy = "servers start from 0: leave it out"
+            raise invalid("initial_accumulator_value", group["initial_accumulator_value"], "0", remedy)
+        _refuse(**{name: group.get(name) for name in ("maximize", "differentiable")})
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        return Hyper(
+            lr=_number(group["lr"]),
+            lr_decay=_number(group["lr_decay"]),
+            eps=_number(group["eps"]),
+            weight_decay=_number(group["weight_decay"]),
+        )
+
+
+class Lion(Optimizer):
+    """Lion as its paper's Algorithm 2 has it, with decoupled weight decay. See :class:`AdamW`."""
+
+    rule = "lion"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), dict(options))
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        decay = group["weight_decay"]
+        _check_lr(group["lr"])
+        _check("weight_decay value", decay)
+        _check_betas(group["betas"])
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=_number(group["lr"]),
+            beta1=_number(beta1),
+            beta2=_number(beta2),
+            weight_decay=_number(group["weight_decay"]),
+        )

@@ -1,0 +1,309 @@
+"""``longshore.shard``: a model larger than its device trains, since a part of its weights at a time is there."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from longshore.distributed import agree, ddp
+from longshore.distributed.rounds import Rounds
+from longshore.errors import UsageError, invalid
+from longshore.optim.connection import Connection
+from longshore.optim.optimizer import Optimizer
+from longshore.transfer import device as _device
+from longshore.transfer import params, partitions, tensors
+from longshore.transfer.params import Param
+from longshore.transfer.pinned import Lending
+from longshore.transfer.tensors import UnitParameter, UnitTensor
+from longshore.units import model as _model
+from longshore.units.fetching import Fetcher
+from longshore.units.hooks import ModuleHooks, Saving
+from longshore.units.model import Member, Named, Span, Spans, Unit, in_one_piece
+from longshore.units.residency import Residency, UnitWeights
+
+
+class Sharded:
+    """A model in units, as :func:`shard` made it.
+
+    Attributes:
+        budget: bytes for weights and gradients; None for no limit.
+        units: the names of its units, in the model's order.
+        weights: whether ranks have them ``"whole"`` from the servers, or ``"gathered"``.
+    """
+
+    def __init__(self, home: Residency, fetcher: Fetcher, budget: int | None, resting: int) -> None:
+        self._home, self._fetcher = home, fetcher
+        self.weights = "whole" if fetcher.rounds is None else "gathered"
+        self._resting = resting
+        self.budget = budget
+        self.units = [unit.name for unit in home.units]
+
+    @property
+    def resident(self) -> list[str]:
+        """The units that are on the device now, whole or in part."""
+        return [unit.name for unit in self._home.units if any(member.is_here for member in unit.members)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the device now."""
+        return self._home.here + self._resting
+
+    @property
+    def peak_weight_bytes(self) -> int:
+        """The most there ever were since :func:`shard`."""
+        return self._home.peak + self._resting
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of weights that came to the device so far."""
+        return self._home.fetched
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Bytes of weights that this rank has asked the servers for so far, as its parameters have them."""
+        return self._fetcher.pulled
+
+    def release(self) -> None:
+        """Lets go of all weights that nothing uses now, as before something else needs the device."""
+        self._home.release()
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    budget: int | str | None = None,
+    units: Sequence[Named] | Named | None = None,
+    device: torch.device | str | None = None,
+    weights: str | None = None,
+) -> Sharded:
+    """Cuts a model into units, whose weights are on the device when they are used, as far as the budget goes.
+
+    The model is used as before. A unit's weights are fetched before its forward and before its backward, in the version that
+    the step computes with, and others go when the budget is full. Frozen weights come from copies in the host's memory; of those
+    that servers keep (``frozen="keep"``) each of several ranks that gather has its part there.
+
+    Args:
+        model: the model, whole, with its weights.
+        optimizer: of this package, with ``streaming=True``, of parameters of the model. Its job is opened.
+        budget: bytes for weights and gradients (``"6GiB"``, ``"500MB"`` or a number). By default half of the device's free
+            memory; on a CPU it must be given.
+        units: the modules that are units: names (``"layers.*"``), classes or modules. By default they are found.
+        device: where the model shall train, if it is elsewhere and would not fit there whole.
+        weights: how several ranks get a unit. ``"whole"``: each pulls all of it, and none waits for another. ``"gathered"``: each
+            pulls its part, and they gather the others' with torch.distributed, in the same order on all ranks. By default they are
+            gathered where ranks reduce gradients among themselves (``partition="reduce-scatter"``), and whole elsewhere.
+
+    Returns:
+        What became of it.
+
+    Raises:
+        InvalidError: where a unit does not fit into the budget, where units are named that cannot be, or where ranks that gather
+            differ in their units.
+        UsageError: for a model that is in units already, an optimizer that cannot be used, or a weight that was written since the job
+            was opened.
+    """
+    _check(model, optimizer)
+    optimizer.watch(model)
+    is_gathered = _is_gathered(weights, optimizer)
+    was_open = optimizer._connection is not None
+    optimizer.open()
+    connection = optimizer._connection
+    assert connection is not None
+    connection.weights.settle()
+    _check_written(connection, is_gathered, was_open)
+    members = _model.members(model, connection.params, connection.frozen())
+    whole = _budget(budget, members, device)
+    rounds = None
+    if is_gathered:
+        rounds = Rounds(_target(members, device))
+        whole = rounds.least(whole) if budget is None else whole
+    resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
+    # What one module adds to the gradient of a tied weight waits for what the others add.
+    tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
+    # And so do buckets that ranks reduce: one that fills, and the one before.
+    buckets = 0 if connection.ranks is None else 2 * connection.ranks.bucket_bytes()
+    room = None if whole is None else whole - resting - tied - buckets
+    named = [units] if isinstance(units, (str, type, nn.Module)) else units
+    # On a device gradients that leave stay until they are copied, while others are made.
+    copies = 2 if _is_on_device(members, device) else 1
+    cut = _cut(is_gathered, lambda: _model.cut(model, members, named, room, copies), room)
+    reserve = max((unit.gradient_bytes for unit in cut), default=0)
+    if whole is not None and optimizer._stream is not None:
+        optimizer._stream.room = reserve
+    room = None if room is None else room - copies * reserve
+    ddp.refuse_models_in_units()
+    fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))
+    _take_written(fetcher, was_open)
+    _place(model, members, device)
+    if connection.ranks is not None:
+        connection.ranks.forget_weights()
+    home = Residency(cut, fetcher, room)
+    home.saving = saving = Saving(home)
+    home.begin()
+    ModuleHooks(model, home, saving)
+    for owner in {id(owner): owner for member in members for owner, _ in member.owners}.values():
+        owner.register_state_dict_post_hook(_copies)
+    optimizer._units = UnitWeights(home, fetcher, connection.job)
+    connection.put_in_units(optimizer._units)
+    connection.job.pull_in_units()
+    connection.job.take_unread_weights()  # the fetcher has them, also where nobody has read any
+    return Sharded(home, fetcher, whole, resting)
+
+
+def _check(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise invalid("optimizer", type(optimizer).__name__, "one of this package", "use longshore.AdamW or another", UsageError)
+    for name, tensor in model.named_parameters():
+        if isinstance(tensor, UnitParameter) and not tensors.is_built(tensor):
+            unit = tensor._longshore_member.unit.name  # type: ignore[attr-defined]
+            raise invalid(name, f"in unit {unit} already", "in one unit", "call shard() once for a model", UsageError)
+    options = optimizer._options
+    if not options.streaming:
+        remedy = "build the optimizer with streaming=True: gradients must leave while backward runs"
+        raise invalid("streaming", False, "True with shard()", remedy, UsageError)
+    for name, tensor in model.named_parameters():
+        if params.is_sharded(tensor):
+            remedy = "leave fully_shard out: pass partition='reduce-scatter' to the optimizer, and weights='gathered' here"
+            raise invalid(name, "sharded (DTensor)", "whole with shard()", remedy, UsageError)
+
+
+def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
+    if given is not None:
+        return _model.budget(given)
+    target = _target(members, device)
+    if target.type == "cpu":
+        raise invalid("budget", None, "given on a CPU", "say how many bytes weights and gradients may take")
+    free, _ = torch.accelerator.get_memory_info(target)
+    return int(free) // 2
+
+
+def _target(members: list[Member], device: torch.device | str | None) -> torch.device:
+    return torch.device(device) if device is not None else members[0].tensor.device
+
+
+def _is_on_device(members: list[Member], device: torch.device | str | None) -> bool:
+    if device is not None:
+        return torch.device(device).type != "cpu"
+    return any(_device.accelerator.has(member.tensor) for member in members)
+
+
+def _is_gathered(weights: str | None, optimizer: Optimizer) -> bool:
+    """Whether ranks gather units from each other."""
+    rank, world_size = optimizer.rank
+    if weights not in (None, "whole", "gathered"):
+        raise invalid("weights", repr(weights), "'whole' or 'gathered'", "choose one of them")
+    if world_size == 1:
+        return False
+    if weights is None:
+        # Ranks that reduce wait for each other anyway. Those whose gradients the servers sum need no process group.
+        return optimizer._options.partition is not None
+    if weights == "gathered" and not agree.can_meet(world_size):
+        remedy = "call torch.distributed.init_process_group() before shard(), or pass weights='whole'"
+        raise invalid("weights", "'gathered'", f"'whole' without a process group of all {world_size} ranks", remedy, UsageError)
+    return weights == "gathered"
+
+
+def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> list[Unit]:
+    """The model's units. Ranks that gather must have the same ones; where they have not, or one has none, all are told."""
+    units: list[Unit] = []
+
+    def described() -> list[tuple[str, Any]]:
+        units.extend(act())
+        return [("budget", room), *((f"unit {unit.name}", f"{len(unit.members)} weights of {unit.nbytes} bytes") for unit in units)]
+
+    if not is_gathered:
+        described()
+        return units
+    everyones = agree.together(described)
+    for rank, theirs in enumerate(everyones):
+        for (name, ours), (other, its) in itertools.zip_longest(everyones[0], theirs, fillvalue=("no unit", None)):
+            if (name, ours) != (other, its):
+                remedy = "give all ranks the same model, budget= and units="
+                raise invalid(other, f"{its} on rank {rank}", f"{name} of {ours}, as on rank 0", remedy)
+    return units
+
+
+def _fetcher(
+    optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
+) -> Fetcher:
+    is_gone = functools.partial(_is_overwritten, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_overwritten
+    # Ranks that do things together end a step's gradients in ways of their own.
+    is_alone = rounds is None and connection.ranks is None
+    lending = Lending(connection.job, connection.image_dtype) if is_alone and is_on_device else None
+    return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, lending=lending)
+
+
+def _check_written(connection: Connection, is_gathered: bool, was_open: bool) -> None:
+    """Refuses trained weights that were written since the job was opened. A job that this rank has just opened needs no look."""
+
+    def check() -> None:
+        if was_open:
+            connection.check_written()
+
+    if is_gathered:
+        agree.together(check)
+    else:
+        check()
+
+
+def _take_written(fetcher: Fetcher, was_open: bool) -> None:
+    """Frozen weights that somebody wrote since the job was opened are not the servers'. Ranks keep all of such a weight, as of one
+    that is written to later, so that whatever uses it gets what was written."""
+    if fetcher.rounds is not None:
+        # A rank sees its own part alone, and none is to pull what another one has written over.
+        names = agree.together(lambda: fetcher.written() if was_open else [])
+        fetcher.take_all_of(itertools.chain(*names))
+
+
+def _spans(connection: Connection) -> Spans:
+    if connection.ranks is None:
+        return in_one_piece
+    pieces = connection.ranks.layout.of_params()
+
+    def of_pieces(param: Param, start: int, elements: int) -> Iterable[Span]:
+        return partitions.spans(pieces[param.index], start, elements)
+
+    return of_pieces
+
+
+def _is_never_overwritten(_: Member) -> bool:
+    return False
+
+
+def _is_overwritten(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool:
+    """Once a step has all gradients of a shard, a delayed job's servers write newer weights over those that it computes with."""
+    if member.param is None:
+        return False
+    # A job that is joined again has another stream.
+    found = optimizer()
+    return found is None or found._stream is None or found._stream.has_left(member.param)
+
+
+def _place(model: nn.Module, members: list[Member], device: torch.device | str | None) -> None:
+    """Moves the model to a device, parameter by parameter, and gives each parameter memory of its own."""
+    of_units = {id(member.tensor) for member in members}
+    with torch.no_grad():
+        for member in members:
+            was_built = tensors.is_built(member.tensor)
+            tensors.show(member.tensor)
+            if device is not None and member.tensor.device != torch.device(device):
+                member.tensor.data = torch.empty_like(member.tensor, device=device)
+            if not was_built:
+                _model.own_memory(member)
+            member.tensor.untyped_storage().resize_(0)
+        if device is not None:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if id(tensor) not in of_units:
+                    tensor.data = tensor.data.to(device)
+
+
+def _copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A state dict has copies in the host's memory: weights on the device come and go."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, UnitTensor):
+            state[prefix + name] = tensors.copy_of(value)

@@ -1,0 +1,249 @@
+"""Steps: gradients leave in ``step``, servers decide, and a report comes back. Losses may be scaled.
+
+The scale is the servers' own, or that of torch's ``GradScaler``. The training thread makes steps.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from longshore.errors import LongshoreError, UsageError, invalid
+from longshore.optim import guards
+from longshore.optim.connection import Connection
+from longshore.optim.state_dict import Back
+from longshore.transfer import params as _params
+from longshore.transfer.gradients import Gradients, Place
+from longshore.transfer.job import Hyper, StepReport
+from longshore.transfer.options import Options
+from longshore.transfer.params import Param
+
+if TYPE_CHECKING:
+    from longshore.optim.connection import Connection
+    from longshore.transfer.options import Options
+
+
+class Scaling:
+    """The part of an optimizer that knows of loss scales."""
+
+    _options: "Options"
+    _connection: "Connection | None"
+    #: Whether a framework's adapter knows that no ``GradScaler`` is there, where torch is asked as if there were one.
+    has_no_scaler: bool = False
+
+    def _opened(self, *, in_step: bool = False) -> "Connection":
+        raise NotImplementedError
+
+    def _opened_by_gradients(self) -> "Connection":
+        raise NotImplementedError
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward pass must be multiplied by; 1 without the option ``loss_scale``."""
+        return 1.0 if self._options.loss_scale is None else self._opened(in_step=True).job.loss_scale()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``GradScaler`` asks before it leaves unscaling to this class, and Lightning before it clips. In safe mode ``GradScaler``
+        unscales ``.grad`` as for any optimizer, so that it can be clipped. It leaves it here where that would go wrong without a word, and
+        :meth:`_unscale` says so."""
+        if self.has_no_scaler:
+            return False
+        if self._options.streaming:
+            raise UsageError("gradients leave before GradScaler can look at them: use bf16, or streaming=False")
+        wire = self._options.gradient_dtype if self._connection is None else self._connection.gradient_dtype
+        drifts = self._options.place()[1] > 1 and self._options.partition != "all-reduced"
+        return self._options.loss_scale is not None or drifts or wire == "fp16"
+
+    def _unscale(self) -> float | None:
+        """What gradients must be multiplied by, for a ``GradScaler``; None if it found inf or NaN."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return 1.0
+        if self._options.loss_scale is not None:
+            raise UsageError("a GradScaler and loss_scale would both scale the loss: use one of them")
+        connection = self._opened_by_gradients()
+        if connection.world_size > 1 and self._options.partition != "all-reduced":
+            raise UsageError(
+                "each rank's GradScaler would find its own overflows, and scales would drift apart: train in bf16 with several "
+                "ranks, or with DistributedDataParallel and partition='all-reduced'"
+            )
+        if connection.gradient_dtype == "fp16":
+            raise invalid(
+                "gradient_dtype",
+                "fp16",
+                "fp32 or bf16 with a GradScaler",
+                "gradients leave unscaled, and small ones would vanish in fp16",
+            )
+        if found_inf is not None and found_inf.item():
+            return None
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+
+class Watching:
+    """The part of an optimizer that refuses replaced parameters, and names those without a gradient."""
+
+    _options: Options
+    _connection: Connection | None
+    param_groups: list[dict[str, Any]]
+    #: The guard of the model's parameters; None where no adapter has named the model.
+    _watch: guards.Watch | None
+    _absent: guards.Absent
+
+    def watch(self, *models: nn.Module) -> None:
+        """From now on steps and saves are refused once a parameter of the optimizer was replaced in its model by another one. Adapters of
+        frameworks call it."""
+        connection = self._connection
+        if connection is not None:
+            params = [(param.name, param.tensor) for param in [*connection.params, *connection.frozen()]]
+        else:
+            keeps = self._options.frozen != "leave"
+            params = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad or keeps]
+        self._watch = guards.Watch(models, params) if models else None
+
+    def check_model(self) -> None:
+        """Refuses a model in which a parameter was replaced, if it is known.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        if self._watch is None:
+            return
+        connection = self._connection
+        with contextlib.nullcontext() if connection is None or connection.ranks is None else connection.ranks.telling():
+            self._watch.check()
+
+    def _warn_of_unused(self, connection: Connection) -> None:
+        """Ends a step, and warns of parameters without a gradient in all of the first steps, unless ``missing_gradients`` is given."""
+        unused = self._absent.end_step()
+        rank, world_size = self._options.place()
+        if not unused or rank != 0 or self._options.missing_gradients is not None:
+            return
+        steps = guards.FIRST_STEPS
+        if world_size > 1:
+            # Another rank may have had some. Servers count the steps that they have left a parameter out of.
+            left_out = connection.left_out()
+            unused = {index for index in unused if left_out.get(index, 0) > guards.FIRST_STEPS // 2}
+            steps = min([guards.FIRST_STEPS, *(left_out[index] for index in unused)])
+        names = [param.name for param in connection.params if param.index in unused]
+        if not names:
+            return
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"{shown} got no gradient in {'all' if steps == guards.FIRST_STEPS else steps} of the first {guards.FIRST_STEPS} steps, and do not train. If the model "
+            "was changed after its optimizer was built (a layer replaced, its embedding resized), the new parameters do not train either: build the "
+            "optimizer after that. Otherwise freeze these with requires_grad_(False), or pass missing_gradients='skip' if some later step will use "
+            "them",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+class Stepping(Back, Scaling, Watching):
+    """The part of an optimizer that makes steps."""
+
+    param_groups: list[dict[str, Any]]
+    _gradients: Gradients
+    #: What is in the param groups and does not train.
+    _frozen: list[tuple[str, Tensor]]
+    _applied: Tensor
+    _loss: float | None
+    #: Whether all of a step's gradients have left, and its commit did not come to an end.
+    _is_pushed: bool
+    #: What became of the newest decided step; None before the first.
+    last_report: StepReport | None
+    #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
+    resume_data: Callable[[], bytes] | None
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        raise NotImplementedError
+
+    def _push(self) -> bool:
+        """Sends what is in ``.grad``. Returns whether there was anything."""
+        scale = self._unscale()
+        if scale is None:
+            return False
+        is_alone = self._options.partition is None and not self._options.may_differ()
+        if self._connection is None and is_alone and not any(
+            tensor.grad is not None for group in self.param_groups for tensor in group["params"]
+        ):
+            return False
+        connection = self._opened_by_gradients()
+        self._check_whole(connection)
+        _params.check_unchanged(connection.params, self._frozen)
+        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
+            connection.check_written()
+        if connection.ranks is not None:
+            return connection.ranks.push(connection.job, scale, self._check_missing)
+        present: list[Place] = []
+        missing: list[Param] = []
+        self._gradients.release()  # what a step that was refused has taken
+        for param in connection.params:
+            gradient = param.tensor.grad
+            if gradient is None:
+                missing.append(param)
+            else:
+                present += self._gradients.take(param, gradient, scale)
+        if len(missing) == len(connection.params) and not self._options.may_differ():
+            return False
+        self._check_missing(missing)
+        connection.weights.finish_copies()
+        self._gradients.push(connection.job, present, scale)
+        if missing:
+            connection.job.push_zeros([param.index for param in missing])
+        connection.job.end_micro_step()
+        return True
+
+    def _check_missing(self, missing: list[Param]) -> None:
+        self._absent.note(missing)
+        if self._options.on_missing() != "error":
+            return
+        if self._stream is None:
+            afterwards = ""
+        elif self._can_start_over():
+            afterwards = ". The others have left: call backward for what lacks one and step() again, or flush() to give this step up"
+        else:
+            afterwards = ". The others have left: end all ranks and start them again, and they go on from the last step"
+        _params.check_missing(missing, afterwards)
+
+    def _check_whole(self, connection: Connection) -> None:
+        if connection.is_torn:
+            raise UsageError(
+                "the last step was interrupted, so this gradient is not of the newest weights: call flush() and compute it again"
+            )
+
+    def _commit(self) -> None:
+        connection = self._opened()
+        self._is_pushed = True
+        connection.end_step()
+        kept = self.resume_data() if self.resume_data is not None else b""
+        loss, self._loss = self._loss, None
+        connection.weights.finish_copies()  # of what was read since the gradients left
+        connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
+        self._is_pushed = False
+        connection.expect()
+        self._report(connection)
+        self._warn_of_unused(connection)
+
+    def _report(self, connection: Connection) -> None:
+        reports = [StepReport.of(fields) for fields in connection.job.outcomes()]
+        if reports:
+            self.last_report = reports[-1]
+        skipped = [report for report in reports if report.skipped]
+        self._applied += len(reports) - len(skipped)
+        if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
+            return  # this is how the scale is found
+        if skipped and self._options.nonfinite == "raise":
+            raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
+        for report in skipped:
+            warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
+
+    def report_loss(self, loss: float) -> None:
+        """Has the servers' status page and metrics show this loss with the next step. Rank 0's is shown.
+
+        Args:
+            loss: a number. A tensor of an accelerator is the caller's to read, since reading it waits for the device.
+        """
+        self._loss = float(loss)

@@ -1,0 +1,297 @@
+"""The state that a new job begins with: tensors of another optimizer or of files, and frozen parameters.
+
+Tensors are checked before anything is changed, and read one by one on the training thread while rank 0 opens the job. :class:`FrozenParams` has the
+frozen parameters that servers keep. :func:`allocate` makes the tensors for an export of all state.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import GroupsError, StateError, UsageError, invalid
+from longshore.transfer.gradients import Place
+from longshore.transfer.job import JobParam
+from longshore.transfer.params import DTYPES, Param, is_sharded
+from longshore.transfer.partitions import Piece
+from longshore.transfer.weights import on_host, values
+
+#: By rule: torch's names of the arrays that servers keep beside the master weights.
+NAMES = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+}
+
+
+def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
+    """Where an array's values go: a contiguous CPU tensor for each parameter. None for an array without tensors."""
+    return [
+        (param.index, tensor.data_ptr(), param.elements, DTYPES[tensor.dtype])
+        for param, tensor in zip(params if tensors else [], tensors, strict=True)
+    ]
+
+
+def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
+    """By parameter: memory for its moments in torch's names, and for its fp32 ``master`` weights."""
+    arrays = ("master", *NAMES[rule])
+    return [{name: torch.empty(param.shape, dtype=torch.float32) for name in arrays} for param in params]
+
+
+def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+    """The tensors of all arrays, in the servers' order; none of those that no state has."""
+    return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *NAMES[rule])]
+
+
+class FrozenParams:
+    """Frozen parameters that each rank has whole. They come after all others in the job.
+
+    Args:
+        first: how many others there are.
+        fills: whether this rank fills a new job.
+    """
+
+    def __init__(self, params: list[Param], first: int, fills: bool) -> None:
+        self._fills = fills
+        for param in params:
+            if is_sharded(param.tensor):
+                remedy = "call fully_shard on the whole model, so that it takes what trains as well, or leave frozen ones to the framework"
+                raise invalid(param.name, "sharded (DTensor)", "whole with frozen='keep', as what trains", remedy)
+        self._params = [dataclasses.replace(param, index=first + place) for place, param in enumerate(params)]
+
+    def described(self) -> Sequence[JobParam]:
+        """What the job's layout has of them."""
+        return self._params
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """All of them as they are now, where this rank fills the job, and what holds their memory."""
+        return values(self._params) if self._fills else ([], [])
+
+    def whole(self) -> list[Param]:
+        """Those that each rank has whole."""
+        return self._params
+
+    def own(self) -> list[Param]:
+        """Those of which each rank has a part of its own."""
+        return []
+
+    def read(self, job: Any, version: int, params: list[Param]) -> None:
+        """Gives some of them the job's weights, one at a time: this process may not have made them.
+
+        Raises:
+            UsageError: as in :func:`give`.
+        """
+        for param in params:
+            memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+            job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
+            write_frozen(param, memory)
+
+
+@torch.no_grad()
+def write_frozen(param: Param, weights: Tensor) -> None:
+    """Gives a frozen parameter the job's weights of it.
+
+    Raises:
+        UsageError: where a backward runs that needs the weights it had.
+    """
+    if torch.equal(weights, param.tensor.to(weights.device)):
+        return
+    if torch._C._current_graph_task_id() != -1:
+        # Streaming opens a job with its first gradient, and that backward needs the weights that its forward used.
+        raise UsageError(
+            f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
+            "bits: call optimizer.open() before the first forward"
+        )
+    param.tensor.copy_(weights)
+
+
+#: How many updates made a state, which parameters of the job have fewer and how many fewer, and what is asked for the tensor of an array
+#: and a parameter: its place, and what holds its memory.
+Source = tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]
+
+#: The array of master weights; those behind it are the rule's moments.
+MASTER = 0
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Tensors for a new job, read one by one as they are sent.
+
+    Attributes:
+        applied: how many updates made the state; None where there are weights alone.
+        read: the tensor of an array (0 is the master weights) and a parameter, of its shape.
+        check: refuses tensors that do not fit these parameters.
+        fewer: by the name of a parameter whose state fewer updates made: how many fewer.
+    """
+
+    applied: int | None
+    read: Callable[[int, Param], Tensor]
+    check: Callable[[list[Param]], None]
+    fewer: Mapping[str, int] = field(default_factory=dict)
+
+    def of_job(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
+        """The tensors that the Rust half fills a new job with.
+
+        Args:
+            params: the parameters that train.
+            pieces: what the job has of these, in its order.
+            first: the places of the model's own weights, by piece; none where they are to be asked of the parameters.
+            frozen: those of the frozen parameters, which have no state and come after the others.
+        """
+        self.check(params)
+
+        def place(array: int, index: int) -> tuple[Place, object]:
+            if index >= len(pieces):
+                return frozen[index - len(pieces)], None
+            piece = pieces[index]
+            tensor = self.read(array, piece.param)
+            if tensor is piece.param.tensor and first:
+                return first[index], None
+            part = piece.part_of(on_host(tensor)).contiguous()
+            return piece.place(part), part
+
+        fewer = [(piece.index, self.fewer[piece.param.name]) for piece in pieces if piece.param.name in self.fewer]
+        return self.applied, fewer, place
+
+
+def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
+    """Refuses what cannot be a parameter's weights or moments. One that is only ``described`` has no memory.
+
+    Raises:
+        StateError: naming the tensor.
+    """
+    limit = f"a tensor of {list(shape)}"
+    if not isinstance(found, Tensor):
+        value = "absent" if found is None else type(found).__name__
+        remedy = f"{where} lacks it: take one of this model, or start from its weights alone"
+        raise invalid(name, value, limit, remedy, StateError)
+    if is_sharded(found):
+        remedy = "gather it: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True"
+        raise invalid(name, "a DTensor", "a whole tensor", remedy, StateError)
+    if found.dtype not in DTYPES or found.layout is not torch.strided:
+        limit = "dense, of fp32, bf16 or fp16"
+        raise invalid(name, f"{found.dtype}, {found.layout}", limit, "convert it with .float() or .to_dense()", StateError)
+    if found.shape != shape:
+        raise invalid(name, f"of {list(found.shape)}", f"of {list(shape)}, as the parameter", f"{where} is of another model", StateError)
+    if found.device.type == "meta" and not described:
+        raise invalid(name, "on the meta device", "somewhere with memory", "load the tensors, not their shapes alone", StateError)
+
+
+def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]:
+    """How many updates made the state, and by parameter how many fewer made its own: steps without a gradient do not count for it."""
+    counts: dict[str, int] = {}
+    for name, given in named.items():
+        count = float(given)
+        if count != int(count) or count < 0:
+            raise invalid(f"{name}.step", count, "a whole number", f"look at how {where} was made", StateError)
+        counts[name] = int(count)
+    most = max(counts.values())
+    return most, {name: most - count for name, count in counts.items() if count < most}
+
+
+def of_torch(
+    state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str, *, later: bool
+) -> Filling | None:
+    """The state of a torch optimizer, or all of one of this package. Where it was saved before the first update it is the master weights
+    alone, and None where it has none of these.
+
+    Args:
+        state_dict: what ``state_dict`` returned, checked by :func:`check_groups`.
+        tensors: by its number in the state: this optimizer's parameter.
+        names: and its name.
+        rule: this optimizer's.
+        later: frozen parameters train later. One that has no state begins with moments of zero, as in torch.
+
+    Raises:
+        StateError: naming the tensor that is missing, is not known, or does not fit.
+    """
+    where = "state_dict"
+    moments = NAMES[rule]
+    states = state_dict["state"]
+    trained = {number: tensor for number, tensor in tensors.items() if (tensor.requires_grad or later) and tensor.numel()}
+    begin = [number for number, tensor in trained.items() if not tensor.requires_grad and not states.get(number)]
+    for number, state in states.items():
+        name = names[number]
+        for key, value in state.items():
+            if key not in (*moments, "step", "master") and value is not None:
+                limit = f"one of {', '.join(moments)}"
+                remedy = f"{rule} has no such state: load it into an optimizer of the class that saved it (amsgrad is not here)"
+                raise invalid(f"{name}.{key}", "there", limit, remedy, StateError)
+        if number not in trained and tensors[number].numel() and any(key in state for key in moments):
+            remedy = "set requires_grad on it, or take it out of the state"
+            raise invalid(f"{name}.{moments[0]}", "there", "absent, since the parameter is frozen", remedy, StateError)
+    steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
+    # Momentum has no step count in torch: it goes on as after any update.
+    applied, fewer = steps_of(steps, where) if steps else (1, {})
+    with_master = any("master" in states.get(number, {}) for number in trained)
+    has_begun = applied > 0 and any(state.get(key) is not None for state in states.values() for key in moments)
+    if not has_begun and not with_master:
+        return None
+    wanted = [*(("master",) if with_master else ()), *(moments if has_begun else ())]
+    fewer |= {names[number]: applied for number in begin}
+    none_yet = {id(trained[number]) for number in begin}
+    by_tensor = {id(tensor): states.get(number, {}) for number, tensor in trained.items()}
+
+    def check(params: list[Param]) -> None:
+        for param in params:
+            if id(param.tensor) in none_yet:
+                continue
+            state = by_tensor.get(id(param.tensor), {})
+            for key in wanted:
+                check_tensor(f"{param.name}.{key}", state.get(key), param.shape, where)
+            if steps and "step" not in state:
+                raise invalid(f"{param.name}.step", "absent", str(applied), "take a state in which every parameter has it", StateError)
+
+    def read(array: int, param: Param) -> Tensor:
+        state = by_tensor.get(id(param.tensor), {})
+        if array == MASTER:
+            return state.get("master", param.tensor)
+        return torch.zeros(param.shape) if id(param.tensor) in none_yet else state[moments[array - 1]]
+
+    return Filling(applied if has_begun else None, read, check, fewer=fewer if has_begun else {})
+
+
+def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuses a state of other param groups, by number and size, in torch's words.
+
+    Raises:
+        GroupsError: naming the group.
+    """
+    saved = state_dict["param_groups"]
+    remedy = "build the optimizer with the param groups that the state was saved with"
+    if len(saved) != len(groups):
+        torchs = "loaded state dict has a different number of parameter groups"
+        raise invalid("param_groups", f"{len(saved)} in the state", str(len(groups)), f"{torchs}: {remedy}", GroupsError)
+    for index, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
+        if len(theirs["params"]) != len(mine["params"]):
+            value, limit = (f"of {len(group['params'])}" for group in (theirs, mine))
+            torchs = "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+            raise invalid(f"param_groups[{index}]", f"{value} parameters", limit, f"{torchs}: {remedy}", GroupsError)
+
+
+def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], rule: str) -> None:
+    """Refuses a state of other param groups, as torch does, and of parameters of other names.
+
+    Raises:
+        StateError: naming the group and the parameter.
+    """
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        check_sizes(state_dict, groups)
+    for index, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
+        decoupled = theirs.get("decoupled_weight_decay", rule == "adamw")
+        if rule in ("adam", "adamw") and decoupled != (rule == "adamw"):
+            kind = "AdamW" if decoupled else "Adam"
+            field = f"param_groups[{index}]['decoupled_weight_decay']"
+            raise invalid(field, decoupled, f"{not decoupled} in {rule}", f"use longshore.{kind}", StateError)
+        their_names, my_names = theirs.get("param_names"), mine.get("param_names")
+        for theirs_, mine_ in zip(their_names or (), my_names or (), strict=False):
+            if theirs_ != mine_:
+                remedy = "build the optimizer with the param groups that the state was saved with"
+                raise invalid(f"param_groups[{index}]", theirs_, f"{mine_}, as in this optimizer", remedy, StateError)
+    check_sizes(state_dict, groups)

@@ -1,0 +1,189 @@
+"""A job's settings for the Rust half, the hyperparameters of a step, and the report of one. No framework is named here.
+
+Connections and clients build :class:`Settings` once, :class:`Hyper` for each step and group, and :class:`StepReport` from each outcome.
+"""
+
+import math
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from longshore.transfer import server
+from longshore.transfer.options import Options
+
+# How many shards a small model has, as in the trainer of the command line.
+_SMALL_MODEL_SHARDS = 16
+_BLOCK_ELEMENTS = 64 * 1024
+_DEFAULT_SHARD_ELEMENTS = 4 * 1024 * 1024
+
+
+class JobParam(Protocol):
+    """What a job's layout has of a parameter."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def wire(self) -> str:
+        """The type's name for the Rust half."""
+        ...
+
+    @property
+    def elements(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """A job and the way to it: the options with every default resolved, and the layout. ``Settings`` in settings.rs reads these fields.
+
+    Attributes:
+        params: name, shape and group of each parameter, frozen ones last.
+        groups: the names of the param groups.
+        rule: the update rule's name.
+        partitions: the first parameter of each partition, and the rank that sends it. Empty where all ranks send everything.
+        frozen_from: the first of the frozen parameters; None without any.
+    """
+
+    servers: list[str]
+    job: str
+    rank: int
+    world_size: int
+    shard_elements: int
+    params: list[tuple[str, list[int], int]]
+    groups: list[str]
+    rule: str
+    partitions: list[tuple[int, int]]
+    frozen_from: int | None
+
+    @property
+    def sums_on_worker(self) -> bool:
+        """Whether this process adds up the gradients of a step's backward passes."""
+        return self.accumulate_on == "worker" and self.accumulate > 1
+
+
+def new_job_name(framework: str) -> str:
+    """A name that no other job has."""
+    return f"{framework}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def settings(
+    options: Options,
+    job: str,
+    rule: str,
+    params: Sequence[JobParam],
+    groups: int,
+    partitions: Sequence[tuple[int, int]] = (),
+    frozen: Sequence[JobParam] = (),
+) -> Settings:
+    """``partitions`` are the first parameter and the rank of each, where ranks do not send all of the gradient. ``frozen`` are
+    parameters that no step changes; servers keep their weights alone."""
+    addresses = options.addresses()
+    if addresses is None:
+        addresses = [server.default().address]
+    rank, world_size = options.place()
+    everything = [*params, *frozen]
+    resolved = {
+        "servers": addresses,
+        "tls_dir": options.tls_folder(),
+        "job": job,
+        "rank": rank,
+        "world_size": world_size,
+        "missing_gradients": options.on_missing(),
+        "gradient_dtype": common_dtype(params) if options.gradient_dtype == "auto" else options.gradient_dtype,
+        "image_dtype": common_dtype(everything) if options.image_dtype == "auto" else options.image_dtype,
+        "shard_elements": options.shard_elements or shard_elements(everything),
+    }
+    return Settings(
+        **{**vars(options), **resolved},
+        params=[(param.name, list(param.shape), param.group) for param in everything],
+        groups=[f"group{index}" for index in range(groups)],
+        rule=rule,
+        partitions=list(partitions),
+        frozen_from=len(params) if frozen else None,
+    )
+
+
+def common_dtype(params: Sequence[JobParam]) -> str:
+    """The type that all parameters have, or fp32."""
+    dtypes = {param.wire for param in params}
+    return dtypes.pop() if len(dtypes) == 1 else "fp32"
+
+
+def shard_elements(params: Sequence[JobParam]) -> int:
+    """Enough shards for a small model to stream, and shards of the usual size for a large one."""
+    elements = sum(param.elements for param in params)
+    shard = math.ceil(elements / _SMALL_MODEL_SHARDS / _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
+    return min(max(shard, _BLOCK_ELEMENTS), _DEFAULT_SHARD_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of a step.
+
+    Attributes:
+        step: its number, counted from 1.
+        read: the version of the weights that its gradient was computed with.
+        skipped: whether nothing was updated, since the gradient was not finite.
+        grad_norm: the global gradient norm before clipping; 0 where the job takes none, and nan where the step was skipped.
+        clip_coefficient: what gradients were multiplied by; 1 when they were not clipped.
+        loss_scale: what the step's loss was multiplied by; 1 without the option ``loss_scale``.
+        overflow: the parameter and element that was not finite first. Rank 0 knows it.
+        wall_s: seconds from its first push to the return of its commit.
+        exposed_s: seconds of these in which this process waited.
+        pushed_bytes, pulled_bytes: payload on the wire.
+    """
+
+    step: int
+    read: int
+    skipped: bool
+    grad_norm: float
+    clip_coefficient: float
+    loss_scale: float
+    overflow: str | None
+    wall_s: float
+    exposed_s: float
+    pushed_bytes: int
+    pulled_bytes: int
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "StepReport":
+        """What the job says. All ranks have the same norm: a commit carries none that is not finite."""
+        return cls(**{**fields, "grad_norm": math.nan} if fields["skipped"] else fields)
+
+    def why_skipped(self) -> str:
+        """What to say of a step that was skipped."""
+        where = f"first in {self.overflow}" if self.overflow is not None else "and rank 0 says where"
+        return (
+            f"step {self.step} was skipped, and nothing is lost: the gradient is not finite, {where}. "
+            "Look at the data of this step, lower the learning rate, or pass nonfinite='apply' to use it as it is"
+        )
+
+
+@dataclass(slots=True)
+class Hyper:
+    """Hyperparameters of a param group in one step. A rule ignores those that it does not have.
+
+    Attributes:
+        lr: the learning rate.
+        beta1, beta2, eps: of AdamW, Adam and Lion; Adagrad has ``eps`` too.
+        weight_decay: decoupled with AdamW and Lion, otherwise a part of the gradient.
+        momentum, dampening, nesterov: of SGD.
+        lr_decay: of Adagrad.
+    """
+
+    # The fields are those of `GivenHyper` in settings.rs.
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    lr_decay: float = 0.0

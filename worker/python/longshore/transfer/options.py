@@ -1,0 +1,301 @@
+"""Options of a job beside the optimizer's own arguments: names, types, defaults and checks.
+
+Every optimizer and client is built with :class:`Options`. ``Settings`` of :mod:`longshore.transfer.job` hands them to the Rust half.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+
+from longshore.errors import invalid
+from longshore.transfer import server as _server
+from longshore.transfer.server import Server
+
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the losses of an fp16 model are multiplied by, as DeepSpeed's section ``fp16`` says it. Servers take it off again.
+
+    Attributes:
+        initial: the first scale, or the only one.
+        dynamic: whether it halves after an overflow, whose step is skipped, and doubles after clean steps.
+        window: how many clean steps come before it doubles.
+        hysteresis: how many overflows come before it halves; consecutive_hysteresis: whether a clean step refills these.
+        min: the floor. An overflow there pauses the job, since a smaller scale would not help.
+    """
+
+    initial: float = 65536.0
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min: float = 1.0
+
+
+class JobOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer of this package takes. :class:`Options` documents them, and checks choices by these types."""
+
+    servers: str | Sequence[str] | Server | None
+    tls_dir: str | os.PathLike[str] | None
+    job: str | None
+    rank: int | None
+    world_size: int | None
+    partition: Literal["reduce-scatter", "all-reduced"] | None
+    reduce_dtype: Literal["auto", "fp32"]
+    streaming: bool
+    layerwise: bool
+    frozen: Literal["leave", "keep", "train-later"]
+    accumulate: int
+    accumulate_on: Literal["servers", "worker"]
+    max_grad_norm: float | None
+    missing_gradients: Literal["skip", "zeros", "error"] | None
+    written_weights: Literal["error", "drop"]
+    nonfinite: Literal["skip", "raise", "apply"]
+    loss_scale: LossScale | None
+    gradient_dtype: Dtype
+    image_dtype: Dtype
+    delay: int
+    warmup_steps: int
+    correction: Literal["look-ahead", "none"]
+    tier: Literal["memory", "shm", "nvme"]
+    state: Literal["fp32", "bf16", "block8"]
+    master: Literal["fp32", "bf16"]
+    seed: int
+    shard_elements: int | None
+    transport: Literal["auto", "tcp", "unix", "memfd"]
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a job is opened, and how its gradients and weights travel.
+
+    Attributes:
+        servers: addresses (``"host1:7070,host2:7070"`` or a sequence), a :class:`longshore.Server`, or None for a server
+            inside this process.
+        tls_dir: a folder with ``ca.pem``, and with ``client.pem`` and ``client.key`` or with ``token``, for servers that have
+            ``--tls-dir``: connections are then encrypted. By default ``LONGSHORE_TLS_DIR`` of the environment.
+        job: the job's name on its servers. With ``servers=`` it is how a new process finds the job again. By default a name
+            of its own.
+        rank, world_size: this worker among those whose gradients the servers sum. By default ``RANK`` and ``WORLD_SIZE``
+            of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else
+            torch.distributed's, else 0 and 1. A step applies the mean over ranks.
+        partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed; each sends its part of them, reads
+            its part of the weights and gathers the rest, as ZeRO-2 does. ``"all-reduced"`` says that gradients come reduced, as
+            DistributedDataParallel makes them. By default the servers sum; models of ``fully_shard`` need no word here.
+        reduce_dtype: what ``"reduce-scatter"`` adds gradients up in. ``"auto"`` is their own type.
+        streaming: gradients leave as backward makes them, instead of in ``step``.
+        layerwise: in streaming mode, each parameter gets its new weights when it is first used after a step, so that the
+            next forward starts while the last weights arrive. False has ``step`` wait for all of them.
+        frozen: what becomes of parameters with ``requires_grad=False``. ``"leave"`` leaves them to the framework. ``"keep"`` has
+            servers keep their weights, in ``image_dtype`` and without state: exports, checkpoints and a process that finds the job
+            again then have the whole model. ``"train-later"`` gives them state as well: steps leave them out for as long as they get
+            no gradient, and whoever sets ``requires_grad=True`` between two steps trains them from then on.
+        accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
+        accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
+        max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
+        missing_gradients: what a parameter means that got no gradient in a step, from any rank and any backward pass. ``"skip"``
+            leaves it out of the step, as torch does: its weight, its moments and its step count stay. ``"zeros"`` takes zeros, as
+            DeepSpeed does: moments and weights then decay. ``"error"`` refuses a step in which others have a gradient. By default
+            it is ``"skip"``, and ``"error"`` with ``state="block8"``, which cannot skip.
+        written_weights: what becomes of trained weights that somebody has written since the last step, and that are others than the
+            servers'. ``"error"`` refuses the step, naming the parameter. ``"drop"`` computes it with them and loses them.
+        nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
+            ``"raise"`` does so and raises, ``"apply"`` uses it as torch does, and takes no norm.
+        loss_scale: what losses are multiplied by, for fp16: ``(loss * optimizer.loss_scale).backward()``. None multiplies nothing.
+        gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own
+            type, or fp32 where they differ.
+        delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
+        warmup_steps: how many steps are exact before the delay starts. The first steps move the weights most.
+        correction: of the delay: ``"look-ahead"``, or ``"none"``, which Lion and Adagrad need.
+        tier: where servers keep the state.
+        state, master: the formats in which they keep moments and master weights.
+        seed: of stochastic rounding, where state is not fp32.
+        shard_elements: the size of a shard; by default it follows from the model's size.
+        transport: how payloads travel; ``"auto"`` is shared memory on one host and sockets elsewhere.
+        deadline: seconds that anything may take which a healthy job does at once.
+    """
+
+    servers: str | Sequence[str] | Server | None = None
+    tls_dir: str | os.PathLike[str] | None = None
+    job: str | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    partition: str | None = None
+    reduce_dtype: str = "auto"
+    streaming: bool = False
+    layerwise: bool = True
+    frozen: str = "leave"
+    accumulate: int = 1
+    accumulate_on: str = "servers"
+    max_grad_norm: float | None = None
+    missing_gradients: str | None = None
+    written_weights: str = "error"
+    nonfinite: str = "skip"
+    loss_scale: LossScale | None = None
+    gradient_dtype: str = "auto"
+    image_dtype: str = "auto"
+    delay: int = 0
+    warmup_steps: int = 300
+    correction: str = "look-ahead"
+    tier: str = "memory"
+    state: str = "fp32"
+    master: str = "fp32"
+    seed: int = 0
+    shard_elements: int | None = None
+    transport: str = "auto"
+    deadline: float = 60.0
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "Options":
+        """Checks what was given.
+
+        Raises:
+            TypeError: for a name that is none of these.
+            InvalidError: for a value that cannot be used, or that contradicts another.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; options of the job are {', '.join(sorted(known))}")
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if self.correction.startswith(("worker-local", "compensation", "look-ahead-by-this-rate")):
+            raise invalid("correction", repr(self.correction), "'look-ahead' or 'none'", "choose 'look-ahead', which does its work now")
+        for field, allowed in _choices().items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise invalid(field, repr(value), "one of " + ", ".join(filter(None, allowed)), "choose one of them")
+        if self.partition == "all-reduced" and self.streaming:
+            raise invalid(
+                "partition",
+                "'all-reduced'",
+                "'reduce-scatter' with streaming=True",
+                "gradients leave before another has reduced them: let the optimizer do it, without DistributedDataParallel",
+            )
+        if self.trains_later and self.on_missing() != "skip":
+            raise self._cannot_train_later()
+        if self.accumulate < 1:
+            raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
+        if self.accumulate > 1 and not self.streaming:
+            raise invalid(
+                "accumulate",
+                self.accumulate,
+                "1 without streaming",
+                "leave it out: gradients add up in .grad until step, as in torch",
+            )
+        if self.nonfinite != "skip" and self.loss_scale is not None:
+            raise invalid("nonfinite", repr(self.nonfinite), "'skip' with loss_scale", "a scale is found by skipping what overflows")
+        if self.nonfinite == "apply" and self.max_grad_norm is not None:
+            raise invalid("nonfinite", "'apply'", "'skip' or 'raise' with max_grad_norm", "a norm needs finite gradients")
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < float("inf"):
+            raise invalid("max_grad_norm", self.max_grad_norm, "finite and above 0", "use None for no clipping")
+        rank, world_size = self.place()
+        if not 0 <= rank < world_size:
+            raise invalid("rank", rank, f"in 0..{world_size}, the world size", "set RANK and WORLD_SIZE, or both arguments")
+        if world_size > 1 and (self.servers is None or isinstance(self.servers, Server)):
+            raise invalid(
+                "servers",
+                self.servers,
+                f"addresses that all {world_size} ranks share",
+                "start longshored and pass its address on every rank, or pass world_size=1 if each process trains alone",
+            )
+        if world_size > 1 and self.job is None:
+            raise invalid("job", None, "a name with several ranks", "pass the same job= on every rank")
+
+    def _cannot_train_later(self) -> Exception:
+        if self.missing_gradients is not None:
+            remedy = "leave it out: what does not train yet has no gradient, and zeros for it would let its weights decay"
+            return invalid("missing_gradients", repr(self.missing_gradients), "'skip' with frozen='train-later'", remedy)
+        remedy = "it cannot leave parameters out of a step, and what does not train yet has to be: choose another, or unfreeze before the first step"
+        return invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
+
+    @property
+    def trains_later(self) -> bool:
+        """Whether the job trains parameters that are frozen at the first step, once they are not any more."""
+        return self.frozen == "train-later"
+
+    def on_missing(self) -> str:
+        """What a parameter without a gradient means."""
+        return self.missing_gradients or ("error" if self.state == "block8" else "skip")
+
+    def may_differ(self) -> bool:
+        """Whether another rank may have gradients in a step in which this one has none."""
+        return self.place()[1] > 1 and self.on_missing() != "error"
+
+    def place(self) -> tuple[int, int]:
+        """Rank and world size."""
+        rank_name, world_size_name = _launcher()
+        group_rank, group_size = _group()
+        rank = _of_environment(rank_name, group_rank) if self.rank is None else self.rank
+        world_size = _of_environment(world_size_name, group_size) if self.world_size is None else self.world_size
+        return (0 if world_size == 1 and self.rank is None else rank), world_size
+
+    def server(self) -> Server | None:
+        """The server inside this process, if that is where the job is."""
+        if self.servers is None:
+            return _server.default()
+        return self.servers if isinstance(self.servers, Server) else None
+
+    def addresses(self) -> list[str] | None:
+        """The servers' addresses; None for the one inside this process."""
+        if self.servers is None:
+            return None
+        if isinstance(self.servers, Server):
+            return [self.servers.address]
+        if isinstance(self.servers, str):
+            return [address.strip() for address in self.servers.split(",") if address.strip()]
+        return list(self.servers)
+
+    def tls_folder(self) -> str | None:
+        """The folder of what servers are shown and asked for. A server inside this process has none."""
+        if self.servers is None or isinstance(self.servers, Server):
+            return None
+        folder = os.environ.get("LONGSHORE_TLS_DIR") if self.tls_dir is None else self.tls_dir
+        return os.fspath(folder) if folder else None
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str | None, ...]]:
+    """The values of each option that has a few, by its type."""
+    found = {}
+    for field, hint in get_type_hints(JobOptions).items():
+        kinds = [hint] if get_origin(hint) is Literal else get_args(hint)
+        values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        if values:
+            found[field] = (*values, *(None for kind in kinds if kind is type(None)))
+    return found
+
+
+def _group() -> tuple[int, int]:
+    """Rank and world size of torch.distributed, if it has a process group."""
+    torch = sys.modules.get("torch")  # other frameworks' clients do without it
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def _launcher() -> tuple[str, str]:
+    """The variables in which the program that started this process says its rank and the world size."""
+    # sbatch sets SLURM_NTASKS for the one process of a script, too. Only srun sets this one, for each of its processes.
+    if "WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        return "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+    return "RANK", "WORLD_SIZE"
+
+
+def _of_environment(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise invalid(name, repr(text), "a whole number", f"set {name} right, or pass rank= and world_size=") from None

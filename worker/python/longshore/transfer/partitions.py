@@ -1,0 +1,281 @@
+"""Which rank has which part of each parameter: the layout of a job whose gradients come in partitions.
+
+Each parameter is cut into pieces. Where ranks hold it whole there is one for each of them, cut along its first dimension as
+``torch.chunk`` cuts; where it is a DTensor its local shards are the pieces (``_sharding.py``). A piece is a parameter of the
+job. Pieces lie bucket by bucket, in forward order, and within a bucket rank by rank: so servers update the first layers
+first, and each rank's pieces of a bucket are a partition.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longshore.errors import invalid
+from longshore.transfer.gradients import Place
+from longshore.transfer.params import DTYPES, Param
+
+#: A partition is padded to whole blocks of 64 Ki elements. With as many blocks as this in each, padding takes 3 % of the space.
+_BLOCKS = 16
+_BLOCK_ELEMENTS = 64 * 1024
+#: What servers take, in limits.rs: partitions, and parameters that steps may leave out.
+_MOST_PARTITIONS = 4096
+_MOST_PIECES = 65_536
+
+
+#: Where a piece lies in its parameter: in each dimension its first index, and the one behind its last.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a parameter that one rank sends: a parameter of the job, at its place in the job's order."""
+
+    index: int
+    name: str
+    param: Param
+    rank: int
+    shape: tuple[int, ...]
+    #: Its first element in the parameter, and how many it has.
+    start: int
+    elements: int
+    #: Where it lies in its rank's part of the bucket.
+    offset: int
+    #: Where it lies in the parameter, if its elements are not a run of the parameter's, as columns of a matrix are not.
+    box: Box | None = None
+    #: The ranks that hold it, in ascending order, if they are others than ``rank`` alone.
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> int:
+        return self.param.group
+
+    @property
+    def wire(self) -> str:
+        return self.param.wire
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks whose model has it."""
+        return self.replicas or (self.rank,)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Its elements in a contiguous tensor of the parameter's shape, where they lie."""
+        if self.box is None:
+            return whole.view(-1)[self.start : self.start + self.elements]
+        return whole[tuple(slice(first, end) for first, end in self.box)]
+
+    def place(self, part: Tensor) -> Place:
+        """The memory of its elements, which are end to end in a CPU tensor."""
+        return (self.index, part.data_ptr(), self.elements, DTYPES[part.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose gradients the ranks reduce together. Each rank's part of it has the same size, ``slot`` elements."""
+
+    index: int
+    params: list[Param]
+    pieces: list[list[Piece]]
+    slot: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    buckets: list[Bucket]
+    #: First piece and rank of each.
+    partitions: list[tuple[int, int]]
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces, in the job's order."""
+        for bucket in self.buckets:
+            for pieces in bucket.pieces:
+                yield from pieces
+
+    def count(self) -> int:
+        """How many pieces there are."""
+        return sum(len(pieces) for bucket in self.buckets for pieces in bucket.pieces)
+
+    def of_rank(self, rank: int) -> list[Piece]:
+        return [piece for bucket in self.buckets for piece in bucket.pieces[rank]]
+
+    def of_params(self) -> dict[int, list[Piece]]:
+        """By parameter: its pieces, which end to end are its elements."""
+        found: dict[int, list[Piece]] = {}
+        for piece in self.pieces():
+            found.setdefault(piece.param.index, []).append(piece)
+        return found
+
+
+#: The pieces of a parameter in the order of its elements, before they have a place in the job.
+Cut = Callable[[Param], list[Piece]]
+
+
+def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layout:
+    """Cuts the parameters for so many ranks.
+
+    Args:
+        cut: cuts a parameter, of which a rank sends one piece at most. Without it each rank has as much of it as the next one, of
+            whole rows where these can be dealt evenly.
+
+    Raises:
+        InvalidError: where a rank would have nothing, or where there are more pieces than servers take.
+    """
+    cuts = {param.index: cut(param) if cut is not None else _evenly(param, world_size) for param in params}
+    pieces = sum(map(len, cuts.values()))
+    if pieces > _MOST_PIECES:
+        raise invalid(
+            "partition",
+            f"{len(params)} parameters in {pieces} pieces",
+            f"at most {_MOST_PIECES} pieces",
+            "shard over fewer ranks, or let the servers sum (partition=None, with plain parameters)",
+        )
+    buckets: list[Bucket] = []
+    partitions: list[tuple[int, int]] = []
+    index = 0
+    for group in _grouped(params, world_size):
+        dealt: list[list[Piece]] = [[] for _ in range(world_size)]
+        slot = 0
+        for param in group:
+            for piece in cuts[param.index]:
+                dealt[piece.rank].append(dataclasses.replace(piece, offset=slot))
+            slot += max(piece.elements for piece in cuts[param.index])
+        for rank, mine in enumerate(dealt):
+            if mine:
+                partitions.append((index, rank))
+            mine[:] = [dataclasses.replace(piece, index=index + place) for place, piece in enumerate(mine)]
+            index += len(mine)
+        dtype = group[0].dtype
+        for param in group:
+            dtype = torch.promote_types(dtype, param.dtype)
+        buckets.append(Bucket(len(buckets), group, dealt, slot, dtype))
+    _check_ranks(partitions, world_size)
+    return Layout(buckets, partitions)
+
+
+def in_one_piece(param: Param) -> Piece:
+    """A parameter that is one of the job, as a piece."""
+    return Piece(param.index, param.name, param, 0, tuple(param.shape), 0, param.elements, 0)
+
+
+def piece_param(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> Param:
+    """A piece as what gradients and weights are taken for."""
+    return Param(
+        piece.index, piece.name, piece.param.group, tensor, torch.Size([piece.elements]), dtype, DTYPES[dtype], piece.elements
+    )
+
+
+def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int, int, int]]:
+    """Where elements of a parameter lie in its pieces: which piece, the first element in it, and how many."""
+    for piece in pieces:
+        first, end = max(start, piece.start), min(start + elements, piece.start + piece.elements)
+        if first < end:
+            yield piece.index, first - piece.start, end - first
+
+
+@contextlib.contextmanager
+def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[list[Place]]]:
+    """Within it values can be written to what it gives: by array the place of each piece, none for an array without tensors. At its end
+    they are in the arrays' tensors, which are contiguous ones of the CPU, one for each parameter. Pieces that are no run of their
+    parameter have memory of their own until then."""
+    apart: list[tuple[Tensor, Tensor]] = []
+
+    def place(piece: Piece, whole: Tensor) -> Place:
+        part = piece.part_of(whole)
+        if piece.box is not None:
+            own = torch.empty(piece.shape, dtype=whole.dtype)
+            apart.append((part, own))
+            part = own
+        return piece.place(part)
+
+    yield [[place(piece, tensors[piece.param.index]) for piece in pieces] if tensors else [] for tensors in arrays]
+    while apart:
+        part, own = apart.pop()
+        part.copy_(own)
+
+
+def _check_ranks(partitions: list[tuple[int, int]], world_size: int) -> None:
+    idle = set(range(world_size)) - {rank for _, rank in partitions}
+    if idle:
+        raise invalid(
+            "partition",
+            f"nothing for rank {min(idle)}",
+            "a part of some parameter for each rank",
+            f"the model has too few parts for {world_size} ranks, each of which sends some: train with fewer ranks, or let the servers sum "
+            "(partition=None, with plain parameters)",
+        )
+
+
+def _evenly(param: Param, world_size: int) -> list[Piece]:
+    """A piece for each rank for which there are elements."""
+    rows = param.shape[0] if param.shape else 1
+    unit = param.elements // rows if rows % world_size == 0 else 1
+    step = math.ceil(param.elements // unit / world_size) * unit
+    pieces = []
+    for rank in range(world_size):
+        start, end = (min(edge * step, param.elements) for edge in (rank, rank + 1))
+        if start < end:
+            shape = _shape(param, start, end - start)
+            pieces.append(Piece(0, f"{param.name}#{rank}/{world_size}", param, rank, shape, start, end - start, 0))
+    return pieces
+
+
+def _shape(param: Param, start: int, elements: int) -> tuple[int, ...]:
+    """That of rows of the parameter, where they are whole."""
+    row = param.elements // param.shape[0] if param.shape else 1
+    is_rows = param.shape and start % row == 0 and elements % row == 0
+    return (elements // row, *param.shape[1:]) if is_rows else (elements,)
+
+
+def _grouped(params: list[Param], world_size: int) -> list[list[Param]]:
+    """The parameters of each bucket. They are of one device."""
+    total = sum(param.elements for param in params)
+    least = max(_BLOCKS * _BLOCK_ELEMENTS * world_size, total * 2 * world_size // _MOST_PARTITIONS)
+    groups: list[list[Param]] = []
+    size = 0
+    for param in params:
+        if not groups or size >= least or groups[-1][0].tensor.device != param.tensor.device:
+            groups.append([])
+            size = 0
+        groups[-1].append(param)
+        size += param.elements
+    is_small = len(groups) > 1 and 2 * size < least
+    if is_small and groups[-2][0].tensor.device == groups[-1][0].tensor.device:
+        last = groups.pop()
+        groups[-1].extend(last)
+    return groups
+
+
+def copy(pieces: list[Piece], tensor: Tensor, slots: Tensor) -> None:
+    """Copies a parameter or its gradient into its bucket, which has a row a rank."""
+    flat = tensor.reshape(-1)
+    columns = _columns(pieces, slots)
+    if columns is not None:
+        columns.copy_(flat.view(columns.shape))
+        return
+    for piece in pieces:
+        part = flat[piece.start : piece.start + piece.elements]
+        slots[piece.rank, piece.offset : piece.offset + piece.elements].copy_(part)
+
+
+def copy_back(pieces: list[Piece], slots: Tensor, tensor: Tensor) -> None:
+    """Copies a parameter from its bucket."""
+    columns = _columns(pieces, slots)
+    if columns is not None and tensor.is_contiguous():
+        tensor.view(columns.shape).copy_(columns)
+        return
+    parts = [slots[piece.rank, piece.offset : piece.offset + piece.elements] for piece in pieces]
+    tensor.copy_(torch.cat(parts).view(tensor.shape))
+
+
+def _columns(pieces: list[Piece], slots: Tensor) -> Tensor | None:
+    """A parameter's place in its bucket, where all ranks have as much of it."""
+    first = pieces[0]
+    if len(pieces) != len(slots) or any(piece.elements != first.elements for piece in pieces):
+        return None
+    return slots[:, first.offset : first.offset + first.elements]

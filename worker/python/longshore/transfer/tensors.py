@@ -1,0 +1,291 @@
+"""Parameters whose memory is not there yet. Any use of one fetches it first.
+
+Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit have no memory outside of their modules. Both
+are subclasses that torch asks before any of its functions touches them: a forward, ``state_dict``, ``copy.deepcopy``, printing. Code that
+reaches their memory past torch's functions is not seen: see :func:`longshore.transfer.weights.Weights.is_awaited`.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longshore.errors import UsageError
+
+# What reads the weights of an awaited parameter, by its id.
+_readers: dict[int, Callable[[], None]] = {}
+# Whether torch's compiler leaves awaited tensors alone.
+_is_kept_out = False
+
+_LOOKED_AT = (
+    "shape grad requires_grad dtype device is_leaf grad_fn layout ndim names output_nr itemsize nbytes is_cpu is_cuda is_xpu is_mps "
+    "is_meta is_sparse is_quantized is_nested _version _backward_hooks _base"
+).split()
+_ASKED = (
+    "size dim ndimension numel nelement stride element_size is_contiguous is_floating_point is_complex get_device storage_offset "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__"
+).split()
+
+
+def _of_no_element() -> Iterator[Any]:
+    """The functions of torch that look at a tensor and at none of its elements, as far as this torch has them."""
+    for name in _LOOKED_AT:
+        if hasattr(Tensor, name):
+            yield getattr(Tensor, name).__get__
+    for name in ("grad", "requires_grad"):
+        yield getattr(Tensor, name).__set__
+    yield Tensor.grad.__delete__
+    for name in _ASKED:
+        yield getattr(Tensor, name)
+
+
+#: The functions of torch that need no weights.
+OF_NO_ELEMENT = frozenset(_of_no_element())
+
+
+class _Awaited:
+    """What both classes of awaited parameters do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OF_NO_ELEMENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found = list(_among((args, kwargs)))
+        if not found:  # it lies in a container that is not looked into
+            read_all()
+        for tensor in found:
+            read(tensor)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        read(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        read(self)
+        return self.__reduce_ex__(protocol)
+
+
+class AwaitedParameter(_Awaited, nn.Parameter):
+    """An ``nn.Parameter`` that is awaited."""
+
+
+class AwaitedTensor(_Awaited, Tensor):
+    """A plain tensor that is trained and awaited."""
+
+
+_KINDS: dict[type, type] = {nn.Parameter: AwaitedParameter, Tensor: AwaitedTensor}
+_PLAIN = {awaited: plain for plain, awaited in _KINDS.items()}
+
+
+def can_await(tensor: Tensor) -> bool:
+    """Whether its use can be noticed: subclasses of other libraries have ways of their own."""
+    return type(tensor) in _KINDS
+
+
+def is_awaited(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are still to be read."""
+    return id(tensor) in _readers
+
+
+def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
+    """From now on ``reader`` is called before the elements of one of these are used. It calls :func:`end`."""
+    _keep_compilers_out()
+    _readers.update(dict.fromkeys(map(id, tensors), reader))
+    for tensor in tensors:
+        tensor.__class__ = _KINDS[type(tensor)]
+
+
+def _keep_compilers_out() -> None:
+    """``torch.compile`` would compile what is done at the use of an awaited tensor, without its weights coming. torch's compiler is slow to
+    import, so it is told only where it was."""
+    global _is_kept_out
+    if not _is_kept_out and "torch._dynamo.eval_frame" in sys.modules:
+        ask: Any = vars(_Awaited)["__torch_function__"]
+        _Awaited.__torch_function__ = classmethod(torch.compiler.disable(ask.__func__))  # type: ignore[method-assign,assignment]
+        _is_kept_out = True
+
+
+def end(tensors: Sequence[Tensor]) -> None:
+    """These have their weights."""
+    for tensor in tensors:
+        tensor.__class__ = _PLAIN.get(type(tensor), type(tensor))
+        _readers.pop(id(tensor), None)
+
+
+def read(tensor: Any) -> None:
+    """Has an awaited tensor read its weights."""
+    reader = _readers.get(id(tensor))
+    if reader is not None:
+        reader()
+
+
+def read_all() -> None:
+    """Has all awaited tensors read their weights."""
+    for reader in list(_readers.values()):
+        reader()
+
+
+def _among(given: Any) -> Iterator[Any]:
+    """The awaited tensors in arguments, and in lists, tuples and dicts among them."""
+    if isinstance(given, _Awaited):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for item in given:
+            yield from _among(item)
+    elif isinstance(given, dict):
+        for item in given.values():
+            yield from _among(item)
+
+
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+#: What makes a view of all of it, and needs no memory for that.
+_DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+#: What lends the memory to arrays of others, which would have it when it is away or another's.
+_LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
+
+class Member(Protocol):
+    """What is asked of a :class:`longshore.units.model.Member` here."""
+
+    name: str
+
+
+class Home(Protocol):
+    """What is asked of a :class:`longshore.units.residency.Residency` here."""
+
+    def using(self, members: list[Any]) -> AbstractContextManager[None]: ...
+
+    def changed(self, member: Any) -> None: ...
+
+    def mark(self, result: Any) -> None: ...
+
+
+class _OfUnit:
+    """What both classes do. An instance has the attributes ``_longshore_member`` and ``_longshore_home``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in OF_NO_ELEMENT:
+                return func(*args, **kwargs)
+            if func == _SETS_DATA:
+                return _set_data(*args)
+            if func in _LENDS:
+                return func(_clone_of(args[0]), *args[1:], **kwargs)
+            found = list(among((args, kwargs)))
+            if func in _DETACHES:
+                view = func(*args, **kwargs)
+                found[0]._longshore_home.mark(view)
+                return view
+            homes: list[Home] = []
+            for tensor in found:
+                if all(tensor._longshore_home is not home for home in homes):
+                    homes.append(tensor._longshore_home)
+            return _within(homes, found, func, args, kwargs)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        copied = copy_of(self)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return copy_of(self).__reduce_ex__(protocol)
+
+
+class UnitParameter(_OfUnit, nn.Parameter):
+    """An ``nn.Parameter`` of a unit, outside its modules."""
+
+
+class UnitTensor(_OfUnit, Tensor):
+    """A view of such a parameter."""
+
+
+def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of torch while the units of these are here."""
+    if homes:
+        with homes[0].using([tensor._longshore_member for tensor in found if tensor._longshore_home is homes[0]]):
+            return _within(homes[1:], found, func, args, kwargs)
+    before = [tensor._version for tensor in found]
+    result = func(*args, **kwargs)
+    for tensor, changes in zip(found, before, strict=True):
+        if tensor._version != changes:
+            tensor._longshore_home.changed(tensor._longshore_member)
+    if found:
+        found[0]._longshore_home.mark(result)
+    return result
+
+
+def _set_data(tensor: Any, value: Tensor) -> None:
+    """``tensor.data = value``, as ``Module.to`` does it. What changes nothing is let through."""
+    if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+        return
+    # To torch cpu:0 is another device than cpu, so ``to`` copies. Accelerate asks for it where a launcher started the process.
+    if value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype:
+        with tensor._longshore_home.using([tensor._longshore_member]):
+            if torch.equal(tensor, value):
+                return
+    member = getattr(tensor, "_longshore_member", None)
+    name = member.name if member is not None else "a view of a unit's parameter"
+    raise UsageError(
+        f"{name} got other memory after shard(): move and cast the model before the optimizer is built, and load weights before shard()"
+    )
+
+
+def _clone_of(tensor: Any) -> Tensor:
+    """A plain tensor with memory of its own, where the weights are."""
+    with tensor._longshore_home.using([tensor._longshore_member]), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        cloned: Tensor = tensor.detach().clone()
+        return cloned.requires_grad_(tensor.requires_grad)
+
+
+def copy_of(tensor: Any) -> Any:
+    """A plain copy in the host's memory."""
+    with tensor._longshore_home.using([tensor._longshore_member]), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        copied = tensor.detach().to("cpu", copy=True)
+        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def is_built(tensor: Tensor) -> bool:
+    """Whether :class:`longshore.Init` built it, and it is in no unit yet."""
+    return isinstance(tensor, UnitParameter) and tensor._longshore_home.is_building  # type: ignore[attr-defined]
+
+
+def built(tensor: Tensor) -> Tensor | None:
+    """The weights of a parameter that :class:`longshore.Init` built, in the memory that they are kept in until it is in a unit. None for
+    any other parameter."""
+    if not is_built(tensor):
+        return None
+    kept: Tensor = tensor._longshore_home.kept(tensor._longshore_member)  # type: ignore[attr-defined]
+    return kept
+
+
+def hide(tensor: Tensor, member: Member, home: Home) -> None:
+    """From now on each use of it is asked for."""
+    tensor._longshore_member, tensor._longshore_home = member, home  # type: ignore[attr-defined]
+    tensor.__class__ = UnitParameter if isinstance(tensor, nn.Parameter) else UnitTensor
+
+
+def show(tensor: Tensor) -> None:
+    """The tensor is a plain one again."""
+    if isinstance(tensor, _OfUnit):
+        tensor.__class__ = type(tensor).__bases__[-1]
+
+
+def among(given: Any) -> Iterator[Any]:
+    """The tensors of units in arguments, and in lists, tuples and dicts among them."""
+    if isinstance(given, _OfUnit):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for item in given:
+            yield from among(item)
+    elif isinstance(given, dict):
+        for item in given.values():
+            yield from among(item)

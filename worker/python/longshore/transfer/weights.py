@@ -1,0 +1,374 @@
+"""Weights that arrive: written into the parameters at once, or each before its first use, on the training thread.
+
+The connection of an optimizer owns one :class:`Weights`. The first weights of a job are rank 0's: other ranks read them when the job is opened,
+which may be in the midst of a step. By then a forward has used the model's own weights, and autograd refuses a backward whose weights were
+written since; :func:`read_in_step` leaves equal ones as they are.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longshore.errors import LongshoreError
+from longshore.transfer import device as _device
+from longshore.transfer import tensors as _tensors
+from longshore.transfer.gradients import Place, is_plain
+from longshore.transfer.params import Param, check_unchanged, is_image, is_sharded
+from longshore.transfer.pinned import Lending
+
+if TYPE_CHECKING:
+    from longshore._longshore import Job
+
+
+#: How far a master weight of 16 bits may be from what it was made of, relative to that: bf16 has 8 bits, and rounds either way.
+_MASTER_APART = 2.0**-7
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What servers do to weights before workers read them.
+
+    Attributes:
+        image: the type that they round to.
+        is_master: whether they keep the master weights in fewer bits than fp32 as well.
+    """
+
+    image: torch.dtype
+    is_master: bool
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this type may come back as others."""
+        return self.is_master or dtype != self.image
+
+    def may_give(self, own: Tensor, theirs: Tensor) -> bool:
+        """Whether the second come of the first."""
+        if self.is_master:
+            return torch.allclose(theirs, own.to(self.image).to(own.dtype), rtol=2 * _MASTER_APART, atol=0.0)
+        return is_image(own, theirs, self.image)
+
+
+@torch.no_grad()
+def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], None]) -> list[Param]:
+    """Reads a job's first weights where the model's may have been used. Those that servers have only rounded stay as they were, and
+    autograd does not learn of it. It takes a copy of all weights in the host's memory meanwhile.
+
+    Args:
+        params: the job's. Shards are read and no more: what has used them had a copy.
+        read: writes the job's weights into the parameters.
+
+    Returns:
+        The parameters that had other weights, and have the job's now.
+    """
+    whole = [param for param in params if not is_sharded(param.tensor)]
+    tensors = [param.tensor for param in whole]
+    before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    with contextlib.ExitStack() as counts:
+        for tensor in tensors:
+            counts.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        read()
+        others = [param for param, own in zip(whole, before, strict=True) if not _put_back(param.tensor, own, rounding)]
+    torch.autograd.graph.increment_version([param.tensor for param in others])
+    return others
+
+
+def _put_back(tensor: Tensor, own: Tensor, rounding: Rounding) -> bool:
+    """Gives a tensor its own weights again if those that it has now come of them."""
+    if not rounding.may_give(own.reshape(-1), tensor.to("cpu").reshape(-1)):
+        return False
+    if rounding.changes(tensor.dtype):
+        tensor.copy_(own)
+    return True
+
+
+@torch.no_grad()
+def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param, Tensor], None]) -> None:
+    """Gives the model that a job was filled from the weights as servers round them, which all others have.
+
+    Args:
+        params: the job's. Shards of one rank that has all of them stay as they are.
+        read: writes the servers' weights of a parameter into memory of its shape.
+    """
+    for param in params:
+        if rounding.changes(param.dtype) and not is_sharded(param.tensor):
+            theirs = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+            read(param, theirs)
+            param.tensor.copy_(theirs)
+
+
+#: Weights arrive in chunks of this size, so parameters that share one are read together.
+GROUP_BYTES = 1024 * 1024
+
+
+class Weights:
+    """The parameters of a job, as what weights are written to.
+
+    Args:
+        params: these.
+        job: the Rust half's.
+        lending: what servers lend of their memory; None where all weights are copied out of it.
+    """
+
+    def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None) -> None:
+        self._params = params
+        self._job = job
+        self._lending = lending
+        self._staged: dict[int, Tensor] = {}
+        #: By parameter: the copy to the device that reads its staging memory.
+        self._copies: dict[int, Any] = {}
+        #: By device: the stream of these copies, and what the device had to do when the weights were asked for.
+        self._streams: dict[torch.device, Any] = {}
+        self._before: dict[torch.device, tuple[Any, Any]] = {}
+        #: Parameters that have not been read, and what reads those of a group.
+        self._awaited: set[int] = set()
+        #: Called with parameters that have got their weights.
+        self.when_read: Callable[[list[Param]], None] | None = None
+        self._readers = [_Reader(self, group) for group in groups_of(params)]
+        #: Two threads may use parameters at a time.
+        self._lock = threading.RLock()
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """The weights as they are now, and what holds their memory."""
+        return values(self._params)
+
+    def is_awaited(self, param: Param) -> bool:
+        """Whether the parameter does not have the newest weights. No gradient can come of it then, unless something
+        reached its memory past torch's functions."""
+        return param.index in self._awaited
+
+    def expect(self) -> None:
+        """New weights come, for all parameters. Those whose use cannot be noticed are read at once."""
+        with self._lock:
+            self._note_what_came_before()
+            at_once: list[Param] = []
+            for reader in self._readers:
+                expected = [param for param in reader.group if _tensors.can_await(param.tensor)]
+                if len(expected) < len(reader.group):
+                    others = [param for param in reader.group if not _tensors.can_await(param.tensor)]
+                    at_once += [param for param in others if param.index not in self._awaited]
+                self._awaited.update([param.index for param in expected])
+                _tensors.begin([param.tensor for param in expected], reader)
+            if at_once:
+                self._read(at_once)
+
+    def read(self) -> None:
+        """Waits for new weights, and writes them into all parameters that do not have them."""
+        with self._lock:
+            if self._job.unread_weights() is not None:
+                self._note_what_came_before()
+                self._read(self._params)
+            self.forget()
+
+    def read_frozen(self) -> set[int]:
+        """Reads none: frozen weights are the connection's to read."""
+        return set()
+
+    def meet(self) -> None:
+        """Does nothing: ranks that read weights together do that between steps."""
+
+    def settle(self) -> None:
+        """Reads what is still awaited, if anything is."""
+        with self._lock:
+            if self._awaited:
+                self.read()
+
+    give_up = settle
+
+    def abandon(self) -> None:
+        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
+        with contextlib.suppress(LongshoreError):
+            self.settle()
+        with contextlib.suppress(LongshoreError):
+            self.finish_copies()
+        self.forget()
+
+    def read_group(self, group: list[Param]) -> None:
+        """Waits for the new weights of those parameters of a group that do not have them, and writes them."""
+        with self._lock:
+            left = [param for param in group if param.index in self._awaited]
+            if left:
+                self._read(left)
+
+    def forget(self) -> None:
+        """Lets the parameters be as they are."""
+        with self._lock:
+            self._arrived(self._params)
+
+    def _arrived(self, params: list[Param]) -> None:
+        """These have their weights, or nobody reads them any more. Where Ctrl-C ends this, those that are left are read again."""
+        if self._awaited:
+            here = [param for param in params if param.index in self._awaited]
+            _tensors.end([param.tensor for param in here])
+            self._awaited.difference_update([param.index for param in here])
+
+    def finish_copies(self) -> None:
+        """Waits until no device copies weights from a server's memory. It is called before a step's last gradient has left.
+
+        Raises:
+            LongshoreError: where the server has overwritten them before that.
+        """
+        if self._lending is not None:
+            self._lending.finish()
+
+    def release(self) -> None:
+        """The job is closed: no device copies from a server's memory any more."""
+        if self._lending is not None:
+            self._lending.release()
+
+    @torch.no_grad()
+    def _read(self, params: list[Param]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            # Weights are written by address: a tensor that has become smaller would not hold them.
+            check_unchanged(params, [])
+            fit, others = self._by_fit(params)
+            if fit and self._copy_lent(fit):
+                params = others
+            if not params:
+                return
+            staged = {param.index: param for param in params if not is_plain(param.tensor)}
+            for param in staged.values():
+                self._free(param)
+            memory = [self._staged[param.index] if param.index in staged else param.tensor for param in params]
+            places = [(param.index, at.data_ptr(), param.elements, param.wire) for param, at in zip(params, memory, strict=True)]
+            if self._job.read_weights(places) is not None:
+                self._copy(list(staged.values()))
+                # Autograd learns that they have changed.
+                torch.autograd.graph.increment_version([param.tensor for param in params if param.index not in staged])
+                if self.when_read is not None:
+                    self.when_read(params)
+            self._arrived(params)
+
+    def _by_fit(self, params: list[Param]) -> tuple[list[Param], list[Param]]:
+        """Those that a device may copy from servers' memory, and the others."""
+        if self._lending is None:
+            return [], params
+        fits = [self._lending.fits(param.tensor) for param in params]
+        return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
+
+    def _copy_lent(self, params: list[Param]) -> bool:
+        """Has devices copy weights from where they lie in servers' memory. Returns whether they lie where a device can do that."""
+        assert self._lending is not None
+        lent = self._job.lent_weights([param.index for param in params])
+        runs = None if lent is None else lent.runs()
+        if runs is None:
+            return False
+        devices: list[torch.device] = []
+        for param in params:
+            self._ordered(param.tensor.device, devices)
+        self._lending.copy(lent, runs, [param.tensor.detach().view(-1) for param in params], self._stream)
+        for device in devices:
+            self._show(device)
+        self._job.have_weights([param.index for param in params])
+        if self.when_read is not None:
+            self.when_read(params)
+        self._arrived(params)
+        return True
+
+    def _free(self, param: Param) -> None:
+        """Sees to it that a parameter has staging memory that no copy reads any more."""
+        copy = self._copies.pop(param.index, None)
+        if copy is not None:
+            _device.accelerator.wait(copy)
+        if param.index not in self._staged:
+            if _device.accelerator.has(param.tensor):
+                self._staged[param.index] = _device.accelerator.locked(param.shape, param.dtype)
+            else:
+                self._staged[param.index] = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+
+    def _note_what_came_before(self) -> None:
+        """Work that the devices have got by now may read the older weights."""
+        has = _device.accelerator.has
+        for device in {param.tensor.device for param in self._params if has(param.tensor)}:
+            stream = _device.accelerator.current_stream(device)
+            self._before[device] = (stream, _device.accelerator.record(stream))
+
+    def _copy(self, staged: list[Param]) -> None:
+        """Copies staged weights into parameters, and lets what comes next on the devices wait for that."""
+        devices: list[torch.device] = []
+        for param in staged:
+            source, tensor = self._staged[param.index], param.tensor
+            if not _device.accelerator.has(tensor):
+                tensor.copy_(source)
+                continue
+            stream = self._ordered(tensor.device, devices)
+            _device.accelerator.copy(tensor, source, stream)
+            self._copies[param.index] = _device.accelerator.record(stream)
+        for device in devices:
+            self._show(device)
+
+    def _ordered(self, device: torch.device, devices: list[torch.device]) -> Any:
+        """The stream of copies to a device, behind what may read older weights there. ``devices`` are those that are so far."""
+        stream = self._stream(device)
+        if device not in devices:
+            devices.append(device)
+            _device.accelerator.let_wait(stream, self._before[device][1])
+        return stream
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = _device.accelerator.new_stream(device)
+        return self._streams[device]
+
+    def _show(self, device: torch.device) -> None:
+        """Lets the stream that uses the weights now wait for their copies, and the one that called ``step``."""
+        copied = _device.accelerator.record(self._streams[device])
+        current = _device.accelerator.current_stream(device)
+        asked = self._before[device][0]
+        for stream in [current] if current == asked else [current, asked]:
+            _device.accelerator.let_wait(stream, copied)
+
+
+def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
+    """The weights of parameters as they are now, and what holds their memory."""
+    held, places = [], []
+    for param in params:
+        memory = on_host(param.tensor)
+        held.append(memory)
+        places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+    return places, held
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The values of a tensor, end to end in the host's memory: its own memory where they are so there, or that in which ``Init`` keeps them."""
+    kept = _tensors.built(tensor)
+    memory = tensor.detach() if kept is None else kept
+    if _device.accelerator.has(memory):
+        memory = _device.accelerator.to_host(memory)
+    return memory.contiguous()
+
+
+class _Reader:
+    """Reads a group's weights when one of its parameters is used."""
+
+    __slots__ = ("_weights", "group")
+
+    def __init__(self, weights: Weights, group: list[Param]) -> None:
+        self._weights, self.group = weights, group
+
+    def __call__(self) -> None:
+        self._weights.read_group(self.group)
+
+
+def groups_of(params: list[Param]) -> list[list[Param]]:
+    """Parameters that follow each other and fit into a chunk."""
+    groups: list[list[Param]] = []
+    room = 0
+    for param in params:
+        taken = param.elements * param.dtype.itemsize
+        if not groups or taken > room:
+            groups.append([])
+            room = GROUP_BYTES
+        groups[-1].append(param)
+        room -= taken
+    return groups
+
+
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` has made code in this process: that reads parameters past torch's functions."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

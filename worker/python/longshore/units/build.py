@@ -1,0 +1,276 @@
+"""Models larger than memory while they are built: ``longshore.Init``, ``longshore.tiled`` and ``longshore.GatheredParameters``.
+
+``Init`` runs a model's constructor without ever holding all weights. A tiled layer has slices of one weight that alone exceeds the budget. Gathered
+parameters are whole and plain for code that must see them so.
+"""
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from longshore.errors import UsageError, invalid
+from longshore.transfer.filling import Filling
+from longshore.transfer.gradients import Place
+from longshore.transfer.params import Param
+from longshore.transfer.tensors import UnitParameter, is_built
+from longshore.units import model as _model
+from longshore.units.fetching import Fetcher
+from longshore.units.model import Member, Unit
+from longshore.units.residency import Residency
+
+
+class GatheredParameters:
+    """Within it these parameters are plain ones with their weights, all at a time, as in ``deepspeed.zero.GatheredParameters``.
+
+    Their units must fit into the budget together. What trains is the servers' and cannot be written here; what is frozen can.
+
+    Args:
+        params: a parameter, or several. Those that are in no unit are left as they are.
+        modifier_rank: means nothing: every rank may write to its frozen weights, and none to those that train.
+        enabled: False does nothing.
+    """
+
+    def __init__(self, params: Tensor | Iterable[Tensor], modifier_rank: int | None = None, *_: Any, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._params = given if enabled else []
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        units: dict[Unit, Any] = {}
+        for tensor in self._params:
+            if isinstance(tensor, UnitParameter):
+                units[tensor._longshore_member.unit] = tensor._longshore_home  # type: ignore[attr-defined]
+        with contextlib.ExitStack() as held:
+            for home in {id(home): home for home in units.values()}.values():
+                # What autograd saves here may be asked for when the weights have gone.
+                held.enter_context(home.saving())
+            for unit, home in units.items():
+                home.pin(unit, alone=True)
+                held.callback(home.unpin, unit)
+            self._held = held.pop_all()
+
+    def __exit__(self, *_: Any) -> None:
+        self._held.close()
+
+
+class Init:
+    """Within it modules are built as ever, with the same random numbers, and their parameters beyond the budget go to a file.
+
+    Initialisation may come back to any of them. The optimizer's job is filled parameter by parameter. ``shard`` must be called
+    before the model is trained.
+
+    Args:
+        budget: bytes of weights in memory at a time.
+        folder: where the file is; by default that of temporary files. It is deleted when the last of the weights is.
+        dtype: the type of what is built, as ``torch.set_default_dtype`` says it.
+        enabled: False does nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: int | str = "1GiB",
+        folder: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        **retired: object,
+    ) -> None:
+        for name in retired:
+            raise TypeError(f"longshore.Init takes no {name!r}: leave it out, since modules are built by torch's own initialisation")
+        room = _model.budget(budget)
+        self._dtype, self._is_enabled = dtype, enabled
+        self._home = Residency([], _Store(folder), room)
+        self._home.is_building = True
+        self._before: torch.dtype | None = None
+        self._handle: Any = None
+
+    @property
+    def peak_weight_bytes(self) -> int:
+        """The most weights that were ever in memory."""
+        return self._home.peak
+
+    def __enter__(self) -> "Init":
+        if self._is_enabled:
+            self._handle = register_module_parameter_registration_hook(self._registered)
+            if self._dtype is not None:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(self._dtype)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._home.release()
+        if self._before is not None:
+            torch.set_default_dtype(self._before)
+
+    def _registered(self, module: nn.Module, name: str, tensor: nn.Parameter | None) -> None:
+        # What a module has already, as a tied weight, has come here before.
+        if type(tensor) is not nn.Parameter or tensor.numel() == 0 or tensor.device.type != "cpu":
+            return
+        _adopt(self._home, module, name, tensor)
+
+
+def _adopt(home: Residency, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    nbytes = tensor.numel() * tensor.element_size()
+    member = Member(f"{type(module).__name__}.{name}", tensor, [(module, name)], None, nbytes=nbytes)
+    member.unit = Unit(member.name, [member])
+    _model.own_memory(member)
+    home.adopt(member.unit)
+
+
+def replace(built: Tensor, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    """Has a module's new parameter, which is a part of one that :class:`Init` has built, go where that one is. Within Init it has."""
+    if not isinstance(tensor, UnitParameter):
+        _adopt(built._longshore_home, module, name, tensor)  # type: ignore[attr-defined]
+
+
+class _Store(Fetcher):
+    """Weights that no server has yet, in a file."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        super().__init__(None, 0, [], lambda _: False, memory=functools.partial(_in_file, folder))
+
+
+def _in_file(folder: str | os.PathLike[str] | None, tensor: Tensor) -> Tensor:
+    """Memory for such a tensor that is a file's."""
+    with tempfile.NamedTemporaryFile(prefix="longshore-init-", dir=folder) as file:
+        # It goes when the mapping does.
+        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return mapped.view(tensor.shape)
+
+
+def filling(params: list[Param]) -> Filling | None:
+    """What a new job is filled with, parameter by parameter; None where none of these was built by :class:`Init`."""
+    if not any(is_built(param.tensor) for param in params):
+        return None
+    return Filling(None, lambda _, param: param.tensor, lambda _: None)
+
+
+class Unplaced:
+    """The weights of a job whose model :class:`Init` has built, until ``shard``: they are in no tensor."""
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        return [], []
+
+    def is_awaited(self, param: Param) -> bool:
+        self.expect()
+        return True
+
+    def expect(self) -> None:
+        raise UsageError("the model was built within longshore.Init: call longshore.shard(model, optimizer, budget) before it trains")
+
+    def read(self) -> None:
+        """Does nothing: units are fetched when they are used."""
+
+    def read_frozen(self) -> set[int]:
+        """Reads none."""
+        return set()
+
+    meet = settle = give_up = abandon = forget = finish_copies = release = read
+
+
+class TiledLinear(nn.Module):
+    """Does what an ``nn.Linear`` does, slice by slice of its outputs. Its state dict is that of the whole layer.
+
+    Attributes:
+        tiles: the slices, each an ``nn.Linear``.
+    """
+
+    def __init__(self, whole: nn.Linear, rows: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.tiles = nn.ModuleList()
+        for start in range(0, whole.out_features, rows):
+            count = min(rows, whole.out_features - start)
+            tile = nn.Linear(whole.in_features, count, bias=whole.bias is not None, device="meta", dtype=whole.weight.dtype)
+            for name, parameter in whole._parameters.items():
+                if parameter is not None:
+                    setattr(tile, name, _rows(parameter, start, count))
+                    if is_built(parameter):
+                        replace(parameter, tile, name, getattr(tile, name))
+            self.tiles.append(tile)
+        self.train(whole.training)
+        self.register_state_dict_post_hook(_join)
+        self.register_load_state_dict_pre_hook(_cut)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([tile(inputs) for tile in self.tiles], -1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
+    return nn.Parameter(parameter.detach()[start : start + count].clone(), parameter.requires_grad)
+
+
+def _join(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Names in a state dict are those of the whole layer, wherever its tiles' tensors lie."""
+    assert isinstance(module, TiledLinear)
+    for name in ("weight", "bias"):
+        slices = [state.pop(f"{prefix}tiles.{number}.{name}", None) for number in range(len(module.tiles))]
+        if slices[0] is not None:
+            state[prefix + name] = torch.cat(slices)
+
+
+def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    assert isinstance(module, TiledLinear)
+    for name in ("weight", "bias"):
+        whole = state.pop(prefix + name, None)
+        if whole is None:
+            continue
+        sizes = [tile.out_features for tile in module.tiles]
+        if whole.shape[0] != module.out_features:
+            raise invalid(
+                prefix + name, list(whole.shape), f"of {module.out_features} rows", "load what was saved from such a model", UsageError
+            )
+        for number, slice_ in enumerate(whole.split(sizes)):
+            state[f"{prefix}tiles.{number}.{name}"] = slice_
+
+
+def tiled(model: nn.Module, most: int) -> nn.Module:
+    """Replaces linear layers whose weight is larger by ones in slices of at most so many bytes. Call it before the optimizer is built.
+
+    Sums over outputs, as backward has them, are added up tile by tile: results agree with the whole layer's up to the order of
+    sums.
+
+    Args:
+        model: a model, or a linear layer.
+        most: bytes of a slice's weight.
+
+    Returns:
+        The model, or what replaces the layer.
+
+    Raises:
+        UsageError: for a weight that is tied, or in units already.
+        InvalidError: where one row is larger.
+    """
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or module.weight.numel() * module.weight.element_size() <= most:
+            continue
+        names = shared[id(module.weight)]
+        if len(names) > 1:
+            raise invalid(names[0], f"tied to {names[1]}", "of one module", "untie it, or raise the budget", UsageError)
+        if isinstance(module.weight, UnitParameter) and not is_built(module.weight):
+            raise UsageError(f"{names[0]} is in a unit already: call tiled() before shard()")
+        rows = most // (module.in_features * module.weight.element_size())
+        if rows < 1:
+            row = module.in_features * module.weight.element_size()
+            raise invalid("most", most, f"at least {row}, one row of {names[0]}", "raise it")
+        replaced = TiledLinear(module, rows)
+        if not name:
+            return replaced
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, replaced)
+    return model

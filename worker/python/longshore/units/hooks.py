@@ -1,0 +1,363 @@
+"""Hooks on modules and on backward: they fetch a unit before its module runs, and before backward needs saved weights.
+
+``longshore.shard`` puts them on. They run on the training thread in forward and on autograd's threads in backward. Activation checkpointing computes
+a module again, and gets the unit's hooks on top of its own.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from longshore.errors import UsageError
+from longshore.units.model import Member, Unit
+from longshore.units.residency import Residency, is_in_backward
+
+_autograd: Any = torch._C._autograd
+#: What torch puts its hooks with while a checkpointed function runs, where it has that and does not run backward itself.
+_HOOK: Any = getattr(checkpoint, "_checkpoint_hook", None)
+
+
+def follow(on_again: Callable[[Any], bool], off: Callable[[], None]) -> None:
+    """torch counts what a checkpointed function saves, and what it saves when it is computed again. Then no unit's module runs, and weights
+    that are used directly go to hooks of ours. So ours go on top of those of a checkpoint in forward, too.
+
+    Args:
+        on_again: puts hooks on top of what is there now, if the hooks that were on top before are those of a unit that runs; says whether.
+        off: takes them away.
+    """
+    if _HOOK is None or hasattr(_HOOK, "_longshore_follows"):
+        return
+    enter, leave = _HOOK.__enter__, _HOOK.__exit__
+
+    def enter_(self: Any) -> Any:
+        before = _autograd._top_saved_tensors_default_hooks(True)
+        entered = enter(self)
+        self._longshore_is_on = on_again(before)
+        return entered
+
+    def leave_(self: Any, *error: Any) -> Any:
+        if self._longshore_is_on:
+            off()
+        return leave(self, *error)
+
+    _HOOK.__enter__, _HOOK.__exit__, _HOOK._longshore_follows = enter_, leave_, True
+
+
+_graph: Any = torch._C._autograd
+
+
+class Saving:
+    """What autograd saves while this is on: weights are noted by name, and come again when they are needed."""
+
+    def __init__(self, home: Residency) -> None:
+        self._home = home
+
+    def on(self) -> None:
+        """Puts our hooks on top of those of others, such as activation checkpointing, which get everything but weights."""
+        below = _graph._top_saved_tensors_default_hooks(True)
+        if self._is_ours(below):
+            pack, unpack = below
+        else:
+            pack, unpack = _Pack(self._home, below), self._unpack
+        _graph._push_saved_tensors_default_hooks(pack, unpack)
+
+    def is_on_top(self) -> bool:
+        """Whether what autograd saves now comes to us first."""
+        return self._is_ours(_graph._top_saved_tensors_default_hooks(True))
+
+    def _is_ours(self, hooks: Any) -> bool:
+        return hooks is not None and isinstance(hooks[0], _Pack) and hooks[0].home is self._home
+
+    @staticmethod
+    def off() -> None:
+        _graph._pop_saved_tensors_default_hooks()
+
+    def take_away(self) -> None:
+        """Does what :meth:`off` does where others may have put hooks on top of ours since, or taken ours away with an end of theirs."""
+        above: list[Any] = []
+        while (top := _graph._top_saved_tensors_default_hooks(True)) is not None:
+            self.off()
+            if self._is_ours(top):
+                break
+            above.append(top)
+        for pack, unpack in reversed(above):
+            _graph._push_saved_tensors_default_hooks(pack, unpack)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.on()
+        try:
+            yield
+        finally:
+            self.off()
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if torch.is_grad_enabled() and is_in_backward():
+            # Backward makes a graph of its own, which saves weights as well. This lasts until the node that runs is done.
+            self.on()
+        return saved.get()
+
+
+def _on_again(before: Any) -> bool:
+    """Puts our hooks on top again, where these hooks are ours."""
+    is_ours = before is not None and isinstance(before[0], _Pack)
+    if is_ours:
+        Saving(before[0].home).on()
+    return is_ours
+
+
+class _Pack:
+    __slots__ = ("below", "home")
+
+    def __init__(self, home: Residency, below: Any) -> None:
+        self.home, self.below = home, below
+
+    def __call__(self, tensor: Tensor) -> Any:
+        member = self.home.member_of(tensor)
+        if member is not None:
+            return _Weight(self.home, member, tensor)
+        if self.below is not None:
+            pack, unpack = self.below
+            return _Others(unpack, pack(tensor))
+        return _Kept(tensor)
+
+
+class _Weight:
+    """A member, or a view of it."""
+
+    __slots__ = ("_epoch", "_home", "_member", "_view")
+
+    def __init__(self, home: Residency, member: Member, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._home, self._member, self._view = home, member, tensor.detach()
+        self._epoch = home.epoch
+
+    def get(self) -> Tensor:
+        if self._epoch != self._home.epoch and self._member.is_trained:
+            raise UsageError(
+                f"backward needs {self._member.name} of unit {self._member.unit.name} as it was before the last step or flush: call "
+                "backward before step()"
+            )
+        self._home.give(self._member)
+        return self._view
+
+
+class _Others:
+    """What other hooks made of a tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Any, packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def get(self) -> Tensor:
+        tensor: Tensor = self._unpack(self._packed)
+        return tensor
+
+
+class _Kept:
+    """A tensor that is no weight, as torch keeps it."""
+
+    __slots__ = ("_changes", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The tensor itself would keep the graph, and the graph would keep it.
+        self._tensor = tensor.detach()
+        self._changes = self._tensor._version
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._changes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected version {self._changes} instead."
+            )
+        return self._tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A call of a module whose units stay meanwhile: it lasts as long as this frame of this thread."""
+
+    module: nn.Module
+    units: list[Unit]
+    frame: FrameType
+    thread: int
+    #: Whether it runs within another call that has these units.
+    is_within: bool = False
+
+    def has_ended(self) -> bool:
+        """Whether it has, as far as this thread can tell."""
+        if self.thread != threading.get_ident():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
+
+
+class ModuleHooks:
+    """Has the units of a model's modules stay while these run."""
+
+    def __init__(self, model: nn.Module, home: Residency, saving: Saving) -> None:
+        self._home, self._saving = home, saving
+        self._running: list[_Run] = []
+        #: The modules that run, with those around units: the outermost one says what for.
+        self._calls: list[nn.Module] = []
+        self._handles: list[Any] = []
+        home.unwind = self.unwind
+        follow(_on_again, Saving.off)
+        needed = list(_needed(model, home.units))
+        for module, units in needed:
+            self._register(module, *self._hooks(units))
+            self._follow_compile(module, units)
+        for module in _around(model, [module for module, _ in needed]):
+            self._register(module, lambda module, _: self._begin(module), lambda module, _, output: self._end(module))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _register(self, module: nn.Module, before: Any, after: Any) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
+        def before(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._enter(module, units, sys._getframe(1))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._leave(module, output)
+
+        return before, after
+
+    def _follow_compile(self, module: nn.Module, units: list[Unit]) -> None:
+        """``module.compile()`` puts hooks into what is compiled, where they do nothing. So what is compiled is called between."""
+
+        def guard() -> None:
+            compiled: Any = module._compiled_call_impl
+            if compiled is None:
+                return
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._enter(module, units, sys._getframe())
+                output = None
+                try:
+                    output = compiled(*args, **kwargs)
+                finally:
+                    self._leave(module, output)
+                return output
+
+            module._compiled_call_impl = call
+
+        def compile_(*args: Any, **kwargs: Any) -> None:
+            type(module).compile(module, *args, **kwargs)
+            guard()
+
+        guard()
+        module.compile = compile_  # type: ignore[method-assign]
+
+    def unwind(self) -> None:
+        """Lets go of the units of calls that have ended and no hook was told: torch tells none where Ctrl-C ends a call. Whether one has
+        is seen by its frame, since a module may be called again within its own call."""
+        while self._running and self._running[-1].has_ended():
+            run = self._running.pop()
+            self._end(run.module)
+            if not run.is_within:
+                self._saving.take_away()
+                self._home.unpin(*run.units)
+
+    def _begin(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.unwind()
+        if module in self._calls:
+            del self._calls[self._calls.index(module) :]  # Ctrl-C ended that call, and no hook was told
+        if not self._calls:
+            self._home.may_train = torch.is_grad_enabled()
+        self._calls.append(module)
+
+    def _end(self, module: nn.Module) -> None:
+        if module in self._calls:
+            del self._calls[self._calls.index(module) :]
+        if not self._calls:
+            self._home.may_train = True
+
+    def _enter(self, module: nn.Module, units: list[Unit], frame: FrameType) -> None:
+        self._begin(module)
+        around = self._units_around(units)
+        if around is not None:
+            self._running.append(_Run(module, around, frame, threading.get_ident(), is_within=True))
+            return
+        pinned: list[Unit] = []
+        try:
+            for unit in units:
+                self._home.pin(unit)
+                pinned.append(unit)
+        except BaseException:
+            self._end(module)
+            self._home.unpin(*pinned)
+            raise
+        self._saving.on()
+        self._running.append(_Run(module, units, frame, threading.get_ident()))
+
+    def _units_around(self, units: list[Unit]) -> list[Unit] | None:
+        """The units of the call that this thread is in, where these are among them, and what autograd saves is ours to keep: a call within
+        that one needs nothing more."""
+        if not self._running or self._running[-1].thread != threading.get_ident():
+            return None
+        around = self._running[-1].units
+        if all(unit in around for unit in units) and self._saving.is_on_top() and self._home.still_uses(units):
+            return around
+        return None
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        if not self._running or self._running[-1].module is not module:
+            return  # it failed before it began
+        run = self._running.pop()
+        if not run.is_within:
+            self._saving.off()
+        self._end(module)
+        self._home.mark(output)
+        if not run.is_within:
+            self._home.unpin(*run.units)
+
+
+def _around(model: nn.Module, inner: list[nn.Module]) -> list[nn.Module]:
+    """The modules that have some of these inside and are none of them."""
+    ids = {id(module) for module in inner}
+    return [module for module in model.modules() if id(module) not in ids and any(id(part) in ids for part in module.modules())]
+
+
+def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:
+    """The modules whose forward needs units, and which: a unit's own module, and modules that have parameters of others. One
+    that has other units inside takes none with it: what it uses of its own is fetched by use."""
+    owned: dict[int, list[Unit]] = {}
+    for unit in units:
+        for member in unit.members:
+            for module, _ in member.owners:
+                found = owned.setdefault(id(module), [])
+                if unit not in found:
+                    found.append(unit)
+    blocks = {id(unit.module): unit for unit in units if unit.is_block}
+    for module in model.modules():
+        needed = list(owned.get(id(module), ()))
+        block = blocks.get(id(module))
+        if block is not None and block not in needed:
+            needed.append(block)
+        if not needed:
+            continue
+        inside = {unit for part in module.modules() for unit in owned.get(id(part), ())}
+        if block is not None or inside <= set(needed):
+            yield module, needed

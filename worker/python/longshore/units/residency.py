@@ -1,0 +1,627 @@
+"""Resident units: as many as the budget holds, fetched before their use in the learned order.
+
+:class:`Residency` decides on the training thread and on autograd's threads which units come and go. A unit that backward was given stays until
+its node has run. :class:`UnitWeights` stands for the weights of a job whose model is in units.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from longshore.errors import LongshoreError, ShortageError, UsageError, invalid
+from longshore.transfer import tensors
+from longshore.transfer.gradients import Place
+from longshore.transfer.params import Param
+from longshore.units.fetch import Fetch, UnitStreams
+from longshore.units.fetching import Fetcher
+from longshore.units.model import Member, Order, Unit
+
+
+class Nodes:
+    """What the nodes were given of all backwards that run, where one may run inside another.
+
+    Args:
+        lock: under which units are pinned. Whoever calls has it.
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self._lock = lock
+        #: By number of a backward: the node that it is at, by its own number, and the units that this was given weights of.
+        self._given: dict[int, tuple[int | None, list[Unit]]] = {}
+
+    def give(self, unit: Unit) -> None:
+        """Has a unit stay for the node that runs."""
+        backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        number = None if node is None else node._sequence_nr()
+        # Those that ran inside this one began later, and have ended.
+        self.end(inside=backward)
+        if backward not in self._given and backward != -1:
+            Variable._execution_engine.queue_callback(functools.partial(self._end_backward, backward))
+        if self._given.get(backward, (number,))[0] != number:
+            self._end_node(backward)
+        _, given = self._given.setdefault(backward, (number, []))
+        if unit not in given:
+            unit.pins += 1
+            given.append(unit)
+
+    def end(self, inside: int = -1) -> None:
+        """Ends what nodes were given in backwards that ran inside this one, and outside of any."""
+        for backward in list(self._given):
+            if backward > inside or backward == -1:
+                self._end_node(backward)
+
+    def _end_backward(self, backward: int) -> None:
+        with self._lock:
+            self._end_node(backward)
+
+    def _end_node(self, backward: int) -> None:
+        _, given = self._given.pop(backward, (None, []))
+        for unit in given:
+            unit.pins -= 1
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Resident:
+    """Counts the members that are on the device, so that nobody has to look at all units at each use of one.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        #: By unit of which something is here: how many members, and their bytes.
+        self._of: dict[Unit, tuple[int, int]] = {}
+
+    def add(self, member: Member) -> None:
+        """It has memory."""
+        members, nbytes = self._of.get(member.unit, (0, 0))
+        self._of[member.unit] = members + 1, nbytes + member.nbytes
+        self.nbytes += member.nbytes
+        member.is_here = True
+
+    def remove(self, member: Member) -> None:
+        """It has none any more."""
+        members, nbytes = self._of.pop(member.unit)
+        if members > 1:
+            self._of[member.unit] = members - 1, nbytes - member.nbytes
+        self.nbytes -= member.nbytes
+        member.is_here = False
+
+    def has(self, unit: Unit) -> bool:
+        """Whether something of it is here."""
+        return unit in self._of
+
+    def has_all(self, unit: Unit) -> bool:
+        """Whether all of it is here."""
+        return self._of.get(unit, (0, 0))[0] == len(unit.members)
+
+    def nbytes_of(self, unit: Unit) -> int:
+        """The bytes of what is here of it."""
+        return self._of.get(unit, (0, 0))[1]
+
+    def unpinned(self) -> list[Unit]:
+        """The units of which something is here, and which may go."""
+        return [unit for unit in self._of if unit.pins == 0]
+
+
+def size(member: Member, nbytes: int) -> None:
+    """Gives a member memory, or takes it. What NumPy has got within a forward, where nobody is asked, torch does not let go of: it stays."""
+    if member.memory.resizable():
+        member.memory.resize_(nbytes)
+    elif not nbytes:
+        warnings.warn(
+            f"an array of NumPy has the memory of {member.name} of unit {member.unit.name}, which stays on the device beside the budget, and new "
+            "weights are written there: copy the weights with .clone() before .numpy()",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def check_here(members: list[Member]) -> None:
+    """Refuses to use what could not be fetched."""
+    for member in members:
+        if not member.is_here:
+            raise UsageError(
+                f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
+                "the weights that it was computed with: call step() first, or zero_grad(), which gives the step up"
+            )
+
+
+def check_same(unit: Unit) -> None:
+    """Refuses a model that was changed under this."""
+    for member in unit.members:
+        for module, name in member.owners:
+            if module._parameters.get(name) is not member.tensor:
+                raise invalid(
+                    member.name,
+                    "another parameter now",
+                    f"the one that unit {unit.name} had when shard() was called",
+                    "change the model first, then build the optimizer and call shard()",
+                    UsageError,
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = member.tensor.untyped_storage()._cdata
+        if memory != member.memory._cdata:
+            raise invalid(
+                member.name,
+                "in other memory now",
+                f"in that which unit {unit.name} had when shard() was called",
+                "move and cast the model before the optimizer is built",
+                UsageError,
+            )
+
+
+#: How many uses ahead units are fetched however large they are. Beyond these it is as many as have this many bytes together, so that small
+#: units hide a round trip too; further than so many uses nobody looks.
+_AHEAD, _AHEAD_BYTES, _FARTHEST = 4, 64 * 1024 * 1024, 128
+
+
+class Residency:
+    """The units of a model, and what of them is on the device.
+
+    Attributes:
+        units: in the model's order.
+        room: bytes for weights; None for no limit.
+        peak: the most bytes of weights that were on the device; fetched: bytes that came.
+        epoch: how often new weights have come for the trained parameters.
+    """
+
+    def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
+        self.units = units
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._nbytes = {unit: unit.nbytes for unit in units}
+        self.room = room
+        self.peak = self.fetched = 0
+        self._present = Resident()
+        self.epoch = 0
+        #: Whether the model is being built, so that no server has its weights.
+        self.is_building = False
+        #: Whether the call that runs may be of training: the outermost one of a module was made with gradients. What it calls may
+        #: still be without, as a block of a reentrant checkpoint is.
+        self.may_train = True
+        #: Under this, what autograd saves of weights is fetched when it is needed. See :mod:`longshore.units.hooks`.
+        self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        #: Lets go of the units of modules' calls that have ended and that nobody was told of.
+        self.unwind: Callable[[], None] = lambda: None
+        self._fetcher = fetcher
+        self._order = Order()
+        self._streams = UnitStreams(fetcher.stream)
+        self._under_way: dict[Unit, Fetch] = {}
+        self._by_storage = {member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members}
+        self._lock = threading.RLock()
+        self._nodes = Nodes(self._lock)
+
+    def begin(self) -> None:
+        """Takes over the parameters, and lets go of their weights."""
+        for unit in self.units:
+            for member in unit.members:
+                member.is_here, member.changes = False, member.tensor._version
+                member.memory = member.tensor.untyped_storage()
+                member.memory.resize_(0)
+                tensors.hide(member.tensor, member, self)
+
+    def adopt(self, unit: Unit) -> None:
+        """Takes over one more unit, whose parameters have their weights."""
+        self.units.append(unit)
+        self._nbytes[unit] = unit.nbytes
+        for member in unit.members:
+            member.memory, member.changes = member.tensor.untyped_storage(), member.tensor._version
+            self._by_storage[member.memory._cdata] = member
+            self._fetcher.keep(member)
+            tensors.hide(member.tensor, member, self)
+            self._present.add(member)
+        self._make_room(0)
+        self.peak = max(self.peak, self.here)
+
+    def kept(self, member: Member) -> Tensor:
+        """The copy in the host's memory of a frozen member, or of one that no server has yet."""
+        return self._fetcher.kept(member)
+
+    def member_of(self, tensor: Tensor) -> Member | None:
+        """The member whose memory this is, or is a part of."""
+        try:
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors, and others without memory
+            return None
+
+    @property
+    def here(self) -> int:
+        """Bytes of weights on the device now."""
+        return self._present.nbytes
+
+    # Uses
+
+    def use(self, unit: Unit, *, alone: bool = False) -> None:
+        """Has the unit's weights here, and those that are used next on their way.
+
+        Args:
+            alone: the other ranks may not use it now, also where all of them train on the same modules.
+        """
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            if not is_in_backward():
+                self._nodes.end()
+            trains = (unit.module is None or unit.module.training) and (self.may_train or is_in_backward())
+            is_next = self._order.note(unit, counts=trains)
+            # One rank may evaluate while the others do something else.
+            together = trains and not alone
+            under_way = self._under_way.pop(unit, None)
+            if under_way is None and not self._under_way and not self._fetcher.is_at_hand:
+                under_way = self._begin_first(unit, shared=together, ahead_shared=trains)
+            if under_way is not None:
+                with contextlib.suppress(CancelledError):  # the optimizer was closed, and it comes from elsewhere
+                    self._finish(unit, under_way, together)
+            missing = self._missing(unit)
+            if missing:
+                self._make_room(sum(member.nbytes for member in missing), unit)
+                self._finish(unit, self._begin_fetch(missing, ahead=False, shared=together), together)
+            waits = under_way is not None or bool(missing)
+            self._streams.use(unit, waits=waits)
+            for fetch in self._under_way.values():
+                fetch.advance()
+            if (is_next or waits) and not self._fetcher.is_at_hand:
+                self._fetch_ahead(shared=trains)
+
+    def pin(self, unit: Unit, *, alone: bool = False) -> None:
+        """Has the unit stay, as plain parameters, until it is unpinned as often. ``alone`` is that of :meth:`use`."""
+        with self._lock:
+            unit.pins += 1
+            try:
+                self.use(unit, alone=alone)
+                check_here(unit.members)
+            except BaseException:
+                unit.pins -= 1
+                raise
+            unit.runs += 1
+            if unit.runs == 1:
+                for member in unit.members:
+                    tensors.show(member.tensor)
+
+    def still_uses(self, units: list[Unit]) -> bool:
+        """Whether all of these are here. If so, what this thread's streams do from now on may use them, while they are pinned."""
+        if not all(self._present.has_all(unit) for unit in units):
+            return False
+        with self._lock:
+            for unit in units:
+                self._streams.use(unit, waits=False)
+        return True
+
+    def unpin(self, *units: Unit) -> None:
+        """Does so for each of them, whatever :meth:`changed` raises; the first of that is raised."""
+        # Callbacks run from the last to the first, and the error of the one that runs last is raised.
+        with self._lock, contextlib.ExitStack() as changes:
+            for unit in units:
+                unit.pins -= 1
+                unit.runs -= 1
+                for member in unit.members if unit.runs == 0 else ():
+                    # Before it is hidden, since torch asks us for whatever it reads of what is.
+                    if member.is_here and member.tensor._version != member.changes:
+                        changes.callback(self.changed, member)
+                    tensors.hide(member.tensor, member, self)
+
+    @contextlib.contextmanager
+    def using(self, members: list[Member]) -> Iterator[None]:
+        """Has the units of these stay for an operation of somebody else's."""
+        units = list(dict.fromkeys(member.unit for member in members))
+        for unit in units:
+            unit.pins += 1
+        try:
+            for unit in units:
+                self.use(unit, alone=True)
+            check_here(members)
+            with self.saving():
+                yield
+        finally:
+            for unit in units:
+                unit.pins -= 1
+
+    def give(self, member: Member) -> None:
+        """Has a member here for the node of backward that runs, and until that has run."""
+        with self._lock:
+            self._nodes.give(member.unit)
+            self.use(member.unit)
+            check_here([member])
+
+    def mark(self, result: Any) -> None:
+        """Has views of members be asked for as the members are."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if type(tensor) is Tensor:
+                member = self.member_of(tensor)
+                if member is not None:
+                    tensors.hide(tensor, member, self)
+
+    def changed(self, member: Member) -> None:
+        """Somebody wrote to a member.
+
+        Raises:
+            UsageError: where that would be lost.
+        """
+        member.changes = member.tensor._version
+        if not member.is_trained:
+            self._fetcher.keep(member)
+            return
+        if member.is_here:
+            self._free(member)
+        raise UsageError(
+            f"{member.name} of unit {member.unit.name} was changed in place, and its weights are the servers': write to weights before "
+            "shard(), or freeze those that you write to"
+        )
+
+    # Memory
+
+    def renew(self) -> None:
+        """New weights come for the trained parameters: those that are here are old."""
+        with self._lock:
+            self.unwind()
+            self._nodes.end()
+            self._order.end()
+            self.epoch += 1
+            self.give_up_all()  # servers may have let go of the older weights
+            for unit in self.units:
+                check_same(unit)
+                for member in unit.members:
+                    if member.is_trained and member.is_here:
+                        self._free(member)
+
+    def let_go_of(self, members: list[Member]) -> None:
+        """The weights of these are old."""
+        with self._lock:
+            self.give_up_all()
+            for member in members:
+                if member.is_here:
+                    self._free(member)
+
+    def give_up_all(self) -> None:
+        """Gives up what is under way. It is fetched when it is used."""
+        with self._lock:
+            while self._under_way:
+                _, fetch = self._under_way.popitem()
+                self._give_up(fetch)
+
+    def release(self) -> None:
+        """Lets go of all weights that nothing uses now."""
+        with self._lock:
+            self.unwind()
+            if not is_in_backward():
+                self._nodes.end()  # of a backward that raised, which ends nothing itself
+            for unit in self.units:
+                if unit.pins == 0:
+                    self._let_go(unit)
+
+    def _missing(self, unit: Unit) -> list[Member]:
+        if self._present.has_all(unit):
+            return []
+        return [member for member in unit.members if not member.is_here and not self._fetcher.is_gone(member)]
+
+    def _make_room(self, nbytes: int, wanted: Unit | None = None) -> None:
+        if self.room is None:
+            return
+        while self.here + nbytes > self.room:
+            free = [unit for unit in self._present.unpinned() if unit is not wanted]
+            if not free:
+                raise self._shortage(nbytes, wanted)
+            self._let_go(max(free, key=self._order.distance))
+
+    def _shortage(self, nbytes: int, wanted: Unit | None) -> Exception:
+        pinned = ", ".join(unit.name for unit in self.units if unit.pins and unit is not wanted)
+        what = f"unit {wanted.name}" if wanted is not None else "the model"
+        return invalid(
+            "budget",
+            f"{self.room} bytes for weights, of which {self.here} are in use by {pinned}",
+            f"at least {self.here + nbytes} while {what} is used beside these",
+            "raise the budget, or name smaller units",
+            ShortageError,
+        )
+
+    def _let_go(self, unit: Unit) -> None:
+        under_way = self._under_way.pop(unit, None)
+        if under_way is not None:
+            self._give_up(under_way)
+        for member in unit.members:
+            if member.is_here:
+                self._free(member)
+
+    def _free(self, member: Member) -> None:
+        if member.tensor._version != member.changes:
+            self.changed(member)
+        self._streams.leave(member.unit)
+        self._present.remove(member)
+        size(member, 0)
+        if not self._present.has(member.unit):
+            self._streams.forget(member.unit)
+
+    def _begin_first(self, unit: Unit, *, shared: bool, ahead_shared: bool) -> Fetch | None:
+        """Asks for a unit before which nothing was asked for, and for those behind it: requests that leave together take one round trip."""
+        missing = self._missing(unit)
+        if not missing:
+            return None
+        self._make_room(sum(member.nbytes for member in missing), unit)
+        fetch = self._begin_fetch(missing, ahead=True, shared=shared)
+        unit.pins += 1  # what comes behind it does not take its memory
+        try:
+            self._fetch_ahead(shared=ahead_shared)
+        except BaseException:
+            self._give_up(fetch)
+            raise
+        finally:
+            unit.pins -= 1
+        return fetch
+
+    def _begin_fetch(self, missing: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
+        try:
+            for member in missing:
+                size(member, member.nbytes)
+                self._present.add(member)
+                self.fetched += member.nbytes
+            self.peak = max(self.peak, self.here)
+            fetch = self._fetcher.begin(missing, ahead=ahead, shared=shared)
+            self._streams.begin(missing[0].unit, fetch.owners())
+            return fetch
+        except BaseException:
+            self._take_back(missing)
+            raise
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """Nobody needs what is under way."""
+        has_come = fetch.has_come()
+        fetch.give_up()
+        self._take_back(fetch.members, have_come=has_come)
+
+    def _take_back(self, members: list[Member], *, have_come: bool = False) -> None:
+        """These are not wanted, or did not come, so they are not here."""
+        for member in members:
+            size(member, 0)
+            if member.is_here:
+                self._present.remove(member)
+                self.fetched -= 0 if have_come else member.nbytes
+
+    def _finish(self, unit: Unit, fetch: Fetch, together: bool) -> None:
+        """Waits for what was fetched. What did not come is not here."""
+        try:
+            if not fetch.shared:
+                fetch.finish()
+            elif together:
+                is_backward, number = is_in_backward(), self._numbers[unit]
+                place = len(self.units) - number if is_backward else number
+                if fetch.finish_together(unit.name, place, is_backward=is_backward):
+                    self._streams.gathered(unit)
+            else:
+                fetch.finish_alone()
+        except BaseException:
+            self._take_back(fetch.members)
+            raise
+        for member in fetch.members:
+            member.changes = member.tensor._version
+
+    def _fetch_ahead(self, *, shared: bool) -> None:
+        """Begins to fetch what is used next, as far as there is room beside what is used before it."""
+        seen = 0
+        for place, unit in enumerate(self._order.upcoming(_FARTHEST), 1):
+            seen += self._nbytes[unit]
+            if place > _AHEAD and seen > _AHEAD_BYTES:
+                return
+            missing = [] if unit in self._under_way else self._missing(unit)
+            if not missing:
+                continue
+            if not self._room_before(unit, sum(member.nbytes for member in missing), place):
+                return
+            self._under_way[unit] = self._begin_fetch(missing, ahead=True, shared=shared)
+
+    def _room_before(self, wanted: Unit, nbytes: int, place: int) -> bool:
+        """Lets go of units whose next use comes after a place, until there is room. Returns whether there is."""
+        if self.room is None:
+            return True
+        if self.here + nbytes <= self.room:
+            return True
+        distances = {unit: self._order.distance(unit) for unit in self._present.unpinned() if unit is not wanted}
+        later = [unit for unit, distance in distances.items() if distance > place]
+        if self.here + nbytes - sum(map(self._present.nbytes_of, later)) > self.room:
+            return False
+        later.sort(key=distances.__getitem__)
+        while self.here + nbytes > self.room:
+            self._let_go(later.pop())
+        return True
+
+
+class UnitWeights:
+    """Stands where :class:`longshore.transfer.weights.Weights` does."""
+
+    def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
+        self._home, self._fetcher, self._job = home, fetcher, job
+        self._members = {
+            member.param.index: member for unit in home.units for member in unit.members if member.param is not None
+        }
+        self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
+
+    def belong_to(self, job: Any) -> "UnitWeights":
+        """Weights come from this job from now on, once it was started: the one before was given up for a checkpoint."""
+        self._home.renew()
+        self._job = job
+        self._fetcher.belong_to(job)
+        return self
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """Nothing: a job that is found has its weights, and none is filled from a model in units."""
+        return [], []
+
+    def is_awaited(self, param: Param) -> bool:
+        """Whether the parameter's newest weights were never fetched. No gradient can come of it then."""
+        return self._fetcher.has_unread(self._members[param.index])
+
+    def expect(self) -> None:
+        """New weights come, for all parameters."""
+        version = self._job.unread_weights()
+        if version is not None:
+            self._home.renew()
+            self._fetcher.expect(version)
+            # Last, so that it is all done again where it was interrupted.
+            self._job.take_unread_weights()
+
+    def read(self) -> None:
+        """Does the same: units are fetched when they are used."""
+        self.expect()
+
+    def read_frozen(self) -> set[int]:
+        """Reads the frozen weights of units that servers keep, as far as they are kept here. Returns their places in the job."""
+        self._home.let_go_of(self._frozen)
+        self._fetcher.read_frozen(self._frozen)
+        return {member.kept.index for member in self._frozen if member.kept is not None}
+
+    def meet(self) -> None:
+        """Where ranks gather units: waits until all of them have used those that they still want, before they wait for each
+        other in another way."""
+        if self._fetcher.rounds is not None:
+            self._fetcher.rounds.meet()
+
+    def finish_copies(self) -> None:
+        """Waits until no device copies weights from a server's memory, before a step's last gradient has left."""
+        if self._fetcher.lending is not None:
+            self._fetcher.lending.finish()
+
+    def release(self) -> None:
+        """The job is closed: no device copies from a server's memory any more."""
+        if self._fetcher.lending is not None:
+            self._fetcher.lending.release()
+
+    def settle(self) -> None:
+        """The job ends: its last weights stay in the host's memory, and the model can be used."""
+        members = [*self._members.values(), *self._frozen]
+        try:
+            self._home.give_up_all()
+            # Where an exception ends this rank, the others may be anywhere.
+            if sys.exception() is None:
+                self._fetcher.gather_all(members)
+            self._fetcher.keep_all(members)
+        finally:
+            self.release()
+            self._fetcher.close()
+
+    def give_up(self) -> None:
+        """The job is joined again: what it has for the step in hand is of no use."""
+        self._home.renew()
+
+    def abandon(self) -> None:
+        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had. What is frozen stays with
+        the servers, which change it for nobody."""
+        # Garbage collection may call this anywhere, also where a lock is held: it waits for no thread of ours and for no rank.
+        with contextlib.suppress(LongshoreError):
+            self._fetcher.keep_all([*self._members.values()])
+        self.release()
+        self._fetcher.retire()
+
+    def forget(self) -> None:
+        """Lets the parameters be as they are."""
