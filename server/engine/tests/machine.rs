@@ -11,7 +11,7 @@ use pair::Pair;
 use proptest::prelude::*;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn the_machine_is_the_model(seed in any::<u64>(), events in 0usize..400) {

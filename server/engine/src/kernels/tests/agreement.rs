@@ -51,7 +51,7 @@ fn combinations(count: usize, noise: &mut Noise) -> Vec<(Rule, Kind, Kind, Corre
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn update_is_the_same_on_every_isa(count in length(), seed: u64, wild: bool, applied in 1u64..4) {
