@@ -91,7 +91,8 @@ def is_in_units(model: Any) -> bool:
 
 def _digest(tensor: Tensor) -> bytes:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(flat.numpy())).digest()
+    content: Any = flat.numpy()
+    return hashlib.blake2b(content).digest()
 
 
 class Callback(TrainerCallback):
