@@ -1,4 +1,4 @@
-"""Runs the tests of built programs: each in a process of its own, as many at once as there are cores.
+"""Runs the tests of built programs: each in a process of its own, two for a core at once, since end-to-end tests wait most of the time.
 
 `tests/run` calls this with the messages of a cargo build. With own processes each test has its time, an abort ends one test, and a
 failed test can run once more by itself. Tests that measure run last, one at a time.
@@ -148,7 +148,7 @@ def main():
     parser.add_argument("--all", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--nocapture", action="store_true", help="show the output of tests that pass too")
-    parser.add_argument("--test-threads", type=int, default=os.cpu_count(), help="how many tests run at once")
+    parser.add_argument("--test-threads", type=int, default=2 * os.cpu_count(), help="how many tests run at once")
     parser.add_argument("words", nargs="*", metavar="WORD", help="run those of the chosen tests whose name contains one")
     options = parser.parse_args()
     root = pathlib.Path(__file__).resolve().parent.parent
