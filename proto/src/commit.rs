@@ -2,7 +2,7 @@
 
 use crate::{
     fault::Fault,
-    hyper::Hyper,
+    hyper::{Hyper, Rule},
     ids::{Incarnation, Step},
     job::JobSpec,
     left_out::{self, LeftOut},
@@ -112,7 +112,11 @@ impl Correction {
             return invalid("", "given".into(), "none for a job opened with max_delay 0".into());
         }
         if !spec.rule.can_look_ahead() {
-            return invalid("", spec.rule.to_string(), "a rule with momentum: adamw, adam or sgd".into());
+            return invalid(
+                "",
+                spec.rule.to_string(),
+                format!("a rule with momentum: {}", Rule::names(Rule::can_look_ahead)),
+            );
         }
         if lr.len() != spec.groups.len() {
             let limit = format!("{}, the job's number of param groups", spec.groups.len());
@@ -140,7 +144,7 @@ pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{JobName, Param, Rule, limits::BLOCK_ELEMENTS};
+    use crate::{JobName, Param, limits::BLOCK_ELEMENTS};
 
     fn spec(rule: Rule, max_delay: u32) -> JobSpec {
         JobSpec {

@@ -4,42 +4,84 @@ use std::{fmt, str::FromStr};
 
 use crate::fault::Fault;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Rule {
-    AdamW,
-    Adam,
-    Sgd,
-    Lion,
-    Adagrad,
+macro_rules! rules {
+    ($($rule:ident = $number:literal, $name:literal, $arrays:expr, $look_ahead:expr;)*) => {
+        /// An update rule. Its arithmetic is a file of the engine's `kernels/rules`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+        #[serde(rename_all = "lowercase")]
+        pub enum Rule {
+            $($rule,)*
+        }
+
+        impl Rule {
+            pub const ALL: [Rule; [$(Rule::$rule,)*].len()] = [$(Rule::$rule,)*];
+
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Rule::$rule => $name,)*
+                }
+            }
+
+            /// The number in messages: `Rule` of common.proto.
+            pub fn number(self) -> i32 {
+                match self {
+                    $(Rule::$rule => $number,)*
+                }
+            }
+
+            /// The state arrays beside the master weights.
+            pub fn moments(self) -> &'static [Moment] {
+                match self {
+                    $(Rule::$rule => &$arrays,)*
+                }
+            }
+
+            /// Whether images can look ahead of the master weights, by the known part of the next step (see
+            /// [`Correction`](crate::Correction)).
+            pub fn can_look_ahead(self) -> bool {
+                match self {
+                    $(Rule::$rule => $look_ahead,)*
+                }
+            }
+        }
+    };
+}
+
+// Look-ahead takes momentum, which Adagrad lacks. Steps of Lion have one size, so that nothing shows which element is about
+// to reverse its direction.
+rules! {
+    AdamW = 1, "adamw", [Moment::Signed, Moment::Squares], true;
+    Adam = 2, "adam", [Moment::Signed, Moment::Squares], true;
+    Sgd = 3, "sgd", [Moment::Signed], true;
+    Lion = 4, "lion", [Moment::Signed], false;
+    Adagrad = 5, "adagrad", [Moment::Squares], false;
+}
+
+/// What a state array keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    Signed,
+    /// Sums of squares, which are never below 0.
+    Squares,
 }
 
 impl Rule {
-    pub const ALL: [Rule; 5] = [Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad];
-
     /// How many fp32 state arrays the rule has beside the master weights.
     pub fn state_slots(self) -> usize {
-        match self {
-            Rule::AdamW | Rule::Adam => 2,
-            Rule::Sgd | Rule::Lion | Rule::Adagrad => 1,
-        }
+        self.moments().len()
     }
 
-    /// Whether images can look ahead of the master weights, by what is known of the next step (see
-    /// [`Correction`](crate::Correction)). With Adagrad nothing is known, since it has no momentum. With Lion too
-    /// little is known: all its steps have one size, so nothing shows whether an element's next step will reverse
-    /// direction.
-    pub fn can_look_ahead(self) -> bool {
-        matches!(self, Rule::AdamW | Rule::Adam | Rule::Sgd)
+    pub fn from_number(number: i32) -> Option<Rule> {
+        Rule::ALL.into_iter().find(|rule| rule.number() == number)
     }
 
-    pub fn name(self) -> &'static str {
-        match self {
-            Rule::AdamW => "adamw",
-            Rule::Adam => "adam",
-            Rule::Sgd => "sgd",
-            Rule::Lion => "lion",
-            Rule::Adagrad => "adagrad",
+    /// The names of rules, as a limit says them: `adamw, adam or sgd`.
+    pub fn names(rules: impl Fn(Rule) -> bool) -> String {
+        let names: Vec<_> =
+            Rule::ALL.into_iter().filter(|&rule| rules(rule)).map(|rule| rule.name()).collect();
+        match names.split_last() {
+            Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+            _ => names.concat(),
         }
     }
 }
@@ -54,9 +96,8 @@ impl FromStr for Rule {
     type Err = Fault;
 
     fn from_str(text: &str) -> Result<Self, Fault> {
-        let limit = "one of adamw, adam, sgd, lion, adagrad";
         let found = Rule::ALL.into_iter().find(|rule| rule.name() == text);
-        found.ok_or_else(|| Fault::invalid("rule", text, limit, "name one of them"))
+        found.ok_or_else(|| Fault::invalid("rule", text, Rule::names(|_| true), "name one of them"))
     }
 }
 

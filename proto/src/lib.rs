@@ -24,7 +24,7 @@ pub use commit::{Commit, Correction, DECISION_AWAITED};
 pub use contribution::{Contribution, ContributionChunk, Origin, Reads};
 pub use dtype::Dtype;
 pub use fault::{Fault, FaultKind};
-pub use hyper::{Hyper, Rule};
+pub use hyper::{Hyper, Moment, Rule};
 pub use ids::{BlockId, ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step, Version};
 pub use job::{JobName, JobSpec, TierKind};
 pub use layout::{Layout, Param, Slice};

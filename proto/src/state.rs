@@ -2,7 +2,11 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{fault::Fault, hyper::Rule, limits::QUANTIZATION_ELEMENTS};
+use crate::{
+    fault::Fault,
+    hyper::{Moment, Rule},
+    limits::QUANTIZATION_ELEMENTS,
+};
 
 /// One of the arrays that a shard's state consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,7 +32,7 @@ impl StateArray {
 
     /// Whether a rule keeps sums of squares there, which have no sign.
     pub fn is_squares(self, rule: Rule) -> bool {
-        self == StateArray::Second || (rule, self) == (Rule::Adagrad, StateArray::First)
+        self.index().checked_sub(1).and_then(|slot| rule.moments().get(slot)) == Some(&Moment::Squares)
     }
 
     pub fn name(self) -> &'static str {

@@ -90,27 +90,6 @@ pub fn array_to_wire(array: StateArray) -> i32 {
     }) as i32
 }
 
-fn rule_from_wire(value: i32) -> Result<Rule, Fault> {
-    match v1::Rule::try_from(value) {
-        Ok(v1::Rule::Adamw) => Ok(Rule::AdamW),
-        Ok(v1::Rule::Adam) => Ok(Rule::Adam),
-        Ok(v1::Rule::Sgd) => Ok(Rule::Sgd),
-        Ok(v1::Rule::Lion) => Ok(Rule::Lion),
-        Ok(v1::Rule::Adagrad) => Ok(Rule::Adagrad),
-        _ => Err(unknown("spec.rule", value)),
-    }
-}
-
-fn rule_to_wire(rule: Rule) -> i32 {
-    (match rule {
-        Rule::AdamW => v1::Rule::Adamw,
-        Rule::Adam => v1::Rule::Adam,
-        Rule::Sgd => v1::Rule::Sgd,
-        Rule::Lion => v1::Rule::Lion,
-        Rule::Adagrad => v1::Rule::Adagrad,
-    }) as i32
-}
-
 fn tier_from_wire(value: i32) -> Result<TierKind, Fault> {
     match v1::Tier::try_from(value) {
         Ok(v1::Tier::Memory) => Ok(TierKind::Memory),
@@ -176,7 +155,7 @@ impl Wire for JobSpec {
             name: JobName::parse("spec.name", &spec.name)?,
             params,
             groups: spec.groups,
-            rule: rule_from_wire(spec.rule)?,
+            rule: Rule::from_number(spec.rule).ok_or_else(|| unknown("spec.rule", spec.rule))?,
             gradient_dtype: dtype_from_wire("spec.gradient_dtype", spec.gradient_dtype)?,
             image_dtype: dtype_from_wire("spec.image_dtype", spec.image_dtype)?,
             world_size: spec.world_size,
@@ -198,7 +177,7 @@ impl Wire for JobSpec {
             name: self.name.to_string(),
             params: self.params.iter().map(param).collect(),
             groups: self.groups.clone(),
-            rule: rule_to_wire(self.rule),
+            rule: self.rule.number(),
             gradient_dtype: dtype_to_wire(self.gradient_dtype),
             image_dtype: dtype_to_wire(self.image_dtype),
             world_size: self.world_size,

@@ -16,8 +16,8 @@ mod aarch64;
 mod dispatch;
 mod isa;
 mod low;
+mod rules;
 mod scalar;
-mod scalars;
 mod slices;
 #[cfg(test)]
 mod tests;
@@ -34,7 +34,7 @@ pub use self::low::{
     Code, MasterFormat, MasterMut, Moment, MomentMut, QUANTIZATION_BLOCK, Random, StateFormat, StateLow,
     bytes_per_parameter,
 };
+pub use self::rules::Scalars;
 pub use self::scalar::Statistics;
-pub use self::scalars::{AdagradScalars, AdamScalars, Ahead, LionScalars, Scalars, SgdScalars};
 pub use self::slices::{Gradient, ImageMut, State};
 pub use longshore_proto::{Hyper, Rule};

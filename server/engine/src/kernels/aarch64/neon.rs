@@ -6,6 +6,7 @@
 use std::arch::aarch64::*;
 
 use super::super::low::InLoop;
+use super::super::rules::Number;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
@@ -27,35 +28,10 @@ macro_rules! each {
     };
 }
 
-impl Lanes for Neon {
-    type Half = [uint16x4_t; 4];
-    type Sums = [float64x2_t; 8];
-    type Words = [uint32x4_t; 4];
-
-    /// The cores at hand ignore the hint of non-temporal pairs (STNP), so stores are ordinary.
-    const STREAM_ALIGNMENT: usize = 1;
-
+impl Number for Neon {
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         Neon([vdupq_n_f32(x); 4])
-    }
-
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        Neon([vld1q_f32(from), vld1q_f32(from.add(4)), vld1q_f32(from.add(8)), vld1q_f32(from.add(12))])
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        vst1q_f32(to, self.0[0]);
-        vst1q_f32(to.add(4), self.0[1]);
-        vst1q_f32(to.add(8), self.0[2]);
-        vst1q_f32(to.add(12), self.0[3]);
-    }
-
-    #[inline(always)]
-    unsafe fn stream(self, to: *mut f32) {
-        self.store(to);
     }
 
     #[inline(always)]
@@ -86,6 +62,33 @@ impl Lanes for Neon {
     #[inline(always)]
     unsafe fn sign(self) -> Self {
         Neon(each!(sign, self.0))
+    }
+}
+
+impl Lanes for Neon {
+    type Half = [uint16x4_t; 4];
+    type Sums = [float64x2_t; 8];
+    type Words = [uint32x4_t; 4];
+
+    /// The cores at hand ignore the hint of non-temporal pairs (STNP), so stores are ordinary.
+    const STREAM_ALIGNMENT: usize = 1;
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        Neon([vld1q_f32(from), vld1q_f32(from.add(4)), vld1q_f32(from.add(8)), vld1q_f32(from.add(12))])
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        vst1q_f32(to, self.0[0]);
+        vst1q_f32(to.add(4), self.0[1]);
+        vst1q_f32(to.add(8), self.0[2]);
+        vst1q_f32(to.add(12), self.0[3]);
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32) {
+        self.store(to);
     }
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! The 8-bit code: its values, and the constants from which the kernels compute them.
 
 use super::super::isa::LANES;
-use longshore_proto::Rule;
+use longshore_proto::{Moment, Rule};
 
 /// The dynamic code of 8-bit moments, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021).
 ///
@@ -32,11 +32,11 @@ pub enum Code {
 }
 
 impl Code {
-    /// The code of a rule's state slot 0 or 1. Sums of squares have no sign.
+    /// The code of a rule's state slot 0 or 1. Sums of squares have no sign; the code of a slot without state is not used.
     pub fn of(rule: Rule, slot: usize) -> Code {
-        match (rule, slot) {
-            (Rule::Adagrad, 0) | (_, 1) => Code::Unsigned,
-            _ => Code::Signed,
+        match rule.moments().get(slot) {
+            Some(Moment::Signed) => Code::Signed,
+            Some(Moment::Squares) | None => Code::Unsigned,
         }
     }
 

@@ -1,8 +1,8 @@
 //! The loops over numbers that are f32, or widened to it as they are read, one element at a time.
 
+use super::super::rules::{Rule, ScalarLoop, step_scalar};
 use super::super::{Gradient, ImageMut, Scalars, State, low::CHUNK};
 use super::convert::{Bf16, F16, F32, Format, Nothing, quiet};
-use super::rules::{self, Rule};
 use super::statistics::{Exact, Statistics, Sum};
 use crate::memory::{Element, Source};
 
@@ -14,27 +14,28 @@ pub(in super::super) fn update(scalars: &Scalars, gradient: Gradient, state: Sta
 
 /// Does what [`update`] does, without an image where there is `None`: then for up to [`CHUNK`] elements.
 pub(super) fn update_parts(scalars: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>) {
-    match *scalars {
-        Scalars::AdamW(s) => update_rule(rules::AdamW(s), gradient, state, image),
-        Scalars::Adam(s) => update_rule(rules::Adam(s), gradient, state, image),
-        Scalars::Sgd(s) if s.momentum == 0.0 => {
-            update_rule(rules::PlainSgd(s), gradient, state, image);
+    scalars.run_scalar(Parts { gradient, state, image });
+}
+
+/// [`update_parts`] once its rule is known.
+struct Parts<'a> {
+    gradient: Gradient<'a>,
+    state: State<'a>,
+    image: Option<ImageMut<'a>>,
+}
+
+impl ScalarLoop for Parts<'_> {
+    fn run<R: Rule<f32>>(self, rule: R) {
+        let Parts { gradient, state, image } = self;
+        match gradient {
+            Gradient::F32(g) => update_from::<R, F32>(rule, g, state, image),
+            Gradient::F16(g) => update_from::<R, F16>(rule, g, state, image),
+            Gradient::Bf16(g) => update_from::<R, Bf16>(rule, g, state, image),
         }
-        Scalars::Sgd(s) => update_rule(rules::MomentumSgd(s), gradient, state, image),
-        Scalars::Lion(s) => update_rule(rules::Lion(s), gradient, state, image),
-        Scalars::Adagrad(s) => update_rule(rules::Adagrad(s), gradient, state, image),
     }
 }
 
-fn update_rule<R: Rule>(rule: R, gradient: Gradient, state: State, image: Option<ImageMut>) {
-    match gradient {
-        Gradient::F32(g) => update_from::<R, F32>(rule, g, state, image),
-        Gradient::F16(g) => update_from::<R, F16>(rule, g, state, image),
-        Gradient::Bf16(g) => update_from::<R, Bf16>(rule, g, state, image),
-    }
-}
-
-fn update_from<R: Rule, G: Format<Bits: Element>>(
+fn update_from<R: Rule<f32>, G: Format<Bits: Element>>(
     rule: R,
     gradient: Source<G::Bits>,
     mut state: State,
@@ -52,7 +53,7 @@ fn update_from<R: Rule, G: Format<Bits: Element>>(
     });
 }
 
-fn update_elements<R: Rule, G: Format, I: Format>(
+fn update_elements<R: Rule<f32>, G: Format, I: Format>(
     rule: R,
     gradient: &[G::Bits],
     state: State,
@@ -69,7 +70,7 @@ fn update_elements<R: Rule, G: Format, I: Format>(
         if R::SLOTS > 1 {
             slots[1] = state.second[i];
         }
-        let (new, slots, ahead) = rule.step(G::widen(gradient[i]), old, slots);
+        let (new, slots, ahead) = step_scalar(rule, G::widen(gradient[i]), old, slots);
         if R::SLOTS > 0 {
             state.first[i] = quiet(slots[0]);
         }

@@ -6,7 +6,6 @@
 pub(super) mod convert;
 mod floats;
 pub(super) mod low;
-mod rules;
 mod statistics;
 
 pub(super) use self::floats::{

@@ -8,10 +8,10 @@ use super::super::{
     Code, Gradient, ImageMut, Scalars, State,
     isa::LANES,
     low::{CHUNK, InLoop},
+    rules::{Loop, Rule},
 };
 use super::lanes::{Lanes, LanesFormat};
 use super::moments::{Coded, Floats, Moments, Rounded, prefetch};
-use super::rules::{self, Rule};
 use crate::memory::Source;
 
 /// The loops of updates as functions of their instruction set. Both `update` and `update_low` call them, so that
@@ -93,30 +93,26 @@ unsafe fn update_middle<V: Lanes, M: Moments<V>>(
     moments: M,
     image: Option<ImageMut>,
 ) {
-    match scalars {
-        Scalars::AdamW(s) => update_rule(rules::Adam::<V, true>::new(s), gradient, master, moments, image),
-        Scalars::Adam(s) => update_rule(rules::Adam::<V, false>::new(s), gradient, master, moments, image),
-        Scalars::Sgd(s) if s.momentum == 0.0 => {
-            update_rule(rules::PlainSgd::<V>::new(s), gradient, master, moments, image);
-        }
-        Scalars::Sgd(s) => update_rule(rules::MomentumSgd::<V>::new(s), gradient, master, moments, image),
-        Scalars::Lion(s) => update_rule(rules::Lion::<V>::new(s), gradient, master, moments, image),
-        Scalars::Adagrad(s) => update_rule(rules::Adagrad::<V>::new(s), gradient, master, moments, image),
-    }
+    scalars.run(Middle { gradient, master, moments, image });
 }
 
-#[inline(always)]
-unsafe fn update_rule<V: Lanes, R: Rule<V>, M: Moments<V>>(
-    rule: R,
-    gradient: Gradient,
-    master: &mut [f32],
+/// [`update_middle`] once its rule is known.
+struct Middle<'a, M> {
+    gradient: Gradient<'a>,
+    master: &'a mut [f32],
     moments: M,
-    image: Option<ImageMut>,
-) {
-    match gradient {
-        Gradient::F32(g) => update_from::<V, R, M, F32>(rule, g, master, moments, image),
-        Gradient::F16(g) => update_from::<V, R, M, F16>(rule, g, master, moments, image),
-        Gradient::Bf16(g) => update_from::<V, R, M, Bf16>(rule, g, master, moments, image),
+    image: Option<ImageMut<'a>>,
+}
+
+impl<V: Lanes, M: Moments<V>> Loop<V> for Middle<'_, M> {
+    #[inline(always)]
+    unsafe fn run<R: Rule<V>>(self, rule: R) {
+        let Middle { gradient, master, moments, image } = self;
+        match gradient {
+            Gradient::F32(g) => update_from::<V, R, M, F32>(rule, g, master, moments, image),
+            Gradient::F16(g) => update_from::<V, R, M, F16>(rule, g, master, moments, image),
+            Gradient::Bf16(g) => update_from::<V, R, M, Bf16>(rule, g, master, moments, image),
+        }
     }
 }
 

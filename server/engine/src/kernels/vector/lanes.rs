@@ -1,6 +1,7 @@
 //! What an instruction set must supply: 16 lanes of f32 and the few operations the loops are made of.
 
 use super::super::isa::LANES;
+use super::super::rules::Number;
 use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 
 /// Sixteen f32 lanes. Each method does in every lane what the scalar reference does for one element, bit for bit,
@@ -13,7 +14,7 @@ use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 /// # Safety
 /// For all methods: this CPU has the instruction set of the implementing type, and pointers are valid for 16
 /// elements, with no alignment beyond the element's own unless the method says so.
-pub(in super::super) trait Lanes: Copy {
+pub(in super::super) trait Lanes: Number {
     /// Sixteen 16-bit patterns.
     type Half: Copy;
     /// Sixteen f64 lanes.
@@ -34,19 +35,11 @@ pub(in super::super) trait Lanes: Copy {
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
 
-    unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
     /// A store to memory that is not read soon; `to` is aligned to [`STREAM_ALIGNMENT`](Lanes::STREAM_ALIGNMENT).
     unsafe fn stream(self, to: *mut f32);
 
-    unsafe fn add(self, other: Self) -> Self;
-    unsafe fn sub(self, other: Self) -> Self;
-    unsafe fn mul(self, other: Self) -> Self;
-    unsafe fn div(self, other: Self) -> Self;
-    unsafe fn sqrt(self) -> Self;
-    /// Gives -1, 0 or 1: +0 for both zeros, NaN for NaN.
-    unsafe fn sign(self) -> Self;
     /// Any NaN becomes the canonical one.
     unsafe fn quiet(self) -> Self;
     /// Makes each vector [quiet](Lanes::quiet).

@@ -8,7 +8,6 @@ mod floats;
 mod lanes;
 mod low;
 mod moments;
-mod rules;
 mod statistics;
 
 pub(super) use self::entry_points::entry_points;

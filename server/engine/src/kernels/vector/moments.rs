@@ -1,9 +1,9 @@
 //! Where the loop of an update finds the moments, and where it leaves them.
 
 use super::super::low::{Codes, CodesOf, Halves, Key, QUANTIZATION_BLOCK, Tables};
+use super::super::rules::Slots;
 use super::super::{Code, State, isa::LANES};
 use super::lanes::Lanes;
-use super::rules::Slots;
 
 /// Both moments, 16 elements at a time. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait Moments<V: Lanes>: Copy {

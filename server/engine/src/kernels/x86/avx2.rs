@@ -5,6 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::super::low::InLoop;
+use super::super::rules::Number;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
@@ -16,43 +17,10 @@ entry_points!(Avx2, "avx2,fma,f16c");
 #[derive(Clone, Copy)]
 struct Avx2(__m256, __m256);
 
-impl Lanes for Avx2 {
-    type Half = __m256i;
-    type Sums = [__m256d; 4];
-    type Words = (__m256i, __m256i);
-
-    const STREAM_ALIGNMENT: usize = 64;
-
-    #[inline(always)]
-    fn ahead() -> usize {
-        super::ahead()
-    }
-
-    #[inline(always)]
-    unsafe fn prefetch(at: *const u8) {
-        _mm_prefetch::<_MM_HINT_T0>(at.cast());
-    }
-
+impl Number for Avx2 {
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         Avx2(_mm256_set1_ps(x), _mm256_set1_ps(x))
-    }
-
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8)))
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        _mm256_storeu_ps(to, self.0);
-        _mm256_storeu_ps(to.add(8), self.1);
-    }
-
-    #[inline(always)]
-    unsafe fn stream(self, to: *mut f32) {
-        _mm256_stream_ps(to, self.0);
-        _mm256_stream_ps(to.add(8), self.1);
     }
 
     #[inline(always)]
@@ -83,6 +51,41 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn sign(self) -> Self {
         Avx2(sign(self.0), sign(self.1))
+    }
+}
+
+impl Lanes for Avx2 {
+    type Half = __m256i;
+    type Sums = [__m256d; 4];
+    type Words = (__m256i, __m256i);
+
+    const STREAM_ALIGNMENT: usize = 64;
+
+    #[inline(always)]
+    fn ahead() -> usize {
+        super::ahead()
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8)))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        _mm256_storeu_ps(to, self.0);
+        _mm256_storeu_ps(to.add(8), self.1);
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32) {
+        _mm256_stream_ps(to, self.0);
+        _mm256_stream_ps(to.add(8), self.1);
     }
 
     #[inline(always)]

@@ -5,6 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::super::low::InLoop;
+use super::super::rules::Number;
 use super::super::scalar::convert::CANONICAL_NAN;
 use super::super::vector::{self, Lanes, entry_points};
 use super::super::{
@@ -16,41 +17,10 @@ entry_points!(Avx512, "avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c");
 #[derive(Clone, Copy)]
 struct Avx512(__m512);
 
-impl Lanes for Avx512 {
-    type Half = __m256i;
-    type Sums = [__m512d; 2];
-    type Words = __m512i;
-
-    const STREAM_ALIGNMENT: usize = 64;
-
-    #[inline(always)]
-    fn ahead() -> usize {
-        super::ahead()
-    }
-
-    #[inline(always)]
-    unsafe fn prefetch(at: *const u8) {
-        _mm_prefetch::<_MM_HINT_T0>(at.cast());
-    }
-
+impl Number for Avx512 {
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
         Avx512(_mm512_set1_ps(x))
-    }
-
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        Avx512(_mm512_loadu_ps(from))
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        _mm512_storeu_ps(to, self.0);
-    }
-
-    #[inline(always)]
-    unsafe fn stream(self, to: *mut f32) {
-        _mm512_stream_ps(to, self.0);
     }
 
     #[inline(always)]
@@ -87,6 +57,39 @@ impl Lanes for Avx512 {
         let sign = _mm512_maskz_mov_ps(positive, _mm512_set1_ps(1.0));
         let sign = _mm512_mask_mov_ps(sign, negative, _mm512_set1_ps(-1.0));
         Avx512(_mm512_mask_mov_ps(sign, unordered, self.0))
+    }
+}
+
+impl Lanes for Avx512 {
+    type Half = __m256i;
+    type Sums = [__m512d; 2];
+    type Words = __m512i;
+
+    const STREAM_ALIGNMENT: usize = 64;
+
+    #[inline(always)]
+    fn ahead() -> usize {
+        super::ahead()
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        Avx512(_mm512_loadu_ps(from))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        _mm512_storeu_ps(to, self.0);
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32) {
+        _mm512_stream_ps(to, self.0);
     }
 
     #[inline(always)]

@@ -1,0 +1,133 @@
+//! AdamW and Adam.
+
+use longshore_proto::Hyper;
+
+use super::{Ahead, Constants, Loop, NEWEST, Number, Rule, Slots, power};
+
+/// Constants of AdamW if `DECOUPLED`, else of Adam.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adam<const DECOUPLED: bool> {
+    grad_multiplier: f32,
+    /// AdamW: `1 - lr * weight_decay`, a factor on the weight. Adam: `weight_decay`, L2.
+    decay: f32,
+    /// `1 - beta1`
+    mean_weight: f32,
+    beta2: f32,
+    /// `1 - beta2`
+    square_weight: f32,
+    /// `1 / sqrt(1 - beta2^t)`
+    inverse_root_correction: f32,
+    eps: f32,
+    /// `lr / (1 - beta1^t)`
+    step_size: f32,
+    ahead: Option<Ahead<f32>>,
+}
+
+impl<const DECOUPLED: bool> Constants for Adam<DECOUPLED> {
+    fn new(hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Self {
+        let decay = if DECOUPLED { 1.0 - hyper.lr * hyper.weight_decay } else { hyper.weight_decay };
+        Adam {
+            grad_multiplier,
+            decay: decay as f32,
+            mean_weight: (1.0 - hyper.beta1) as f32,
+            beta2: hyper.beta2 as f32,
+            square_weight: (1.0 - hyper.beta2) as f32,
+            inverse_root_correction: (1.0 / (1.0 - power(hyper.beta2, applied)).sqrt()) as f32,
+            eps: hyper.eps as f32,
+            step_size: (hyper.lr / (1.0 - power(hyper.beta1, applied))) as f32,
+            ahead: None,
+        }
+    }
+
+    /// Ahead lies the next step as far as it is known: with the moments after this step, with a part of the newest gradient
+    /// in place of the missing one, and with the decay of the new weight. Adam's decay is in its gradient.
+    fn look_ahead(&mut self, hyper: &Hyper, applied: u64, next_lr: f64) {
+        let decay = if DECOUPLED { hyper.weight_decay } else { 0.0 };
+        self.ahead = Some(Ahead {
+            mean: (next_lr * hyper.beta1 / (1.0 - power(hyper.beta1, applied))) as f32,
+            gradient: (next_lr * NEWEST * (1.0 - hyper.beta1)) as f32,
+            weight: (next_lr * hyper.beta1 * decay) as f32,
+        });
+    }
+
+    fn looks_ahead(&self) -> bool {
+        self.ahead.is_some()
+    }
+
+    #[inline(always)]
+    unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
+        body.run(Step::<V, DECOUPLED> {
+            grad_multiplier: V::splat(self.grad_multiplier),
+            decay: V::splat(self.decay),
+            mean_weight: V::splat(self.mean_weight),
+            beta2: V::splat(self.beta2),
+            square_weight: V::splat(self.square_weight),
+            inverse_root_correction: V::splat(self.inverse_root_correction),
+            eps: V::splat(self.eps),
+            step_size: V::splat(self.step_size),
+            looks_ahead: self.ahead.is_some(),
+            ahead: self.ahead.unwrap_or(Ahead::NOTHING).splat(),
+        });
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Step<V, const DECOUPLED: bool> {
+    grad_multiplier: V,
+    decay: V,
+    mean_weight: V,
+    beta2: V,
+    square_weight: V,
+    inverse_root_correction: V,
+    eps: V,
+    step_size: V,
+    looks_ahead: bool,
+    ahead: Ahead<V>,
+}
+
+/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_`, `addcmul_` (whose order is `(value * g) * g`), and
+/// eps added after the bias-corrected root. torch has two forms of `lerp_`; this is the one for `1 - beta1 < 0.5`.
+/// `torch.optim.Adam` differs in weight decay: L2, a part of the gradient.
+impl<V: Number, const DECOUPLED: bool> Rule<V> for Step<V, DECOUPLED> {
+    const SLOTS: usize = 2;
+
+    #[inline(always)]
+    fn looks_ahead(self) -> bool {
+        self.looks_ahead
+    }
+
+    #[inline(always)]
+    unsafe fn step(self, gradient: V, master: V, [mean, square]: Slots<V>) -> (V, Slots<V>, V) {
+        let gradient = gradient.mul(self.grad_multiplier);
+        let (gradient, master) = if DECOUPLED {
+            (gradient, master.mul(self.decay))
+        } else {
+            (gradient.add(self.decay.mul(master)), master)
+        };
+        let mean = mean.add(gradient.sub(mean).mul(self.mean_weight));
+        let square = square.mul(self.beta2).add(self.square_weight.mul(gradient).mul(gradient));
+        let denominator = square.sqrt().mul(self.inverse_root_correction).add(self.eps);
+        let master = master.sub(self.step_size.mul(mean.div(denominator)));
+        let ahead = if self.looks_ahead {
+            self.ahead.known(mean, gradient).div(denominator).add(self.ahead.weight.mul(master))
+        } else {
+            master
+        };
+        (master, [mean, square], ahead)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constants_of_the_first_adamw_step() {
+        let constants = Adam::<true>::new(&Hyper::default(), 1, 0.5);
+        // The step size is not exactly lr: 1 - 0.9 is 0.09999999999999998 in f64.
+        assert_eq!(constants.step_size, (1e-3_f64 / (1.0 - 0.9)) as f32);
+        assert_eq!(constants.inverse_root_correction, (1.0 / (1.0_f64 - 0.999).sqrt()) as f32);
+        assert_eq!(constants.decay, (1.0 - 1e-3 * 1e-2) as f32);
+        assert_eq!(constants.grad_multiplier, 0.5);
+    }
+}

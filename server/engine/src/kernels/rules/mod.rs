@@ -1,0 +1,320 @@
+//! The update rules. A rule is one file here and one row of the table below; its name, number and state arrays are a row
+//! of [`longshore_proto::Rule`].
+//!
+//! **The files of rules are the specification.** Every operation of [`Number`] is one IEEE-754 f32 operation, rounded to
+//! nearest, in the order written. Nothing is contracted into a fused multiply-add, and denormals are kept. The same
+//! text is compiled for one element and for 16 lanes of each instruction set.
+
+#![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Number`.
+
+mod adagrad;
+mod adam;
+mod lion;
+mod sgd;
+
+use longshore_proto::{Hyper, Rule as Kind};
+
+use super::{Code, scalar::convert::CANONICAL_NAN};
+
+/// The arithmetic of rules: one f32, or 16 lanes of an instruction set that do the same in every lane. A NaN may be any
+/// NaN until the caller makes it the canonical one.
+///
+/// # Safety
+/// For all methods: this CPU has the instruction set of the implementing type.
+pub(super) trait Number: Copy {
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn div(self, other: Self) -> Self;
+    unsafe fn sqrt(self) -> Self;
+    /// Gives -1, 0 or 1: +0 for both zeros, NaN for NaN.
+    unsafe fn sign(self) -> Self;
+}
+
+/// State of as many elements as a number has; slots at `Rule::SLOTS` and beyond mean nothing.
+pub(super) type Slots<V> = [V; 2];
+
+/// An update rule with the constants of one step. Its methods are safe under the conditions of [`Number`].
+pub(super) trait Rule<V: Number>: Copy {
+    const SLOTS: usize;
+    /// [`Code::of`] slot 0.
+    const CODE: Code = Code::Signed;
+
+    /// Whether the image looks ahead. The answer is constant over a loop, and the compiler moves its branches out of it.
+    #[inline(always)]
+    fn looks_ahead(self) -> bool {
+        false
+    }
+
+    /// New master weight and state from the raw gradient, the old master weight and the old state.
+    ///
+    /// The last number is subtracted from the new master weight to make the image. It means nothing unless the rule
+    /// [looks ahead](Rule::looks_ahead).
+    unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>, V);
+}
+
+/// A loop that runs with a rule, whichever it is.
+pub(super) trait Loop<V: Number> {
+    /// # Safety
+    /// As [`Number`].
+    unsafe fn run<R: Rule<V>>(self, rule: R);
+}
+
+/// A [`Loop`] over single elements, which need no instruction set.
+pub(super) trait ScalarLoop {
+    fn run<R: Rule<f32>>(self, rule: R);
+}
+
+struct Scalar<L>(L);
+
+impl<L: ScalarLoop> Loop<f32> for Scalar<L> {
+    unsafe fn run<R: Rule<f32>>(self, rule: R) {
+        self.0.run(rule);
+    }
+}
+
+/// The f32 constants of one step of one rule. They are formed in f64 once a step and rounded once, so that every server
+/// forms the same ones.
+trait Constants: Copy {
+    /// The constants of applied step `applied`, counted from 1.
+    fn new(hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Self;
+
+    /// Has images look ahead by a step of learning rate `next_lr`.
+    fn look_ahead(&mut self, _hyper: &Hyper, _applied: u64, _next_lr: f64) {
+        panic!("the rule cannot look ahead");
+    }
+
+    fn looks_ahead(&self) -> bool {
+        false
+    }
+
+    /// Whether a step with these constants changes the state.
+    fn writes_state(&self) -> bool {
+        true
+    }
+
+    /// # Safety
+    /// As [`Number`].
+    unsafe fn run<V: Number>(&self, body: impl Loop<V>);
+}
+
+macro_rules! rules {
+    ($($rule:ident: $constants:ty,)*) => {
+        /// The f32 constants of one step of one param group, ready for the loop.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub enum Scalars {
+            $($rule($constants),)*
+        }
+
+        impl Scalars {
+            /// The constants of applied step `applied`, counted from 1. Gradients are multiplied by `grad_multiplier`
+            /// (loss scale, number of contributions and clipping, all in one) before anything else.
+            ///
+            /// # Panics
+            /// If `applied` is 0.
+            pub fn new(rule: Kind, hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Scalars {
+                assert!(applied >= 1, "applied steps are counted from 1");
+                match rule {
+                    $(Kind::$rule => Scalars::$rule(Constants::new(hyper, applied, grad_multiplier)),)*
+                }
+            }
+
+            /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and `applied` are
+            /// those of [`new`](Scalars::new).
+            ///
+            /// # Panics
+            /// If the rule [cannot](Kind::can_look_ahead).
+            pub fn looking_ahead(mut self, hyper: &Hyper, applied: u64, next_lr: f64) -> Scalars {
+                match &mut self {
+                    $(Scalars::$rule(constants) => constants.look_ahead(hyper, applied, next_lr),)*
+                }
+                self
+            }
+
+            /// Whether images look ahead. It is the same for all param groups of a step.
+            pub(super) fn looks_ahead(&self) -> bool {
+                match self {
+                    $(Scalars::$rule(constants) => constants.looks_ahead(),)*
+                }
+            }
+
+            /// Whether a step with these constants changes the state. SGD without momentum leaves it as it is.
+            pub(super) fn writes_state(&self) -> bool {
+                match self {
+                    $(Scalars::$rule(constants) => constants.writes_state(),)*
+                }
+            }
+
+            pub fn rule(&self) -> Kind {
+                match self {
+                    $(Scalars::$rule(_) => Kind::$rule,)*
+                }
+            }
+
+            /// Runs a loop with the rule of these constants.
+            ///
+            /// # Safety
+            /// As [`Number`].
+            #[inline(always)]
+            pub(super) unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
+                match self {
+                    $(Scalars::$rule(constants) => constants.run(body),)*
+                }
+            }
+
+            /// Runs a loop over single elements.
+            pub(super) fn run_scalar(&self, body: impl ScalarLoop) {
+                // SAFETY: an f32 needs no instruction set.
+                unsafe { self.run(Scalar(body)) }
+            }
+        }
+    };
+}
+
+rules! {
+    AdamW: adam::Adam<true>,
+    Adam: adam::Adam<false>,
+    Sgd: sgd::Sgd,
+    Lion: lion::Lion,
+    Adagrad: adagrad::Adagrad,
+}
+
+/// Makes one step of one element. See [`Rule::step`].
+#[inline(always)]
+pub(super) fn step_scalar<R: Rule<f32>>(
+    rule: R,
+    gradient: f32,
+    master: f32,
+    state: Slots<f32>,
+) -> (f32, Slots<f32>, f32) {
+    // SAFETY: an f32 needs no instruction set.
+    unsafe { rule.step(gradient, master, state) }
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> f32 {
+        x
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: f32) -> f32 {
+        self + other
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, other: f32) -> f32 {
+        self - other
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, other: f32) -> f32 {
+        self * other
+    }
+
+    #[inline(always)]
+    unsafe fn div(self, other: f32) -> f32 {
+        self / other
+    }
+
+    #[inline(always)]
+    unsafe fn sqrt(self) -> f32 {
+        f32::sqrt(self)
+    }
+
+    #[inline(always)]
+    unsafe fn sign(self) -> f32 {
+        if self > 0.0 {
+            1.0
+        } else if self < 0.0 {
+            -1.0
+        } else if self == 0.0 {
+            0.0
+        } else {
+            CANONICAL_NAN
+        }
+    }
+}
+
+/// Look-ahead: the image is ahead of the new master weight by the known part of the next step. The fields are the factors
+/// of that part. All of them contain the learning rate of [`Scalars::looking_ahead`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Ahead<V> {
+    /// Adam: of the first moment. SGD: of the momentum buffer.
+    mean: V,
+    /// The factor of the newest gradient, which stands in for the one that is missing.
+    gradient: V,
+    /// AdamW: of the new master weight, for decay.
+    weight: V,
+}
+
+/// The newest gradient is weighed twice: once for itself, and once for the gradient that is missing. Measured on the
+/// default job, and by how large a learning rate stays stable (docs/delay.md).
+const NEWEST: f64 = 2.0;
+
+impl Ahead<f32> {
+    /// The factors of an image that does not look ahead. SGD without momentum knows nothing of its next step either.
+    const NOTHING: Ahead<f32> = Ahead { mean: 0.0, gradient: 0.0, weight: 0.0 };
+
+    #[inline(always)]
+    unsafe fn splat<V: Number>(self) -> Ahead<V> {
+        Ahead { mean: V::splat(self.mean), gradient: V::splat(self.gradient), weight: V::splat(self.weight) }
+    }
+}
+
+impl<V: Number> Ahead<V> {
+    #[inline(always)]
+    unsafe fn known(self, mean: V, gradient: V) -> V {
+        self.mean.mul(mean).add(self.gradient.mul(gradient))
+    }
+}
+
+/// `base^exponent` by squaring. Multiplication rounds alike everywhere, whereas `powf` and `powi` may differ in
+/// the last bit between C libraries, and with it the weights of two servers. The relative error stays below
+/// `exponent * 2^-52`, and where that is large `base^exponent` has long vanished beside 1.
+fn power(base: f64, exponent: u64) -> f64 {
+    let (mut result, mut square, mut rest) = (1.0, base, exponent);
+    while rest > 0 {
+        if rest & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        rest >>= 1;
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn power_is_powf_to_the_f32_it_ends_as() {
+        for base in [0.5, 0.9, 0.95, 0.999, 0.9999] {
+            for exponent in [1, 2, 3, 10, 999, 12_345, 1_000_000] {
+                let (ours, libm) = (1.0 - power(base, exponent), 1.0 - f64::powf(base, exponent as f64));
+                assert!((ours - libm).abs() <= 1e-12 * libm, "{base}^{exponent}: {ours} {libm}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_table_and_the_domain_type_agree() {
+        for rule in Kind::ALL {
+            let scalars = Scalars::new(rule, &Hyper { momentum: 0.9, ..Hyper::default() }, 1, 1.0);
+            assert_eq!(scalars.rule(), rule);
+            scalars.run_scalar(Compare(rule));
+            if rule.can_look_ahead() {
+                assert!(scalars.looking_ahead(&Hyper::default(), 1, 1e-3).looks_ahead(), "{rule}");
+            }
+        }
+
+        struct Compare(Kind);
+        impl ScalarLoop for Compare {
+            fn run<R: Rule<f32>>(self, _: R) {
+                assert_eq!((R::SLOTS, R::CODE), (self.0.state_slots(), Code::of(self.0, 0)), "{}", self.0);
+            }
+        }
+    }
+}
