@@ -1,27 +1,27 @@
-//! The server's memory as a budget, and what a job asks of it before anything is allocated.
+//! The server's memory as a budget, and the share that a job reserves before anything is allocated.
 
 use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Fault, FaultKind};
 
-/// What a job's shards take on one server, in bytes by kind.
+/// Bytes that a job's shards take on one server, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
-    /// Master weights and optimizer state in DRAM. For an `nvme` job it is only what stays resident.
+    /// Master weights and optimizer state in DRAM. An `nvme` job counts only its resident part.
     pub state: u64,
     /// Buffers between DRAM and drives. With tier `shm` it is the copies of blocks that are being updated.
     pub buffers: u64,
     /// Two 16-bit (or fp32) images of each shard, by version parity. For a job whose images live on drives it is the
     /// image window.
     pub images: u64,
-    /// One buffer in wire format for each rank and step in flight. For a job whose gradients live on drives it is the
-    /// chunks on their way there.
+    /// One buffer in wire format for each rank and step in flight. A job whose gradients live on drives
+    /// counts the chunks on their way there.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
-    /// What the ranks' connections hold while bytes are under way.
+    /// Buffers of the ranks' connections for bytes in flight.
     pub transfers: u64,
-    /// Space in the state directories. It is not DRAM, and the file system reserves it.
+    /// Space in the state directories, which is not DRAM. The file system reserves it.
     pub disk: u64,
     /// Bytes that one step writes to the state directories. Checksum tables and records are not counted; they add
     /// less than a ten-thousandth.
@@ -79,7 +79,7 @@ impl Budget {
         Reservation { budget: self.clone(), bytes }
     }
 
-    /// Promises `need`, or says what is short.
+    /// Reserves `need`, or returns a fault that says how much is short.
     pub fn reserve(&self, need: &Need) -> Result<Reservation, Fault> {
         let mut reserved = crate::lock(&self.inner.reserved);
         let free = self.inner.total - *reserved;

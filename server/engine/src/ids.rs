@@ -1,5 +1,5 @@
-//! Indices that one server gives to its shards, their contributors and gradient slots. They are types of their own, so that
-//! none is taken for another.
+//! Indices that one server gives to its shards, their contributors and gradient slots. Each kind is a type of
+//! its own, so that the compiler tells them apart.
 
 use std::ops::Range;
 
@@ -25,7 +25,8 @@ impl Contributor {
     /// The only contributor of a shard whose gradient is not summed.
     pub const LONE: Contributor = Contributor(0);
 
-    /// A rank among a shard's contributors, which are in ascending order. It is None if the rank is not one of them.
+    /// Returns the index of `rank` among a shard's contributors, which are in ascending order. None if the
+    /// rank is not a contributor.
     pub fn of(rank: Rank, contributors: &[Rank]) -> Option<Contributor> {
         contributors.binary_search(&rank).ok().map(Contributor)
     }

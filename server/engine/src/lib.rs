@@ -1,8 +1,9 @@
 //! The optimizer server without a network.
 //!
-//! Synchronous and deterministic: no tokio, no tonic, no clock in any decision. A [`Job`](job::Job) takes events
-//! (chunks, commits, pulls) and hands out [`Work`](step::Work) for a compute thread; [`step::Machine`] decides,
-//! [`kernels`] compute on [`threads`], a [`tier`] holds the state, [`checkpoint`] writes and reads it.
+//! Synchronous and deterministic: no tokio, no tonic, no clock in any decision. A [`Job`](job::Job) takes
+//! events (chunks, commits, pulls) and hands out [`Work`](step::Work) for a compute thread. [`step::Machine`]
+//! decides and [`kernels`] compute on [`threads`]. A [`tier`] holds the state, and [`checkpoint`] writes and
+//! reads it.
 
 pub mod admission;
 pub mod checkpoint;

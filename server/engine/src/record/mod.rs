@@ -30,13 +30,13 @@ impl Record {
         Record { left_out, ..Record::new(Version(0), applied, None) }
     }
 
-    /// Whether the step that made the version left the state as it was.
+    /// Returns true if the step that made the version left the state unchanged.
     pub fn is_skipped(&self) -> bool {
         self.commit.as_ref().is_some_and(|commit| commit.skip)
     }
 }
 
-/// The last word on pausing since a version was decided. Without one, what its commit says holds.
+/// The last word on pausing since a version was decided. Without one, the commit's own holds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Standing {
     /// Why the job is paused; None once it was resumed.
@@ -51,6 +51,6 @@ pub struct Joined {
     pub incarnation: Incarnation,
     /// The job's version at that time.
     pub at: Version,
-    /// The process has only ended what an earlier one may do.
+    /// The process has only fenced an earlier one.
     pub fence_only: bool,
 }

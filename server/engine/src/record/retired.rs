@@ -9,7 +9,7 @@ use serde::Deserialize;
 struct Retired {
     spec: Option<RetiredSpec>,
     commit: Option<RetiredCommit>,
-    /// Of tier `nvme`.
+    /// Record of the tier `nvme`.
     record: Option<RetiredRecord>,
 }
 

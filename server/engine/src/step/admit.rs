@@ -1,4 +1,5 @@
-//! Contributions: which chunk may be written where, and what follows once it is stored.
+//! Admission of contributions: which chunk may be written where, and the work that follows once a chunk is
+//! stored.
 
 use longshore_proto::{ContributionChunk, Step};
 

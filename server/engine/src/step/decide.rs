@@ -90,8 +90,8 @@ impl Machine {
         }
     }
 
-    /// The update that follows the one of `owned`. A shard that still lacks the step before has its turn when that
-    /// update is done: updates of one job run one after the other.
+    /// Returns the update of shard `owned`, if there is such a shard. Updates of one job run one after the
+    /// other. A shard that still lacks the step before has its turn when that update is done.
     fn next_update(&self, owned: OwnedShard, step: Step) -> Option<Work> {
         (owned.index() < self.shards.len()).then_some(Work::Update { owned, step })
     }

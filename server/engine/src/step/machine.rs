@@ -1,8 +1,9 @@
 //! The state machine of one job on one server.
 //!
-//! Every method is an event; its return value says what the caller must do next. A refused event changes nothing.
-//! A step on a shard passes through: chunks admitted, written and stored; a [`Work::Sum`] for each micro-step; then,
-//! once all shards are complete and the step is committed, one [`Work::Update`] after the other in forward order.
+//! Every method is an event; its return value says what the caller must do next. A refused event changes
+//! nothing. On a shard, the chunks of a step are admitted, written and stored. A [`Work::Sum`] follows for
+//! each micro-step. Once all shards are complete and the step is committed, [`Work::Update`]s follow one
+//! after the other in forward order.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -19,8 +20,8 @@ use crate::{
     record::{Joined, Record, Standing},
 };
 
-/// How many commits are kept for ranks that ask late. A living rank is at most two steps behind, and one that joins
-/// again needs only the last.
+/// Number of commits kept for ranks that ask late. A living rank is at most two steps behind, and a rank that
+/// joins again needs only the last.
 pub(super) const COMMITS_KEPT: usize = 8;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -55,7 +56,7 @@ pub enum Admission {
     Busy,
 }
 
-/// What the compute thread has to do.
+/// Work for the job's compute thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     Sum(Sum),
@@ -81,8 +82,8 @@ pub struct Sum {
 pub(super) struct Decided {
     pub(super) commit: Commit,
     pub(super) applied: u64,
-    /// The loss scale that an operator gave for the steps after this one, when a pause ended. It is kept beside the
-    /// commit and not in it, so that a late repeat still equals the commit.
+    /// The loss scale that an operator gave for the steps after this one, when a pause ended. The commit does
+    /// not contain it, so that a late repeat still equals the commit.
     pub(super) resumed_loss_scale: Option<f64>,
 }
 
@@ -124,19 +125,19 @@ pub struct Machine {
     pub(super) phase: Phase,
     pub(super) version: Version,
     pub(super) applied: u64,
-    /// What the state that the job was filled with lacks, until the first commit says it.
+    /// Parameters without state in the checkpoint that filled the job, until the first commit lists them.
     pub(super) left_out: Vec<LeftOut>,
     pub(super) commits: VecDeque<Decided>,
     pub(super) ranks: Vec<RankState>,
     pub(super) shards: Vec<ShardProgress>,
     /// By shard: its index among the owned shards, if it is one.
     pub(super) owned: Vec<Option<OwnedShard>>,
-    /// What was last said on pausing since the version was decided.
+    /// The last word on pausing since the version was decided.
     pub(super) standing: Option<Standing>,
-    /// The loss scale of each undecided step to which this server holds any contribution. It is the same on every
-    /// shard.
+    /// The loss scale of each undecided step to which this server holds any contribution. Every shard has the
+    /// same.
     pub(super) scales: Vec<(Step, f64)>,
-    /// What each rank said that it computes the micro-steps of undecided steps with.
+    /// The version that each rank stated for the micro-steps of undecided steps.
     pub(super) reads: BTreeMap<(Step, MicroStep), Vec<(Rank, Version)>>,
     /// How many pauses and resumes there were, so that a watcher misses neither.
     pub(super) pauses: u64,
@@ -181,7 +182,7 @@ impl Machine {
         self.recovered(Record { standing: None, ..record })
     }
 
-    /// Starts the job, as [`Machine::loaded`] does, from what its tier has kept.
+    /// Starts the job, as [`Machine::loaded`] does, from the record that its tier has kept.
     pub fn recovered(&mut self, record: Record) -> Result<(), Refusal> {
         self.check_loading()?;
         let version = record.version;
@@ -204,7 +205,7 @@ impl Machine {
         }
     }
 
-    /// Why the job is paused. What was said last counts.
+    /// Returns why the job is paused. A later word overrides the commit's.
     pub(super) fn reason(&self) -> Option<String> {
         match &self.standing {
             Some(standing) => standing.paused.clone(),
@@ -215,9 +216,9 @@ impl Machine {
         }
     }
 
-    /// Goes on after a restart that lost neither state nor contributions. The arguments are the last decided steps,
-    /// oldest first; the version that each shard has reached; and the last steps that are all summed there. Returns
-    /// the updates that remain.
+    /// Goes on after a restart that lost neither state nor contributions. `records` are the last decided
+    /// steps, oldest first. The other arguments are the version of each shard, and the last steps that are
+    /// all summed there. Returns the updates that remain.
     pub fn resume_updates(
         &mut self,
         records: Vec<Record>,

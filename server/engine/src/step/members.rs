@@ -1,4 +1,4 @@
-//! Who takes part: processes that join, fence, leave and are checked.
+//! Membership: rank processes join, fence and leave, and each event's process is checked.
 
 use longshore_proto::{Incarnation, Rank};
 
@@ -10,9 +10,9 @@ use super::{
 use crate::ids::{Contributor, GradientSlot, OwnedShard};
 
 impl Machine {
-    /// Ends what earlier processes of a rank may do. What they sent stays, since a decision that another server knows
-    /// already may need it here. Returns false when this
-    /// process has fenced or joined before.
+    /// Revokes the right of a rank's earlier processes to push. Their contributions stay, since a decision
+    /// that another server knows already may need them here. Returns false when this process has fenced or
+    /// joined before.
     pub fn fence(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         if self.check_taking(rank, incarnation)? {
             return Ok(false);
@@ -23,8 +23,8 @@ impl Machine {
         Ok(true)
     }
 
-    /// Binds a rank to a higher incarnation, or to the one that fenced it. The answer is Busy while the earlier
-    /// process's last chunk is being written.
+    /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns Busy while the
+    /// earlier process's last chunk is being written.
     pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<Admission, Refusal> {
         if self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only {
             return Ok(Admission::Duplicate);
@@ -66,13 +66,13 @@ impl Machine {
         }
     }
 
-    /// Whether a rank's process may push.
+    /// Returns true if a rank's process may push.
     pub fn has_joined(&self, rank: Rank, incarnation: Incarnation) -> bool {
         let state = self.ranks.get(rank.index());
         state.is_some_and(|state| state.incarnation == Some(incarnation) && !state.fence_only && !state.left)
     }
 
-    /// Whether a contributor's buffer of a slot holds what a sum or an update still needs.
+    /// Returns true if a sum or an update still needs a contributor's buffer of a slot.
     pub fn holds(&self, owned: OwnedShard, slot: GradientSlot, contributor: Contributor) -> bool {
         self.shards[owned.index()].slots[slot.index()].holds(contributor)
     }
@@ -89,7 +89,7 @@ impl Machine {
         }
     }
 
-    /// The rank's process is done. It may say so again, where the first answer was lost.
+    /// The rank's process is done. A repeat is accepted, since the first answer may have been lost.
     pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         match self.check_rank(rank, incarnation) {
             Ok(()) => self.ranks[rank.index()].left = true,

@@ -1,5 +1,5 @@
-//! Pauses. One begins with a decision, or when rank 0 asks for it, and ends when an operator resumes the job. While
-//! it lasts the server accepts nothing for later steps.
+//! Pauses. A pause begins with a decision, or when rank 0 asks for it, and ends when an operator resumes the
+//! job. While it lasts the server accepts nothing for later steps.
 
 use longshore_proto::{Incarnation, Version};
 
@@ -55,12 +55,13 @@ impl Machine {
         Ok(true)
     }
 
-    /// Whether the pause came with the decision: then no rank has begun a step that reads its version.
+    /// Returns true if the pause came with the decision: then no rank has begun a step that reads its
+    /// version.
     fn is_paused_by_commit(&self) -> bool {
         self.standing.is_none()
     }
 
-    /// Whether the pause that came with the last decision has ended.
+    /// Returns true if the pause that came with the last decision has ended.
     pub(super) fn is_resumed(&self) -> bool {
         self.standing.is_some()
     }

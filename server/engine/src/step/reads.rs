@@ -6,10 +6,10 @@ use longshore_proto::{Contribution, ContributionChunk, Incarnation, MicroStep, R
 use super::{machine::Machine, refusal::Refusal};
 
 impl Machine {
-    /// Refuses a gradient that was computed with a version which has since been taken back and decided anew, or with
-    /// another version than that of another rank's gradient. The answer is false while this server has not reached that
-    /// version: a restarted server is told by rank 0 how the version was decided, and that may be another decision than the
-    /// one the rank computed with. A version that the server does not remember passes.
+    /// Refuses a gradient computed with a version that has since been taken back and decided anew. Refuses
+    /// also a gradient whose version differs from another rank's. Returns false while this server has not
+    /// reached that version: rank 0 tells a restarted server how the version was decided. That decision may
+    /// differ from the one that the rank computed with. A version that the server does not remember passes.
     pub(super) fn check_reads(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
         let reads = chunk.reads;
         let (decided_by, unknown) = (self.decided_by(reads.version), Incarnation::default());
@@ -37,12 +37,12 @@ impl Machine {
         said.iter().copied().find(|&(other, version)| other != rank && version != chunk.reads.version)
     }
 
-    /// Whether the chunk says what it was computed with. Who does not say it leaves it at 0.
+    /// Returns true if the chunk states its version. A chunk that does not leaves the version at 0.
     fn is_said(&self, chunk: &ContributionChunk) -> bool {
         chunk.reads.version.0 + 1 + u64::from(self.spec.max_delay) >= chunk.contribution.step.0
     }
 
-    /// Notes what an admitted chunk was computed with.
+    /// Notes the version that an admitted chunk was computed with.
     pub(super) fn note_reads(&mut self, chunk: &ContributionChunk) {
         if !self.is_said(chunk) {
             return;
@@ -54,13 +54,13 @@ impl Machine {
         }
     }
 
-    /// Forgets what a rank's earlier process computed with: its next one may compute with another version, as the other
-    /// ranks do.
+    /// Forgets the versions that a rank's earlier process computed with. Its next process may compute with
+    /// another version, as the other ranks do.
     pub(super) fn forget_reads_of(&mut self, rank: Rank) {
         self.reads.values_mut().for_each(|said| said.retain(|&(known, _)| known != rank));
     }
 
-    /// Forgets what decided steps were computed with.
+    /// Forgets the versions that decided steps were computed with.
     pub(super) fn forget_reads_of_decided(&mut self) {
         let next = self.version.next_step();
         self.reads = self.reads.split_off(&(next, MicroStep(0)));

@@ -1,5 +1,5 @@
-//! Loss scales. All contributions to a step have one loss scale, on every rank and shard, and it is that of a version
-//! which the step may read.
+//! Loss scales. All contributions to a step have one loss scale, on every rank and shard. A version that the
+//! step may read has set it.
 
 use longshore_proto::{Commit, ContributionChunk, Step, Version};
 
@@ -9,9 +9,10 @@ use super::{machine::Machine, refusal::Refusal};
 /// multiply in another order.
 const ROUNDING: f64 = 1e-12;
 
-/// What is known of the loss scale that a step must have.
+/// Constraint on the loss scale of a step.
 enum Known {
-    /// It is one of `scales`. `open` means that a version which the step may read is still undecided here.
+    /// The scale is one of `scales`. `open` means that a version which the step may read is still undecided
+    /// here.
     OneOf { scales: Vec<f64>, open: bool },
     /// The step may read version 0, or a version whose commit this server does not have.
     Anything,

@@ -1,4 +1,4 @@
-//! One shard's contributions: which chunks are stored, which micro-step is being filled, when the sum is complete.
+//! One shard's contributions: its stored chunks, the micro-step being filled, and when the sum is complete.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use longshore_proto::{
 use super::{bitmap::Bitmap, refusal::Refusal};
 use crate::ids::{Contributor, GradientSlot};
 
-/// What to do with a chunk that this slot may hold.
+/// Verdict on a chunk that this slot may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Write,
@@ -29,13 +29,13 @@ struct Receipt {
     incarnation: Incarnation,
 }
 
-/// One rank's buffer: it holds one micro-step at a time.
+/// Buffer of one rank, which holds one micro-step at a time.
 #[derive(Clone, Debug)]
 struct RankSlot {
     stored: Bitmap,
     writing: Bitmap,
-    /// By micro-step and chunk. They are kept until the step is decided, so that a repeated chunk of a micro-step
-    /// that is summed already can still be told from a conflicting one. They take 24 bytes for each MiB received.
+    /// Receipts by micro-step and chunk, kept until the step is decided. A repeated chunk of a summed
+    /// micro-step can so be told from a conflicting chunk. Receipts take 24 bytes for each MiB received.
     receipts: Vec<Vec<Option<Receipt>>>,
 }
 
@@ -43,12 +43,12 @@ struct RankSlot {
 #[derive(Clone, Debug)]
 pub(super) struct StepSlot {
     pub(super) step: Option<Step>,
-    /// How many micro-steps are summed. It is also the number of the one being received.
+    /// Number of micro-steps summed, which is also the number of the micro-step being received.
     pub(super) summed: u32,
     /// All contributions of the current micro-step are in, and their sum is being formed.
     pub(super) summing: bool,
     pub(super) complete: bool,
-    /// The origin of what was summed so far. It is unknown where an earlier process summed it.
+    /// The origin of the sum so far. Sums of an earlier process have an unknown origin.
     origin: Origin,
     /// The first element of the complete gradient that is inf or NaN, where the job looks for one.
     pub(super) nonfinite: Option<u64>,
@@ -94,9 +94,9 @@ impl RankSlot {
         self.covered(chunk).any(|index| self.writing.get(index))
     }
 
-    /// What to say of a chunk that is held. A restarted process may compute other bits for a batch that is in the sum
-    /// already. The first bits stay: both are gradients of the same batch, and replacing one would mean that all
-    /// other ranks send again.
+    /// Returns the verdict on a chunk that is held already. A restarted process may compute other bits for a
+    /// batch that is in the sum. The first bits stay: both are gradients of the same batch. To replace one,
+    /// all other ranks would have to send again.
     fn repeated(&self, chunk: &ContributionChunk) -> Result<Verdict, Refusal> {
         let contribution = chunk.contribution;
         let receipt = self.receipt(contribution.micro_step, chunk.chunk.0);
@@ -111,9 +111,9 @@ impl RankSlot {
         }
     }
 
-    /// The first chunk in this message whose predecessor, the same chunk of the micro-step before, is neither held
-    /// nor on its way while `current` is being received. Such a message must be refused: if it waited, the
-    /// predecessor might wait behind it on the same stream for ever.
+    /// Returns the first chunk in this message whose predecessor is neither held nor on its way. A
+    /// predecessor is the same chunk of the micro-step before. Such a message must be refused while `current`
+    /// is being received: if it waited, the predecessor might wait behind it on the same stream for ever.
     fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
         let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
         let here = |index: u32| {
@@ -199,8 +199,8 @@ impl StepSlot {
         self.free_if_untouched();
     }
 
-    /// Forgets a step to which nothing is held any more, so that a chunk which did not arrive does not settle the
-    /// step's loss scale.
+    /// Forgets a step for which the slot holds nothing any more. A chunk that did not arrive then does not
+    /// settle the step's loss scale.
     fn free_if_untouched(&mut self) {
         let untouched = |rank: &RankSlot| rank.stored.is_empty() && rank.writing.is_empty();
         if self.summed == 0 && self.ranks.iter().all(untouched) {
@@ -243,24 +243,24 @@ impl StepSlot {
         }
     }
 
-    /// Whether a sum or an update still needs what a contributor's buffer holds.
+    /// Returns true if a sum or an update still needs a contributor's buffer.
     pub(super) fn holds(&self, contributor: Contributor) -> bool {
         self.complete || self.in_use(contributor) || !self.ranks[contributor.index()].stored.is_empty()
     }
 
-    /// Whether a chunk of this contributor is being written, or its buffer read, at this moment.
+    /// Returns true while a chunk of this contributor is being written or its buffer is being read.
     pub(super) fn in_use(&self, contributor: Contributor) -> bool {
         self.summing || !self.ranks[contributor.index()].writing.is_empty()
     }
 
-    /// Forgets what the job's lone rank sent: its new process starts the step over.
+    /// Forgets the contributions of the job's lone rank: its new process starts the step over.
     pub(super) fn start_over(&mut self) {
         self.free();
         self.ranks.iter_mut().for_each(|rank| rank.stored.clear());
     }
 
-    /// Forgets what an earlier incarnation of a rank sent and no sum contains yet: its new process may compute other
-    /// bits. Sums that are formed stay, since the step may be decided on another server.
+    /// Forgets an earlier incarnation's contributions that no sum contains yet: the rank's new process may
+    /// compute other bits. Finished sums stay, since the step may be decided on another server.
     pub(super) fn rejoined(&mut self, contributor: Contributor) {
         let current = self.summed as usize;
         let slot = &mut self.ranks[contributor.index()];
@@ -315,12 +315,12 @@ impl ShardProgress {
         }
     }
 
-    /// Whether nobody contributes to it, and no step changes it.
+    /// Returns true if the shard has no contributors, so that no step changes it.
     pub(super) fn is_frozen(&self) -> bool {
         self.contributors.is_empty()
     }
 
-    /// Whether every contribution of the step is in and summed. A frozen shard needs none.
+    /// Returns true if every contribution of the step is stored and summed. A frozen shard needs none.
     pub(super) fn is_complete(&self, step: Step) -> bool {
         if self.is_frozen() {
             return true;
@@ -330,8 +330,8 @@ impl ShardProgress {
     }
 }
 
-/// Spreads a number's bits over all 64, as splitmix64 does, so that sums of mixed numbers differ wherever one of the
-/// numbers does.
+/// Spreads a number's bits over all 64, as splitmix64 does. Sums of mixed numbers then differ wherever one
+/// number does.
 fn mix(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

@@ -37,7 +37,7 @@ impl Machine {
         self.shards[owned.index()].version
     }
 
-    /// Whether every update decided so far is done.
+    /// Returns true if every decided update is done on every shard.
     pub fn is_settled(&self) -> bool {
         self.shards.iter().all(|shard| shard.version == self.version)
     }
@@ -57,7 +57,7 @@ impl Machine {
         commit.map_or(Incarnation::default(), |decided| decided.commit.decided_by)
     }
 
-    /// Whether any contribution to the next undecided step is here.
+    /// Returns true if this server has received any contribution to the next undecided step.
     pub fn is_step_begun(&self) -> bool {
         let step = self.version.next_step();
         // During a pause the server would not accept the rest of a step.
@@ -82,7 +82,7 @@ impl Machine {
         if self.version == Version(0) { &self.left_out } else { &[] }
     }
 
-    /// What the next commit's parameters left out follow from.
+    /// Returns the left-out parameters that the next commit's list must follow from.
     pub fn left_out(&self) -> &[LeftOut] {
         match self.decision(Step(self.version.0)) {
             Some((last, _)) => &last.left_out,
@@ -135,8 +135,8 @@ impl Machine {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }
 
-    /// Which ranks and shards the next step waits for, or rank 0's decision on it. None while this server has work to do itself, and
-    /// where a job that is paused has the whole gradient.
+    /// Names the ranks and shards that the next step waits for, or rank 0's decision on it. Returns None
+    /// while this server has work to do itself, and for a paused job that has the whole gradient.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
             return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
