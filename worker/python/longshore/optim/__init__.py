@@ -1,4 +1,4 @@
-"""Optimizers: torch's own, with their arguments, and Lion. Beside these each takes the options of a job."""
+"""Optimizers: torch's own, with their arguments, and Lion. Each also takes the options of a job."""
 
 from longshore.optim.optimizer import Optimizer
 from longshore.optim.rules import SGD, Adagrad, Adam, AdamW, Lion

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 def reducing_ranks(options: Options, params: list[Param], is_sharded: bool) -> Ranks:
-    """What this rank and others do together.
+    """Returns the ranks with which this one reduces or gathers.
 
     Raises:
         UsageError: without a process group.
-        InvalidError: where it is not the options' world, or for parameters that cannot be trained so.
+        InvalidError: if the process group differs from the options' world, or if a parameter cannot be trained so.
     """
     place = agree.place()
     collectives.begin()
@@ -71,7 +71,7 @@ def _ranks_of_way(options: Options, params: list[Param], is_sharded: bool, place
 
 
 def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
-    """What this rank and others do together, if they do more than to send what the servers sum."""
+    """Returns the reducing ranks; None if each rank sends its gradients for the servers to sum."""
     sharded = any(is_sharded(param.tensor) for param in params)
     if not sharded and (options.place()[1] == 1 or options.partition is None):
         return None
@@ -80,54 +80,54 @@ def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
 
 
 class Connection:
-    """A job that was opened: its parameters, their memory, and the Rust half's job."""
+    """An open job: its parameters, their memory, and the Rust half's job."""
 
     def __init__(
         self, options: Options, job: str, rule: str, params: list[Param], groups: int, frozen: list[Param] | None = None
     ) -> None:
-        #: What ranks do together; None where each sends all of its gradients.
+        #: The reducing ranks; None if each rank sends all of its gradients.
         self.ranks = _ranks(options, params)
         of_job: list[Any] = params if self.ranks is None else list(self.ranks.layout.pieces())
         partitions = self.ranks.layout.partitions if self.ranks else ()
-        #: Those that no step changes and servers keep.
+        #: Frozen parameters that servers keep.
         self._kept = self.ranks.keep(frozen or []) if self.ranks else FrozenParams(frozen or [], len(params), options.place()[0] == 0)
         settings_ = settings(options, job, rule, of_job, groups, partitions, self._kept.described())
         self.params = params
-        #: These, and the frozen ones that servers keep.
+        #: The trained parameters, and the frozen ones that servers keep.
         self.table = params, frozen or []
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
-        #: What servers round weights to before workers read them.
+        #: Type that servers round weights to before workers read them.
         self.image_dtype = dtype_of(settings_.image_dtype)
         self._rounding = _weights.Rounding(self.image_dtype, options.master != "fp32")
         self.world_size = settings_.world_size
         self._place = options.place()
         self.fingerprint = fingerprint(rule, params)
         self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
-        # Ranks that share weights out lay them down in ways of their own.
+        # Ranks that share weights place them by themselves.
         is_lent = self.ranks is None and any(device.accelerator.has(param.tensor) for param in params)
         lending = Lending(self.job, self.image_dtype) if is_lent else None
         self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job, lending)
-        #: Where a device may copy gradients to. Sums on the worker have memory of their own.
+        #: Page-locked memory that a device may copy gradients to. Sums on the worker have memory of their own.
         self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:
             self.ranks.copy_into(self.locked)
         self._is_layerwise = options.streaming and options.layerwise
-        #: The version that the parameters hold when they are used, and whether a step that was begun has not come so far.
+        #: The version that the parameters hold when used, and whether a step began and has not reached them.
         self.version = 0
         self.is_torn = False
-        #: How many steps were made. In a delayed job the parameters have an older version than that.
+        #: Number of steps made. A delayed job's parameters have an older version.
         self.made = 0
-        #: The servers' newest version when the job was opened here, until a step is made.
+        #: The servers' newest version when the job was opened here; None once a step is made.
         self.joined: int | None = None
-        #: The parameters that had other weights when the job was opened in the midst of a step.
+        #: Parameters whose weights differed from the job's when it was opened within a step.
         self._others: list[Param] = []
-        #: Writes to parameters since they had the job's weights.
+        #: Torch's writes to parameters since they got the job's weights.
         self._writes = Writes(params)
         self._looks_for_writes = options.written_weights == "error"
 
     def put_in_units(self, weights: "UnitWeights") -> None:
-        """Weights come unit by unit from now on."""
+        """Switches to weights that are fetched unit by unit."""
         self.weights.release()
         self.weights = weights
 
@@ -136,15 +136,15 @@ class Connection:
         self.made = self.job.drain()
 
     def drain_alone(self) -> None:
-        """Does so where other ranks may not. Ranks that read weights together read none for that: the others would not come, and after a
-        flush of all of them the parameters have these weights."""
+        """Drains where other ranks may not call it. Ranks that read weights together skip the read: the others would not take part. After a
+        flush of all ranks the parameters have these weights already."""
         self.drain()
         reads_together = self.ranks is not None and isinstance(self.weights, Weights)
         if reads_together and self.job.unread_weights() == self.version:
             self.job.take_unread_weights()
 
     def close(self, delete: bool) -> None:
-        """Gives the rank up once the last step is safe; with ``delete`` the job is forgotten."""
+        """Gives the rank up once the last step is safe; ``delete`` deletes the job."""
         try:
             self.job.close(delete)
         finally:
@@ -153,26 +153,26 @@ class Connection:
                 self.locked.release()
 
     def end_step(self) -> None:
-        """All gradients of the step have left, and the step is decided next."""
+        """Marks that all gradients of the step have left; its decision is next."""
         self.is_torn = True
         self.joined = None
 
     def find(self) -> int | None:
-        """The job's version on its servers, if they have it."""
+        """Returns the job's version on its servers; None if they do not have it."""
         found: int | None = self.ranks.find(self.job) if self.ranks else self.job.find()
         return found
 
     def start(self, filling: Filling | None = None, *, found: bool = False, in_step: bool = False) -> int:
-        """Opens and joins the job. A new job gets what fills it, or else these parameters' weights; if it is not new they
-        get the job's.
+        """Opens and joins the job. A new job gets ``filling``, or else the parameters' weights. An older job gives the parameters its
+        weights.
 
         Args:
-            filling: what rank 0 fills a new job with.
-            found: the job was there before.
-            in_step: the model's weights may have been used for the step in hand.
+            filling: state with which rank 0 fills a new job.
+            found: whether the job existed before.
+            in_step: whether the current step may have used the model's weights.
 
         Returns:
-            How many updates the job's weights have behind them.
+            The number of updates that made the job's weights.
         """
         in_units = not isinstance(self.weights, Weights)
         _longshore.set_copy_threads(torch.get_num_threads())
@@ -212,8 +212,7 @@ class Connection:
             self.read()
 
     def refuse_other_weights(self) -> None:
-        """Refuses gradients that were made before the job was opened, of other weights than it begins with. Ranks that work together do so
-        together.
+        """Refuses gradients made before the job was opened, with other weights than the job's. Ranks that work together raise together.
 
         Raises:
             UsageError: naming the parameter.
@@ -232,12 +231,12 @@ class Connection:
         if self.ranks is None:
             refuse()
         else:
-            from longshore.distributed import agree  # which needs torch.distributed
+            from longshore.distributed import agree  # needs torch.distributed
 
             agree.together(refuse)
 
     def _note(self) -> None:
-        """The parameters have the job's weights, but for those that are awaited: they note that when they do."""
+        """Notes that the parameters have the job's weights. Awaited parameters are noted when they are read."""
         if isinstance(self.weights, Weights):
             self._writes.note()
             self.weights.when_read = self._writes.note if self._looks_for_writes else None
@@ -245,8 +244,8 @@ class Connection:
             self._writes.forget()
 
     def check_written(self) -> None:
-        """Refuses trained weights that were written since the last step, unless ``written_weights`` lets them be lost. Nothing is read where
-        torch has counted no write.
+        """Refuses trained weights written since the last step, unless ``written_weights`` allows the loss. Without a write counted by torch
+        nothing is read.
 
         Raises:
             UsageError: naming the parameter.
@@ -258,7 +257,7 @@ class Connection:
             self._writes.refuse(written, self._read_again, self.image_dtype, self.name)
 
     def _read_again(self, param: Param, memory: Tensor) -> None:
-        """Reads the weights of the version that the parameters have, into memory of a parameter's shape or its shard's."""
+        """Reads the weights of the parameters' version into memory of a parameter's shape or its shard's."""
         self.job.pull(self.version, places(param, memory) if self.ranks is None else self.ranks.places_of(param, memory))
 
     def _start(self, filling: Filling | None, found: bool, in_units: bool) -> tuple[int, int]:
@@ -273,34 +272,34 @@ class Connection:
     def _first(self, start: Callable[[], tuple[int, int]]) -> tuple[int, int]:
         if self.world_size == 1:
             return start()
-        from longshore.distributed import agree  # which needs torch.distributed
+        from longshore.distributed import agree  # needs torch.distributed
 
         return agree.rank_0_first(self.name, *self._place, start, is_shared=False)
 
     def frozen(self) -> list[Param]:
-        """The frozen parameters that servers keep, and that each rank has whole."""
+        """Returns the frozen parameters that servers keep and each rank has whole."""
         return self._kept.whole()
 
     def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
-        """How many updates made each parameter of the newest version, and all state of each."""
+        """Returns the number of updates of each parameter of the newest version, and all state of each."""
         states = _filling.allocate(rule, self.params)
         return self.export_state(rule, states), states
 
     def left_out(self) -> dict[int, int]:
-        """By parameter how many steps have left it out, of those that were left out of any."""
+        """Returns by parameter the number of steps that left it out; parameters that no step left out are absent."""
         left_out = dict(self.job.left_out())
         return left_out if self.ranks is None else self.ranks.of_params(left_out)
 
     def export_state(self, rule: str, states: list[dict[str, Tensor]], *, alone: bool = False) -> list[int]:
-        """Writes the newest version into contiguous tensors, by parameter and torch's names. What they do not name is left out.
+        """Writes the newest version into contiguous tensors, by parameter and torch's names. State without a tensor is left out.
 
         Args:
-            rule: the optimizer's.
-            states: by parameter, the tensors.
-            alone: of ranks that do things together only this one does so.
+            rule: the optimizer's rule.
+            states: the tensors by parameter.
+            alone: whether this rank exports without the other reducing ranks.
 
         Returns:
-            How many updates made each parameter.
+            The number of updates of each parameter.
         """
         if alone and self.ranks is not None:
             self.drain_alone()
@@ -316,7 +315,7 @@ class Connection:
         return [applied - left_out.get(param.index, 0) for param in self.params]
 
     def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:
-        """Writes the newest version's master weights into contiguous tensors of one type, by parameter. Of several ranks one does so."""
+        """Writes the newest version's master weights into contiguous tensors of one type, by parameter. One of several ranks calls it."""
         self.drain_alone()
         if self.ranks is None:
             self.job.export_weights(dtype, _filling.targets(self.params, tensors))
@@ -324,7 +323,7 @@ class Connection:
             self.ranks.export_weights(self.job, dtype, tensors)
 
     def read(self) -> None:
-        """Waits for weights that were asked for, and writes them into the parameters."""
+        """Waits for requested weights, and writes them into the parameters."""
         self.is_torn = True
         if self.ranks is not None:
             self.ranks.refuse()
@@ -340,10 +339,10 @@ class Connection:
         self.is_torn = False
 
     def expect(self) -> None:
-        """Lets each parameter get the weights that were asked for: before its first use, or now."""
+        """Gives each parameter the requested weights: before its first use, or now."""
         version = self.job.unread_weights()
         if version is None or not self._is_layerwise or self.ranks is not None or is_compiling():
-            self.read()  # which in units waits for nothing
+            self.read()  # with units this waits for nothing
             return
         self.weights.expect()
         self.version = version

@@ -1,15 +1,14 @@
-"""Guards: what a program may do to an optimizer's parameters that would train something else without a word.
+"""Guards against uses of an optimizer's parameters that would silently train something else.
 
-====================== ============================================ =======================================
-guard                  refuses                                      looks
-====================== ============================================ =======================================
-:func:`guard_clipping` clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
+====================== ============================================ ======================================= guard                  refuses
+looks ====================== ============================================ ======================================= :func:`guard_clipping`
+clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
                        that servers clip
 :class:`Writes`        trained weights that differ from the         when a step begins, and in ``shard()``
                        servers' after a write
-:class:`Watch`         a parameter that another one replaced        when a step begins, and in saves
-:class:`Absent`        (names) a parameter without any gradient     after the first steps
-====================== ============================================ =======================================
+:class:`Watch`         a parameter that another one replaced        when a step begins, and in saves :class:`Absent`        (names) a
+parameter without any gradient     after the first steps ====================== ============================================
+=======================================
 
 All run on the training thread, called by the optimizer. docs/pytorch.md says which mistakes no guard finds.
 """
@@ -92,7 +91,7 @@ def _install_by_value() -> None:
 def _install_by_norm() -> None:
     """Wraps the function that ``clip_grad_norm_`` and ``clip_grads_with_norm_`` share, so that names imported earlier are covered too."""
     inner: Callable[..., Any] | None = getattr(clip_grad, "_clip_grads_with_norm_", None)
-    if inner is None:  # another torch: docs/pytorch.md says not to clip
+    if inner is None:  # a torch without it: docs/pytorch.md says not to clip
         return
 
     @functools.wraps(inner)
@@ -107,10 +106,10 @@ def _install_by_norm() -> None:
 
 
 class Writes:
-    """How often torch had written to a job's parameters when they got the job's weights.
+    """Counts torch's writes to a job's parameters since they got the job's weights.
 
-    Only parameters whose count has changed are compared with the servers' weights. So averages that an evaluation swaps in and back
-    out pass. Writes to ``.data`` are not counted and pass unseen.
+    Only parameters whose count has changed are compared with the servers' weights. So averages that an evaluation swaps in and back out
+    pass. Writes to ``.data`` are not counted and pass unseen.
     """
 
     def __init__(self, params: list[Param]) -> None:
@@ -119,7 +118,7 @@ class Writes:
         self._noted: list[int] | None = None
 
     def note(self, params: list[Param] | None = None) -> None:
-        """Notes the counts of parameters that have the job's weights now: these, or all of them."""
+        """Notes the counts of parameters that have the job's weights now: ``params``, or all."""
         if params is None or len(params) == len(self._params):
             self._noted = _versions(self._tensors)
         elif self._noted is not None:
@@ -131,7 +130,7 @@ class Writes:
         self._noted = None
 
     def written(self) -> list[Param]:
-        """The parameters whose count has changed since it was noted."""
+        """Returns the parameters whose count has changed since :meth:`note`."""
         if self._noted is None:
             return []
         versions = _versions(self._tensors)
@@ -147,10 +146,10 @@ class Writes:
             written: the parameters to compare, one after the other.
             read: writes the servers' weights of a parameter into memory of its shape, or of its shard's.
             image: the type that servers round weights to.
-            job: its name.
+            job: the job's name.
 
         Raises:
-            UsageError: naming the parameter, also one whose shape or type changed.
+            UsageError: naming the parameter, also if its shape or type changed.
         """
         # The servers' weights are read into memory of a tensor's shape.
         _params.check_unchanged(written, [])
@@ -174,40 +173,40 @@ class Writes:
 
 
 def places(param: Param, memory: Tensor) -> list[Place]:
-    """Where a parameter's weights are read to that is one of the job's own."""
+    """Returns the place that a whole parameter's weights are read to."""
     return [(param.index, memory.data_ptr(), param.elements, param.wire)]
 
 
 def _memory(param: Param) -> Tensor:
-    """The parameter's elements, or those of this rank's shard."""
+    """Returns the parameter's elements, or its local shard's."""
     memory = param.tensor.detach()
     return memory.to_local() if _params.is_sharded(memory) else memory  # type: ignore[attr-defined,no-any-return]
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """Torch's counts of writes. Reading them does not wait for weights that were only asked for."""
+    """Returns torch's counts of writes. Reading them does not wait for awaited weights."""
     with torch._C.DisableTorchFunctionSubclass():
         return [tensor._version for tensor in tensors]
 
 
 class Watch:
-    """Where a model has its optimizer's parameters. It refers weakly to the model itself."""
+    """The places of an optimizer's parameters in its models. Refers weakly to the models."""
 
     def __init__(self, models: Iterable[nn.Module], params: Iterable[tuple[str, Tensor]]) -> None:
         self._models = [weakref.ref(model) for model in models]
-        # FSDP2 puts a module's whole parameters in the place of its sharded ones, for as long as it computes.
+        # FSDP2 replaces a module's sharded parameters by whole ones while it computes.
         self._params = [(name, tensor) for name, tensor in params if not _params.is_sharded(tensor)]
-        #: The model's parameters by id, as they were when the model was found to be in order last.
+        #: The models' parameters by id, at the last check that passed.
         self._known: dict[int, weakref.ref[Tensor]] = {}
-        #: Dictionaries of modules, a key in each, and what is to be there: all that lies between the model and a parameter.
+        #: The path from the models to each parameter: a module's dictionary, the key and the expected value.
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[object] = []
         self._note()
 
     def check(self) -> None:
-        """Refuses a model in which another parameter has come to where one of the optimizer's was. A parameter that moved within the model,
-        or that was taken out and replaced by none, is let be.
+        """Refuses a model in which another parameter has replaced one of the optimizer's. A parameter that moved within the model, or was
+        removed without a replacement, passes.
 
         Raises:
             UsageError: naming the parameter.
@@ -216,7 +215,7 @@ class Watch:
             return
         here = list(self._parameters())
         gone = self._gone(here)
-        # A frozen one counts where it is in the place of one of the optimizer's: it may train later.
+        # A frozen replacement counts in the place of an optimizer's parameter: it may train later.
         new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and not self._is_known(tensor)}
         if gone and new:
             name = next((name for name in gone if name in new), gone[0])
@@ -246,10 +245,10 @@ class Watch:
             self._has_any(model, ours, seen)
 
     def _has_any(self, module: nn.Module, ours: set[int], seen: dict[int, bool]) -> bool:
-        """Notes a module's way to each parameter of the optimizer, and whether it has any."""
+        """Notes a module's paths to the optimizer's parameters. Returns whether it has any."""
         if id(module) in seen:
             return seen[id(module)]
-        seen[id(module)] = False  # for a module that is within itself
+        seen[id(module)] = False  # ends the recursion for a module within itself
         held: list[tuple[dict[str, Any], str, object]] = [
             (module._parameters, name, tensor) for name, tensor in module._parameters.items() if id(tensor) in ours
         ]
@@ -265,7 +264,7 @@ class Watch:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    """Returns a parameter's name without the prefixes of DistributedDataParallel and torch.compile."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
@@ -282,19 +281,19 @@ def _replaced(name: str, other: str, tensor: Tensor) -> Exception:
 
 
 class Absent:
-    """The parameters that have had no gradient in any of the first steps."""
+    """Parameters without a gradient in any of the first steps."""
 
     def __init__(self) -> None:
         self._left: set[int] | None = None
         self._steps = 0
 
     def note(self, missing: Sequence[Param]) -> None:
-        """These have none in a backward pass. Nobody expects one of those that are frozen."""
+        """Notes parameters without a gradient in a backward pass. Frozen ones are ignored."""
         if self._steps < FIRST_STEPS and self._left != set():
             here = {param.index for param in missing if param.tensor.requires_grad}
             self._left = here if self._left is None else self._left & here
 
     def end_step(self) -> set[int]:
-        """Those that have had none, at the end of the last of the first steps; nothing before and after."""
+        """Ends a step. Returns the parameters that never had a gradient at the last of the first steps; an empty set at any other."""
         self._steps += 1
         return (self._left or set()) if self._steps == FIRST_STEPS else set()

@@ -1,7 +1,7 @@
-"""The base of this package's optimizers: a ``torch.optim.Optimizer`` whose step is made by servers.
+"""The base class of this package's optimizers: a ``torch.optim.Optimizer`` whose steps servers make.
 
-:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. All of it runs on the training thread. An optimizer gives way to a
-newer one over the same parameters, as where a notebook's cell runs again.
+:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. It runs on the training thread. A newer optimizer over
+the same parameters replaces an older one, for example when a notebook's cell runs again.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from longshore.units.residency import UnitWeights
 
 
 class Succession:
-    """The part of an optimizer that gives way to the next one."""
+    """The part of an optimizer that closes for its successor."""
 
     param_groups: list[dict[str, Any]]
     _options: Options
     _stream: Stream | None
     _units: UnitWeights | None
     _process: int
-    #: Whether another optimizer has taken the parameters over.
+    #: Whether another optimizer has taken over the parameters.
     _is_replaced: bool
 
     @property
@@ -60,20 +60,20 @@ class Succession:
         raise NotImplementedError
 
     def _claim_at_once(self) -> None:
-        """Claims the parameters before the first step where backward would send their gradients for another optimizer."""
+        """Claims the parameters before the first step if backward would send their gradients for another optimizer."""
         trained = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad]
         if self._options.streaming or any(other.accumulates[0] for _, other in _params.owners(trained, self)):
             _params.claim(trained, self, is_begun=False)
 
     def give_way(self, tensors: set[int]) -> bool:
-        """Closes this optimizer for another one that updates all of its parameters from now on, as torch lets one follow the other. The
-        parameters have the last weights then.
+        """Closes this optimizer if another one updates all of its parameters from now on, as torch allows. The parameters then hold the
+        last weights.
 
         Args:
-            tensors: what the other one updates, by ``id``.
+            tensors: the parameters that the other optimizer updates, by ``id``.
 
         Returns:
-            False where that cannot be, and nothing has changed: it updates others too, other ranks would not know, or its model is in units.
+            False, with nothing changed, if this optimizer updates other parameters too, has other ranks, or has its model in units.
         """
         mine = {id(tensor) for tensor in self._tensors() if tensor.requires_grad}
         if not mine <= tensors or self.rank[1] > 1 or self._units is not None or self._process != os.getpid():
@@ -91,16 +91,16 @@ class Succession:
             raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
 
 
-#: What of a job may be otherwise where it is brought back from a checkpoint: how many gradients make a step, and how it is kept.
+#: ``JobSpec`` fields that a restore may change.
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier", "spec.unchecked")
 
 
 class Optimizer(Stepping, Stateful, Succession):
     """An optimizer whose master weights and state live on optimizer servers.
 
-    It is used as any other of torch: hooks, param groups, schedulers, closures, accumulation in ``.grad`` and
-    ``GradScaler`` mean what they do there. The job is opened on its servers in the first step, so param groups may be
-    added until then. Where ``servers=`` have the job already, it is opened at once, and the parameters get its weights.
+    Hooks, param groups, schedulers, closures, accumulation in ``.grad`` and ``GradScaler`` work as in torch. The first step opens the job
+    on its servers, so param groups may be added until then. A job that ``servers=`` have already is opened at once, and the parameters get
+    its weights.
     """
 
     #: The servers' name of the update rule.
@@ -111,11 +111,11 @@ class Optimizer(Stepping, Stateful, Succession):
         self._job_name = self._options.job or _job.new_job_name("torch")
         self._process = os.getpid()
         self._connection: Connection | None = None
-        #: What a new job is filled with instead of the parameters' weights.
+        #: State that fills a new job instead of the parameters' weights.
         self._filling: Filling | None = None
         self._table: tuple[list[Param], list[Param]] | None = None
         self._stream: Stream | None = None
-        #: What weights come through once the model is in units.
+        #: Source of weights once the model is in units.
         self._units: UnitWeights | None = None
         self._gradients = Gradients()
         self._watch: Watch | None = None
@@ -141,11 +141,11 @@ class Optimizer(Stepping, Stateful, Succession):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, until the job is opened.
+        """Adds a group. Only possible until the job is opened.
 
         Raises:
             UsageError: once the job is open, since its layout is fixed then.
-            InvalidError: naming a parameter that servers cannot keep, or one that is in another group already.
+            InvalidError: naming a parameter that servers cannot keep, or that another group has already.
         """
         if getattr(self, "_connection", None) is not None:
             raise invalid(
@@ -164,7 +164,7 @@ class Optimizer(Stepping, Stateful, Succession):
         group = self.param_groups[-1]
         self._check_group(group)
         for tensor in group["params"]:
-            # One tensor for all: a state that is never empty, so that nobody makes a step to fill it.
+            # All parameters share one tensor. A non-empty state keeps other code from making a step to fill it.
             self.state[tensor]["step"] = self._applied
         if self._stream is not None:
             self._stream.hook()
@@ -181,13 +181,13 @@ class Optimizer(Stepping, Stateful, Succession):
                 UsageError,
             )
         self._check_hyper(group)
-        # Servers would refuse the step once its gradients have left.
+        # Without this check servers refuse the step after its gradients have left.
         for name, value in dataclasses.asdict(self._hyper(group)).items():
             if not math.isfinite(value):
                 raise invalid(name, value, "finite", "look at the scheduler, and call step() again with a number")
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
-        """Refuses what the servers' rule does not have."""
+        """Refuses hyperparameters that the servers' rule does not have."""
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         raise NotImplementedError
@@ -215,7 +215,7 @@ class Optimizer(Stepping, Stateful, Succession):
         return self.last_report.grad_norm if self.last_report else None
 
     def open(self) -> None:
-        """Opens the job now instead of in the first step. A job that is there already gives the parameters its weights.
+        """Opens the job now instead of in the first step. An existing job gives the parameters its weights.
 
         Raises:
             LongshoreError: one of :mod:`longshore.errors`.
@@ -252,15 +252,15 @@ class Optimizer(Stepping, Stateful, Succession):
         except RefusedError as error:
             if error.field not in _LEFT_OPEN:
                 raise
-            # A state that is loaded before the first step may bring the job back with this. Otherwise that step raises.
+            # A state loaded before the first step may restore the job with these options. Otherwise that step raises.
             self._is_refused = True
             _params.release([id(param.tensor) for param in connection.params])
 
     def _opened(self, *, in_step: bool = False) -> Connection:
-        """The job, which is opened now if it was not before.
+        """Returns the job, opened now if necessary.
 
         Args:
-            in_step: weights may have been used already, as by the forward of a backward that goes on: those that are the job's stay untouched.
+            in_step: weights may have been used already, for example by the forward of a running backward. Weights that equal the job's stay untouched.
         """
         self._check_not_replaced()
         if self._process != os.getpid():
@@ -276,10 +276,10 @@ class Optimizer(Stepping, Stateful, Succession):
         return self._connection or self._start(self._new_connection(), in_step=in_step)
 
     def _opened_by_gradients(self) -> Connection:
-        """The same, for gradients that were made already.
+        """Returns the job for gradients that exist already, opened now if necessary.
 
         Raises:
-            UsageError: where the job begins with other weights than these were computed with.
+            UsageError: if the gradients were computed with other weights than the job's first.
         """
         is_first = self._connection is None
         connection = self._opened(in_step=True)
@@ -292,7 +292,7 @@ class Optimizer(Stepping, Stateful, Succession):
         _params.claim([(param.name, param.tensor) for param in connection.params], self)
         try:
             if self._units is not None:
-                # Not before this: a job that is only asked for its checkpoints has no weights to give.
+                # A job that is only asked for its checkpoints takes no weights, so units attach here.
                 connection.put_in_units(self._units.belong_to(connection.job))
             self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step))
             self._gradients.locked = connection.locked
@@ -308,15 +308,16 @@ class Optimizer(Stepping, Stateful, Succession):
         ]
         embedded = self._options.servers is None
         self._finalizer = weakref.finalize(self, _closed, connection, embedded, list(trained))
-        # At the interpreter's end the process ends the job of a server inside it, and any other job goes on.
+        # At the interpreter's end the process ends the job of an embedded server; any other job goes on.
         self._finalizer.atexit = False
         return connection
 
     def close(self) -> None:
-        """Waits until the last step is safe, and gives the rank up. The job stays on its servers; one of the server inside
-        this process is deleted. The optimizer cannot be used after it. Ranks that gather units gather the last weights as well, so that
-        each of them calls it, and waits for the others; where an exception ends one, it pulls all of them. Where it fails or is
-        interrupted, it may be called again."""
+        """Waits until the last step is safe, and gives the rank up. The optimizer cannot be used afterwards.
+
+        The job stays on its servers; a job of the server inside this process is deleted. Ranks that gather units gather the last weights,
+        so each calls this method and waits for the others. After an exception a rank pulls all of them alone. If closing fails or is
+        interrupted, the caller may call it again."""
         if self._connection is not None and self._finalizer.alive:
             tensors = [id(param.tensor) for param in self._connection.params]
             _params.release(tensors)
@@ -344,15 +345,15 @@ class Optimizer(Stepping, Stateful, Succession):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step, and returns when the parameters hold the next step's weights.
 
-        In streaming mode the gradients have left already, and a parameter's weights are waited for when it is used;
-        otherwise gradients in ``.grad`` leave now and stay as they are. If no parameter has a gradient, nothing happens, as in
-        torch; with several ranks another one may have some, and the step is made unless ``missing_gradients="error"``.
+        In streaming mode the gradients have left already, and the first use of a parameter waits for its weights. Otherwise gradients in
+        ``.grad`` leave now and stay unchanged. Without any gradient nothing happens, as in torch. With several ranks another rank may have
+        gradients, and the step is made unless ``missing_gradients="error"``.
 
         Args:
             closure: computes the loss again, with gradients, and returns it.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             MissingGradientError: if some parameters have a gradient and others do not, with ``missing_gradients="error"``.
@@ -377,18 +378,16 @@ class Optimizer(Stepping, Stateful, Succession):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step in hand, as torch's does. In streaming mode they may have left already, as where a
-        backward or what followed it was interrupted: servers then forget them too, unless there are other ranks, which wait for
-        that step."""
+        """Drops the gradients of the current step, as torch's does. In streaming mode some may have left already, for example before an
+        interrupt. Servers then drop these too, unless other ranks wait for that step."""
         super().zero_grad(set_to_none)
         if self._starts_over or (self._stream is not None and self._stream.has_begun and self._can_start_over()):
             self._start_over()
 
     def flush(self) -> int:
-        """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a
-        save with ``delay=1``, and after a step that was interrupted. The next step computes with these weights. In streaming
-        mode it gives up a step whose backward was interrupted, and one that was refused by a :class:`MissingGradientError`, so that it
-        can be made of another batch.
+        """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a save with
+        ``delay=1``, and after an interrupted step. The next step computes with these weights. In streaming mode it abandons a step whose
+        backward was interrupted or that a :class:`MissingGradientError` refused. Another batch can make that step.
 
         Returns:
             The version of the weights.
@@ -405,13 +404,13 @@ class Optimizer(Stepping, Stateful, Succession):
         self._report(connection)
         is_left, self._is_pushed = self._is_pushed and connection.made == made, False
         if (is_left or (self._stream is not None and self._stream.is_broken_off)) and self._can_start_over():
-            super().zero_grad()  # what was made and has not left
+            super().zero_grad()  # gradients that were made and have not left
             self._start_over()
         return self.version
 
     def _settle(self) -> Connection:
-        """Waits until every step is decided, so that servers have the newest state. Any rank may call it alone: where they read weights
-        together, parameters stay as they are."""
+        """Waits until every step is decided, so that servers have the newest state. Any rank may call it alone: if ranks read weights
+        together, the parameters stay unchanged."""
         if self._connection is None and (self._options.partition is not None or any(map(_params.is_sharded, self._tensors()))):
             raise UsageError("the job is not open, and its ranks open it together: call open() on all of them first, or make a step")
         connection = self._opened()
@@ -423,17 +422,17 @@ class Optimizer(Stepping, Stateful, Succession):
         return connection
 
     def checkpoint(self, name: str) -> str:
-        """Has the servers write a checkpoint of their state, while nothing else happens to the job.
+        """Has the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
 
         Returns:
-            Its name: ``name``, or ``name.2`` and so on where another state has taken that.
+            The checkpoint's name: ``name``, or ``name.2`` and so on if another state has that name.
 
         Raises:
-            RefusedError: if a server has no folder for checkpoints, or no room.
+            RefusedError: if a server has no folder for checkpoints, or too little space.
         """
         connection = self._opened()
         if connection.ranks is None:
-            self.flush()  # else all ranks must, since they read together
+            self.flush()  # with reducing ranks all must flush, since they read together
         kept, version = connection.job.checkpoint(name)
         self._checkpointed = (version, kept)
         return kept
@@ -453,11 +452,11 @@ class Optimizer(Stepping, Stateful, Succession):
 
 
 def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
-    """Ends the job of an optimizer that is gone. Nobody else can reach a job of the server in this process."""
+    """Ends the job of a freed optimizer. Nobody else can reach a job of the server in this process."""
     _params.release(tensors)
     guards.release_clipping(tensors)
     connection.weights.abandon()
     if embedded:
-        # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.
+        # In a fork the job is the parent's. A failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):
             connection.close(True)

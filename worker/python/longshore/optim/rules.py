@@ -1,5 +1,5 @@
-"""Optimizers: torch's own, with their arguments, and Lion. Beside these each takes the options of
-:class:`longshore.transfer.options.Options` by keyword.
+"""Optimizers: torch's own, with their arguments, and Lion. Each also takes the options of :class:`longshore.transfer.options.Options` by
+keyword.
 """
 
 from typing import Any, Unpack
@@ -15,12 +15,12 @@ __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer", "StepReport"]
 
 
 def _number(value: Any) -> float:
-    """A hyperparameter, which torch allows to be a tensor of one element."""
+    """Returns a hyperparameter as a float; torch allows a tensor of one element."""
     return float(value)
 
 
 def _refuse(**flags: Any) -> None:
-    """Refuses what the servers' rules do not have. None and False are torch's defaults and mean nothing here."""
+    """Refuses flags that the servers' rules do not have. None and False are torch's defaults and pass."""
     reasons = {
         "amsgrad": "servers keep no largest second moment: leave it out",
         "maximize": "servers minimise: negate the loss",
@@ -33,7 +33,7 @@ def _refuse(**flags: Any) -> None:
 
 
 def _check(what: str, value: Any, *, at_most: float | None = None, below: float | None = None) -> None:
-    """Refuses a value outside a rule's domain, which begins at 0. The message has torch's words."""
+    """Refuses a value outside a rule's domain, which begins at 0. The message uses torch's words."""
     number = _number(value)
     if number >= 0.0 and (at_most is None or number <= at_most) and (below is None or number < below):
         return
@@ -107,11 +107,11 @@ class AdamW(_AdamFamily):
     """``torch.optim.AdamW`` with its arguments, its state on optimizer servers.
 
     Args:
-        params: ``model.named_parameters()``, so that the servers know the model's names; or what torch takes.
+        params: ``model.named_parameters()``, which gives the servers the model's names; or any form that torch takes.
         lr, betas, eps, weight_decay: as in torch. Schedulers may change them in ``param_groups`` between steps.
         amsgrad, maximize, capturable, differentiable: must be False.
-        foreach, fused: mean nothing here.
-        **options: of the job; see :class:`longshore.transfer.options.Options`.
+        foreach, fused: ignored.
+        **options: options of the job; see :class:`longshore.transfer.options.Options`.
 
     Raises:
         InvalidError: naming the argument, its limit and a remedy.
@@ -141,7 +141,7 @@ class AdamW(_AdamFamily):
 
 
 class Adam(_AdamFamily):
-    """``torch.optim.Adam`` with its arguments: weight decay is a part of the gradient. See :class:`AdamW`."""
+    """``torch.optim.Adam`` with its arguments: weight decay is added to the gradient. See :class:`AdamW`."""
 
     rule = "adam"
 
@@ -280,7 +280,7 @@ class Adagrad(Optimizer):
 
 
 class Lion(Optimizer):
-    """Lion as its paper's Algorithm 2 has it, with decoupled weight decay. See :class:`AdamW`."""
+    """Lion as in Algorithm 2 of its paper, with decoupled weight decay. See :class:`AdamW`."""
 
     rule = "lion"
 

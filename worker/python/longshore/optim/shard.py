@@ -1,4 +1,4 @@
-"""``longshore.shard``: a model larger than its device trains, since a part of its weights at a time is there."""
+"""``longshore.shard``: trains a model larger than its device, with a part of its weights resident at a time."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ class Sharded:
 
     @property
     def resident(self) -> list[str]:
-        """The units that are on the device now, whole or in part."""
+        """Names of the units that are resident now, whole or in part."""
         return [unit.name for unit in self._home.units if any(member.is_here for member in unit.members)]
 
     @property
@@ -54,21 +54,21 @@ class Sharded:
 
     @property
     def peak_weight_bytes(self) -> int:
-        """The most there ever were since :func:`shard`."""
+        """Largest value of :attr:`weight_bytes` since :func:`shard`."""
         return self._home.peak + self._resting
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of weights that came to the device so far."""
+        """Bytes of weights brought to the device so far."""
         return self._home.fetched
 
     @property
     def pulled_bytes(self) -> int:
-        """Bytes of weights that this rank has asked the servers for so far, as its parameters have them."""
+        """Bytes of weights that this rank has pulled from servers so far, in the parameters' types."""
         return self._fetcher.pulled
 
     def release(self) -> None:
-        """Lets go of all weights that nothing uses now, as before something else needs the device."""
+        """Releases all weights that are not in use, for example before another program needs the device."""
         self._home.release()
 
 
@@ -80,11 +80,11 @@ def shard(
     device: torch.device | str | None = None,
     weights: str | None = None,
 ) -> Sharded:
-    """Cuts a model into units, whose weights are on the device when they are used, as far as the budget goes.
+    """Cuts a model into units, whose weights are resident when they are used, within the budget.
 
-    The model is used as before. A unit's weights are fetched before its forward and before its backward, in the version that
-    the step computes with, and others go when the budget is full. Frozen weights come from copies in the host's memory; of those
-    that servers keep (``frozen="keep"``) each of several ranks that gather has its part there.
+    The model is used as before. A unit's weights are fetched before its forward and before its backward, in the version that the step
+    computes with. Other units are released when the budget is full. Frozen weights come from copies in the host's memory. With
+    ``frozen="keep"`` each of several gathering ranks has its part there.
 
     Args:
         model: the model, whole, with its weights.
@@ -92,19 +92,16 @@ def shard(
         budget: bytes for weights and gradients (``"6GiB"``, ``"500MB"`` or a number). By default half of the device's free
             memory; on a CPU it must be given.
         units: the modules that are units: names (``"layers.*"``), classes or modules. By default they are found.
-        device: where the model shall train, if it is elsewhere and would not fit there whole.
+        device: where the model trains, if it is elsewhere now and does not fit there whole.
         weights: how several ranks get a unit. ``"whole"``: each pulls all of it, and none waits for another. ``"gathered"``: each
-            pulls its part, and they gather the others' with torch.distributed, in the same order on all ranks. By default they are
-            gathered where ranks reduce gradients among themselves (``partition="reduce-scatter"``), and whole elsewhere.
+            pulls its part, and they gather the others' with torch.distributed, in the same order on all ranks. The default is gathered where ranks reduce gradients among themselves (``partition="reduce-scatter"``), and whole elsewhere.
 
     Returns:
-        What became of it.
+        The model's units, with counters of their bytes.
 
     Raises:
-        InvalidError: where a unit does not fit into the budget, where units are named that cannot be, or where ranks that gather
-            differ in their units.
-        UsageError: for a model that is in units already, an optimizer that cannot be used, or a weight that was written since the job
-            was opened.
+        InvalidError: if a unit does not fit into the budget, if ``units`` names no possible unit, or if gathering ranks differ in their units.
+        UsageError: for a model that is in units already, an optimizer that cannot be used, or a weight written since the job was opened.
     """
     _check(model, optimizer)
     optimizer.watch(model)
@@ -122,13 +119,13 @@ def shard(
         rounds = Rounds(_target(members, device))
         whole = rounds.least(whole) if budget is None else whole
     resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
-    # What one module adds to the gradient of a tied weight waits for what the others add.
+    # A module's share of a tied weight's gradient is held until the other modules' shares are added.
     tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
-    # And so do buckets that ranks reduce: one that fills, and the one before.
+    # Ranks that reduce hold two buckets: the one being filled and the one before.
     buckets = 0 if connection.ranks is None else 2 * connection.ranks.bucket_bytes()
     room = None if whole is None else whole - resting - tied - buckets
     named = [units] if isinstance(units, (str, type, nn.Module)) else units
-    # On a device gradients that leave stay until they are copied, while others are made.
+    # On a device, sent gradients stay until they are copied, while others are made.
     copies = 2 if _is_on_device(members, device) else 1
     cut = _cut(is_gathered, lambda: _model.cut(model, members, named, room, copies), room)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
@@ -150,7 +147,7 @@ def shard(
     optimizer._units = UnitWeights(home, fetcher, connection.job)
     connection.put_in_units(optimizer._units)
     connection.job.pull_in_units()
-    connection.job.take_unread_weights()  # the fetcher has them, also where nobody has read any
+    connection.job.take_unread_weights()  # the fetcher pulls weights itself, even if nobody has read any
     return Sharded(home, fetcher, whole, resting)
 
 
@@ -192,14 +189,14 @@ def _is_on_device(members: list[Member], device: torch.device | str | None) -> b
 
 
 def _is_gathered(weights: str | None, optimizer: Optimizer) -> bool:
-    """Whether ranks gather units from each other."""
+    """Returns whether ranks gather units from each other."""
     rank, world_size = optimizer.rank
     if weights not in (None, "whole", "gathered"):
         raise invalid("weights", repr(weights), "'whole' or 'gathered'", "choose one of them")
     if world_size == 1:
         return False
     if weights is None:
-        # Ranks that reduce wait for each other anyway. Those whose gradients the servers sum need no process group.
+        # Ranks that reduce wait for each other anyway. Without a partition the servers sum, and ranks need no process group.
         return optimizer._options.partition is not None
     if weights == "gathered" and not agree.can_meet(world_size):
         remedy = "call torch.distributed.init_process_group() before shard(), or pass weights='whole'"
@@ -208,7 +205,7 @@ def _is_gathered(weights: str | None, optimizer: Optimizer) -> bool:
 
 
 def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> list[Unit]:
-    """The model's units. Ranks that gather must have the same ones; where they have not, or one has none, all are told."""
+    """Returns the model's units. Gathering ranks must have the same ones; if they differ, or one rank fails, all ranks raise."""
     units: list[Unit] = []
 
     def described() -> list[tuple[str, Any]]:
@@ -231,14 +228,14 @@ def _fetcher(
     optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
 ) -> Fetcher:
     is_gone = functools.partial(_is_overwritten, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_overwritten
-    # Ranks that do things together end a step's gradients in ways of their own.
+    # Ranks that reduce or gather end a step's gradients through their own collectives.
     is_alone = rounds is None and connection.ranks is None
     lending = Lending(connection.job, connection.image_dtype) if is_alone and is_on_device else None
     return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, lending=lending)
 
 
 def _check_written(connection: Connection, is_gathered: bool, was_open: bool) -> None:
-    """Refuses trained weights that were written since the job was opened. A job that this rank has just opened needs no look."""
+    """Refuses trained weights that were written since the job was opened. A job opened by this call needs no check."""
 
     def check() -> None:
         if was_open:
@@ -251,10 +248,10 @@ def _check_written(connection: Connection, is_gathered: bool, was_open: bool) ->
 
 
 def _take_written(fetcher: Fetcher, was_open: bool) -> None:
-    """Frozen weights that somebody wrote since the job was opened are not the servers'. Ranks keep all of such a weight, as of one
-    that is written to later, so that whatever uses it gets what was written."""
+    """Keeps a whole copy of each frozen weight written since the job was opened, as of a weight written later. Servers lack what was
+    written, and forward must use it."""
     if fetcher.rounds is not None:
-        # A rank sees its own part alone, and none is to pull what another one has written over.
+        # Each rank sees only its own part, and no rank may pull a weight that another rank has written.
         names = agree.together(lambda: fetcher.written() if was_open else [])
         fetcher.take_all_of(itertools.chain(*names))
 
@@ -275,7 +272,8 @@ def _is_never_overwritten(_: Member) -> bool:
 
 
 def _is_overwritten(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool:
-    """Once a step has all gradients of a shard, a delayed job's servers write newer weights over those that it computes with."""
+    """Returns whether servers may have overwritten a member's weights. A delayed job's servers do so once a step has all gradients of a
+    shard."""
     if member.param is None:
         return False
     # A job that is joined again has another stream.
@@ -284,7 +282,7 @@ def _is_overwritten(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool
 
 
 def _place(model: nn.Module, members: list[Member], device: torch.device | str | None) -> None:
-    """Moves the model to a device, parameter by parameter, and gives each parameter memory of its own."""
+    """Moves the model to a device, parameter by parameter, and gives each parameter a storage of its own."""
     of_units = {id(member.tensor) for member in members}
     with torch.no_grad():
         for member in members:
@@ -302,7 +300,7 @@ def _place(model: nn.Module, members: list[Member], device: torch.device | str |
 
 
 def _copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A state dict has copies in the host's memory: weights on the device come and go."""
+    """Replaces unit weights in a state dict by copies in the host's memory: resident weights are released later."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, UnitTensor):

@@ -1,6 +1,6 @@
-"""``state_dict`` and ``load_state_dict``: a small handle of the state on servers, or all of it on request.
+"""``state_dict`` and ``load_state_dict``: a small handle of the state on servers, or the full state on request.
 
-A handle has plain containers and one tensor. :class:`Back` goes back to the version that a handle names, from a checkpoint of the servers.
+A handle has plain containers and one tensor. :class:`Back` returns to the version that a handle names, from a checkpoint of the servers.
 """
 
 import contextlib
@@ -28,29 +28,29 @@ _FORMAT = 1
 
 
 def handle(job: str, version: int, made: int, rule: str, fingerprint: str | None) -> dict[str, Any]:
-    """What names a version of a job. The fingerprint is of its parameters, once the job is open.
+    """Returns the dictionary that names a version of a job. The parameters' fingerprint is known once the job is open.
 
     Args:
-        made: how many steps were made, which is noted where a delayed job has more of them than the version that is held.
+        made: number of steps made. A delayed job may have made more than ``version``; the handle notes the number then.
     """
     found = {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
     return found if made == version else {**found, "made": made}
 
 
 def steps_made(handle: dict[str, Any]) -> int:
-    """How many steps had been made."""
+    """Returns the number of steps made when the handle was saved."""
     steps: int = handle.get("made", handle["version"])
     return steps
 
 
 def note(state_dict: dict[str, Any]) -> None:
-    """Has each param group name the job, too: ``torch.distributed.checkpoint.state_dict`` takes a state apart, and keeps these alone."""
+    """Notes the job in each param group as well: ``torch.distributed.checkpoint.state_dict`` keeps the groups and drops other keys."""
     for group in state_dict["param_groups"]:
         group[KEY] = dict(state_dict[KEY])
 
 
 def with_handle(state_dict: dict[str, Any], *, has_moments: bool) -> dict[str, Any]:
-    """The same with its handle in its place and nowhere else. A state that has moments is one that needs none."""
+    """Returns the state with its handle under one key, removed from the groups. A state with moments needs no handle."""
     groups = state_dict["param_groups"]
     noted = [group[KEY] for group in groups if KEY in group]
     whole = {**state_dict, "param_groups": [{key: value for key, value in group.items() if key != KEY} for group in groups]}
@@ -60,7 +60,7 @@ def with_handle(state_dict: dict[str, Any], *, has_moments: bool) -> dict[str, A
 
 
 def check_is_whole(state_dict: dict[str, Any], *, has_moments: bool) -> None:
-    """Refuses a handle that has lost the job's name, which would pass for a state of torch from before its first step.
+    """Refuses a handle without the job's name, which looks like a torch state from before its first step.
 
     Raises:
         StateError: saying what to save instead.
@@ -78,13 +78,13 @@ def check_is_whole(state_dict: dict[str, Any], *, has_moments: bool) -> None:
 
 
 def is_of_job(given: dict[str, Any], job: str) -> bool:
-    """Whether it is a handle of this job, or all state of it."""
+    """Returns whether ``given`` is a handle or full state of this job."""
     theirs = given.get(KEY)
     return isinstance(theirs, dict) and theirs.get("job") == job
 
 
 def refuse_to_fill(job: str, version: int) -> Exception:
-    """The error for a state that was given to a job that has its own."""
+    """Returns the error for a foreign state loaded into a job that has state of its own."""
     return invalid(
         "state_dict",
         f"one of another optimizer, and job {job} is at version {version}",
@@ -96,10 +96,10 @@ def refuse_to_fill(job: str, version: int) -> Exception:
 
 
 def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
-    """Refuses a state that is not the very one that the servers have.
+    """Refuses a handle that differs from the servers' state.
 
     Raises:
-        StateError: naming what differs, and what to do.
+        StateError: naming the differing field and the remedy.
     """
     theirs = given.get(KEY)
     if not isinstance(theirs, dict):
@@ -143,7 +143,7 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
 
 
 class Back:
-    """The part of an optimizer that goes back to a checkpoint."""
+    """The part of an optimizer that returns to a checkpoint."""
 
     _options: Options
     _job_name: str
@@ -152,7 +152,7 @@ class Back:
     _finalizer: Any
     _checkpointed: tuple[int, str] | None
     _is_refused: bool
-    #: Whether the step in hand is being given up, and that has not come to its end.
+    #: Whether the current step is being abandoned and joining again has not finished.
     _starts_over: bool
     version: int
     is_in_units: bool
@@ -168,17 +168,17 @@ class Back:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """This worker among the job's, and how many these are."""
+        """This worker's rank and the job's world size."""
         return self._options.place()
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is rank 0, which decides steps and asks for checkpoints."""
+        """Whether this worker is rank 0, which decides steps and asks for checkpoints."""
         return self.rank[0] == 0
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What servers clip to. It may be set until the job is opened."""
+        """The norm that servers clip to. Writable until the job is opened."""
         return self._options.max_grad_norm
 
     @max_grad_norm.setter
@@ -201,44 +201,44 @@ class Back:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients have left, in streaming mode, of a step that was not made."""
+        """Whether streaming mode has sent gradients of a step that is not decided yet."""
         return self._stream is not None and self._stream.has_begun
 
     @property
     def is_named_by_place(self) -> bool:
-        """Whether nobody has said names, so that the job calls parameters by their places. The job must be open."""
+        """Whether the job calls parameters by their places, since no names were given. The job must be open."""
         assert self._connection is not None
         return any(_params.is_place(param.name) for param in self._connection.params)
 
     @property
     def accumulates(self) -> tuple[bool, int]:
-        """Whether gradients leave as backward makes them, and of how many backward passes a step is made then."""
+        """Whether gradients leave during backward, and the number of backward passes a step has then."""
         return self._options.streaming, self._options.accumulate
 
     @property
     def passing_checkpoints(self) -> Path | None:
-        """The folder of checkpoints of a server that ends with this process; None where the job's servers are others."""
+        """The checkpoint folder of a server that ends with this process; None for any other server."""
         server = self._options.server()
         return Path(server.checkpoint_dir) if server is not None and server.is_passing and server.checkpoint_dir else None
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether servers have all state in memory, so that this host may have room for it too."""
+        """Whether servers keep all state in memory. This host may have room for the state too then."""
         return self._options.tier != "nvme"
 
     def has_checkpoint_folder(self) -> bool:
-        """Whether the job's servers have a folder for checkpoints. The job must be open."""
+        """Returns whether the job's servers have a folder for checkpoints. The job must be open."""
         assert self._connection is not None
         return _listed(self._connection) is not None
 
     @property
     def waits_for_state(self) -> bool:
-        """Whether the servers have the job for another world size, say, so that only a state that is loaded can open it."""
+        """Whether the servers refused this job, for example for its world size. Only a loaded state can open the job then."""
         return self._is_refused and self._connection is None
 
     def adopt(self, job: str) -> None:
-        """Takes the name of a job whose server ended with its process, to go back to a checkpoint of it. The job in hand ends. Where that
-        fails or is interrupted, it may be called again; the job ends with this optimizer otherwise."""
+        """Takes the name of a job whose server ended with its process, to return to one of its checkpoints. The current job ends. After an
+        error or an interrupt the caller may call this again; otherwise the old job ends with this optimizer."""
         if job == self._job_name:
             return
         if self._connection is not None:
@@ -252,19 +252,19 @@ class Back:
 
     @property
     def resumed(self) -> bytes | None:
-        """What :attr:`resume_data` gave with the commit of the version that this optimizer has joined at; None in a new job."""
+        """The bytes of :attr:`resume_data` committed with the version that this optimizer joined at; None in a new job."""
         return self._connection.job.resumed() if self._connection else None
 
     def flush(self) -> int:
         raise NotImplementedError
 
     def _can_start_over(self) -> bool:
-        """Whether nobody else waits for the gradients of the step in hand."""
+        """Returns whether this rank is the only one, so that no other rank waits for the current step's gradients."""
         return self.rank[1] == 1
 
     def _start_over(self) -> None:
-        """Gives up what has left of the step in hand: joins again as a new process would, whose step servers make anew. All of it waits
-        for servers, so that each part may be done again where an error or Ctrl-C has ended it."""
+        """Abandons the gradients that were sent of the current step: joins again as a new process does, and servers begin the step anew.
+        Each part only waits for servers, so each may be repeated after an error or Ctrl-C."""
         self._starts_over = True
         old = self._connection
         if old is not None:
@@ -274,7 +274,7 @@ class Back:
             _params.release([id(param.tensor) for param in old.params])
             self._connection = None
         connection = self._start(self._new_connection(), found=True)
-        # A delayed step would read the version before.
+        # Without the drain a delayed step reads the version before.
         connection.drain()
         connection.read()
         self._stream_anew()
@@ -288,8 +288,8 @@ class Back:
         self._starts_over = False
 
     def _may_be_other(self, version: int, name: str | None) -> bool:
-        """Whether a checkpoint may be of another run than the job in hand, also at the same version: those that went on from one
-        checkpoint of a server that ended with its process have the same job."""
+        """Returns whether a checkpoint may belong to another run, even at the same version. Runs that continue from one checkpoint of an
+        embedded server share the job's name."""
         return self.passing_checkpoints is not None and name is not None and self._checkpointed != (version, name)
 
     def _go_back(self, state_dict: dict[str, Any]) -> None:
@@ -298,24 +298,24 @@ class Back:
         if wanted is None:
             return
         connection = self._connection
-        # A delayed job whose parameters have this version may have made a step more.
+        # A delayed job may have made one more step than its parameters' version says.
         made = steps_made(state_dict[KEY])
         is_here = wanted[0] == self.version and (connection is None or (connection.made == made and not connection.is_torn))
         if is_here and not is_other:
             return
         if connection is not None and connection.joined == wanted[0] and not is_other:
-            # The servers are there, but a delayed step would read the version before. The handle was saved after a flush, and
-            # the step that followed would have read this one.
+            # The servers are at this version, but a delayed step reads the version before. The handle was saved after a flush, and the step
+            # after the flush reads the flushed version.
             self.flush()
             return
         connection, old = self._new_connection(), self._connection
         name = _find(connection, *wanted)
         if name is None:
-            return  # the check that follows says so
+            return  # check() raises for this next
         _go(connection, old, self._options.place()[0], wanted[0], name)
         if old is not None:
             self._finalizer.detach()
-            old.weights.forget()  # its last step is given up, and nobody is to wait for the weights of that
+            old.weights.forget()  # the last step is abandoned, so nobody may wait for its weights
         tensors = [id(param.tensor) for param in connection.params]
         _params.release(tensors)
         self._start(connection, found=True)
@@ -326,8 +326,7 @@ class Back:
 
 
 def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
-    """The version of this job that a handle names, and its checkpoint if the handle names one; None where the handle is of another
-    job."""
+    """Returns the version of this job that a handle names, and the checkpoint if the handle names one; None for a handle of another job."""
     handle = state_dict.get(KEY)
     if not isinstance(handle, dict) or handle.get("job") != job:
         return None
@@ -336,13 +335,13 @@ def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | No
 
 
 def _find(connection: Connection, version: int, name: str | None) -> str | None:
-    """The checkpoint of a version: the one that is named, or the one that was written last."""
+    """Returns the version's checkpoint: the named one, or the newest."""
     there = [found for found, of in _listed(connection) or () if of == version]
     return name if name in there else there[-1] if there else None
 
 
 def _listed(connection: Connection) -> list[tuple[str, int]] | None:
-    """The names and versions of the servers' checkpoints; None where a server has no folder for them."""
+    """Returns the names and versions of the servers' checkpoints; None if a server has no folder for them."""
     try:
         listed: list[tuple[str, int]] = connection.job.checkpoints()
     except RefusedError as error:
@@ -353,7 +352,7 @@ def _listed(connection: Connection) -> list[tuple[str, int]] | None:
 
 
 def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str) -> None:
-    """Fills the job from a checkpoint, and gives up what its servers have of it. All ranks must come here."""
+    """Fills the job from a checkpoint, and abandons the servers' current state. All ranks must call it."""
     _check_meeting(connection, version)
     job = connection.name
     if old is not None:
@@ -363,19 +362,19 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
             UserWarning,
             stacklevel=4,
         )
-        # The job that it holds may be gone already.
+        # The job that ``old`` holds may be deleted already.
         with contextlib.suppress(LongshoreError):
             old.close(False)
     if connection.world_size == 1:
         connection.job.go_back(name)
         return
-    # Another rank's old job is given up before the servers give theirs up.
+    # Each rank closes its old job before rank 0 has the servers abandon theirs.
     agree.together(lambda: None)
     agree.together(lambda: connection.job.go_back(name) if rank == 0 else None)
 
 
 def _check_meeting(connection: Connection, version: int) -> None:
-    """Refuses to go back with several ranks that cannot wait for each other: one may be reading what another gives up."""
+    """Refuses to go back if several ranks cannot wait for each other: a rank may still read the state that another abandons."""
     if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     raise invalid(
@@ -395,17 +394,17 @@ class Stateful(torch.optim.Optimizer):
     _options: Options
     _job_name: str
     _connection: Connection | None
-    #: What a new job is filled with instead of the parameters' weights.
+    #: State that fills a new job instead of the parameters' weights.
     _filling: Filling | None
-    #: The job's parameters, trained and frozen, since it was opened.
+    #: The job's trained and frozen parameters, since it was opened.
     _table: tuple[list[Param], list[Param]] | None
-    #: How many updates the weights have behind them.
+    #: Number of updates that made the weights.
     _applied: Tensor
-    #: A version and the checkpoint that the servers have of it.
+    #: A version and the name of its checkpoint on the servers.
     _checkpointed: tuple[int, str] | None
-    #: Whether ``state_dict`` takes all state where it is not told. A framework's adapter sets it where the servers end with this process.
+    #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
     saves_all: bool = False
-    #: Whether it is still to be said that a handle ends with this process. An adapter that puts all state in its place says no.
+    #: Whether to warn once that a handle ends with this process. An adapter that saves the full state sets False.
     warns_of_handles: bool = True
 
     @property
@@ -426,15 +425,13 @@ class Stateful(torch.optim.Optimizer):
         raise NotImplementedError
 
     def state_dict(self, *, full: bool | None = None) -> dict[str, Any]:
-        """A handle of the state on the servers: small, of tensors and plain containers alone.
+        """Returns a handle of the state on the servers: small, of tensors and plain containers alone.
 
-        It has what torch's has, with ``step`` as each parameter's only state, and under ``"longshore"`` the job and version.
+        The keys are torch's, with ``step`` as each parameter's only state. ``"longshore"`` has the job and version.
 
         Args:
             full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
-                same name loads it, and so does an optimizer of this package whose job is new. It takes 12 bytes a parameter of
-                this process; :mod:`longshore.checkpoint` writes files without that. None takes it where a framework's adapter saves, and
-                the server ends with this process; without an adapter a warning says that the handle ends with it too.
+                same name loads it, and so does an optimizer of this package whose job is new. The full state takes 12 bytes a parameter of this process; :mod:`longshore.checkpoint` writes files without that. None is True where a framework's adapter saves and the server ends with this process; without an adapter a warning says that the handle ends with the process.
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
@@ -444,14 +441,14 @@ class Stateful(torch.optim.Optimizer):
         if full is None and not self.saves_all:
             self._warn_of_what_ends(state[KEY])
         if self.saves_all if full is None else full:
-            # What torch has packed is this object's own: a full state is another one.
+            # torch's packed dictionary belongs to this call, so its ``state`` is replaced.
             state["state"] = self._full_state()
         else:
             note(state)
         return state
 
     def _warn_of_what_ends(self, handle: dict[str, Any]) -> None:
-        """Says once that nobody can go on from a file of this handle."""
+        """Warns once that no process can continue from a file of this handle."""
         if not self.warns_of_handles or not self.version or "checkpoint" in handle or self.passing_checkpoints is None:
             return
         self.warns_of_handles = False
@@ -477,26 +474,25 @@ class Stateful(torch.optim.Optimizer):
         }
 
     def _tensors(self) -> list[Tensor]:
-        """All parameters, in the order in which a state numbers them."""
+        """Returns all parameters, in the order in which a state numbers them."""
         return [tensor for group in self.param_groups for tensor in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a state.
+        """Continues from a state.
 
-        A handle of this job: hyperparameters are taken from it, and the state itself is on the servers already. Where they are at
-        another version and have a checkpoint of that one, they go back to it, and what they have is given up. The world size may
-        be another one then. All ranks must load it.
+        A handle of this job: hyperparameters are taken from it, and the state itself is on the servers already. Servers at another version
+        return to the handle's version if they have a checkpoint of it, and abandon their own. The world size may differ then. All ranks
+        must load the handle.
 
-        The state of torch's optimizer of the same name, or all state of one of this package: the job must be new. It is filled when it is
-        opened, which is in the first step, with the parameters' weights of that time (with the state's ``master`` weights, where
-        it has them, which the parameters get at once). Until then the tensors are referred to, not copied: those of
-        ``torch.load(path, mmap=True)`` are read from the file when they are sent.
+        The state of torch's optimizer of the same name, or all state of one of this package: the job must be new. Opening the job, in the
+        first step, fills it with the parameters' weights of that time. ``master`` weights of the state replace these, and the parameters
+        get them at once. Until then the tensors are referred to, not copied: tensors of ``torch.load(path, mmap=True)`` are read from the
+        file when they are sent.
 
         Raises:
-            StateError: for a state of another model, job or version, naming the tensor that is missing, is not known or does
-                not fit. Nothing has changed then.
+            StateError: for a state of another model, job or version, naming the tensor that is missing, unknown or of another shape. Nothing has changed then.
         """
-        # Hooks get what torch's own method gives them: the whole state in a dict that is theirs.
+        # Hooks get a copy of the whole state, as in torch's own method.
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
@@ -508,7 +504,7 @@ class Stateful(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Within it torch's method calls no hooks: it gets a part of the state."""
+        """Disables the hooks of torch's method, since ``_load`` passes it a part of the state."""
         names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
         hooks = {name: getattr(self, name) for name in names}
         vars(self).update({name: {} for name in names})
@@ -518,8 +514,8 @@ class Stateful(torch.optim.Optimizer):
             vars(self).update(hooks)
 
     def _table_of_job(self) -> tuple[list[Param], list[Param]]:
-        """The parameters that servers train, now or later, and the frozen ones that they keep. Once the job was opened they stay what they
-        are, whatever requires a gradient when it is joined again."""
+        """Returns the parameters that servers train, now or later, and the frozen ones that they keep. Both are fixed once the job was
+        opened, even if ``requires_grad`` changes before it is joined again."""
         if self._table is not None:
             return self._table
         params = _params.table(self.param_groups, later=self._options.trains_later)
@@ -538,7 +534,7 @@ class Stateful(torch.optim.Optimizer):
         return any(key in state for state in state_dict["state"].values() for key in NAMES[self.rule])
 
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
-        """Has the new job filled with this when it is opened."""
+        """Fills the new job with this state when it is opened."""
         if KEY in state_dict and not self._has_moments(state_dict):
             return check(state_dict, self._handle(None))
         _filling.check_groups(state_dict, self.param_groups, self.rule)
@@ -551,7 +547,7 @@ class Stateful(torch.optim.Optimizer):
         filling = _filling.of_torch(state_dict, tensors, names, self.rule, later=self._options.trains_later)
         if self._connection is not None:
             applied = (filling.applied if filling else None) or 0
-            # A process that was killed after the job was filled comes here again.
+            # A process killed after the job was filled reaches this line again on its restart.
             if self.version != 0 or applied != int(self._applied):
                 raise refuse_to_fill(self._job_name, self.version)
         elif filling is not None:
@@ -559,7 +555,7 @@ class Stateful(torch.optim.Optimizer):
         self._take_hyperparameters(state_dict)
 
     def _fill_with(self, filling: Filling) -> None:
-        """Has a new job filled with this, and gives the parameters its weights."""
+        """Fills a new job with this state when it opens, and gives the parameters its weights now."""
         if self._connection is not None:
             raise refuse_to_fill(self._job_name, self.version)
         params, _ = self._table_of_job()
@@ -572,20 +568,20 @@ class Stateful(torch.optim.Optimizer):
                 if weights is param.tensor:
                     continue
                 if _params.is_sharded(param.tensor):
-                    from longshore.distributed import dtensor  # which needs torch.distributed
+                    from longshore.distributed import dtensor  # needs torch.distributed
 
                     dtensor.fill(param, weights)
                 else:
                     param.tensor.copy_(weights)
 
     def _take_hyperparameters(self, state_dict: dict[str, Any]) -> None:
-        # The servers have the rest, or get it when the job is opened.
+        # The servers have the other state, or get it when the job is opened.
         steps = {key: {"step": of["step"]} if "step" in of else {} for key, of in state_dict["state"].items()}
         super().load_state_dict({"state": steps, "param_groups": state_dict["param_groups"]})
         for group in self.param_groups:
             for tensor in group["params"]:
                 loaded = self.state[tensor].get("step", self._applied)
-                # In a full state a parameter that steps left out has a smaller count than the job.
+                # In a full state, a parameter that steps left out has a smaller count than the job.
                 if isinstance(loaded, Tensor) and loaded > self._applied:
                     self._applied.copy_(loaded)
                 self.state[tensor] = {"step": self._applied}

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Scaling:
-    """The part of an optimizer that knows of loss scales."""
+    """The part of an optimizer that handles loss scales."""
 
     _options: "Options"
     _connection: "Connection | None"
-    #: Whether a framework's adapter knows that no ``GradScaler`` is there, where torch is asked as if there were one.
+    #: Set by a framework's adapter that knows no ``GradScaler`` exists, although the framework asks torch as if there were one.
     has_no_scaler: bool = False
 
     def _opened(self, *, in_step: bool = False) -> "Connection":
@@ -41,14 +41,15 @@ class Scaling:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next backward pass must be multiplied by; 1 without the option ``loss_scale``."""
+        """Factor for the loss of the next backward pass; 1 without the option ``loss_scale``."""
         return 1.0 if self._options.loss_scale is None else self._opened(in_step=True).job.loss_scale()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``GradScaler`` asks before it leaves unscaling to this class, and Lightning before it clips. In safe mode ``GradScaler``
-        unscales ``.grad`` as for any optimizer, so that it can be clipped. It leaves it here where that would go wrong without a word, and
-        :meth:`_unscale` says so."""
+        """``GradScaler`` reads this before it leaves unscaling to this class, and Lightning before it clips.
+
+        False in most of safe mode: ``GradScaler`` unscales ``.grad`` as for any optimizer, so that it can be clipped. True where that would
+        silently train wrongly; :meth:`_unscale` raises then."""
         if self.has_no_scaler:
             return False
         if self._options.streaming:
@@ -58,7 +59,7 @@ class Scaling:
         return self._options.loss_scale is not None or drifts or wire == "fp16"
 
     def _unscale(self) -> float | None:
-        """What gradients must be multiplied by, for a ``GradScaler``; None if it found inf or NaN."""
+        """Returns the gradients' factor for a ``GradScaler``; None if it found inf or NaN."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is None and found_inf is None:
             return 1.0
@@ -83,7 +84,7 @@ class Scaling:
 
 
 class Watching:
-    """The part of an optimizer that refuses replaced parameters, and names those without a gradient."""
+    """The part of an optimizer that refuses replaced parameters, and names parameters without a gradient."""
 
     _options: Options
     _connection: Connection | None
@@ -93,8 +94,8 @@ class Watching:
     _absent: guards.Absent
 
     def watch(self, *models: nn.Module) -> None:
-        """From now on steps and saves are refused once a parameter of the optimizer was replaced in its model by another one. Adapters of
-        frameworks call it."""
+        """Refuses steps and saves from now on once a model has replaced one of the optimizer's parameters. Adapters of frameworks call
+        it."""
         connection = self._connection
         if connection is not None:
             params = [(param.name, param.tensor) for param in [*connection.params, *connection.frozen()]]
@@ -104,7 +105,7 @@ class Watching:
         self._watch = guards.Watch(models, params) if models else None
 
     def check_model(self) -> None:
-        """Refuses a model in which a parameter was replaced, if it is known.
+        """Raises if a watched model has replaced a parameter.
 
         Raises:
             UsageError: naming the parameter.
@@ -123,7 +124,7 @@ class Watching:
             return
         steps = guards.FIRST_STEPS
         if world_size > 1:
-            # Another rank may have had some. Servers count the steps that they have left a parameter out of.
+            # Another rank may have had gradients. Servers count the steps that left a parameter out.
             left_out = connection.left_out()
             unused = {index for index in unused if left_out.get(index, 0) > guards.FIRST_STEPS // 2}
             steps = min([guards.FIRST_STEPS, *(left_out[index] for index in unused)])
@@ -146,22 +147,22 @@ class Stepping(Back, Scaling, Watching):
 
     param_groups: list[dict[str, Any]]
     _gradients: Gradients
-    #: What is in the param groups and does not train.
+    #: Parameters in the param groups that do not train.
     _frozen: list[tuple[str, Tensor]]
     _applied: Tensor
     _loss: float | None
-    #: Whether all of a step's gradients have left, and its commit did not come to an end.
+    #: Whether all gradients of a step were sent, and its commit has not finished.
     _is_pushed: bool
-    #: What became of the newest decided step; None before the first.
+    #: Report of the newest decided step; None before the first.
     last_report: StepReport | None
-    #: Called at each commit: what rank 0's process keeps with it, at most 1 MiB, for :attr:`resumed`.
+    #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
     resume_data: Callable[[], bytes] | None
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         raise NotImplementedError
 
     def _push(self) -> bool:
-        """Sends what is in ``.grad``. Returns whether there was anything."""
+        """Sends the gradients in ``.grad``. Returns whether there were any."""
         scale = self._unscale()
         if scale is None:
             return False
@@ -179,7 +180,7 @@ class Stepping(Back, Scaling, Watching):
             return connection.ranks.push(connection.job, scale, self._check_missing)
         present: list[Place] = []
         missing: list[Param] = []
-        self._gradients.release()  # what a step that was refused has taken
+        self._gradients.release()  # memory taken by a refused step
         for param in connection.params:
             gradient = param.tensor.grad
             if gradient is None:
@@ -220,7 +221,7 @@ class Stepping(Back, Scaling, Watching):
         connection.end_step()
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
-        connection.weights.finish_copies()  # of what was read since the gradients left
+        connection.weights.finish_copies()  # copies of weights read since the gradients left
         connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
         self._is_pushed = False
         connection.expect()
@@ -234,16 +235,16 @@ class Stepping(Back, Scaling, Watching):
         skipped = [report for report in reports if report.skipped]
         self._applied += len(reports) - len(skipped)
         if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
-            return  # this is how the scale is found
+            return  # the dynamic scale is found by skipped steps
         if skipped and self._options.nonfinite == "raise":
             raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
         for report in skipped:
             warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
 
     def report_loss(self, loss: float) -> None:
-        """Has the servers' status page and metrics show this loss with the next step. Rank 0's is shown.
+        """Shows this loss with the next step on the servers' status page and in metrics. Only rank 0's loss is shown.
 
         Args:
-            loss: a number. A tensor of an accelerator is the caller's to read, since reading it waits for the device.
+            loss: a number. The caller reads an accelerator's tensor, since reading waits for the device.
         """
         self._loss = float(loss)

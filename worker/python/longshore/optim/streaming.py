@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from longshore.transfer.options import Options
 
 
-#: So many elements leave at once. A chunk has more, and leaves this process when it is whole, so that servers wait no longer for it.
+#: Elements that leave together. A chunk has more, and is sent when it is whole, so servers wait no longer for it.
 ENOUGH = 64 * 1024
 
 
 class Together:
-    """Gradients of one micro-step that were taken and have not been pushed, in the order in which they came.
+    """Gradients of one micro-step that were taken and not pushed, in the order of their arrival.
 
     Attributes:
-        connection: whose they are; None where there are none.
-        is_enough: whether they are to be pushed now.
+        connection: the job of the gradients; None if there are none.
+        is_enough: whether to push them now.
     """
 
     def __init__(self, gradients: Gradients) -> None:
@@ -42,7 +42,7 @@ class Together:
         self.connection: Connection | None = None
         self.is_enough = False
         self._places: list[Place] = []
-        #: What keeps their memory.
+        #: References that keep the gradients' memory alive.
         self._held: list[Tensor] = []
         self._elements = 0
 
@@ -55,13 +55,13 @@ class Together:
         self.connection = connection
 
     def push(self, job: Any) -> None:
-        """Pushes them. Where that fails or is interrupted they stay."""
+        """Pushes the gradients. After a failure or an interrupt they stay."""
         if self._places:
             self._gradients.push(job, self._places)
             self.forget()
 
     def forget(self) -> None:
-        """Lets go of them."""
+        """Drops the gradients."""
         self._places.clear()
         self._held.clear()
         self._gradients.release()
@@ -71,7 +71,7 @@ class Together:
 
 
 class Streamed(Protocol):
-    """What a stream needs of the optimizer that it belongs to."""
+    """The parts of the optimizer that a stream uses."""
 
     param_groups: list[dict[str, Any]]
     _options: "Options"
@@ -88,31 +88,31 @@ class Streamed(Protocol):
 
 
 class Stream:
-    """What has left of the step in hand. Its hooks hold the optimizer weakly, so that it ends with its last name."""
+    """Gradients of the current step that were sent. Hooks hold a weak reference, so the optimizer can be freed."""
 
     def __init__(self, optimizer: Streamed) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._hooks: dict[int, Any] = {}
         self._by_tensor: dict[int, Param] = {}
-        #: The parameters whose gradients of this micro-step were taken, and the micro-steps that are whole.
+        #: Parameters whose gradients of this micro-step were taken, and the number of complete micro-steps.
         self._taken: set[int] = set()
         self._micro_steps = 0
-        #: Whether the step in hand was refused, since parameters lack a gradient whose others have left.
+        #: Whether the current step was refused: some gradients have left and others are missing.
         self.is_refused = False
-        #: What pushes gradients that a device has to copy first.
+        #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
         #: Gradients of the host that were taken and have not left.
         self._together = Together(optimizer._gradients)
-        #: How many bytes of gradients that are on their way may be held where the model is; None for no limit.
+        #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
         self.room: int | None = None
         self._is_checked = False
         self.hook()
 
     def hook(self) -> list[Tensor]:
-        """Watches the parameters that require a gradient and are not watched yet. torch lets no other be watched.
+        """Hooks the parameters that require a gradient and have no hook yet. torch allows no hook on others.
 
         Returns:
-            These.
+            The newly hooked parameters.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -133,7 +133,7 @@ class Stream:
         return new
 
     def _watches_all(self) -> bool:
-        """Whether each of the job's parameters is watched: what required no gradient when others were watched may train now."""
+        """Returns whether each of the job's parameters has a hook. A parameter that required no gradient earlier may train now."""
         return bool(self._by_tensor) and self._by_tensor.keys() <= self._hooks.keys()
 
     def unhook(self) -> None:
@@ -146,16 +146,16 @@ class Stream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients of a step have left that was not made."""
+        """Whether gradients have left of a step that is not decided yet."""
         return bool(self._taken or self._micro_steps)
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether a backward pass has not come to its end, or its step was refused."""
+        """Whether a backward pass has not finished, or its step was refused."""
         return bool(self._taken) or self.is_refused
 
     def has_left(self, param: Param) -> bool:
-        """Whether all of the step's gradient of a parameter has left."""
+        """Returns whether the step's whole gradient of a parameter has left."""
         optimizer = self._optimizer()
         return optimizer is None or (
             self._micro_steps >= optimizer._options.accumulate
@@ -185,7 +185,7 @@ class Stream:
         """Sends the gradient that backward has just made, and frees it: now, or with the next ones if it is small."""
         param, connection = self._by_tensor.get(id(tensor)), self._together.connection
         if connection is not None and param is not None and param.index not in self._taken:
-            # All but this gradient itself was looked at for the first of them, and is again when they leave.
+            # The first gradient checked everything but this gradient itself; leaving checks it all again.
             gradient = tensor.grad
             if gradient is not None:
                 self._add(connection, param, gradient)
@@ -193,8 +193,8 @@ class Stream:
         optimizer, connection = self._open()
         if not self._taken and not self._watches_all():
             for other in self.hook():
-                # It trains since it was looked at last, and this backward may have made its gradient already. That of an accelerator may be
-                # of another stream, which nothing here waits for: it leaves when backward has ended.
+                # The parameter trains since the last check, and this backward may have made its gradient already. An accelerator's gradient
+                # may be of another stream, which nothing here waits for: it leaves when backward has ended.
                 if not device.accelerator.has(other):
                     self._take(other)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
@@ -246,7 +246,7 @@ class Stream:
             self._end_micro_step(optimizer, connection)
 
     def _add(self, connection: "Connection", param: Param, gradient: Tensor) -> None:
-        """Takes a gradient of the host. It leaves with those before it once they are enough, or it is the last one."""
+        """Takes a gradient of the host. The group leaves once it is large enough, or with the last gradient."""
         if gradient.requires_grad or connection.weights.is_awaited(param):
             _check(connection, param, gradient)
         self._together.add(connection, param, gradient)
@@ -278,8 +278,7 @@ class Stream:
         self._taken.clear()
 
     def _take_left(self, optimizer: Streamed) -> None:
-        """Sends the gradients that are there and that nobody has seen: backward made them of parameters that were not watched yet, or somebody
-        has put them there."""
+        """Sends gradients that no hook has seen: backward made them before their parameters had hooks, or the caller wrote ``.grad``."""
         if not self._watches_all():
             self.hook()
         with torch._C.DisableTorchFunctionSubclass():
@@ -293,7 +292,7 @@ class Stream:
         """Ends the step's gradients. Returns whether there were any.
 
         Raises:
-            UsageError: where a parameter that is frozen for the job has one.
+            UsageError: if a parameter that is frozen for the job has a gradient.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -313,7 +312,7 @@ class Stream:
         if self._taken:
             self._end_micro_step(optimizer, connection)
         while self._micro_steps < optimizer._options.accumulate:
-            # The last step of an epoch may have fewer backward passes, and a rank may have none: this adds nothing.
+            # An epoch's last step may have fewer backward passes, and a rank may have none: this adds zero.
             self._end_pass(connection, connection.params)
         if self._pusher is not None:
             self._pusher.wait()
@@ -322,7 +321,7 @@ class Stream:
         return True
 
     def _finish_together(self, optimizer: Streamed, connection: "Connection", ranks: "Ranks") -> bool:
-        """Does what :meth:`finish` does, where a rank that has no gradients left must take part in what others do."""
+        """Ends the step's gradients as :meth:`finish`. A rank without gradients still takes part in the others' collectives."""
         while self._micro_steps < optimizer._options.accumulate:
             connection.weights.meet()
             if not ranks.end_micro_step(connection.job, optimizer._check_missing):
@@ -335,7 +334,7 @@ class Stream:
         return True
 
     def _end_pass(self, connection: "Connection", missing: list[Param]) -> None:
-        """Ends a micro-step, in which these parameters have no gradient, once all of it has been pushed."""
+        """Ends a micro-step once all of it has been pushed. ``missing`` have no gradient in it."""
         end = functools.partial(_end, connection, [param.index for param in missing])
         if self._pusher is None:
             end()
@@ -345,7 +344,7 @@ class Stream:
 
 
 def _end(connection: "Connection", absent: list[int]) -> None:
-    """Ends a micro-step, in which these parameters have no gradient."""
+    """Ends a micro-step. ``absent`` have no gradient in it."""
     if absent:
         connection.weights.finish_copies()
         connection.job.push_zeros(absent)
@@ -353,7 +352,7 @@ def _end(connection: "Connection", absent: list[int]) -> None:
 
 
 def _check(connection: "Connection", param: Param, gradient: Tensor) -> None:
-    """Refuses a gradient with a graph, and one that was computed with older weights than its step's."""
+    """Refuses a gradient with a graph, and one computed with older weights than its step's."""
     params.check_has_no_graph(param, gradient)
     if connection.weights.is_awaited(param):
         raise invalid(
