@@ -1,14 +1,13 @@
-//! Finds the binaries under test, so that a test runs against what was built and never against an installed copy.
+//! Finds the binaries under test in the build folder, never an installed copy.
 
 use std::{env, path::PathBuf, process::Command};
 
 /// The environment variable that names a folder to look in, instead of the test executable's.
 const DIR_VARIABLE: &str = "LONGSHORE_BIN_DIR";
 
-/// A command for `longshore` or `longshored`, without any setting of the caller's environment.
+/// Returns a command for `longshore` or `longshored`, without the caller's `LONGSHORE_*` variables.
 ///
-/// # Panics
-/// When the binary is not built, saying how to build it.
+/// # Panics If the binary is not built; the message says how to build it.
 pub fn command(name: &str) -> Command {
     let path = folder().join(format!("{name}{}", env::consts::EXE_SUFFIX));
     assert!(
@@ -20,14 +19,14 @@ pub fn command(name: &str) -> Command {
     without_ours(Command::new(path))
 }
 
-/// The same, run by another program, whose arguments go before it.
+/// Returns the same command run by `program`, whose `arguments` stand before the binary's path.
 pub fn under(name: &str, program: &str, arguments: &[String]) -> Command {
     let mut command = Command::new(program);
     command.args(arguments).arg(self::command(name).get_program());
     without_ours(command)
 }
 
-/// A test's command is told all by its flags.
+/// Removes the `LONGSHORE_*` variables: tests configure commands by flags alone.
 fn without_ours(mut command: Command) -> Command {
     let ours =
         env::vars_os().map(|(name, _)| name).filter(|name| name.to_string_lossy().starts_with("LONGSHORE"));

@@ -1,4 +1,4 @@
-//! Chromium, driven by its DevTools over a pipe: a page at a width of our choice, with all that it fetched and complained of.
+//! Drives headless Chromium by DevTools over a pipe: viewport size, fetched addresses, console complaints.
 
 use std::{
     fs::{File, OpenOptions},
@@ -21,7 +21,7 @@ use crate::{
 pub struct Browser {
     commands: File,
     messages: Receiver<Value>,
-    /// A byte that is written here ends the thread which reads messages.
+    /// A byte written to this pipe ends the thread that reads messages.
     wake: File,
     sent: u64,
     session: Option<String>,
@@ -31,14 +31,14 @@ pub struct Browser {
 }
 
 impl Browser {
-    /// None where Debian's package `chromium` is not installed.
+    /// Starts Chromium. Returns None where Debian's package `chromium` is not installed.
     pub fn start() -> Option<Browser> {
         Command::new("chromium").arg("--version").output().ok()?;
         let folder = TempDir::new().expect("a temporary folder");
         let pipe = |name: &str| {
             let path = folder.path().join(name);
             mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a named pipe");
-            // Opened for both, so that it waits for nobody.
+            // Opened for reading and writing: opening one end alone would block until the other end is open.
             let file = OpenOptions::new().read(true).write(true).open(&path).expect("the pipe");
             (path, file)
         };
@@ -74,12 +74,12 @@ impl Browser {
         for domain in ["Runtime", "Log", "Network", "Page"] {
             browser.call(&format!("{domain}.enable"), json!({}));
         }
-        // A page without a window has the focus all the same.
+        // Focus emulation: a headless page without a window would not have the focus.
         browser.call("Emulation.setFocusEmulationEnabled", json!({"enabled": true}));
         Some(browser)
     }
 
-    /// Opens a page. What an earlier one did is forgotten.
+    /// Opens a page and forgets the events of the previous one.
     pub fn open(&mut self, url: &str) {
         self.events.clear();
         let opened = self.call("Page.navigate", json!({"url": url}));
@@ -87,7 +87,7 @@ impl Browser {
         self.until("the page to be loaded", "document.readyState === 'complete'");
     }
 
-    /// Makes the page as wide as this; a narrow one is a phone's.
+    /// Sets the viewport size. A width below 600 emulates a phone.
     pub fn size(&mut self, width: u32, height: u32) {
         let size = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600});
         self.call("Emulation.setDeviceMetricsOverride", size);
@@ -97,17 +97,16 @@ impl Browser {
         );
     }
 
-    /// Makes the system's colours `light` or `dark`, as the page sees it.
+    /// Emulates the system's colour scheme, `light` or `dark`.
     pub fn colours(&mut self, scheme: &str) {
         let features = json!([{"name": "prefers-color-scheme", "value": scheme}]);
         self.call("Emulation.setEmulatedMedia", json!({"features": features}));
         self.until("the page's colours", &format!("matchMedia('(prefers-color-scheme: {scheme})').matches"));
     }
 
-    /// Presses a key, Tab or Enter, as a keyboard does.
+    /// Presses Tab or Enter.
     ///
-    /// # Panics
-    /// With another key.
+    /// # Panics For any other key.
     pub fn press(&mut self, key: &str) {
         let (code, text) = match key {
             "Tab" => (9, None),
@@ -123,7 +122,7 @@ impl Browser {
         }
     }
 
-    /// What an expression is in the page.
+    /// Evaluates a JavaScript expression in the page, and awaits it if it is a promise.
     pub fn eval(&mut self, expression: &str) -> Value {
         let asked = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let answer = self.call("Runtime.evaluate", asked);
@@ -136,12 +135,12 @@ impl Browser {
         eventually(what, || (self.eval(expression) == true).then_some(()));
     }
 
-    /// All text that is seen.
+    /// Returns the page's visible text.
     pub fn text(&mut self) -> String {
         self.eval("document.body.innerText").as_str().unwrap_or_default().to_string()
     }
 
-    /// The page as a PNG image, from its top to its end or to this height.
+    /// Returns a PNG image of the page, cut off at `most` pixels of height.
     pub fn image(&mut self, most: u64) -> Vec<u8> {
         let [width, height] =
             ["innerWidth", "Math.ceil(document.body.getBoundingClientRect().bottom + scrollY)"]
@@ -151,7 +150,7 @@ impl Browser {
         decoded(self.call("Page.captureScreenshot", asked)["data"].as_str().expect("an image"))
     }
 
-    /// What the page has complained of: exceptions, and errors and warnings on its console.
+    /// Returns exceptions, and errors and warnings of the page's console.
     pub fn complaints(&mut self) -> Vec<String> {
         self.eval("0");
         let is_one =
@@ -166,7 +165,7 @@ impl Browser {
         self.events.iter().filter(is_one).map(Value::to_string).collect()
     }
 
-    /// The addresses that the page has fetched.
+    /// Returns the addresses that the page has fetched.
     pub fn fetched(&self) -> Vec<String> {
         let sent = |event: &&Value| event["method"] == "Network.requestWillBeSent";
         let url = |event: &Value| event["params"]["request"]["url"].as_str().map(str::to_string);
@@ -194,12 +193,12 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // An empty message is none, and the thread ends.
+        // An empty message is not a DevTools message, and ends the thread.
         let _ = self.wake.write_all(&[0]);
     }
 }
 
-/// The bytes of base64.
+/// Decodes base64.
 fn decoded(text: &str) -> Vec<u8> {
     let digit = |byte: u8| match byte {
         b'A'..=b'Z' => Some(byte - b'A'),

@@ -1,10 +1,10 @@
-//! One call of a binary that ends by itself, with a deadline.
+//! Runs one call of a binary to its end, with a deadline.
 
 use std::{ffi::OsStr, process::Command};
 
 use crate::{binaries, process::Process};
 
-/// What a command left behind.
+/// Exit code, stdout and stderr of a finished command.
 #[derive(Debug)]
 pub struct Output {
     pub code: i32,

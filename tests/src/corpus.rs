@@ -1,4 +1,4 @@
-//! Text to train on. It is generated, so that tests need no data, and always the same, so that hashes can be
+//! Generated training text. Tests need no data files, and the text is always the same, so hashes can be
 //! compared.
 
 use std::{fs, path::Path};
@@ -8,13 +8,13 @@ const WORDS: [&str; 12] =
 const FILES: usize = 3;
 const WORDS_EACH: usize = 2000;
 
-/// Writes a few files of words drawn by a fixed rule into `folder`.
+/// Writes a few files of generated words into `folder`.
 pub fn write(folder: &Path) {
     let mut state = 1u32;
     for file in 0..FILES {
         let mut text = String::new();
         for word in 0..WORDS_EACH {
-            // This is the generator of Numerical Recipes: it is good enough for text, and will never change.
+            // The generator of Numerical Recipes: good enough for text, and it will never change.
             state = state.wrapping_mul(1664525).wrapping_add(1013904223);
             text.push_str(WORDS[(state >> 16) as usize % WORDS.len()]);
             text.push(if word % 12 == 11 { '\n' } else { ' ' });

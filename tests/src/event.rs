@@ -1,4 +1,4 @@
-//! What `longshore train --json` says, as types. A line that does not fit fails the test that reads it.
+//! Events of `longshore train --json` as types. A line that does not parse fails the test that reads it.
 
 use serde::Deserialize;
 
@@ -7,7 +7,7 @@ use serde::Deserialize;
 pub enum Event {
     Start(Start),
     Step(Step),
-    /// What a step computed with, on any rank.
+    /// The weights that a step computed with, on any rank.
     Weights(Weights),
     Validation {
         version: u64,

@@ -1,4 +1,4 @@
-//! A server's HTTP address as its readers use it.
+//! An HTTP client of a server's pages and metrics.
 
 use std::{
     collections::BTreeMap,
@@ -11,15 +11,15 @@ use serde_json::Value;
 
 use crate::server::Longshored;
 
-/// The longest wait for an answer. A test that waits as long has failed.
+/// Longest wait for an answer. A longer wait fails the test.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0";
 
-/// The flags with which a server serves HTTP on a free port of its own address.
+/// Flags that make a server serve HTTP on a free port of 127.0.0.1.
 pub const FLAGS: [&str; 2] = ["--http", "127.0.0.1:0"];
 
-/// Where a server that was started with [`FLAGS`] says that it serves HTTP.
+/// Returns the HTTP address that a server started with [`FLAGS`] prints.
 pub fn address(server: &Longshored) -> String {
     let urls: Vec<String> =
         server.log().iter().filter_map(|line| Some(line["fields"]["url"].as_str()?.to_string())).collect();
@@ -28,12 +28,12 @@ pub fn address(server: &Longshored) -> String {
     host.and_then(|rest| rest.strip_suffix('/')).expect("a URL").to_string()
 }
 
-/// The status code, headers and body of `GET path`.
+/// Returns the status code, headers and body of `GET path`.
 pub fn get(address: &str, path: &str) -> (u16, String, String) {
     ask(address, &format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"))
 }
 
-/// The same for any request.
+/// Sends any request. Returns the status code, headers and body.
 pub fn ask(address: &str, request: &str) -> (u16, String, String) {
     let mut stream = TcpStream::connect(address).expect("the HTTP address takes connections");
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -43,7 +43,7 @@ pub fn ask(address: &str, request: &str) -> (u16, String, String) {
     parts(&answer)
 }
 
-/// The status code, headers and body of an answer.
+/// Splits an answer into status code, headers and body.
 pub fn parts(answer: &str) -> (u16, String, String) {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {answer:?}"));
     let code = head.split(' ').nth(1).and_then(|code| code.parse().ok());
@@ -56,8 +56,9 @@ pub fn json(address: &str, path: &str) -> Value {
     serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error} in {body}"))
 }
 
-/// The samples of `/metrics` by name and labels, as in `longshore_jobs{state="paused"}`, after checks of the text's form:
-/// each sample belongs to the family named before it, no sample comes twice, and the text ends as OpenMetrics wants.
+/// Returns the samples of `/metrics` by name and labels, such as `longshore_jobs{state="paused"}`. Checks the
+/// text's form: a sample belongs to the family named before it, no sample repeats, and the text ends as
+/// OpenMetrics requires.
 pub fn metrics(address: &str) -> BTreeMap<String, f64> {
     let request =
         format!("GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAccept: {OPEN_METRICS}\r\n\r\n");

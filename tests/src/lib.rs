@@ -1,4 +1,5 @@
-//! Harness for end-to-end tests: starts the real binaries, waits for what they say, and ends them with the test.
+//! Harness for end-to-end tests: starts the real binaries, reads their output, and kills them when the test
+//! ends.
 
 pub mod binaries;
 pub mod browser;

@@ -1,4 +1,5 @@
-//! A peer that speaks HTTP/2 frame by frame, as no library would, to test what a server must bear.
+//! An HTTP/2 peer that sends single frames, including frames that no library sends. Tests use it to check
+//! that a server survives them.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -22,17 +23,17 @@ pub const END_STREAM: u8 = 1;
 pub const ACK: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
-/// Why a connection was ended.
+/// Error codes of GOAWAY.
 pub const NO_ERROR: u32 = 0;
 pub const FLOW_CONTROL_ERROR: u32 = 3;
 pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// A server that does not read for so long is taken to hold the peer back.
+/// A server that reads nothing for 2 s counts as holding the peer back.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A frame as it came.
+/// A received frame.
 #[derive(Debug)]
 pub struct Frame {
     pub kind: u8,
@@ -41,12 +42,12 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// One connection, over TCP unless another socket is put below it.
+/// One connection, over TCP or over another socket.
 pub struct Peer<S = TcpStream> {
     pub socket: S,
 }
 
-/// The bytes of a frame. `len` may differ from the payload's length.
+/// Encodes a frame. `len` may differ from the payload's length.
 pub fn frame_of(len: usize, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = (len as u32).to_be_bytes()[1..].to_vec();
     bytes.extend_from_slice(&[kind, flags]);
@@ -59,14 +60,14 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame_of(payload.len(), kind, flags, stream, payload)
 }
 
-/// The headers of a call, packed.
+/// Returns the HPACK headers of a call.
 pub fn call(path: &str) -> Vec<u8> {
     call_as(path, None)
 }
 
-/// The same with a token, if there is one.
+/// Returns the same headers with a token, if given.
 pub fn call_as(path: &str, token: Option<&str>) -> Vec<u8> {
-    // POST and http are in HTTP/2's table, and so are the names of path, authority, content type and authorization.
+    // HTTP/2's static table has POST, http, and the names of path, authority, content type and authorization.
     let mut bytes = vec![0x83, 0x86];
     let mut literal = |name: &[u8], value: &str| {
         bytes.extend_from_slice(name);
@@ -91,7 +92,7 @@ fn ready(socket: TcpStream) -> io::Result<TcpStream> {
 }
 
 impl Peer {
-    /// Opens a connection and says nothing on it.
+    /// Opens a connection and sends nothing.
     pub fn silent(address: &str) -> io::Result<Peer> {
         let address: SocketAddr = address.parse().expect("a server's address");
         Ok(Peer { socket: ready(TcpStream::connect_timeout(&address, DEADLINE)?)? })
@@ -101,7 +102,7 @@ impl Peer {
         Peer::over(Peer::silent(address)?.socket)
     }
 
-    /// Connects from a loopback address of its own, of which there are 65,536: to a server it comes from another host.
+    /// Connects from 127.200.x.y, whose low 16 bits are `host`: the server sees another host.
     pub fn from_host(host: u16, address: &str) -> io::Result<Peer> {
         let [high, low] = host.to_be_bytes();
         let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
@@ -112,7 +113,7 @@ impl Peer {
 }
 
 impl<S: Read + Write> Peer<S> {
-    /// Begins HTTP/2 on a socket.
+    /// Sends the HTTP/2 preface and settings on a socket.
     pub fn over(socket: S) -> io::Result<Peer<S>> {
         let mut peer = Peer { socket };
         peer.send(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat())?;
@@ -123,7 +124,7 @@ impl<S: Read + Write> Peer<S> {
         self.socket.write_all(bytes)
     }
 
-    /// The next frame; None where the connection has ended.
+    /// Returns the next frame, or None after the connection's end.
     pub fn next_frame(&mut self) -> io::Result<Option<Frame>> {
         let mut header = [0; 9];
         match self.socket.read_exact(&mut header) {
@@ -138,10 +139,9 @@ impl<S: Read + Write> Peer<S> {
         Ok(Some(Frame { kind, flags, stream: u32::from_be_bytes(stream), payload }))
     }
 
-    /// Reads until the connection ends, and gives the code of its GOAWAY if one came.
+    /// Reads until the connection ends. Returns the code of GOAWAY, if one came.
     ///
-    /// # Panics
-    /// When the connection does not end.
+    /// # Panics If the connection does not end.
     pub fn end(mut self) -> Option<u32> {
         let mut code = None;
         loop {
@@ -155,8 +155,7 @@ impl<S: Read + Write> Peer<S> {
         }
     }
 
-    /// Sends pieces one after another until the server ends the connection, or all are sent. Returns how many bytes
-    /// went out.
+    /// Sends pieces until all are sent or the server ends the connection. Returns the number of bytes sent.
     pub fn flood(&mut self, pieces: impl Iterator<Item = Vec<u8>>) -> usize {
         let mut sent = 0;
         for piece in pieces {
@@ -168,8 +167,8 @@ impl<S: Read + Write> Peer<S> {
         sent
     }
 
-    /// Waits until the server has taken all that was sent before, and answers its pings meanwhile: a peer that does not is
-    /// taken for dead. Returns false when the server ends the connection instead.
+    /// Waits until the server has read everything sent before. Answers the server's pings meanwhile: a peer
+    /// without answers counts as dead. Returns false if the server ends the connection instead.
     pub fn is_alive(&mut self) -> bool {
         if self.send(&frame(PING, 0, 0, b"are you?")).is_err() {
             return false;
@@ -191,7 +190,7 @@ impl<S: Read + Write> Peer<S> {
         false
     }
 
-    /// Lists the server's jobs, and says whether that was answered.
+    /// Lists the server's jobs. Returns whether an answer came.
     pub fn lists_jobs(&mut self) -> bool {
         let headers = call("/longshore.v1.Admin/ListJobs");
         let request =
@@ -211,7 +210,7 @@ impl<S: Read + Write> Peer<S> {
     }
 }
 
-/// Why a GOAWAY frame was sent.
+/// Returns the error code of a GOAWAY frame.
 pub fn code_of(frame: &Frame) -> u32 {
     frame.payload.get(4..8).and_then(|code| code.try_into().ok()).map_or(u32::MAX, u32::from_be_bytes)
 }

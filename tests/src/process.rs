@@ -1,4 +1,5 @@
-//! A process under test: its lines as they come, its stderr kept for when the test fails, and its end with the test.
+//! A process under test: lines of stdout as they come, and stderr for messages of a failing test. Drop kills
+//! the process.
 
 use std::{
     fs::{self, File},
@@ -13,12 +14,12 @@ use std::{
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-/// Longer than anything takes on a busy machine: a test that waits so long has found something that hangs.
+/// Longer than any wait on a busy machine: a test that exceeds it has found a hang.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 /// The interval at which a silent process is checked.
 const POLL: Duration = Duration::from_millis(2);
 
-/// A process that is killed on drop.
+/// A process that drop kills.
 pub struct Process {
     name: String,
     child: Child,
@@ -28,7 +29,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command`. `name` stands in messages.
+    /// Starts `command`. Messages call it `name`.
     pub fn start(name: &str, command: &mut Command) -> Process {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let stderr = folder.path().join("stderr");
@@ -52,10 +53,9 @@ impl Process {
         self.child.id()
     }
 
-    /// The next line of stdout; None at its end.
+    /// Returns the next line of stdout, or None at its end.
     ///
-    /// # Panics
-    /// When none comes in time.
+    /// # Panics If no line comes within the deadline.
     pub fn line(&self) -> Option<String> {
         match self.lines.recv_timeout(DEADLINE) {
             Ok(line) => Some(line),
@@ -64,12 +64,12 @@ impl Process {
         }
     }
 
-    /// All of stderr so far.
+    /// Returns all of stderr so far.
     pub fn stderr(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.stderr).unwrap_or_default()).into_owned()
     }
 
-    /// Kills the process as `kill -9` does, and returns once it is gone.
+    /// Kills the process with SIGKILL, and waits for its end.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -80,7 +80,7 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
-    /// Stops the process as SIGSTOP does, until [`Process::go_on`].
+    /// Stops the process with SIGSTOP, until [`Process::go_on`].
     pub fn stop(&self) {
         self.signal(Signal::STOP);
     }
@@ -103,10 +103,9 @@ impl Process {
         self.child.try_wait().expect("the state of a child").is_none()
     }
 
-    /// Waits for its end.
+    /// Waits for the process's end.
     ///
-    /// # Panics
-    /// When it still runs after `deadline`.
+    /// # Panics If the process still runs after `deadline`.
     pub fn wait(&mut self, deadline: Duration) -> ExitStatus {
         let start = Instant::now();
         loop {
@@ -118,7 +117,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end and returns its exit code.
+    /// Waits for the process's end. Returns its exit code.
     pub fn code(&mut self) -> i32 {
         let status = self.wait(DEADLINE);
         status.code().unwrap_or_else(|| panic!("{} ended with {status}", self.name))
@@ -140,7 +139,7 @@ impl Drop for Process {
     }
 }
 
-/// The processes that `parent` has started, oldest first. They come from /proc, so this needs Linux.
+/// Returns the children of `parent` from /proc, oldest first. Needs Linux.
 pub fn children(parent: u32) -> Vec<u32> {
     let processes = fs::read_dir("/proc").expect("/proc").flatten();
     let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -149,12 +148,12 @@ pub fn children(parent: u32) -> Vec<u32> {
     found
 }
 
-/// Whether a process runs. One that has ended and waits for its parent to notice does not.
+/// Returns whether a process runs. A zombie does not run.
 pub fn exists(id: u32) -> bool {
     state(id).is_some_and(|fields| !fields.starts_with('Z'))
 }
 
-/// How many bytes a process has in memory, and the most it ever had, or had since [`forget_peak`].
+/// Returns a process's resident bytes now, and their peak since its start or the last [`forget_peak`].
 pub fn memory_of(process: u32) -> (u64, u64) {
     let status = fs::read_to_string(format!("/proc/{process}/status")).expect("a live process");
     let field = |name: &str| {
@@ -164,16 +163,16 @@ pub fn memory_of(process: u32) -> (u64, u64) {
     (field("VmRSS:"), field("VmHWM:"))
 }
 
-/// How long processors have worked for a process so far, to 10 ms.
+/// Returns the processor time of a process so far, to 10 ms.
 pub fn processor_time_of(process: u32) -> Duration {
     let fields = state(process).expect("a live process");
-    // The 14th and 15th of all, in hundredths of a second, which Linux says on every architecture (proc_pid_stat(5)).
+    // Fields 14 and 15 of proc_pid_stat(5), in hundredths of a second on every architecture of Linux.
     let ticks =
         fields.split_whitespace().skip(11).take(2).map(|field| field.parse::<u64>().expect("a number"));
     Duration::from_millis(10 * ticks.sum::<u64>())
 }
 
-/// Makes the most that a process has in memory begin again at what it has now.
+/// Resets a process's peak of resident bytes to the present value.
 pub fn forget_peak(process: u32) {
     fs::write(format!("/proc/{process}/clear_refs"), "5").expect("a process of this user's");
 }
@@ -182,7 +181,8 @@ fn parent_of(id: u32) -> Option<u32> {
     state(id)?.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// The status line from the state on. The name before it may contain anything, but ends with the last parenthesis.
+/// Returns the fields of /proc/PID/stat from the state on. The name before them may hold any character; its
+/// end is the last parenthesis.
 fn state(id: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
     stat.rsplit_once(')').map(|(_, fields)| fields.trim_start().to_string())

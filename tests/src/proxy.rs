@@ -1,4 +1,4 @@
-//! A TCP proxy before a server, which makes the network slow or still under a test's control.
+//! A TCP proxy in front of a server. A test sets the network's rate and lag, or stops it.
 
 use std::{
     io::{Read, Write},
@@ -14,33 +14,33 @@ use std::{
 
 use crate::{process::DEADLINE, server::Longshored};
 
-/// How much is passed on at once. It is small beside what a push sends, so that a slow network is slow all the time.
+/// Bytes passed on at once: few compared with a push, so a slow network is slow throughout.
 const PIECE_BYTES: usize = 8 * 1024;
-/// The interval at which a stopped network checks whether it goes on.
+/// Interval at which a stopped network checks whether it has been restarted.
 const POLL: Duration = Duration::from_millis(2);
 
-/// A proxy. It ends with the test, and every connection through it ends too.
+/// A proxy. Drop ends it and every connection through it.
 pub struct Proxy {
     address: String,
     line: Arc<Line>,
 }
 
-/// What all its connections share.
+/// State that all connections share.
 struct Line {
     target: String,
-    /// Bytes a second towards the server; 0 means as fast as they come.
+    /// Bytes a second towards the server; 0 means no limit.
     rate: AtomicU64,
-    /// How long everything towards the server is on its way, in microseconds.
+    /// Delay of bytes towards the server, in microseconds.
     lag: AtomicU64,
-    /// Bytes that have gone towards the server.
+    /// Bytes passed on towards the server so far.
     passed: AtomicU64,
-    /// Until when the line is busy with what was sent.
+    /// The instant at which the line has sent all bytes accepted so far.
     busy_until: Mutex<Instant>,
     stopped: AtomicBool,
     ended: AtomicBool,
 }
 
-/// When a piece is due, and its bytes.
+/// The instant at which a piece is due, and its bytes.
 type Piece = (Instant, Vec<u8>);
 
 impl Proxy {
@@ -72,17 +72,17 @@ impl Proxy {
         &self.address
     }
 
-    /// Limits the bytes a second towards the server, over all connections together; 0 means as fast as they come.
+    /// Limits the bytes a second towards the server, over all connections together; 0 means no limit.
     pub fn slow_to(&self, rate: u64) {
         self.line.rate.store(rate, Relaxed);
     }
 
-    /// Sets how long everything towards the server is on its way.
+    /// Sets the delay of bytes towards the server.
     pub fn lag(&self, lag: Duration) {
         self.line.lag.store(lag.as_micros() as u64, Relaxed);
     }
 
-    /// Lets nothing through any more, either way. Connections stay.
+    /// Stops both directions. Connections stay open.
     pub fn stop(&self) {
         self.line.stopped.store(true, Relaxed);
     }
@@ -91,10 +91,9 @@ impl Proxy {
         self.line.stopped.store(false, Relaxed);
     }
 
-    /// Waits until so many more bytes have gone towards the server.
+    /// Waits until `bytes` more bytes have gone towards the server.
     ///
-    /// # Panics
-    /// When they do not come in time.
+    /// # Panics If the deadline passes before.
     pub fn until_passed(&self, bytes: u64) {
         let (start, from) = (Instant::now(), self.line.passed.load(Relaxed));
         while self.line.passed.load(Relaxed) < from + bytes {
@@ -107,13 +106,14 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.line.ended.store(true, Relaxed);
-        // This wakes the thread that accepts.
+        // Connecting wakes the thread that accepts.
         drop(TcpStream::connect(&self.address));
     }
 }
 
 impl Line {
-    /// Joins a worker with the server. If the server is not there, the connection is closed, as a load balancer does.
+    /// Joins a worker with the server. Closes the connection if the server is not there, as a load balancer
+    /// does.
     fn join(self: &Arc<Self>, worker: TcpStream) {
         let Ok(server) = TcpStream::connect(&self.target) else { return };
         let _ = (worker.set_nodelay(true), server.set_nodelay(true));
@@ -130,7 +130,7 @@ impl Line {
         }
     }
 
-    /// Takes bytes from a connection until its end, or until nobody delivers any more.
+    /// Reads bytes from a connection until its end, or until the receiver of `under_way` is gone.
     fn take(&self, from: &mut TcpStream, under_way: &mpsc::Sender<Piece>, forth: bool) {
         let mut piece = [0; PIECE_BYTES];
         while let Ok(count @ 1..) = from.read(&mut piece) {
@@ -160,7 +160,7 @@ impl Line {
         }
     }
 
-    /// Waits as long as these bytes take at the line's rate, after those of other connections.
+    /// Waits for this piece's time at the line's rate, behind the pieces of other connections.
     fn take_turn(&self, bytes: u64) {
         let rate = self.rate.load(Relaxed);
         if rate == 0 {

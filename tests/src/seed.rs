@@ -1,5 +1,5 @@
-//! Randomised tests that can be repeated. The seed is printed when a test fails, and always with the slow tests, and
-//! LONGSHORE_SEED sets it.
+//! Repeatable random tests. LONGSHORE_SEED sets the seed. A failing test prints it, and a slow test always
+//! does.
 
 use std::{
     env,
@@ -24,7 +24,7 @@ pub struct Random {
 }
 
 impl Random {
-    /// Seeds it from LONGSHORE_SEED, or from the clock.
+    /// Takes the seed from LONGSHORE_SEED, or from the clock.
     pub fn new() -> Random {
         let given = env::var(VARIABLE).ok().map(|text| {
             text.parse().unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}, but must be a whole number"))
@@ -32,19 +32,19 @@ impl Random {
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
         let seed = given.unwrap_or_else(clock);
         if soak::runs() {
-            // `eprintln!` would be shown only when the test fails.
+            // The test harness would capture `eprintln!` unless the test fails.
             let test = thread::current().name().unwrap_or("a test").to_string();
             let _ = writeln!(io::stderr(), "{test}: {VARIABLE}={seed}");
         }
         Random { seed, generator: ChaCha8Rng::seed_from_u64(seed) }
     }
 
-    /// A whole number below `end`.
+    /// Returns a whole number below `end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.generator.next_u64() % end
     }
 
-    /// A random part of `longest`.
+    /// Returns a random part of `longest`.
     pub fn part_of(&mut self, longest: Duration) -> Duration {
         longest.mul_f64(self.generator.next_u64() as f64 / u64::MAX as f64)
     }
@@ -64,8 +64,8 @@ impl Drop for Random {
     }
 }
 
-/// Spends `time` between two events, to come to a random moment. It spins, because a sleep would be rounded up to the
-/// scheduler's tick, which is longer than many of these times.
+/// Spins for `time`, to reach a random moment. A sleep would be rounded up to the scheduler's tick, which is
+/// longer than many of these times.
 pub fn spin(time: Duration) {
     let start = Instant::now();
     while start.elapsed() < time {

@@ -1,4 +1,4 @@
-//! A `longshored` of its own for each test, with an address of its own. Its log must stay free of warnings.
+//! Starts a `longshored` for each test, at its own loopback address. A warning in its log fails the test.
 
 use std::{
     fmt::Write,
@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::{binaries, process::Process};
 
-/// How a server is started.
+/// Options of a server to start.
 #[derive(Clone, Default)]
 pub struct ServerOptions {
     threads: Option<usize>,
@@ -23,9 +23,9 @@ pub struct ServerOptions {
     checkpoint_dir: Option<PathBuf>,
     checkpoint_on_drain: bool,
     arguments: Vec<String>,
-    /// A command that runs the server, with its own arguments.
+    /// A command that runs the server. The server's arguments follow it.
     under: Vec<String>,
-    /// A flag, and the folder in which each server gets one of its own for that flag.
+    /// A flag for the state folder, and the parent of each server's folder.
     state_root: Option<(&'static str, PathBuf)>,
     allowed: Vec<String>,
 }
@@ -40,7 +40,7 @@ impl ServerOptions {
         self
     }
 
-    /// Sets the memory, which is 1GiB otherwise.
+    /// Sets the memory. The default is 1GiB.
     pub fn memory(mut self, memory: &str) -> ServerOptions {
         self.memory = Some(memory.to_string());
         self
@@ -61,13 +61,13 @@ impl ServerOptions {
         self
     }
 
-    /// Jobs with tier `nvme` then live in a folder of each server's own inside this one.
+    /// Gives each server a folder inside `root` for jobs with tier `nvme`.
     pub fn state_root(mut self, root: &Path) -> ServerOptions {
         self.state_root = Some(("--state-dir", root.to_owned()));
         self
     }
 
-    /// Does for tier `shm` on a tmpfs what `state_root` does.
+    /// Gives each server a folder inside `root`, on a tmpfs, for jobs with tier `shm`.
     pub fn shm_root(mut self, root: &Path) -> ServerOptions {
         self.state_root = Some(("--shm-dir", root.to_owned()));
         self
@@ -79,18 +79,19 @@ impl ServerOptions {
         self
     }
 
-    /// Runs the server by this command, which is given the program and its arguments and becomes it.
+    /// Sets a command that runs the server: its arguments are the program and the program's arguments, and it
+    /// execs them.
     pub fn under(mut self, command: &[&str]) -> ServerOptions {
         self.under = command.iter().map(ToString::to_string).collect();
         self
     }
 
-    /// TCP is then encrypted, with the certificate and the identities of this folder.
+    /// Encrypts TCP, with the certificate and the identities of this folder.
     pub fn tls(self, dir: &Path) -> ServerOptions {
         self.args(["--tls-dir", &dir.display().to_string()])
     }
 
-    /// Lines of level WARN or ERROR that contain `text` do not fail the test.
+    /// Allows log lines of level WARN or ERROR that contain `text`.
     pub fn allow(mut self, text: &str) -> ServerOptions {
         self.allowed.push(text.to_string());
         self
@@ -108,7 +109,7 @@ impl ServerOptions {
     }
 }
 
-/// A server process, killed on drop. A warning in its log that was not allowed then fails the test.
+/// A server process that drop kills. Drop also fails the test if the log has a warning that was not allowed.
 pub struct Longshored {
     options: ServerOptions,
     address: String,
@@ -147,7 +148,7 @@ impl Longshored {
         &self.address
     }
 
-    /// Kills it with `kill -9`, and starts a new process with the same options at the same address.
+    /// Kills the server with SIGKILL, and starts a new process with the same options at the same address.
     pub fn kill_and_restart(&mut self) {
         self.process.kill();
         self.restart();
@@ -160,7 +161,7 @@ impl Longshored {
         *self = Longshored::start(self.options.clone(), &address);
     }
 
-    /// The messages of the log, one a line, with their fields.
+    /// Returns the log's messages with their fields, one for each line.
     pub fn log(&self) -> Vec<Value> {
         self.process.stderr().lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
@@ -170,7 +171,7 @@ impl Longshored {
         for line in self.process.stderr().lines() {
             let level = serde_json::from_str::<Value>(line).map(|value| value["level"].clone());
             let loud = level.map_or(true, |level| level == "WARN" || level == "ERROR");
-            // The test is not about a machine without huge pages.
+            // A machine without huge pages must not fail the test.
             let allowed =
                 ["huge pages refused"].into_iter().chain(self.options.allowed.iter().map(String::as_str));
             if loud && !allowed.into_iter().any(|text| line.contains(text)) {
@@ -190,25 +191,25 @@ impl Drop for Longshored {
     }
 }
 
-/// `count` servers with the same options.
+/// Starts `count` servers with the same options.
 pub fn servers(count: usize, options: &ServerOptions) -> Vec<Longshored> {
     (0..count).map(|_| options.clone().start()).collect()
 }
 
-/// Their addresses, in order.
+/// Returns the servers' addresses, in order.
 pub fn addresses(servers: &[Longshored]) -> Vec<String> {
     servers.iter().map(|server| server.address().to_string()).collect()
 }
 
-/// A loopback address for each server, so that its port is still free when it starts again. Anywhere but on Linux
-/// only 127.0.0.1 answers.
+/// Returns a loopback address of its own for each server, so that its port is still free at a restart.
+/// Outside Linux only 127.0.0.1 answers.
 fn own_address() -> Ipv4Addr {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let all = own_addresses();
     all[NEXT.fetch_add(1, Ordering::Relaxed) as usize % all.len()]
 }
 
-/// All addresses that servers of this process's tests listen on.
+/// Returns all addresses that servers of this process's tests listen on.
 pub fn own_addresses() -> Vec<Ipv4Addr> {
     if !cfg!(target_os = "linux") {
         return vec![Ipv4Addr::LOCALHOST];

@@ -1,11 +1,11 @@
-//! A test that finds that it cannot run says so, and is not counted as passed.
+//! Reports tests that cannot run on this machine as skipped instead of passed.
 
 use std::{env, fs::OpenOptions, io::Write, panic::Location, thread};
 
-/// Set by `tests/run`: a file that gets a line for each test that was skipped.
+/// A file that gets a line for each skipped test. `tests/run` sets the variable.
 const REPORT: &str = "LONGSHORE_TEST_SKIPPED";
 
-/// Reports the calling test as skipped. The test returns after it.
+/// Reports the calling test as skipped. The test returns after the call.
 ///
 /// `cuda.rs` of the worker has a copy: a unit test cannot use this crate, which is built from the worker.
 #[track_caller]
@@ -16,7 +16,7 @@ pub fn skipped(reason: &str) {
     eprint!("skipped: {line}");
     if let Some(path) = env::var_os(REPORT) {
         let file = OpenOptions::new().create(true).append(true).open(path);
-        // In one write, since other tests report at the same time.
+        // One write, since other tests report at the same time.
         file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the report of skipped tests");
     }
 }
@@ -27,7 +27,7 @@ mod tests {
 
     use super::*;
 
-    /// Run by the test below, in a process of its own.
+    /// The test below runs this in a process of its own.
     #[test]
     #[ignore = "reports itself as skipped, to the test that starts it"]
     fn one_that_cannot_run() {

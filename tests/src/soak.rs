@@ -1,13 +1,13 @@
-//! What the slow tests do more of than those of every day.
+//! Longer settings for the slow tests.
 
 use std::env;
 
-/// Whether the slow tests run.
+/// Returns whether the slow tests run.
 pub fn runs() -> bool {
     env::var_os("LONGSHORE_SOAK").is_some()
 }
 
-/// The second number where the slow tests run, otherwise the first.
+/// Returns `soak` where the slow tests run, otherwise `quick`.
 pub fn pick<T>(quick: T, soak: T) -> T {
     if runs() { soak } else { quick }
 }

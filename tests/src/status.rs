@@ -1,4 +1,4 @@
-//! `longshore status --json`: where jobs stand, seen from outside.
+//! Parses `longshore status --json`: the state of jobs, seen from outside.
 
 use serde::Deserialize;
 
@@ -39,7 +39,7 @@ pub struct ServerStatus {
     pub idle_seconds: f64,
 }
 
-/// What became of a server's checkpoints of the job.
+/// The result of a server's last checkpoint of the job.
 #[derive(Clone, Debug, Deserialize)]
 pub struct CheckpointStatus {
     pub name: Option<String>,
@@ -52,7 +52,7 @@ pub struct RankStatus {
     pub transport: String,
 }
 
-/// All jobs of these servers.
+/// Returns all jobs of these servers.
 pub fn status(servers: &[String]) -> Vec<JobStatus> {
     let output = longshore(["status", "--json", "--servers", &servers.join(",")]);
     assert_eq!(output.code, 0, "{output:?}");
@@ -60,7 +60,7 @@ pub fn status(servers: &[String]) -> Vec<JobStatus> {
     output.stdout.lines().map(parse).collect()
 }
 
-/// The only job of these servers.
+/// Returns the only job of these servers.
 pub fn job_status(servers: &[String]) -> JobStatus {
     let mut jobs = status(servers);
     assert_eq!(jobs.len(), 1, "one job was expected: {jobs:?}");

@@ -1,4 +1,4 @@
-//! A gRPC server that is not ours: it answers every call with one message, as late as it is told to.
+//! A stock gRPC server: it answers every call with one message, after a set delay.
 
 use std::{
     convert::Infallible,
@@ -19,7 +19,7 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{body::Body, server::NamedService};
 use tower_service::Service;
 
-/// A server of the Admin service that is stopped on drop.
+/// A server of the Admin service. Drop stops it.
 pub struct Stock {
     address: String,
     stop: Option<oneshot::Sender<()>>,
@@ -60,7 +60,7 @@ impl Service<Request<Body>> for Answers {
 }
 
 impl Stock {
-    /// Starts a server that says this of itself.
+    /// Starts a server that answers with `list` after the delay `late`.
     pub fn start(list: &ListJobsResponse, late: Duration) -> Stock {
         let mut message = BytesMut::new();
         message.put_u8(0);

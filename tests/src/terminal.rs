@@ -1,5 +1,5 @@
-//! A terminal of a test's own, made by util-linux's `script`. A program in it believes that a person sits there. Text that the program
-//! draws is searched for; places and colours are left to tests with ratatui's `TestBackend`.
+//! A pseudo-terminal made by util-linux's `script`. A program in it takes it for an interactive terminal.
+//! Tests search the drawn text; tests with ratatui's `TestBackend` check places and colours.
 
 use std::{
     io::{Read, Write},
@@ -10,14 +10,14 @@ use std::{
 
 use crate::conformance::cluster::eventually;
 
-/// The shell's words before a program and after it: the terminal's settings, and the program's exit code.
+/// Shell commands around the program: they print the terminal's settings and the program's exit code.
 const SESSION: &str = "stty rows 30 cols 100; echo \"is $(stty -g | cksum).\"; sh -c \"$PROGRAM\"; \
      echo \"ended with $?.\"; echo \"is $(stty -g | cksum).\"";
 const BORROWED: &str = "\x1b[?1049h";
 const GIVEN_BACK: &str = "\x1b[?1049l";
 const CURSOR: &str = "\x1b[?25h";
 
-/// A program in a terminal, which is killed on drop.
+/// A program in a terminal. Drop kills it.
 pub struct Terminal {
     child: Child,
     keys: ChildStdin,
@@ -25,7 +25,8 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Starts a command in a terminal of 30 rows and 100 columns. None where `script` is not installed.
+    /// Starts a command in a terminal of 30 rows and 100 columns. Returns None where `script` is not
+    /// installed.
     pub fn start(command: &Command) -> Option<Terminal> {
         Command::new("script").arg("--version").output().ok()?;
         let words = std::iter::once(command.get_program()).chain(command.get_args());
@@ -54,7 +55,7 @@ impl Terminal {
         Some(Terminal { child, keys, output })
     }
 
-    /// Presses keys, as the bytes that a terminal makes of them.
+    /// Sends key presses, as the bytes that a terminal sends for them.
     pub fn keys(&mut self, keys: &str) {
         self.keys
             .write_all(keys.as_bytes())
@@ -62,14 +63,16 @@ impl Terminal {
             .expect("the terminal takes keys");
     }
 
-    /// Waits until these words were drawn since the program began. A program leaves blank cells alone, so that spaces do not count.
+    /// Waits until the program has drawn these words. Spaces do not count, because a program does not draw
+    /// blank cells.
     #[track_caller]
     pub fn until(&self, words: &str) {
         let words = without_spaces(words);
         eventually(&words, || without_spaces(&drawn(&self.output())).contains(&words).then_some(()));
     }
 
-    /// Waits for the program's end. Returns its exit code, after checks that the terminal is as it was before.
+    /// Waits for the program's end. Checks that the terminal's settings are restored, and returns the exit
+    /// code.
     #[track_caller]
     pub fn ended(self) -> i32 {
         let end = eventually("the program's end", || {
@@ -95,13 +98,13 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // The terminal goes with `script`, and hangs up on what runs in it.
+        // `script` owns the terminal, so its end hangs up on the program.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The text of a terminal's output, without the orders between.
+/// Returns the text of a terminal's output, without control sequences.
 fn drawn(output: &str) -> String {
     let mut text = String::new();
     let mut parts = output.split('\x1b');

@@ -1,4 +1,4 @@
-//! An authority of a test's own, and folders with what it has signed.
+//! A certificate authority for tests, and folders with the certificates that it signs.
 
 use std::{
     fs,
@@ -21,13 +21,13 @@ pub struct Authority {
     pub certificate: String,
 }
 
-/// How long a certificate is valid.
+/// A certificate's validity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// For a year, as `longshore tls` makes them.
+    /// One year, as `longshore tls` makes them.
     Valid,
     Expired,
-    /// From now on for so long.
+    /// From now on for this long.
     For(Duration),
 }
 
@@ -42,7 +42,8 @@ impl Authority {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let key = KeyPair::generate().expect("a key");
         let mut params = CertificateParams::new(Vec::new()).expect("no names");
-        // Two authorities need two names: with one name, certificates of either would be taken for forged ones of the other.
+        // Each authority needs its own name: with one name, certificates of either would look forged by the
+        // other.
         let name = format!("authority {}", NEXT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -64,7 +65,7 @@ impl Authority {
         [signed.expect("a certificate").pem(), key.serialize_pem()]
     }
 
-    /// Writes a server's certificate and key, for these names or for all that tests' servers listen on.
+    /// Writes a server's certificate and key, for `names` or for all addresses that tests' servers listen on.
     pub fn write_server(&self, dir: &Path, names: Option<&[&str]>, life: Life) {
         let all = || own_addresses().iter().map(ToString::to_string).collect();
         let names = names.map_or_else(all, |names| names.iter().map(ToString::to_string).collect());
@@ -74,7 +75,7 @@ impl Authority {
         write(dir, "server.key", &key);
     }
 
-    /// Writes a client's.
+    /// Writes a client's certificate and key.
     pub fn write_client(&self, dir: &Path, name: &str, life: Life) {
         let [certificate, key] = self.sign(vec![name.to_string()], ExtendedKeyUsagePurpose::ClientAuth, life);
         write(dir, "ca.pem", &self.certificate);
@@ -90,7 +91,7 @@ pub struct Folders {
 }
 
 impl Folders {
-    /// A server's folder with these identities, as `identities.toml` has them.
+    /// Creates the server's folder, with these entries of `identities.toml`.
     pub fn new(identities: &str) -> Folders {
         let folders =
             Folders { root: tempfile::tempdir().expect("a temporary folder"), authority: Authority::new() };
@@ -99,7 +100,7 @@ impl Folders {
         folders
     }
 
-    /// Replaces who may do what.
+    /// Replaces the server's `identities.toml`.
     pub fn list(&self, identities: &str) {
         write(&self.server(), "identities.toml", identities);
     }
@@ -112,14 +113,14 @@ impl Folders {
         self.root.path().join(name)
     }
 
-    /// A folder with a client's certificate for this identity.
+    /// Returns a folder with a client's certificate for this identity.
     pub fn client(&self, name: &str) -> PathBuf {
         let dir = self.dir(name);
         self.authority.write_client(&dir, name, Life::Valid);
         dir
     }
 
-    /// A folder with a token.
+    /// Returns a folder with a token.
     pub fn token(&self, token: &str) -> PathBuf {
         let dir = self.dir(&format!("token-{token}"));
         write(&dir, "ca.pem", &self.authority.certificate);
@@ -128,7 +129,7 @@ impl Folders {
     }
 }
 
-/// Replaces a file at one instant, as whoever rotates certificates should.
+/// Replaces a file atomically, as an operator who rotates certificates should.
 pub fn write(dir: &Path, name: &str, text: &str) {
     fs::create_dir_all(dir).expect("a folder");
     let new = dir.join(format!("{name}.new"));
@@ -136,7 +137,7 @@ pub fn write(dir: &Path, name: &str, text: &str) {
     fs::rename(new, dir.join(name)).expect("its place");
 }
 
-/// An entry of `identities.toml`.
+/// Returns an entry of `identities.toml`.
 pub fn identity(name: &str, roles: &[&str], jobs: &[&str], tokens_sha256: &[&str]) -> String {
     format!(
         "[[identity]]\nname = {name:?}\nroles = {roles:?}\njobs = {jobs:?}\ntokens_sha256 = {tokens_sha256:?}\n"

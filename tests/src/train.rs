@@ -1,4 +1,4 @@
-//! `longshore train` with a model small enough for a test and large enough for several shards.
+//! Runs `longshore train` with a model small enough for a test and large enough for several shards.
 
 use std::{
     ffi::OsStr,
@@ -18,11 +18,11 @@ use crate::{
     undisturbed::Undisturbed,
 };
 
-/// One layer of this width is 268160 parameters: five blocks, and so five shards of the smallest size.
+/// One layer of width 128 has 268160 parameters: five blocks, and so five shards of the smallest size.
 const MODEL: [&str; 10] =
     ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
 
-/// A command that can be run again and again.
+/// A command that can run many times.
 #[derive(Clone)]
 pub struct Train {
     corpus: Arc<TempDir>,
@@ -33,7 +33,7 @@ pub struct Train {
 }
 
 impl Train {
-    /// Trains on an embedded server until `servers` are named.
+    /// Trains on an embedded server, unless `servers` names others.
     pub fn new(steps: u64) -> Train {
         let corpus = Arc::new(tempfile::tempdir().expect("a temporary folder"));
         corpus::write(corpus.path());
@@ -49,7 +49,7 @@ impl Train {
         ])
     }
 
-    /// Adds flags. A flag that is given again replaces the one before.
+    /// Adds flags. A repeated flag replaces the earlier one.
     pub fn args<Text: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = Text>) -> Train {
         let mut arguments = arguments.into_iter().map(|argument| argument.as_ref().to_string()).peekable();
         while let Some(flag) = arguments.next() {
@@ -75,13 +75,13 @@ impl Train {
         self
     }
 
-    /// Lines of level WARN that contain `text` do not fail the test.
+    /// Allows lines of level WARN that contain `text`.
     pub fn allow(mut self, text: &str) -> Train {
         self.allowed.push(text.to_string());
         self
     }
 
-    /// The command without `--json`.
+    /// Returns the command without `--json`.
     pub fn command(&self) -> Command {
         let mut command = binaries::command("longshore");
         command.arg("train").args(&self.arguments).arg("--data").arg(self.corpus.path());
@@ -96,7 +96,7 @@ impl Train {
         self.start_with::<&str>([])
     }
 
-    /// Starts the command with flags that it does not have by itself, such as `--rank` or `--resume`.
+    /// Starts the command with further flags, such as `--rank` or `--resume`.
     pub fn start_with<Text: AsRef<OsStr>>(&self, more: impl IntoIterator<Item = Text>) -> Running {
         let mut command = self.command();
         command.arg("--json").args(more);
@@ -110,10 +110,9 @@ impl Train {
         self.start().finish()
     }
 
-    /// The end of such a run that nothing disturbs. It is run once for all tests.
+    /// Returns the end of the same run without disturbance. It runs once for all tests.
     ///
-    /// # Panics
-    /// With servers: a remembered run has one of its own.
+    /// # Panics With servers: a remembered run has an embedded server.
     pub fn undisturbed(&self) -> Undisturbed {
         assert!(self.servers.is_empty(), "an undisturbed run is on an embedded server");
         Undisturbed::of(self)
@@ -135,12 +134,12 @@ pub struct Running {
     pub process: Process,
     events: Vec<Event>,
     allowed: Vec<String>,
-    /// The corpus is read when the process starts, which may be after its `Train` is gone.
+    /// The process reads the corpus when it starts, which may be after the drop of its `Train`.
     _corpus: Arc<TempDir>,
 }
 
 impl Running {
-    /// The next event; None when stdout has ended.
+    /// Returns the next event, or None after the end of stdout.
     pub fn event(&mut self) -> Option<&Event> {
         let line = self.process.line()?;
         let event = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error} in {line}"));
@@ -148,10 +147,9 @@ impl Running {
         self.events.last()
     }
 
-    /// Reads on until `wanted` says yes.
+    /// Reads events until `wanted` returns true.
     ///
-    /// # Panics
-    /// When the process ends before.
+    /// # Panics If the process ends before.
     pub fn until(&mut self, what: &str, mut wanted: impl FnMut(&Event) -> bool) -> &Event {
         loop {
             match self.event() {
@@ -167,7 +165,7 @@ impl Running {
         self.until("its first event", |event| matches!(event, Event::Start(_)))
     }
 
-    /// The step that the process begins with.
+    /// Returns the step that the process begins with.
     pub fn until_started_at(&mut self) -> u64 {
         match self.until_started() {
             Event::Start(start) => start.first_step,
@@ -175,7 +173,7 @@ impl Running {
         }
     }
 
-    /// Reads on until a step of at least this number is decided.
+    /// Reads events until the decision on step `least` or a later step.
     pub fn until_step(&mut self, least: u64) {
         self.until(
             &format!("step {least}"),
@@ -183,14 +181,14 @@ impl Running {
         );
     }
 
-    /// Reads on until this many more steps are decided.
+    /// Reads events until `count` more steps are decided.
     pub fn until_steps(&mut self, count: u64) {
         for _ in 0..count {
             self.until("its next step", |event| matches!(event, Event::Step(_)));
         }
     }
 
-    /// Kills it with `kill -9`, and returns what it had said.
+    /// Kills the process with SIGKILL. Returns its output so far.
     pub fn kill(mut self) -> Said {
         self.process.kill();
         while self.event().is_some() {}
@@ -202,13 +200,13 @@ impl Running {
         Run::from(self.done())
     }
 
-    /// Does what `finish` does, for a rank that says nothing at its end.
+    /// Like `finish`, for a rank that prints no event at its end.
     pub fn done(mut self) -> Said {
         while self.event().is_some() {}
         let (code, stderr) = (self.process.code(), self.process.stderr());
         assert_eq!(code, 0, "the worker failed: {stderr}");
         let loud = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
-        // The test is not about a machine that others keep busy.
+        // A busy machine must not fail the test.
         let slow = |line: &&str| line.contains("still waiting");
         let allowed = |line: &&str| slow(line) || self.allowed.iter().any(|text| line.contains(text));
         let unexpected = stderr.lines().filter(loud).any(|line| !allowed(&line));
@@ -216,7 +214,7 @@ impl Running {
         Said { events: std::mem::take(&mut self.events) }
     }
 
-    /// Waits for the end of a run that must fail with code 1, and returns what it says on stderr and what came before.
+    /// Waits for the end of a run that must fail with code 1. Returns its stderr and its events.
     pub fn fails(mut self, deadline: Duration) -> (String, Said) {
         let code = self.process.wait(deadline).code();
         assert_eq!(code, Some(1), "the worker should have failed with code 1");
@@ -225,7 +223,7 @@ impl Running {
     }
 }
 
-/// All that a process said.
+/// All output of a process.
 pub struct Said {
     pub events: Vec<Event>,
 }
@@ -239,13 +237,13 @@ impl Said {
         self.events.iter().filter_map(|event| if let Event::Step(step) = event { Some(step) } else { None })
     }
 
-    /// The number of the last step that the process saw decided; 0 without one.
+    /// Returns the number of the last decided step that the process printed; 0 without one.
     pub fn last_step(&self) -> u64 {
         self.steps().last().map_or(0, |step| step.step)
     }
 
-    /// Checks that steps are said one after the other, from the first one of `start`. A run that starts over in place
-    /// says another start.
+    /// Checks that step numbers are consecutive, from the first step of `start`. A run that starts over in
+    /// place prints another start.
     pub fn check_steps(&self) {
         let mut expected = None;
         for event in &self.events {
@@ -261,7 +259,7 @@ impl Said {
     }
 }
 
-/// A run to the end.
+/// A finished run.
 pub struct Run {
     pub said: Said,
     pub start: Start,
@@ -269,8 +267,7 @@ pub struct Run {
 }
 
 impl From<Said> for Run {
-    /// # Panics
-    /// When a step is missing.
+    /// # Panics If a step is missing.
     fn from(said: Said) -> Run {
         let start = said.start().cloned().expect("a start event");
         let end =

@@ -1,12 +1,12 @@
-//! A job that waits for the decision on its first step, as one does whose worker died between its gradient and its decision.
+//! A job that waits for the decision on its first step, as after a worker's death between gradient and
+//! decision.
 
 use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, limits::BLOCK_ELEMENTS};
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Session};
 
 /// Opens a job of one rank and one parameter on a server, and sends all gradients of its first step.
 ///
-/// # Panics
-/// When the server refuses.
+/// # Panics If the server refuses.
 pub fn undecided(address: &str, job: &str) -> Pipeline {
     let weight = Param { name: "weight".into(), shape: vec![1000], group: 0 };
     let spec = JobSpec {

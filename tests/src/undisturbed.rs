@@ -1,4 +1,5 @@
-//! Trainings that nothing disturbs, whose bits other runs must have. Each is made once for all tests, and remembered.
+//! Undisturbed training runs, whose bits other runs must reproduce. Each runs once for all tests and is
+//! remembered.
 
 use std::{
     fs::{self, File},
@@ -12,20 +13,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::train::{Run, Train};
 
-/// Outside of cargo's target folder, beside what else `tests/run` keeps.
+/// Outside of cargo's target folder, beside the other files that `tests/run` keeps.
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../.cache/undisturbed");
 
-/// The end of a run, and how long its parts took when it was made.
+/// The end of a run, and its times when it was made.
 #[derive(Serialize, Deserialize)]
 pub struct Undisturbed {
     pub hash: String,
-    /// The time from the start of the process to its first step.
+    /// Time from the start of the process to its first step.
     pub startup: Duration,
     pub step: Duration,
 }
 
 impl Undisturbed {
-    /// Trains on an embedded server, unless a run with the same flags, program and CPU is remembered.
+    /// Returns the remembered run with the same flags, program and CPU, or trains on an embedded server.
     ///
     /// The CPU belongs to the key because matrix kernels differ by CPU, and with them the bits of a training.
     pub(crate) fn of(train: &Train) -> Undisturbed {
@@ -33,7 +34,7 @@ impl Undisturbed {
         let path = Path::new(FOLDER).join(format!("{:016x}.json", key(train)));
         let file = File::options().read(true).write(true).create(true).truncate(false).open(path);
         let mut file = file.expect("a file in .cache");
-        // Another test's process may be at the same run: its result is waited for.
+        // A process of another test may be making the same run: the lock waits for its result.
         file.lock().expect("a lock");
         let mut known = String::new();
         file.read_to_string(&mut known).expect("what is remembered");
@@ -57,7 +58,7 @@ impl Undisturbed {
     }
 }
 
-/// Differs for other flags, text, program, or CPU.
+/// Returns a key that differs for other flags, text, program or CPU.
 fn key(train: &Train) -> u64 {
     let mut hasher = DefaultHasher::new();
     let command = train.command();

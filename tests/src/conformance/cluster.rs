@@ -14,14 +14,14 @@ use tokio::runtime::Runtime;
 
 use super::raw::Raw;
 
-/// Servers whose tasks end with the runtime, when this is dropped.
+/// Servers in this process. Drop ends their runtime, and with it their tasks.
 pub struct Cluster {
     runtime: Runtime,
     servers: Vec<Server>,
     checkpoints: TempDir,
 }
 
-/// The longest wait for what a healthy job does at once. It is long enough for a busy machine.
+/// Longest wait for an answer that a healthy job gives at once. 60 s suffice on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
 impl Cluster {
@@ -60,7 +60,7 @@ impl Cluster {
         }
     }
 
-    /// A stock gRPC client of one server.
+    /// Returns a stock gRPC client of one server.
     pub fn raw(&self, server: usize) -> Raw {
         Raw::connect(self.runtime.handle().clone(), self.address(server))
     }
@@ -74,7 +74,7 @@ impl Cluster {
     }
 }
 
-/// Asks again until there is an answer.
+/// Repeats `ask` until it returns a value.
 pub fn eventually<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! The state of a job as its checkpoint has it: safetensors read with nothing but the format's definition.
+//! Reads a job's state from its checkpoint: safetensors, parsed from the format's definition alone.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -31,7 +31,7 @@ pub fn read(folder: &Path, layout: &Layout) -> State {
     State { master: array("master"), first: array("first"), second: array("second") }
 }
 
-/// The part files, in the order of the servers.
+/// Returns the part files, in the order of the servers.
 pub fn parts(folder: &Path) -> Vec<std::path::PathBuf> {
     let files =
         fs::read_dir(folder).expect("a checkpoint's folder").map(|entry| entry.expect("a file").path());
@@ -42,7 +42,7 @@ pub fn parts(folder: &Path) -> Vec<std::path::PathBuf> {
     parts
 }
 
-/// The tensors of a part: eight bytes of header length, the header as JSON, then the data.
+/// Returns the tensors of a part: eight bytes of header length, the header as JSON, then the data.
 fn tensors_of(part: &Path) -> BTreeMap<String, Vec<u32>> {
     let bytes = fs::read(part).expect("a part");
     let header = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;

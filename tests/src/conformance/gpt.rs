@@ -1,4 +1,4 @@
-//! The real model: a byte-level GPT of one layer. Both sides take its gradients by the trainer's own micro-step.
+//! The real model: a byte-level GPT of one layer. Run and reference call the trainer's own micro-step.
 
 use std::{fmt::Write, sync::Arc};
 
@@ -36,7 +36,7 @@ impl Bytes {
     }
 }
 
-/// A folder of text to learn.
+/// Returns a folder of training text.
 pub fn text() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut text = String::new();
@@ -49,7 +49,7 @@ pub fn text() -> tempfile::TempDir {
     folder
 }
 
-/// Weights from the loop's own image.
+/// Weights from the reference loop's own image.
 struct Image<'a> {
     model: &'a Gpt,
     weights: &'a [Vec<f32>],

@@ -1,5 +1,5 @@
-//! What conformance tests share: servers inside the test, runs through the worker library, and a plain loop that says
-//! what they must compute. The loop shares no code with the engine, so a test passes wrongly only if both are wrong
+//! Shared by conformance tests: servers in the test's process, runs through the worker library, and a
+//! reference loop. The loop shares no code with the engine, so a test passes wrongly only if both are wrong
 //! in the same way.
 
 pub mod cluster;

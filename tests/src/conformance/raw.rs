@@ -1,5 +1,5 @@
-//! A stock gRPC client: the generated stubs and nothing of the worker library, so that it can send what the library
-//! never would.
+//! A stock gRPC client: generated stubs without the worker library. Tests use it to send requests that the
+//! library never sends.
 
 use std::net::SocketAddr;
 
@@ -22,7 +22,7 @@ pub struct Raw {
     pub admin: AdminClient<Channel>,
 }
 
-/// The step and the rank that a chunk says it belongs to.
+/// The step, micro-step and rank that a chunk names.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     pub step: u64,
@@ -42,13 +42,13 @@ impl Raw {
         }
     }
 
-    /// Waits for one answer; the fault in its details if it is an error.
+    /// Waits for one answer. An error is returned as the fault in its details.
     pub fn call<T>(&self, call: impl Future<Output = Result<Response<T>, Status>>) -> Result<T, Fault> {
         let answer = self.runtime.block_on(call);
         answer.map(Response::into_inner).map_err(|status| fault_from_status(&status, "the server"))
     }
 
-    /// Does what `call` does, and gives the status itself.
+    /// Like `call`, but returns the error as its gRPC status.
     pub fn status<T: std::fmt::Debug>(
         &self,
         call: impl Future<Output = Result<Response<T>, Status>>,
@@ -85,7 +85,8 @@ impl Raw {
         self.describe(job).progress.expect("a job has a progress")
     }
 
-    /// Ends the pause at `version`. It may have ended already: rank 0 brings a resume that it sees to all servers.
+    /// Ends the pause at `version`. Succeeds if the pause has already ended: rank 0 passes a resume on to all
+    /// servers.
     pub fn resume(&self, job: &str, version: u64, loss_scale: f64) -> Result<(), Fault> {
         let request = v1::ResumeRequest { job: job.into(), loss_scale, version: Some(version) };
         self.call(self.admin.clone().resume(request)).map(|_| ())
@@ -103,7 +104,7 @@ impl Raw {
         Ok(self.call(self.training.clone().commit(request))?.duplicate)
     }
 
-    /// Waits until all of a step's gradient statistics are there: from then on the step may be decided.
+    /// Waits until all gradient statistics of a step are there: from then on the step may be decided.
     pub fn await_stats(&self, job: &str, step: u64) {
         let request = v1::StatsRequest { job: job.into(), step, deadline_ms: 30_000 };
         self.runtime.block_on(async {
@@ -116,7 +117,7 @@ impl Raw {
         self.restore_in(job, name, v1::RestoreMode::Whole)
     }
 
-    /// Makes one act of a restore.
+    /// Restores a checkpoint in one mode.
     pub fn restore_in(
         &self,
         job: &str,
@@ -128,13 +129,13 @@ impl Raw {
         self.call(self.admin.clone().restore(request))
     }
 
-    /// Pushes one chunk on a stream of its own. Returns true when it was held already.
+    /// Pushes one chunk on its own stream. Returns true if the server already held it.
     pub fn push(&self, request: v1::PushRequest) -> Result<bool, Fault> {
         let result = self.push_all(vec![request])?.pop().expect("a result in the answer");
         result.refusal.map_or(Ok(result.duplicate), |refusal| Err(fault_from_wire(refusal)))
     }
 
-    /// Pushes chunks on one stream, and returns what became of each.
+    /// Pushes chunks on one stream. Returns one result for each chunk.
     pub fn push_all(&self, requests: Vec<v1::PushRequest>) -> Result<Vec<v1::PushResult>, Fault> {
         self.runtime.block_on(async {
             let fault = |status: Status| fault_from_status(&status, "the server");
@@ -148,7 +149,7 @@ impl Raw {
         })
     }
 
-    /// The bytes of one slice.
+    /// Returns the bytes of one slice.
     pub fn pull(&self, job: &str, version: u64, dtype: Dtype, slice: v1::Slice) -> Result<Vec<u8>, Fault> {
         let request = v1::PullRequest {
             job: job.into(),
@@ -172,7 +173,7 @@ impl Raw {
     }
 }
 
-/// A valid chunk of zeros, the first of its shard, for a test to make invalid.
+/// Returns a valid chunk of zeros, the first of its shard. Tests change a field to make it invalid.
 pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushRequest {
     let bytes = layout.shard_len(ShardId(shard)) * spec.gradient_dtype.bytes();
     let payload = Bytes::from(vec![0; bytes.min(1 << 20) as usize]);
@@ -192,7 +193,7 @@ pub fn chunk(spec: &JobSpec, layout: &Layout, shard: u32, at: At) -> v1::PushReq
     }
 }
 
-/// A valid decision to apply `step`, for a test to make invalid.
+/// Returns a valid decision to apply `step`. Tests change a field to make it invalid.
 pub fn decision(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),
@@ -210,12 +211,12 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
     }
 }
 
-/// The placement that the worker library makes.
+/// Returns the placement that the worker library makes.
 pub fn placement(addresses: &[String], layout: &Layout) -> Placement {
     Placement::striped(addresses.to_vec(), layout.shards())
 }
 
-/// Checks everything that a fault must say. `value` and `limit` are parts of what it must say there.
+/// Checks every field of a fault. `value` and `limit` are substrings of the fault's own.
 #[track_caller]
 pub fn assert_fault<T: std::fmt::Debug>(
     found: Result<T, Fault>,

@@ -1,4 +1,4 @@
-//! What a run must compute: one loop without a server, with scalar arithmetic written from the documented formulas.
+//! The expected result of a run: one loop without servers, in scalar arithmetic from the documented formulas.
 
 use std::ops::Range;
 
@@ -13,30 +13,30 @@ use super::{
 
 const BLOCK: usize = 65536;
 
-/// What is known of one step. It must be the same from the loop and from a run.
+/// The result of one step. Loop and run must agree on every field.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     pub step: u64,
     pub reads: u64,
     pub scale: f64,
     pub skip: bool,
-    /// The norm of a step that is applied.
+    /// The gradient norm. None for a skipped step.
     pub norm: Option<f64>,
     pub clip_coefficient: f64,
     pub scale_next: f64,
-    /// The parameter and the element that overflowed first.
+    /// Name and element of the first overflow.
     pub overflow: Option<String>,
     /// The losses as bits, by rank and micro-step.
     pub losses: Vec<u32>,
 }
 
-/// A whole run.
+/// The result of a whole run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trace {
     pub steps: Vec<Step>,
     pub applied: u64,
     pub state: State,
-    /// What an evaluation would read, after each drain and at the end: version and image.
+    /// Version and image that an evaluation reads, after each drain and at the end.
     pub images: Vec<(u64, Vec<u8>)>,
 }
 
@@ -45,14 +45,14 @@ pub struct Reference<'a> {
     plan: Scenario,
     params: Vec<Param>,
     ranges: Vec<Range<usize>>,
-    /// The group of each flat element. Gaps have the group before them.
+    /// The group of each flat element. A gap has the group of the parameter before it.
     groups: Vec<usize>,
     scaler: Scaler,
     master: Vec<f32>,
     first: Vec<f32>,
     second: Vec<f32>,
     applied: u64,
-    /// By version, from 0: the image, and the loss scale for steps that read it.
+    /// Images by version, from 0. `scales` has the loss scale of steps that read the version.
     images: Vec<Vec<u8>>,
     scales: Vec<f64>,
     steps: Vec<Step>,
@@ -95,7 +95,7 @@ impl<'a> Reference<'a> {
         }
     }
 
-    /// Makes the next step.
+    /// Computes the next step.
     pub fn step(&mut self) {
         let step = self.steps.len() as u64 + 1;
         let reads = reads(step, self.plan.delay);
@@ -139,7 +139,7 @@ impl<'a> Reference<'a> {
         });
     }
 
-    /// Takes an operator's loss scale for the steps that read the newest version.
+    /// Sets the loss scale that an operator chose, for steps that read the newest version.
     pub fn choose_scale(&mut self, scale: f64) {
         self.scaler.scale = scale;
         self.scaler.min = self.scaler.min.min(scale);
@@ -155,8 +155,8 @@ impl<'a> Reference<'a> {
         Trace { steps: self.steps, applied: self.applied, state, images: self.evaluated }
     }
 
-    /// The losses, and the sum of what goes over the wire: micro-step after micro-step, and in each rank after rank. Where
-    /// workers add up micro-steps, each rank's mean goes over the wire.
+    /// Returns the losses and the summed gradient, in order of micro-step, then rank. With `on_worker` each
+    /// rank sends the mean of its micro-steps.
     fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
         let (ranks, micro_steps) = (self.plan.world as usize, self.plan.micro_steps);
         let mut sent = vec![Vec::new(); ranks];
@@ -186,7 +186,7 @@ impl<'a> Reference<'a> {
         (losses.concat(), sum(contributions))
     }
 
-    /// Values as they are after the wire.
+    /// Rounds values to the wire's gradient dtype.
     fn rounded(&self, values: &[f32]) -> Vec<f32> {
         decode(&encode(values, self.plan.gradient), self.plan.gradient)
     }
@@ -217,7 +217,7 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// One after the other, in fp32.
+/// Sums in order, in fp32.
 fn sum(gradients: Vec<Vec<f32>>) -> Vec<f32> {
     let add = |mut total: Vec<f32>, next: Vec<f32>| {
         total.iter_mut().zip(next).for_each(|(total, x)| *total += x);
@@ -231,7 +231,7 @@ fn mean(gradients: Vec<Vec<f32>>) -> Vec<f32> {
     sum(gradients).into_iter().map(|total| total * share).collect()
 }
 
-/// Where each parameter lies: it starts at the next multiple of 64 elements.
+/// Returns each parameter's range. Each start is the next multiple of 64 elements.
 fn place(params: &[Param]) -> Vec<Range<usize>> {
     let mut next = 0;
     let place = |param: &Param| {
@@ -243,7 +243,7 @@ fn place(params: &[Param]) -> Vec<Range<usize>> {
     params.iter().map(place).collect()
 }
 
-/// The version that a step computes with.
+/// Returns the version that a step computes with.
 fn reads(step: u64, delay: Option<Delay>) -> u64 {
     match delay {
         None => step - 1,
@@ -272,8 +272,8 @@ fn root(hyper: &Hyper, t: u64, second: f32) -> f32 {
     second.sqrt() * (1.0 / correction2.sqrt()) as f32 + hyper.eps as f32
 }
 
-/// What an image that looks ahead has less than the master weight: the part of the next step that the first moment
-/// gives, the newest gradient twice, and decay.
+/// Returns the look-ahead: master weight minus image. The terms are the first moment's part of the next step,
+/// the newest gradient twice, and decay.
 fn ahead(hyper: &Hyper, lr: f64, t: u64, g: f32, new: f32, (first, second): (f32, f32)) -> f32 {
     let correction1 = 1.0 - hyper.beta1.powi(t as i32);
     let of_first = (lr * hyper.beta1 / correction1) as f32 * first;
@@ -282,9 +282,9 @@ fn ahead(hyper: &Hyper, lr: f64, t: u64, g: f32, new: f32, (first, second): (f32
     (of_first + of_gradient) / root(hyper, t, second) + decay
 }
 
-/// The sum of squares of each block. Element i goes into lane i mod 32, which adds its squares of 512 elements in
-/// f32, with a fused multiply-add, and those sums in f64; then the lanes are folded in halves. A sum below 2^-96 or
-/// beyond f32 is formed again in f64 throughout, in 16 lanes.
+/// Returns the sum of squares of each block. Lane i mod 32 takes element i. A lane adds the squares of 512
+/// elements in f32 by fused multiply-add, and those sums in f64. The lanes are then folded in halves. A sum
+/// below 2^-96 or beyond f32 is formed again in 16 lanes of f64.
 fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
         let mut lanes = [0.0f64; 32];
@@ -319,7 +319,7 @@ fn folded<const N: usize>(mut lanes: [f64; N]) -> f64 {
     lanes[0]
 }
 
-/// DeepSpeed's rule, except that the scale stays where it is at the floor.
+/// DeepSpeed's rule, except that an overflow at the floor leaves the scale as it is.
 struct Scaler {
     dynamic: bool,
     scale: f64,

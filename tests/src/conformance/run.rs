@@ -1,5 +1,5 @@
-//! A plan run for real, with servers, the worker library and a thread a rank. What it computed is then compared with
-//! the loop.
+//! Runs a plan with servers, the worker library and one thread for each rank, and compares the result with
+//! the reference loop.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use super::{
     scenario::{Batch, Model, Scenario},
 };
 
-/// What one rank saw.
+/// The results of one rank.
 #[derive(Default)]
 pub struct Rank {
     pub losses: BTreeMap<u64, Vec<u32>>,
@@ -21,7 +21,7 @@ pub struct Rank {
     pub images: Vec<(u64, Vec<u8>)>,
 }
 
-/// Trains a fresh job to the end of the plan, on one thread a rank.
+/// Trains a fresh job to the end of the plan, one thread for each rank.
 pub fn train(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
     let ranks: Vec<Rank> = std::thread::scope(|scope| {
         let start = |rank| scope.spawn(move || one_rank(cluster, model, plan, job, rank));
@@ -31,7 +31,7 @@ pub fn train(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -
     collect(cluster, model, plan, job, ranks)
 }
 
-/// Puts together what the ranks saw and what the checkpoint named "end" holds.
+/// Combines the ranks' results with the state in the checkpoint "end".
 pub fn collect(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str, ranks: Vec<Rank>) -> Trace {
     let spec = plan.spec(job, model);
     let layout = spec.validate().expect("a valid spec");
@@ -49,7 +49,7 @@ pub fn collect(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str,
     Trace { steps: steps.collect(), applied: applied[0], state, images: ranks[0].images.clone() }
 }
 
-/// Checks that another rank learned from the commits all that the first one knows, but for which element overflowed.
+/// Checks that another rank learned the same from commits as the first rank, except the overflowed element.
 fn agree(first: &Rank, other: &Rank) {
     assert_eq!(first.images, other.images, "images differ between ranks");
     assert_eq!(first.outcomes.len(), other.outcomes.len());
@@ -92,7 +92,7 @@ pub fn enter(options: Options, model: &dyn Model, plan: &Scenario) -> Pipeline {
     Pipeline::new(session, &joined, plan.pipeline()).expect("a pipeline")
 }
 
-/// Makes steps up to `last`, evaluating where the plan says so.
+/// Makes steps up to `last`, with the plan's evaluations.
 pub fn steps(
     pipeline: &mut Pipeline,
     model: &dyn Model,
@@ -133,7 +133,7 @@ pub fn finish(mut pipeline: Pipeline, plan: &Scenario, mut seen: Rank) -> Rank {
     seen
 }
 
-/// All bytes of one version's image.
+/// Returns the whole image of one version.
 pub fn image(session: &Session, version: Version) -> longshore_worker::Result<Vec<u8>> {
     let whole = 0..session.layout().elements();
     let dtype = session.spec().image_dtype;
@@ -143,7 +143,7 @@ pub fn image(session: &Session, version: Version) -> longshore_worker::Result<Ve
     Ok(bytes)
 }
 
-/// Compares everything, the smallest things first, and names the first element that differs.
+/// Compares two traces, smallest fields first, and names the first element that differs.
 #[track_caller]
 pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[String]) {
     for (ours, theirs) in run.steps.iter().zip(&reference.steps) {
@@ -172,7 +172,7 @@ pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[Str
     assert_eq!(run.images.len(), reference.images.len(), "images");
 }
 
-/// Runs the plan both ways and compares.
+/// Runs the plan with servers and in the loop, and compares.
 #[track_caller]
 pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
     let (run, reference) = (train(cluster, model, plan, job), super::reference::train(model, plan));

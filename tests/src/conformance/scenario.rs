@@ -1,4 +1,5 @@
-//! What a run is: everything that decides its bits, taken both by the worker library and by the reference loop.
+//! The definition of a run: every setting that decides its bits. The worker library and the reference loop
+//! both take it.
 
 use longshore_proto::{Dtype, Hyper, JobName, JobSpec, Param, Step, limits::BLOCK_ELEMENTS};
 use longshore_worker::{
@@ -6,7 +7,7 @@ use longshore_worker::{
     StepInputs, pipeline::Weights,
 };
 
-/// Names a batch. A gradient depends on this and on the weights alone.
+/// The name of a batch. A gradient depends on this and on the weights alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
     pub step: u64,
@@ -14,17 +15,17 @@ pub struct Batch {
     pub rank: u32,
 }
 
-/// Something to train. Both sides call the same arithmetic, on weights that each has from its own 16-bit image.
+/// A model to train. Run and reference call the same arithmetic, on weights from their own 16-bit images.
 pub trait Model: Send + Sync {
     fn params(&self) -> Vec<Param>;
 
     fn initial(&self, param: usize) -> Vec<f32>;
 
-    /// The loss, and for each parameter the gradient of `scale` times the loss.
+    /// Returns the loss, and each parameter's gradient of `scale` times the loss.
     fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>);
 
-    /// Does the same through the worker library, as a trainer does it. With `on_demand` weights are pulled as they
-    /// are used.
+    /// Returns the same through the worker library, as a trainer computes it. With `on_demand`, the first use
+    /// of a weight pulls it.
     fn micro_step(
         &self,
         pipeline: &mut Pipeline,
@@ -40,12 +41,12 @@ pub enum Scale {
     Dynamic(LossScalerOptions),
 }
 
-/// The settings of a run with delay 1.
+/// Settings of a run with delay 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Delay {
-    /// How many exact steps there are at the start.
+    /// Number of exact steps at the start.
     pub warmup: u64,
-    /// An evaluation after every so many steps; 0 for none.
+    /// Number of steps between evaluations; 0 for none.
     pub drain_every: u64,
     pub correction: DelayCorrection,
 }
@@ -63,12 +64,12 @@ pub struct Scenario {
     pub delay: Option<Delay>,
     pub scale: Scale,
     pub shard_blocks: u64,
-    /// Weights are pulled as they are used (stage 3).
+    /// The first use of a weight pulls it (stage 3).
     pub on_demand: bool,
 }
 
 impl Scenario {
-    /// A run of one exact bf16 rank without clipping.
+    /// Returns a run of one exact bf16 rank without clipping.
     pub fn exact(steps: u64) -> Scenario {
         Scenario {
             steps,
@@ -98,7 +99,7 @@ impl Scenario {
         }
     }
 
-    /// Hyperparameters with another learning rate at every step, and decay for one group only.
+    /// Returns hyperparameters with another learning rate at every step, and decay for one group only.
     pub fn hypers(step: u64) -> Vec<Hyper> {
         let lr = 1e-2 / (1.0 + step as f64 / 7.0);
         let decay = Hyper { lr, weight_decay: 0.1, beta2: 0.99, ..Hyper::default() };
@@ -127,7 +128,7 @@ impl Scenario {
         }
     }
 
-    /// Whether an evaluation follows a step.
+    /// Returns whether an evaluation follows a step.
     pub fn evaluates_after(&self, step: u64) -> bool {
         self.delay.is_some_and(|delay| delay.drain_every > 0 && step.is_multiple_of(delay.drain_every))
     }

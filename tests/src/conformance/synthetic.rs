@@ -1,12 +1,12 @@
-//! A cheap gradient: a nonlinear function of the 16-bit weights and the batch, with the same bits wherever it is
-//! computed.
+//! A cheap gradient: a nonlinear function of the 16-bit weights and the batch. Its bits are equal on every
+//! host.
 
 use longshore_proto::Param;
 use longshore_worker::{Feed, Pipeline, StepInputs};
 
 use super::scenario::{Batch, Model};
 
-/// A model of odd sizes over four blocks, with two param groups. `spikes` and `constants` are for overflows.
+/// A model of odd sizes over four blocks, with two param groups. `spikes` and `constants` cause overflows.
 pub struct Synthetic {
     pub sizes: Vec<(&'static str, Vec<u64>, u32)>,
     pub spikes: Vec<Spike>,
@@ -56,7 +56,7 @@ impl Noise {
         z ^ (z >> 31)
     }
 
-    /// A number in [-1, 1).
+    /// Returns a number in [-1, 1).
     pub fn unit(&mut self) -> f32 {
         ((self.draw() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
     }
@@ -67,7 +67,7 @@ impl Synthetic {
         self.sizes[param].1.iter().product::<u64>() as usize
     }
 
-    /// The gradient of one parameter and its part of the loss.
+    /// Returns the gradient of one parameter and its part of the loss.
     fn part(&self, param: usize, weights: &[f32], batch: Batch, scale: f64) -> (f32, Vec<f32>) {
         let scale = scale as f32;
         let mut noise =
