@@ -8,18 +8,18 @@ use tonic::transport::{Endpoint, Error};
 
 use super::connector::{Connector, Dialler};
 
-/// The window of a stream. It is above one chunk, so that a chunk is never held up by its own stream's window.
+/// HTTP/2 window of a stream. A window above one chunk never holds a chunk up.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
 pub(super) const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
-/// The largest frame. It holds a whole chunk, since each frame costs a write and some reads: pulling takes 0.44 s of
-/// CPU time a GB with 1 MiB frames, and took 0.58 with 64 KiB.
+/// The largest HTTP/2 frame: one whole chunk. Each frame costs a write and some reads. Pulls take 0.44 s of CPU
+/// time a GB with 1 MiB frames, and took 0.58 s with 64 KiB.
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
-/// How often a silent peer is pinged, and how long its answer may take. So one that is gone (power loss, a cut cable)
-/// is found within twice this.
+/// How often a silent peer is pinged, and how long its answer may take. A dead peer (power loss, a cut cable) is
+/// found within twice this time.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(10);
 pub(super) const CONNECT: Duration = Duration::from_secs(5);
 
-/// An address that was checked, and how it is dialled.
+/// A checked address, with the connector that dials it.
 #[derive(Clone)]
 pub struct Address {
     endpoint: Endpoint,
@@ -27,11 +27,11 @@ pub struct Address {
 }
 
 impl Address {
-    /// `host:port`, `http://host:port`, `https://host:port`, or `unix:/path` for a server on the same host. With credentials TCP is
-    /// encrypted.
+    /// Parses `host:port`, `http://host:port`, `https://host:port`, or `unix:/path` for a server on the same host.
+    /// With credentials TCP is encrypted.
     ///
     /// # Errors
-    /// For anything else, and where the address says otherwise than the credentials.
+    /// For any other form, and for a scheme that contradicts the credentials.
     pub fn new(address: &str, credentials: Option<&Credentials>) -> Result<Address, Fault> {
         let refuse = |cause: &str, remedy: &str| {
             let limit = "host:port, http://host:port, https://host:port or unix:/path";
@@ -78,7 +78,7 @@ impl Address {
     /// Opens a control connection.
     ///
     /// # Errors
-    /// Where nobody answers, or one end does not trust the other.
+    /// If no server answers, or if one end does not trust the other.
     pub async fn connect(&self) -> Result<Channel, Error> {
         let channel = self.endpoint.connect_with_connector(self.dialler.clone()).await?;
         Ok(Channel::new(channel, self.dialler.credentials().cloned()))

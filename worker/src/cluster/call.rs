@@ -1,5 +1,4 @@
-//! Calls servers. A call is tried again as long as only the transport fails. A server's fault becomes the error that
-//! says most about it.
+//! Calls servers. A failed transport leads to another attempt; a server's fault becomes the most specific `Error`.
 
 use std::{
     future::Future,
@@ -25,11 +24,14 @@ use super::{
 use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
 
 impl Cluster {
-    /// Calls one server until it answers, for at most `deadline`. After a failure of the transport it tries again for
-    /// the session's deadline at most, even in a call that may itself take longer. That time counts from the first
-    /// failure of a row; a call that the server had been working on for long begins a new row. A server that recovers the
-    /// job is alive, and reads all of its state: it is asked again for `slow_deadline`, and then has `deadline` to answer.
-    /// `call` is the RPC's name, for errors. `request` must be idempotent, as all of the protocol's control calls are.
+    /// Calls one server until it answers, for at most `deadline`. `call` is the RPC's name, for errors. `request`
+    /// must be idempotent, as all control calls of the protocol are.
+    ///
+    /// Attempts after a failed transport go on for the session's deadline, even if `deadline` is longer. This time
+    /// counts from the first failure of a row. A call that had run for longer than `SILENCE` starts a new row.
+    ///
+    /// A server that recovers the job is alive, and reads all of its state. The call is repeated for
+    /// `slow_deadline`; then the server has `deadline` to answer.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: ServerId,
@@ -58,7 +60,7 @@ impl Cluster {
         F: Fn(Peer) -> Answer,
         Answer: Future<Output = Result<Response<T>, Status>>,
     {
-        // The time for an answer, and for the job to be recovered.
+        // `deadline` bounds the answer, `recovery` the server's recovery of the job.
         let (deadline, recovery) = patience;
         let (mut end, mut give_up) = (Instant::now() + deadline, None);
         let recovered = Instant::now() + recovery;
@@ -97,7 +99,7 @@ impl Cluster {
         }
     }
 
-    /// Turns a server's fault into the error that says most.
+    /// Maps a server's fault to the most specific error.
     pub(crate) fn explain(
         &self,
         server: ServerId,
@@ -108,7 +110,7 @@ impl Cluster {
         let server = self.address(server).to_string();
         let job = self.job().clone();
         match fault.kind {
-            // Other things may be missing on their own, such as a checkpoint or a version.
+            // Checkpoints and versions can be missing while the job is there.
             FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
                 StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
             }
@@ -123,7 +125,7 @@ impl Cluster {
         }
     }
 
-    /// Does the same on every server at once. The first failure ends the others.
+    /// Runs `act` on every server concurrently. The first failure cancels the others.
     pub(crate) async fn on_all<T, Act>(&self, act: impl Fn(ServerId) -> Act) -> Result<ByServer<T>>
     where
         Act: Future<Output = Result<T>>,
@@ -131,7 +133,7 @@ impl Cluster {
         Ok(try_join_all(self.servers().map(act)).await?.into_iter().collect())
     }
 
-    /// Does the same on every server at once, and waits for each to end, also after a failure of another one.
+    /// Runs `act` on every server concurrently, and waits for each to end, whether others fail or not.
     pub(crate) async fn on_each<Act: Future>(&self, act: impl Fn(ServerId) -> Act) -> ByServer<Act::Output> {
         join_all(self.servers().map(act)).await.into_iter().collect()
     }
@@ -146,8 +148,8 @@ impl Cluster {
         self.describe_for(server, state_hash, (deadline, self.options.slow_deadline.max(deadline))).await
     }
 
-    /// Asks a server how it stands, while something else is waited for: neither one that is gone nor one that recovers the
-    /// job is waited for.
+    /// Describes the job on a server within 2 s, for a caller that waits for something else. Neither a dead server
+    /// nor a recovering one is waited for.
     pub(crate) async fn glance(&self, server: ServerId) -> Result<DescribeResponse> {
         const GLANCE: Duration = Duration::from_secs(2);
         self.describe_for(server, false, (GLANCE, Duration::ZERO)).await
@@ -184,7 +186,7 @@ impl Cluster {
     }
 }
 
-/// Whether the server says that it recovers the job. Faults of the transport have other fields.
+/// Returns true if the server recovers the job. Faults of the transport have other fields.
 pub(super) fn recovers(fault: &Fault) -> bool {
     fault.kind == FaultKind::Unavailable && fault.field == "job"
 }

@@ -1,4 +1,4 @@
-//! Dials servers: control connections, and data connections whose payloads can go past HTTP/2.
+//! Dials servers: control connections, and data connections whose payloads can bypass HTTP/2.
 
 use std::{
     future::Future,
@@ -21,26 +21,27 @@ use super::pace::{Pace, Paced};
 
 type Dialling<T> = Pin<Box<dyn Future<Output = Result<TokioIo<T>, DialError>> + Send>>;
 
-/// What tonic dials a control connection through, the first time and after each break.
+/// Connector of a control connection. tonic calls it for the first connection and after each break.
 #[derive(Clone)]
 pub(super) struct Dialler {
     /// The Unix socket's path; None for TCP.
     path: Option<String>,
-    /// With them TCP is encrypted. A Unix socket never is: the kernel says whose process is at its other end.
+    /// Credentials for TLS over TCP. Unix sockets are never encrypted: the kernel tells whose process is at the
+    /// other end.
     credentials: Option<Credentials>,
 }
 
 impl Dialler {
-    /// Dials an address that was checked.
+    /// Makes the dialler of a checked address.
     pub(super) fn new(address: &str, credentials: Option<&Credentials>) -> Dialler {
-        // tonic reads `unix:/path` or `unix:///path` in this way.
+        // tonic reads `unix:/path` and `unix:///path` in the same way.
         let path =
             address.strip_prefix("unix:").map(|path| path.strip_prefix("//").unwrap_or(path).to_string());
         let credentials = credentials.filter(|_| path.is_none()).cloned();
         Dialler { path, credentials }
     }
 
-    /// What its connections are encrypted with.
+    /// Credentials that encrypt these connections; None without encryption.
     pub(super) fn credentials(&self) -> Option<&Credentials> {
         self.credentials.as_ref()
     }
@@ -51,10 +52,11 @@ impl Dialler {
         }
         let absent = || io::Error::new(io::ErrorKind::InvalidInput, "no host and port");
         let (host, port) = uri.host().zip(uri.port_u16()).ok_or_else(absent)?;
-        // An IPv6 address is in brackets.
+        // `uri.host()` keeps the brackets of an IPv6 address.
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let socket = TcpStream::connect((host, port)).await?;
-        // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever a small message follows another.
+        // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever one small message follows
+        // another.
         socket.set_nodelay(true)?;
         match &self.credentials {
             Some(credentials) => Ok(Dialled::Tls(Box::new(credentials.connect(socket, host).await?))),
@@ -78,7 +80,7 @@ impl Service<Uri> for Dialler {
     }
 }
 
-/// What tonic dials a data connection through.
+/// Connector of a data connection, called by tonic.
 #[derive(Clone)]
 pub(super) struct Connector {
     dialler: Dialler,
@@ -88,7 +90,7 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// `window` is what HTTP/2 grants the server.
+    /// `window` is the number of bytes that HTTP/2 grants the server.
     pub(super) fn new(dialler: Dialler, window: usize, taps: Taps, pace: Option<&Pace>) -> Connector {
         Connector { dialler, window, taps, pace: pace.cloned() }
     }

@@ -1,4 +1,4 @@
-//! Servers that answer as a test says, for what real ones do seldom or late.
+//! Fake servers with scripted answers, for cases that real servers produce seldom or late.
 
 use std::{
     convert::Infallible,
@@ -24,7 +24,7 @@ use tonic::{
 
 use super::{Cluster, Options, Transport};
 
-/// What a server says to a call.
+/// A server's answer to one call.
 pub(crate) struct Answer {
     after: Duration,
     message: Result<Vec<u8>, Fault>,
@@ -40,22 +40,22 @@ impl Answer {
         Answer { after: Duration::ZERO, message: Err(fault) }
     }
 
-    /// What a server says while it recovers the job.
+    /// The answer of a server that recovers the job.
     pub(crate) fn recovering() -> Answer {
         Answer::fault(FaultKind::Unavailable, "job")
     }
 
-    /// A job that trains, to `Join`.
+    /// Answer to `Join` for a job that trains.
     pub(crate) fn joined(version: u64) -> Answer {
         Answer::new(&JoinResponse { progress: Some(training(version)), memfd: None })
     }
 
-    /// A job that trains, to `Describe`.
+    /// Answer to `Describe` for a job that trains.
     pub(crate) fn described(version: u64) -> Answer {
         Answer::new(&DescribeResponse { progress: Some(training(version)), ..Default::default() })
     }
 
-    /// The same, once so much time has passed.
+    /// Delays the answer by `after`.
     pub(crate) fn after(self, after: Duration) -> Answer {
         Answer { after, ..self }
     }
@@ -65,7 +65,7 @@ impl Answer {
         Ok(match self.message {
             Err(fault) => longshore_wire::status(&fault).into_http(),
             Ok(message) => {
-                // A message goes out uncompressed, behind its length.
+                // gRPC frame: a flag for no compression, the length, the message.
                 let mut framed = BytesMut::with_capacity(5 + message.len());
                 framed.put_u8(0);
                 framed.put_u32(message.len() as u32);
@@ -87,14 +87,14 @@ fn training(version: u64) -> JobProgress {
     JobProgress { phase: Phase::Training.into(), version, ..Default::default() }
 }
 
-/// Answers a call of this name, such as `Join`.
+/// Maps the name of a call, such as `Join`, to its answer.
 pub(crate) type Says = Arc<dyn Fn(&str) -> Answer + Send + Sync>;
 
 pub(crate) fn says(answer: impl Fn(&str) -> Answer + Send + Sync + 'static) -> Says {
     Arc::new(answer)
 }
 
-/// One of a server's two services.
+/// A gRPC service of the fake server: Training or Admin.
 #[derive(Clone)]
 struct Service<const TRAINING: bool>(Says);
 
@@ -121,7 +121,7 @@ impl<const TRAINING: bool> tower_service::Service<http::Request<Body>> for Servi
     }
 }
 
-/// Starts the servers, and gives the options of rank 0 of a job on them, with the runtime that they run on.
+/// Starts the servers. Returns rank 0's options for a job on them, and the runtime that runs them.
 pub(crate) fn start(servers: Vec<Says>) -> (Options, Runtime) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let entered = runtime.enter();
@@ -149,7 +149,7 @@ pub(crate) fn start(servers: Vec<Says>) -> (Options, Runtime) {
 /// The session's deadline of [`cluster`].
 pub(crate) const DEADLINE: Duration = Duration::from_millis(300);
 
-/// A cluster of such servers. Calls have little time.
+/// Returns a connected cluster of fake servers. Its calls have the short `DEADLINE`.
 pub(crate) fn cluster(servers: Vec<Says>) -> (Cluster, Runtime) {
     let (options, runtime) = start(servers);
     // Connecting has a longer deadline: the machine may be busy.

@@ -1,13 +1,13 @@
-//! How a caller ends a wait from outside. A caller in Python needs this: Python handles signals only between its own
+//! Ends a blocking call from outside. Python callers need this: Python handles signals only between its own
 //! instructions.
 
 use std::{fmt, sync::Arc, time::Duration};
 
-/// How often a waiting call asks.
+/// The period of the question, in a waiting call.
 pub(super) const PERIOD: Duration = Duration::from_millis(50);
 
-/// A question that a waiting call asks on its own thread, twenty times a second. The wait ends with
-/// [`Interrupted`](crate::error::Interrupted) when the answer is true. By default nothing is asked.
+/// A question that a waiting call asks on its own thread, twenty times a second. The answer true ends the wait
+/// with [`Interrupted`](crate::error::Interrupted). The default asks nothing.
 #[derive(Clone, Default)]
 pub struct Interrupt(pub(super) Option<Arc<dyn Fn() -> bool + Send + Sync>>);
 

@@ -1,4 +1,4 @@
-//! What is said of a wait that came to its deadline.
+//! The error of a wait that reached its deadline.
 
 use std::time::Duration;
 
@@ -9,12 +9,14 @@ use super::Cluster;
 use crate::error::{Error, Result, TimedOut};
 
 impl Cluster {
-    /// Names the server that is gone, or the rank and shard that the decision on a version's step waits for.
+    /// Returns `TimedOut` with the cause: the dead server, or the rank and shard that the decision on the step
+    /// waits for.
     pub(crate) async fn late(&self, what: &'static str, version: Version, waited: Duration) -> Error {
         let answers = self.on_each(|server| self.glance(server)).await;
         let reason = |(server, answer)| Some((server, self.troubles.of(server).or_else(|| reason(answer))?));
         let reasons = answers.into_iter().filter_map(reason);
-        // A server that is gone explains why another one waits, and one that lacks a gradient why others lack the decision.
+        // A dead server explains why another server waits. A missing gradient explains why others lack the
+        // decision.
         let worst = reasons.max_by_key(|(_, fault)| {
             (fault.kind == FaultKind::Unavailable, !fault.value.contains(DECISION_AWAITED))
         });
@@ -32,7 +34,7 @@ impl Cluster {
     }
 }
 
-/// Why a server does not go on; None while it has work to do itself.
+/// Returns why a server does not go on; None while the server itself has work to do.
 fn reason(answer: Result<DescribeResponse>) -> Option<Fault> {
     match answer {
         Ok(answer) if answer.waiting_for.is_empty() => None,

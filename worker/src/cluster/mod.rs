@@ -1,4 +1,4 @@
-//! The servers of one job, as one rank reaches them: connected, called until they answer, and waited for.
+//! The servers of one job, as one rank reaches them: connections, calls until an answer comes, and waits.
 
 mod address;
 mod by_server;
@@ -41,12 +41,12 @@ pub(crate) use self::{
 use self::{pace::Pace, runtime::Runtime, troubles::Troubles, waits::Waits};
 use crate::error::{Misuse, Result};
 
-/// A job's servers. All that a session does goes through one of these.
+/// A job's servers. Every call of a session goes through its `Cluster`.
 pub(crate) struct Cluster {
     pub(crate) options: Options,
     pub(crate) layout: Layout,
     pub(crate) placement: Placement,
-    /// The incarnation that this process has joined as; 0 before.
+    /// The incarnation that this process joined as; 0 before.
     pub(crate) incarnation: Arc<AtomicU64>,
     peers: ByServer<Peer>,
     pub(crate) troubles: Troubles,
@@ -111,7 +111,7 @@ impl Cluster {
         self.placement.owner(shard)
     }
 
-    /// Ends the session's tasks and everything that waits.
+    /// Ends the session's tasks, and fails all waits.
     pub(crate) fn stop(&self) {
         self.runtime.end_tasks();
         self.waits.fail(Misuse("the session has ended: connect a new one").into());

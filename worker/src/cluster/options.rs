@@ -1,4 +1,4 @@
-//! What a worker needs to know to take part in a job.
+//! Options of a session: servers, job, rank, deadlines, transport.
 
 use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
@@ -11,7 +11,7 @@ use tokio::runtime::Handle;
 use super::interrupt::Interrupt;
 use crate::device::Budget;
 
-/// How payloads go between this rank and its servers.
+/// The route of payloads between this rank and its servers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
     /// Shared memory with each server of the same host and user, sockets with the others.
@@ -21,7 +21,8 @@ pub enum Transport {
     Tcp,
     /// Unix sockets alone.
     Unix,
-    /// Shared memory with every server, or an error. The weights of a job of the `shm` tier come through the socket.
+    /// Shared memory with every server; anything else is an error. Weights of the `shm` tier still come through
+    /// the socket.
     Memfd,
 }
 
@@ -68,43 +69,43 @@ impl FromStr for Transport {
 /// Start from [`Options::new`] and change what differs.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `host:port`, `http://host:port`, `https://host:port` or, on the same host, `unix:/path`. They are the same on every
-    /// rank, in the same order.
+    /// `host:port`, `http://host:port`, `https://host:port` or, on the same host, `unix:/path`. Every rank has the
+    /// same list in the same order.
     pub servers: Vec<String>,
-    /// The folder of what servers are shown and asked for: `ca.pem`, and `client.pem` with `client.key` or `token`. With it all
-    /// TCP connections are encrypted.
+    /// Folder of TLS files: `ca.pem`, and `client.pem` with `client.key` or `token`. All TCP connections are then
+    /// encrypted.
     pub tls_dir: Option<PathBuf>,
-    /// A file with a token, which counts instead of the folder's.
+    /// Token file that replaces the token of `tls_dir`.
     pub token_file: Option<PathBuf>,
     pub spec: JobSpec,
     pub rank: Rank,
-    /// The longest wait for anything that a healthy job does at once: a connection, another rank, a step.
+    /// The longest wait for an event that is immediate in a healthy job: a connection, another rank, a step.
     pub deadline: Duration,
     /// The longest wait for work on all of the state: upload, checkpoint, restore, state hash.
     pub slow_deadline: Duration,
     /// The longest wait for an operator while the job is paused.
     pub pause_deadline: Duration,
-    /// How many data connections there are to each server, beside one for control calls. A connection is as fast as the
-    /// one task that does its framing. On two cores 1, 2 and 4 connections took about the same CPU time a GB; with more
-    /// cores more connections pay.
+    /// Data connections per server, beside one for control calls. The speed of a connection is the speed of the
+    /// task that frames it. On two cores 1, 2 and 4 connections took about the same CPU time a GB; with more cores
+    /// more connections pay.
     pub connections: usize,
     /// How many chunks (of 1 MiB) may queue for one data connection before `put` blocks.
     pub in_flight_chunks: usize,
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,
     pub transport: Transport,
-    /// For measurements: how many bytes a second the data connections together move each way, where the link is to be
-    /// slower than it is. Shared memory is as fast as before.
+    /// For measurements of slow links: bytes a second that all data connections together move in each direction.
+    /// Shared memory keeps its speed.
     pub link_bytes_per_s: Option<u64>,
-    /// What may end a wait before its deadline.
+    /// Ends a wait before its deadline.
     pub interrupt: Interrupt,
-    /// The runtime to run on. With None the session starts a small one of its own.
+    /// The runtime of all tasks. With None the session starts a small runtime of its own.
     pub runtime: Option<Handle>,
 }
 
 const MAX_CONNECTIONS: usize = 64;
 const MAX_IN_FLIGHT_CHUNKS: usize = 4096;
-/// With less a chunk takes longer than a silent peer is waited for.
+/// At a lower speed a chunk would take longer than the keep-alive timeout.
 const MIN_LINK_BYTES_PER_S: u128 = 1_000_000;
 
 impl Options {

@@ -1,5 +1,5 @@
-//! A link of a given speed between a rank and its servers, for measurements: each direction of all data connections together
-//! moves so many bytes a second.
+//! Limits the link between a rank and its servers to a given speed, for measurements. All data connections share
+//! the limit, which holds for each direction.
 
 use std::{
     future::Future,
@@ -17,11 +17,11 @@ use tokio::{
     time::Sleep,
 };
 
-/// How much time that a link rested may be made up for. A timer may be late by some milliseconds, and a link that is busy
-/// must not lose them.
+/// The idle time that a link may make up for. Timers fire some milliseconds late, and a busy link must not lose
+/// those.
 const CREDIT: Duration = Duration::from_millis(4);
 
-/// The link of a rank. Clones are the same link.
+/// The link of a rank. Clones share one link.
 #[derive(Clone)]
 pub(super) struct Pace {
     bytes_per_s: f64,
@@ -43,13 +43,13 @@ impl Pace {
 /// One socket's share of one direction.
 struct Direction {
     bytes_per_s: f64,
-    /// When the link will have moved all bytes that it was given.
+    /// The time at which the link has moved all bytes accepted so far.
     free_at: Arc<Mutex<Instant>>,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl Direction {
-    /// Ready once the link is free.
+    /// Becomes ready once the link is free.
     fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
             let free_at = *self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,7 +71,7 @@ impl Direction {
     }
 }
 
-/// A socket that waits for its link's turn, or one that is as fast as it is.
+/// A socket that waits for its link's turn. Without a `Pace` the socket has its own speed.
 pub(super) struct Paced<S> {
     socket: S,
     directions: Option<[Direction; 2]>,
@@ -186,7 +186,7 @@ impl<S: Socket> AsyncWrite for Paced<S> {
 mod tests {
     use super::*;
 
-    /// Together they are no faster than the link, but for its credit.
+    /// Both sockets together keep to the link's speed, plus its credit.
     #[tokio::test]
     async fn two_sockets_share_a_link() {
         const RATE: u64 = 1_000_000;

@@ -1,5 +1,5 @@
-//! How long a rank waits for what the others bring. A rank that evaluates, compiles its model or writes a checkpoint says
-//! nothing for minutes, and is still there; one that died is to be named soon.
+//! Bounds a rank's wait for other ranks. A live rank may say nothing for minutes: it evaluates, compiles its model
+//! or writes a checkpoint. A dead rank should be named soon.
 
 use std::{
     future::Future,
@@ -14,16 +14,17 @@ use longshore_wire::v1::DescribeResponse;
 use super::{Backoff, ByServer, Cluster, call::recovers, waits::Impatience};
 use crate::error::{Error, Result};
 
-/// Somebody is gone who is not there for so long: watches that broke are opened again within a second or two.
+/// A rank without a watch for this long is gone: broken watches are opened again within a second or two.
 const BACK: Duration = Duration::from_secs(15);
 
 impl Cluster {
-    /// Awaits what other ranks bring, for the session's deadline, and on for `slow_deadline` while nobody is gone.
+    /// Awaits work of other ranks for the session's deadline, and up to `slow_deadline` while every process is
+    /// there.
     pub(crate) async fn patiently<T>(&self, future: impl Future<Output = T>) -> Result<T, Impatience> {
         self.patiently_for(|_| true, future).await
     }
 
-    /// Does the same for what servers and the ranks that are `needed` bring.
+    /// Same as `patiently`, but only ranks for which `needed` holds must be there.
     pub(crate) async fn patiently_for<T>(
         &self,
         needed: impl Fn(Rank) -> bool,
@@ -48,7 +49,7 @@ impl Cluster {
         }
     }
 
-    /// Whether a wait that began at `start` may outlast the session's deadline.
+    /// Returns true if a wait that began at `start` may outlast the session's deadline.
     pub(crate) async fn is_worth_waiting(&self, start: Instant, needed: &impl Fn(Rank) -> bool) -> bool {
         let end = Instant::now() + self.options.deadline.min(BACK);
         let mut backoff = Backoff::new();
@@ -63,14 +64,14 @@ impl Cluster {
         false
     }
 
-    /// Whether every server answers, and the process of every rank watches the first one.
+    /// Returns true if every server answers and every rank's process watches server 0.
     pub(crate) async fn everybody_is_there(&self) -> bool {
         is_everybody(&self.on_each(|server| self.glance(server)).await, &|_| true)
     }
 
-    /// Whether what is waited for may still come: everybody is there, or a server recovers the job. Meanwhile that one cannot
-    /// say who is there, and a new rank 0 that has it step back does not watch yet. Where a newer process has taken this rank
-    /// the session fails.
+    /// Returns true if the awaited event may still come: all processes are there, or a server recovers the job. A
+    /// recovering server cannot list the ranks, and a new rank 0 that steps it back does not watch yet. Fails the
+    /// session if a newer process has taken this rank.
     async fn is_coming(&self, needed: &impl Fn(Rank) -> bool) -> bool {
         let answers = self.on_each(|server| self.glance(server)).await;
         let newer = |(server, answer): (_, &Result<DescribeResponse>)| {
@@ -85,11 +86,11 @@ impl Cluster {
             || recovering && answers.values().all(|answer| answer.is_ok() || is_recovering(answer))
     }
 
-    /// Gives `Fenced` when a newer process has taken this rank.
+    /// Returns `Fenced` if a newer process has taken this rank.
     pub(crate) fn check_newest(&self, server: ServerId, answer: &DescribeResponse) -> Result<()> {
         let mine = answer.ranks.iter().find(|known| known.rank == self.options.rank.0);
         let (newest, ours) = (mine.map_or(0, |rank| rank.incarnation), self.incarnation.load(Relaxed));
-        // Before it has joined, this process is the newer one.
+        // A process that has not joined yet is the newer one.
         if ours == 0 || newest <= ours {
             return Ok(());
         }

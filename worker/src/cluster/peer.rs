@@ -1,4 +1,4 @@
-//! One server's connections, and how they are dialled.
+//! Connections of a server: one for control, several for data.
 
 use std::{
     future::Future,
@@ -29,17 +29,17 @@ use super::{
 };
 use crate::error::{self, Result, Unreachable};
 
-/// If a call was under way for longer than this, its server was alive for some of that time: it had answered pings.
+/// A call that lasted longer than this proves its server alive for a part of that time: pings were answered.
 pub(super) const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
-/// A data connection, whose large answers may come past HTTP/2. Cheap to clone.
+/// A data connection. Large answers may bypass HTTP/2. Clones are cheap.
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) channel: Channel,
     pub(crate) taps: Taps,
 }
 
-/// A server's connections. A clone is cheap.
+/// A server's connections. Clones are cheap.
 #[derive(Clone)]
 pub(crate) struct Peer {
     /// The address as the user wrote it, for errors.
@@ -71,7 +71,7 @@ impl Peer {
     }
 
     pub(crate) fn training(&self) -> TrainingClient<Channel> {
-        // A commit with the trainer's state is the largest answer.
+        // The largest answer is a commit with the trainer's state.
         TrainingClient::new(self.control.clone()).max_decoding_message_size(4 * MAX_TRAINER_STATE_BYTES)
     }
 
@@ -89,7 +89,7 @@ impl Peer {
     }
 }
 
-/// A job's description, however long.
+/// Fetches a job's description in parts, of any length.
 pub async fn whole(
     mut admin: AdminClient<Channel>,
     request: DescribeRequest,
@@ -139,13 +139,13 @@ where
     }
 }
 
-/// What one end has against the other, if that is why dialling failed.
+/// Returns the TLS or token fault that made dialling fail, if there was one.
 pub fn untrusted(error: &(dyn std::error::Error + 'static)) -> Option<Fault> {
     let chain = std::iter::successors(Some(error), |error| error.source());
     chain.filter_map(|error| error.downcast_ref()).map(|Untrusted(fault)| fault.clone()).next()
 }
 
-/// tonic's own message is "transport error"; the reason is in its sources.
+/// Joins an error's message with its sources: tonic's own message is only "transport error".
 pub fn with_sources(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,5 +1,5 @@
-//! Waits that outlast a deadline for a reason: a server that recovers the job is alive, however long that takes, and so is a
-//! job that an operator has paused.
+//! Waits that may outlast a deadline: a server that recovers the job is alive for as long as that takes, and an
+//! operator may pause the job.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::error::Error;
 
-/// A server that says for some time that it recovers the job, and then that a version is not there.
+/// A server that recovers the job for the time `lasts`, and then misses a version.
 fn recovering(lasts: Duration) -> Vec<Says> {
     let since = Instant::now();
     vec![says(move |_| match since.elapsed() < lasts {
@@ -39,14 +39,14 @@ fn a_wait_outlasts_the_deadline_while_a_server_recovers_the_job() {
         Err(Impatience::Failed(error)) => panic!("{error}"),
         Err(Impatience::Elapsed(waited)) => panic!("it gave up after {waited:?}"),
     }
-    // Nobody who waits for something else stays with it.
+    // A glance does not wait for the recovery.
     let begun = Instant::now();
     let glance = cluster.runtime.block_on(cluster.glance(ServerId(0)));
     assert!(matches!(&glance, Err(Error::Call(failed)) if call::recovers(&failed.fault)), "{glance:?}");
     assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
 }
 
-/// An operator may take longer than anything that the job does by itself.
+/// An operator's pause may be longer than any wait of the job itself.
 #[test]
 fn a_pause_is_no_part_of_the_longest_wait() {
     let (mut cluster, _runtime) = cluster(vec![says(|_| Answer::described(1))]);
@@ -57,7 +57,7 @@ fn a_pause_is_no_part_of_the_longest_wait() {
     cluster.waits.resumed();
     let is_worth_it = async { Ok(cluster.is_worth_waiting(start, &|_| true).await) };
     assert!(cluster.runtime.block_on(is_worth_it).unwrap());
-    // With no pause behind it, a wait as long as that is over.
+    // Without a pause, a wait of the same length is over.
     let before = start.checked_sub(cluster.options.slow_deadline).unwrap();
     cluster.waits = Waits::new(&cluster.options);
     let is_worth_it = async { Ok(cluster.is_worth_waiting(before, &|_| true).await) };

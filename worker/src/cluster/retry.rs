@@ -10,8 +10,8 @@ const FIRST: Duration = Duration::from_millis(20);
 /// packet a second.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// When a row of attempts ends that was to end at `end`, after one that began at `asked`. One that took longer than `deadline`
-/// waited for a server that recovered the job, which has only now come back: the time begins anew.
+/// Returns the new end of a row of attempts, after an attempt that began at `asked`. An attempt longer than
+/// `deadline` waited for a server that recovered the job and has only now come back: the time begins anew.
 pub(crate) fn renewed(end: Instant, asked: Instant, deadline: Duration) -> Instant {
     if asked.elapsed() > deadline { Instant::now() + deadline } else { end }
 }
@@ -27,12 +27,12 @@ impl Backoff {
         Backoff { next: FIRST, random: RandomState::new(), attempts: 0 }
     }
 
-    /// Something worked, so the next failure starts from the shortest pause again.
+    /// Resets the back-off after a success: the next failure starts from the shortest pause.
     pub(crate) fn reset(&mut self) {
         self.next = FIRST;
     }
 
-    /// A time between half and the whole of the current pause.
+    /// Returns a random time between half and the whole of the current pause.
     fn draw(&mut self) -> Duration {
         self.attempts += 1;
         let fraction = self.random.hash_one(self.attempts) as f64 / u64::MAX as f64;
@@ -41,8 +41,8 @@ impl Backoff {
         pause
     }
 
-    /// Sleeps, but not past `end`. Returns false when `end` has come. Then make no further attempt: it would have no
-    /// time, and its error would hide the reason why the last one failed.
+    /// Sleeps for the next pause, at most until `end`. Returns false once `end` is reached. Callers then make no
+    /// further attempt: it would have no time, and its error would hide the last real one.
     pub(crate) async fn pause(&mut self, end: Instant) -> bool {
         let (left, pause) = (end.saturating_duration_since(Instant::now()), self.draw());
         tokio::time::sleep(pause.min(left)).await;

@@ -1,5 +1,5 @@
-//! The threads that a session's calls and tasks run on. The library's blocking calls wait here for asynchronous work,
-//! and start tasks here.
+//! The tokio runtime of a session. The library's blocking calls wait here for asynchronous work, and start tasks
+//! here.
 
 use std::{
     future::Future,
@@ -19,10 +19,10 @@ use tokio::{
 use super::interrupt::{Interrupt, PERIOD};
 use crate::error::{Environment, Interrupted, Misuse, Result};
 
-/// How many threads a session's own runtime has at most: one does the framing while the other converts and checks.
+/// The most threads of a session's own runtime: one does the framing while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
 
-/// A runtime of our own, or one that was given.
+/// The session's own runtime, or the caller's.
 pub(crate) struct Runtime {
     handle: Handle,
     own: Option<tokio::runtime::Runtime>,
@@ -36,7 +36,7 @@ impl Runtime {
         if let Some(handle) = given {
             return Ok(Runtime { handle, own: None, interrupt, tasks: Mutex::default() });
         }
-        // With two cores a second thread gets in the way of the other end's, or of the caller.
+        // On two cores a second thread competes with the server's threads, or with the caller.
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let built = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
@@ -51,8 +51,8 @@ impl Runtime {
         Ok(Runtime { handle: own.handle().clone(), own: Some(own), interrupt, tasks: Mutex::default() })
     }
 
-    /// Blocks this thread on `future`. On a runtime's own thread it gives an error instead of tokio's panic. If the
-    /// caller asks for an end meanwhile, `future` is dropped where it stands.
+    /// Blocks this thread on `future`. On a thread of an async runtime it returns an error, where tokio would
+    /// panic. An interrupt by the caller drops `future` where it stands.
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         if Handle::try_current().is_ok() {
             let message = "a blocking call of the worker library was made on an async runtime's thread: use \
@@ -66,14 +66,14 @@ impl Runtime {
             if let Ok(done) = self.handle.block_on(turn) {
                 return done;
             }
-            // It is asked outside the runtime, since the caller's code may call this library again.
+            // The question is asked outside the runtime, since the caller's code may call this library again.
             if asks() {
                 return Err(Interrupted.into());
             }
         }
     }
 
-    /// Starts a task that runs until it ends or is aborted by its handle.
+    /// Starts a task that ends by itself or by its `AbortHandle`.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         self.handle.spawn(task).abort_handle()
     }
@@ -86,8 +86,8 @@ impl Runtime {
         Task(self.handle.spawn(task))
     }
 
-    /// Starts a task that lives as long as the session. The task keeps the cluster alive and the cluster keeps this
-    /// alive, so only `end_tasks` ends them.
+    /// Starts a task that lives as long as the session. Such a task keeps the cluster alive, and the cluster keeps
+    /// the runtime alive. Only `end_tasks` breaks this cycle.
     pub(crate) fn spawn_for_session(&self, task: impl Future<Output = ()> + Send + 'static) {
         let handle = self.spawn(task);
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,7 +103,7 @@ impl Runtime {
     }
 }
 
-/// A task in the background. It is aborted when this is dropped, since nobody can await it then.
+/// A background task. Dropping the `Task` aborts it, since nobody can await it then.
 pub(crate) struct Task<T>(JoinHandle<T>);
 
 impl<T> Future for Task<T> {
@@ -122,7 +122,8 @@ impl<T> Drop for Task<T> {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
-        // The cluster may be dropped on a thread of this very runtime, where waiting for the runtime would panic.
+        // The last clone of the cluster may be dropped on a thread of this runtime. Waiting for the runtime would
+        // panic there.
         if let Some(own) = self.own.take() {
             own.shutdown_background();
         }
@@ -139,7 +140,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// The caller's code may block on the same runtime, so it is asked outside of it.
+    /// The caller's code may block on the same runtime, so the question is asked outside of it.
     #[test]
     fn a_caller_who_asks_for_an_end_ends_the_wait_and_not_what_comes_in_time() {
         static ASKED: AtomicU32 = AtomicU32::new(0);

@@ -1,4 +1,4 @@
-//! Keeps for each server why it stopped taking gradients, which is the cause of what fails after it.
+//! Keeps for each server why it stopped taking gradients: later failures have this cause.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -17,8 +17,8 @@ impl Troubles {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a server does not take gradients, as when it drains or is gone. Returns true the first time, until the
-    /// server takes one again.
+    /// Notes that a server does not take gradients, for example because it drains or is gone. Returns true the
+    /// first time, until the server takes gradients again.
     pub(crate) fn note(&self, server: ServerId, fault: &Fault) -> bool {
         let trouble = &mut self.lock()[server];
         let first = trouble.is_none() && fault.kind == FaultKind::Unavailable;
@@ -28,12 +28,12 @@ impl Troubles {
         first
     }
 
-    /// Notes that the server takes gradients.
+    /// Notes that the server takes gradients again.
     pub(crate) fn clear(&self, server: ServerId) {
         self.lock()[server] = None;
     }
 
-    /// Why a server does not take gradients.
+    /// Returns why a server does not take gradients.
     pub(crate) fn of(&self, server: ServerId) -> Option<Fault> {
         self.lock()[server].clone()
     }

@@ -1,4 +1,4 @@
-//! Says whom a rank waits for while it waits, so that its user need not guess until the deadline.
+//! Logs whom a rank waits for, while it waits, so that its user need not guess until the deadline.
 
 use std::{
     future::Future,
@@ -10,17 +10,17 @@ use longshore_wire::v1::DescribeResponse;
 use super::{Cluster, call::recovers, waits::LONG};
 use crate::error::{Error, Result};
 
-/// How long after one report the next one comes.
+/// The time from one report to the next.
 const AGAIN: Duration = Duration::from_secs(30);
 
 impl Cluster {
-    /// Awaits `future`, which has the session's deadline, and on from there `slow_deadline` while nobody is gone. Meanwhile this
-    /// says whom the job waits for. `what` names what the future brings.
+    /// Awaits `future`, which has the session's deadline, or `slow_deadline` while every process is there.
+    /// Meanwhile the log says whom the job waits for. `what` names the awaited thing.
     pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
         self.watched_for(self.options.deadline, what, future).await
     }
 
-    /// Does the same where the future has all of `slow_deadline`, as work on all of the state does.
+    /// Same as `watched`, for work on all of the state: the future has all of `slow_deadline`.
     pub(crate) async fn watched_at_work<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
         self.watched_for(self.options.slow_deadline, what, future).await
     }
@@ -51,7 +51,7 @@ impl Cluster {
         let said: Vec<String> =
             reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
         let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
-        // Past the deadline it waits on because nobody is gone.
+        // Past the deadline the wait goes on only while every process is there.
         let most = if start.elapsed() <= bound { bound } else { self.options.slow_deadline };
         tracing::warn!(
             job = %self.job(),
@@ -63,12 +63,12 @@ impl Cluster {
     }
 }
 
-/// Why a server does not go on; None when it misses nothing.
+/// Returns why a server does not go on; None if it waits for nothing.
 fn waits(answer: Result<DescribeResponse>) -> Option<String> {
     match answer {
         Ok(answer) if answer.waiting_for.is_empty() => None,
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
-        // The job has not been opened there yet, or the server has lost it. Rank 0 sees to either.
+        // Either the job is not open there yet, or the server has lost it. Rank 0 handles both.
         Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
         Err(Error::Call(failed)) if recovers(&failed.fault) => Some("recovers the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),

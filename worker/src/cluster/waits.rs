@@ -1,5 +1,5 @@
-//! How a session's waits end: with what they wait for, with a failure found in the background, or at a deadline. A
-//! deadline does not run while the job is paused, since then everybody waits for an operator.
+//! Ends a session's waits: with the awaited value, with a background failure, or at a deadline. Deadlines do not
+//! run while the job is paused, since every rank then waits for an operator.
 
 use std::{
     future::Future,
@@ -13,37 +13,37 @@ use tokio::sync::watch;
 use super::Options;
 use crate::error::{Error, Result, StillPaused};
 
-/// A rank that waits this long says so. A healthy step takes less time.
+/// A rank logs a wait of this length. Healthy steps take less time.
 pub(super) const LONG: Duration = Duration::from_secs(5);
 
-/// What ends a wait other than the thing it waits for: a failure of the session, or a pause that lasts too long.
+/// The two causes that end any wait: a failure of the session, or a pause that lasts too long.
 pub(crate) struct Waits {
     job: JobName,
     /// The longest wait for an operator.
     pause_deadline: Duration,
-    /// The first failure found in the background. Every later call returns it.
+    /// The first background failure. Every later call returns it.
     failure: watch::Sender<Option<Error>>,
     pause: watch::Sender<Pause>,
-    /// When the rank last said that it waits. Several threads may wait for the same thing, and one report is enough.
+    /// Time of the last report of a wait. Several threads may wait for the same thing, and one report is enough.
     told: Mutex<Option<Instant>>,
 }
 
-/// Whether the job is paused, as far as this rank has heard.
+/// The job's pause, as far as this rank has heard.
 #[derive(Clone, Debug, Default)]
 struct Pause {
-    /// When the pause began, and its reason.
+    /// Begin and reason of the current pause.
     now: Option<(Instant, String)>,
-    /// When the last pause ended.
+    /// End of the last pause.
     ended: Option<Instant>,
-    /// How many pauses have ended.
+    /// Number of pauses that ended.
     count: u64,
 }
 
-/// How a patient wait ended without a result.
+/// A patient wait's end without a result.
 pub(crate) enum Impatience {
     /// The deadline passed, after this long.
     Elapsed(Duration),
-    /// The session failed meanwhile, or was paused too long.
+    /// The session failed meanwhile, or the pause lasted too long.
     Failed(Error),
 }
 
@@ -58,7 +58,7 @@ impl Waits {
         }
     }
 
-    /// Keeps the first failure, and wakes everybody who waits.
+    /// Keeps the first failure, and wakes all waits.
     pub(crate) fn fail(&self, error: Error) {
         self.failure.send_if_modified(|failure| {
             let first = failure.is_none();
@@ -70,12 +70,13 @@ impl Waits {
         });
     }
 
-    /// The failure found in the background, if any.
+    /// Returns the background failure as an error, if there is one.
     pub(crate) fn check(&self) -> Result<()> {
         self.failure.borrow().clone().map_or(Ok(()), Err)
     }
 
-    /// Awaits `future` for `deadline`, or longer while the job is paused. It ends at once when the session fails.
+    /// Awaits `future` for `deadline`, or longer while the job is paused. A failure of the session ends the wait
+    /// at once.
     pub(crate) async fn patiently<T>(
         &self,
         deadline: Duration,
@@ -97,7 +98,7 @@ impl Waits {
         }
     }
 
-    /// Awaits `future`, which has a deadline of its own. It ends at once when the session fails.
+    /// Awaits `future`, which has a deadline of its own. A failure of the session ends the wait at once.
     pub(crate) async fn unless_failed<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         let mut failure = self.failure.subscribe();
         tokio::select! {
@@ -124,12 +125,12 @@ impl Waits {
         }
     }
 
-    /// Whether a wait that began at `start` is over.
+    /// Returns true if a wait that began at `start` is past its deadline.
     pub(crate) fn out_of_patience(&self, start: Instant, deadline: Duration) -> bool {
         self.end_of_patience(start, deadline, &self.pause.borrow()) <= Instant::now()
     }
 
-    /// Returns whether a long wait may be reported now, because the last report was a while ago, and notes the time.
+    /// Returns true if a long wait may be logged now, `LONG` after the last report, and notes the time.
     pub(super) fn is_turn_to_tell(&self) -> bool {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         let turn = told.is_none_or(|told| told.elapsed() >= LONG);
@@ -143,12 +144,12 @@ impl Waits {
         self.pause.borrow().now.is_some()
     }
 
-    /// How many pauses have ended.
+    /// Number of pauses that ended.
     pub(crate) fn pauses(&self) -> u64 {
         self.pause.borrow().count
     }
 
-    /// Notes that the job is paused. If it was not paused before, the pause begins now.
+    /// Notes that the job is paused. A new pause begins now.
     pub(crate) fn paused(&self, reason: &str) {
         self.pause.send_if_modified(|pause| {
             let new = pause.now.is_none();
@@ -160,7 +161,7 @@ impl Waits {
         });
     }
 
-    /// Notes that the job goes on, if it was paused.
+    /// Notes that the job is no longer paused.
     pub(crate) fn resumed(&self) {
         self.pause.send_if_modified(|pause| {
             let ended = pause.now.take().is_some();
@@ -174,11 +175,11 @@ impl Waits {
     }
 }
 
-/// The session's failure, once there is one.
+/// Awaits the session's failure.
 async fn failed(failure: &mut watch::Receiver<Option<Error>>) -> Error {
     match failure.wait_for(Option::is_some).await.map(|error| error.clone()) {
         Ok(Some(error)) => error,
-        // The sender lives as long as `Waits`, which this wait borrows, so this does not happen.
+        // Unreachable: the sender lives as long as `Waits`, which this wait borrows.
         _ => std::future::pending().await,
     }
 }
