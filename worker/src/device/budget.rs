@@ -1,4 +1,4 @@
-//! A number of bytes that leases are taken from. It only counts, and does not know where the memory is.
+//! A count of bytes from which leases are taken. The budget does not know where the memory is.
 
 use std::sync::{
     Arc,
@@ -7,7 +7,7 @@ use std::sync::{
 
 use crate::error::Shortage;
 
-/// Clones share one account.
+/// A limit in bytes with its leases. Clones share one account.
 #[derive(Clone, Debug)]
 pub struct Budget(Arc<Account>);
 
@@ -20,7 +20,7 @@ struct Account {
 }
 
 impl Budget {
-    /// `limit` is in bytes. `device` names the budget in errors.
+    /// Makes a budget of `limit` bytes. `device` names it in errors.
     pub fn new(device: impl Into<String>, limit: u64) -> Budget {
         let account =
             Account { device: device.into(), limit, used: AtomicU64::new(0), peak: AtomicU64::new(0) };
@@ -41,12 +41,12 @@ impl Budget {
         self.0.limit
     }
 
-    /// How many bytes are leased now.
+    /// Bytes leased now.
     pub fn used(&self) -> u64 {
         self.0.used.load(Relaxed)
     }
 
-    /// The most bytes ever leased at once.
+    /// The most bytes leased at once so far.
     pub fn peak(&self) -> u64 {
         self.0.peak.load(Relaxed)
     }
@@ -55,7 +55,7 @@ impl Budget {
         self.limit().saturating_sub(self.used())
     }
 
-    /// Takes `bytes` until the lease is dropped.
+    /// Leases `bytes` until the lease is dropped.
     pub fn reserve(&self, field: &str, bytes: u64) -> Result<Lease, Shortage> {
         let take = |used: u64| used.checked_add(bytes).filter(|&used| used <= self.0.limit);
         match self.0.used.fetch_update(Relaxed, Relaxed, take) {
@@ -75,7 +75,7 @@ impl Budget {
     }
 }
 
-/// Bytes taken from a budget, and given back on drop.
+/// Bytes taken from a budget, returned on drop.
 #[derive(Debug)]
 pub struct Lease {
     budget: Budget,

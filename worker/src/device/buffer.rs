@@ -1,10 +1,10 @@
-//! Memory that devices hand out: their own, and the host's, which they copy from and to. Only the device knows its kind.
+//! Buffers of a device, and host buffers for its copies. Only the device knows their concrete type.
 
 use std::{any::Any, fmt, ops, sync::Arc};
 
 use crate::error::{DeviceError, Result};
 
-/// Memory of a device. When its last clone is dropped it is freed and given back to the budget.
+/// Device memory. Dropping the last clone frees it and returns its bytes to the budget.
 #[derive(Clone)]
 pub struct Buffer {
     memory: Arc<dyn Any + Send + Sync>,
@@ -13,8 +13,8 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// A device makes this from what it has allocated: `memory` frees it when it is dropped, and holds the lease of the
-    /// device's budget. A framework finds it at `address` on the device; None if frameworks have no use for the address.
+    /// Wraps memory that a device allocated. Dropping `memory` frees it and its lease of the device's budget. A
+    /// framework finds the memory at `address`; None if the address is of no use to frameworks.
     pub fn new<M: Any + Send + Sync>(memory: M, bytes: u64, address: Option<u64>) -> Buffer {
         Buffer { memory: Arc::new(memory), bytes, address }
     }
@@ -23,15 +23,15 @@ impl Buffer {
         self.bytes
     }
 
-    /// The device address, to hand to a framework; None on the host.
+    /// Device address for a framework; None on the host.
     pub fn address(&self) -> Option<u64> {
         self.address
     }
 
-    /// Returns the memory as the device of this `name` made it, for a copy of `bytes` from `offset`.
+    /// Returns the memory with its concrete type, for a copy of `bytes` from `offset` by the device `name`.
     ///
     /// # Errors
-    /// `Device` if the copy would reach beyond the buffer, or if the memory is not an `M` and so is another device's.
+    /// `Device` if the copy exceeds the buffer, or if another device made the buffer, so that it is not an `M`.
     pub fn memory<M: Any>(&self, name: &str, offset: u64, bytes: u64) -> Result<&M, DeviceError> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             let cause = format!("{bytes} bytes at {offset} in a buffer of {}", self.bytes);
@@ -50,7 +50,7 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Bytes of host memory that a device can copy. Their number never changes.
+/// Host memory that a device can copy. Its size never changes.
 pub trait HostMemory: Any + Send {
     fn bytes(&self) -> &[u8];
     fn bytes_mut(&mut self) -> &mut [u8];
@@ -66,7 +66,7 @@ impl HostMemory for Vec<u8> {
     }
 }
 
-/// Host memory. Whoever may touch it owns it: during a copy, that is the copy.
+/// Host memory. The owner has exclusive access: during a copy, the copy owns the buffer.
 pub struct HostBuffer(Box<dyn HostMemory>);
 
 impl HostBuffer {
@@ -74,10 +74,10 @@ impl HostBuffer {
         HostBuffer(Box::new(memory))
     }
 
-    /// Checks that the memory is an `M`, for a device that can copy no other.
+    /// Checks that the memory is an `M`, for a device that copies no other type.
     ///
     /// # Errors
-    /// `Device` if it is not, and so is another device's.
+    /// `Device` if another device made the buffer.
     pub fn check<M: HostMemory>(&self, name: &str) -> Result<(), DeviceError> {
         let memory: &dyn Any = &*self.0;
         if memory.is::<M>() {

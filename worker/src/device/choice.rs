@@ -1,4 +1,4 @@
-//! Chooses the device of a run, which is named or found.
+//! Chooses the device of a run, by name or by what the machine has.
 
 use std::{fmt, str::FromStr, sync::Arc};
 
@@ -14,7 +14,7 @@ pub enum DeviceChoice {
     #[default]
     Auto,
     Host,
-    /// A GPU by its number. Without a number each rank takes the next one.
+    /// A GPU by its number. Without a number the ranks take the GPUs in turn.
     Cuda(Option<usize>),
 }
 
@@ -50,15 +50,16 @@ impl FromStr for DeviceChoice {
 }
 
 impl DeviceChoice {
-    /// The device of a rank. `budget` is in bytes; None means a GPU's whole memory, and no limit on the host.
+    /// Opens the device of a rank. `budget` is in bytes; None means a GPU's whole memory, and no limit on the
+    /// host.
     ///
     /// # Errors
-    /// `Device` when a GPU is asked for and there is none, or the one found cannot be used.
+    /// `Device` if the named GPU does not exist, or if the GPU that was found cannot be used.
     pub fn open(self, rank: u32, budget: Option<u64>) -> Result<Arc<dyn Device>> {
         let ordinal = match self {
             DeviceChoice::Host => None,
             DeviceChoice::Cuda(Some(ordinal)) => Some(ordinal),
-            // Without a GPU, opening the first one says what is missing.
+            // Without a GPU, the error of opening `cuda:0` says what is missing.
             DeviceChoice::Cuda(None) => Some(next(rank, gpu::count()).unwrap_or(0)),
             DeviceChoice::Auto => next(rank, gpu::count()),
         };
@@ -69,7 +70,7 @@ impl DeviceChoice {
     }
 }
 
-/// The GPU of a rank. A host's ranks have consecutive numbers, so they spread over its GPUs.
+/// Returns the GPU of a rank. The ranks of a host have consecutive numbers, so they spread over its GPUs.
 fn next(rank: u32, gpus: usize) -> Option<usize> {
     (rank as usize).checked_rem(gpus)
 }

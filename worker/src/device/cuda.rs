@@ -1,7 +1,7 @@
-//! NVIDIA GPUs through the driver API, which is loaded at run time, so that one binary runs with and without a GPU.
+//! NVIDIA GPUs through the driver API, which is loaded at run time: one binary runs with and without a GPU.
 //!
-//! Copies go over one non-blocking stream beside the framework's, in the order in which they are started. A framework
-//! that has written a buffer must have finished (its stream synchronised) before the buffer is copied out.
+//! Copies run on one non-blocking stream of their own, in the order in which they start. A framework finishes its
+//! writes to a buffer (by synchronizing its stream) before that buffer is copied out.
 #![allow(unsafe_code)]
 
 use std::{ffi::c_void, mem, sync::Arc};
@@ -38,7 +38,7 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Page-locked host memory that the CPU can also read fast. cudarc's own is write-combined, and about 70 times slower
+/// Page-locked host memory that the CPU reads fast. cudarc's own type is write-combined, and about 70 times slower
 /// to read.
 struct Pinned {
     context: Arc<CudaContext>,
@@ -75,7 +75,7 @@ impl Drop for Pinned {
     }
 }
 
-/// A copy on the stream, and both of its ends.
+/// A copy on the stream, which owns its source and target.
 struct Copy {
     done: CudaEvent,
     device: String,
@@ -109,14 +109,14 @@ fn failed(device: &str, call: &'static str, error: DriverError, remedy: &'static
     DeviceError { device: device.into(), call, cause: format!("{error:?}"), remedy }
 }
 
-/// Whether the driver's library is there. Without it any other call would panic.
+/// Returns true if the driver's library is installed. Without the library any other driver call would panic.
 fn has_driver() -> bool {
     // SAFETY: opens the driver library and closes it again; NVIDIA's has no unsound initialisers.
     unsafe { sys::is_culib_present() }
 }
 
 impl CudaDevice {
-    /// How many GPUs this process may use: 0 without a driver.
+    /// Returns the number of GPUs that this process may use: 0 without a driver.
     pub fn count() -> usize {
         if !has_driver() {
             return 0;
@@ -130,11 +130,11 @@ impl CudaDevice {
         }
     }
 
-    /// The GPU `ordinal`, with a budget in bytes; None takes all of its memory. It joins the primary context, which
-    /// torch and candle use too.
+    /// Opens the GPU `ordinal`, with a budget in bytes; None takes all of its memory. The device uses the primary
+    /// context, as torch and candle do.
     ///
     /// # Errors
-    /// `Device` when there is no driver or no such GPU.
+    /// `Device` if there is no driver or no such GPU.
     pub fn new(ordinal: usize, budget: Option<u64>) -> Result<CudaDevice> {
         let name = format!("cuda:{ordinal}");
         if !has_driver() {
@@ -158,12 +158,13 @@ impl CudaDevice {
         self.context.bind_to_thread().map_err(|error| failed(&self.name, "cuCtxSetCurrent", error, DRIVER))
     }
 
-    /// Makes the transfer of a copy that was started. An event follows the copy, and until then the transfer owns both ends.
+    /// Returns the transfer of a started copy. Until an event after the copy has happened, the transfer owns both
+    /// ends.
     fn transfer(&self, host: HostBuffer, device: &Buffer) -> Result<Transfer> {
         let done = match self.copies.record_event(None) {
             Ok(done) => done,
             Err(error) => {
-                // Without an event the copy's end is unknown, so its memory must outlive the process.
+                // Without an event the end of the copy is unknown, so its memory must outlive the process.
                 mem::forget((host, device.clone()));
                 return Err(failed(&self.name, "cuEventRecord", error, DRIVER).into());
             }
@@ -250,7 +251,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// The first GPU. Where there is none the test is reported as skipped, as `skipped` of the tests' crate does.
+    /// Opens the first GPU. Without a GPU the test counts as skipped, as with `skipped` of the tests' crate.
     fn gpu(budget: u64) -> Option<CudaDevice> {
         let error = match CudaDevice::new(0, Some(budget)) {
             Ok(device) => return Some(device),
@@ -279,7 +280,7 @@ mod tests {
         host.iter_mut().enumerate().for_each(|(index, byte)| *byte = (index % 251) as u8);
         let mut host = device.copy_in(host, &buffer, 3 << 20).unwrap().wait().unwrap();
         host.fill(0);
-        // The transfer is dropped without a wait, and the memory must outlive the copy.
+        // The transfer is dropped without a wait: its memory must outlive the copy.
         drop(device.copy_out(&buffer, 0, device.allocate_host(1 << 20).unwrap()).unwrap());
         let host = device.copy_out(&buffer, 3 << 20, host).unwrap().wait().unwrap();
         assert!(host.iter().enumerate().all(|(index, byte)| *byte == (index % 251) as u8));

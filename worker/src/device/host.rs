@@ -1,4 +1,4 @@
-//! The host as a device. Runs without an accelerator use it, and so do tests.
+//! The host as a device, for runs without an accelerator and for tests.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -60,7 +60,7 @@ impl Device for HostDevice {
     }
 }
 
-/// Zeroed memory, or an error where the allocator would abort the process.
+/// Returns zeroed memory. A failed allocation is an error here, where the allocator would abort the process.
 fn zeroed(bytes: u64) -> Result<Vec<u8>> {
     let mut memory = Vec::new();
     memory.try_reserve_exact(bytes as usize).map_err(|error| DeviceError {

@@ -1,8 +1,8 @@
-//! Memory of the machine and of accelerators behind one small trait. Allocation enforces a budget, so that "this
-//! model does not fit" is the same typed error on any machine.
+//! Memory of the host and of accelerators behind one trait, `Device`. Allocation enforces a budget, so "this model
+//! does not fit" is the same typed error on any machine.
 //!
-//! A framework brings its own device: it implements [`Device`], keeps what memory it likes in a [`Buffer`] and a
-//! [`HostBuffer`], and tells with an [`Event`] when a copy is done.
+//! A framework brings its own device: it implements [`Device`], keeps its memory in [`Buffer`] and [`HostBuffer`],
+//! and reports the end of a copy with an [`Event`].
 
 mod budget;
 mod buffer;
@@ -24,50 +24,51 @@ pub use transfer::{Event, Transfer};
 
 use crate::error::{Result, Shortage};
 
-/// A place where tensors live. Frameworks do the arithmetic; a device allocates, copies and counts. All sizes and offsets are
-/// in bytes. The bytes are little-endian elements without gaps, so a parameter's range in a layout is its range here.
+/// A place for tensors. Frameworks compute; a device allocates, copies and counts. All sizes and offsets are in
+/// bytes. Elements are little-endian and without gaps, so a parameter's range in a layout is its range in a
+/// buffer.
 ///
-/// A buffer belongs to the device that allocated it. Calls may come from any thread.
+/// Buffers belong to the device that allocated them. Any thread may call a device.
 pub trait Device: Send + Sync {
     /// The device's name in messages, such as `cuda:0`.
     fn name(&self) -> &str;
 
-    /// The budget for what is allocated and reserved. [`Device::allocate`] keeps to it.
+    /// The budget of allocations and reservations. [`Device::allocate`] respects it.
     fn budget(&self) -> &Budget;
 
-    /// Allocates `bytes` of the device's memory, whose contents are undefined. The memory holds a lease of the budget until
-    /// the last clone of the buffer is dropped. `field` says what the memory is for, in the error.
+    /// Allocates `bytes` of device memory with undefined contents. A lease of the budget lasts until the last
+    /// clone of the buffer is dropped. `field` names the use of the memory, for the error.
     ///
     /// # Errors
-    /// `Shortage` where the budget is used up; `Device` where the device itself refuses.
+    /// `Shortage` if the budget is used up; `Device` if the device itself refuses.
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer>;
 
-    /// Allocates `bytes` zero bytes of the host memory that this device copies from and to fastest: page-locked memory where
-    /// that matters. It does not count in the device's budget.
+    /// Allocates `bytes` zeroed bytes of the host memory that this device copies fastest, for example page-locked
+    /// memory. Host memory does not count in the device's budget.
     ///
     /// # Errors
-    /// `Device` where the host has no such memory.
+    /// `Device` if the host has no such memory.
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer>;
 
-    /// Starts copying all of `source` to `target` at byte `offset`. The host buffer comes back when the copy is done.
-    /// Copies of one device run in the order in which they were started.
+    /// Starts a copy of all of `source` to `target` at byte `offset`. The transfer returns the host buffer at the
+    /// end. Copies of one device run in the order in which they start.
     ///
     /// # Errors
-    /// `Device` where the copy reaches beyond the buffer, where a buffer is another device's, and where the device refuses.
-    /// The host buffer is lost then.
+    /// `Device` if the copy exceeds the buffer, if a buffer is another device's, or if the device refuses. The
+    /// host buffer is then lost.
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer>;
 
-    /// Starts filling all of `target` from `source` at byte `offset`. A framework's own work that writes there must be
-    /// finished.
+    /// Starts a copy that fills all of `target` from `source` at byte `offset`. The framework's own writes to that
+    /// range must be finished.
     ///
     /// # Errors
-    /// As [`Device::copy_in`].
+    /// Those of [`Device::copy_in`].
     fn copy_out(&self, source: &Buffer, offset: u64, target: HostBuffer) -> Result<Transfer>;
 
-    /// Counts memory that a framework allocates by itself.
+    /// Counts memory that a framework allocates itself.
     ///
     /// # Errors
-    /// The budget is used up.
+    /// If the budget is used up.
     fn reserve(&self, field: &str, bytes: u64) -> Result<Lease, Shortage> {
         self.budget().reserve(field, bytes)
     }

@@ -1,5 +1,5 @@
-//! Host buffers that are used again and again: after the first step nothing is allocated any more. A buffer has its
-//! lease in use and at rest, so that the budget shows what is really held.
+//! A pool of host buffers: after the first step nothing is allocated any more. Idle buffers keep their lease, so
+//! the budget shows the memory that is really held.
 
 use std::{
     collections::HashMap,
@@ -12,7 +12,7 @@ use crate::{
     memfd::{Arena, Extent, GradientMemory, Piece},
 };
 
-/// Clones share the buffers.
+/// A pool of buffers. Clones share it.
 #[derive(Clone)]
 pub struct BufferPool(Arc<Shelf>);
 
@@ -20,20 +20,21 @@ struct Shelf {
     budget: Budget,
     field: &'static str,
     rest: Mutex<Rest>,
-    /// Whether buffers at rest are given up, so that all together never take more than what was in use at once.
+    /// True if idle buffers are freed so that the pool never holds more than its most bytes in use at once.
     is_tight: bool,
-    /// Where buffers come from that other processes may be given to read.
+    /// The source of buffers that other processes may read.
     arena: Option<Arena>,
 }
 
-/// What is at rest, and how much is not.
+/// Idle buffers, and counters of the pool.
 #[derive(Default)]
 struct Rest {
     /// Idle buffers by length. A job uses few lengths, mostly one chunk.
     idle: HashMap<usize, Vec<LeasedBytes>>,
     idle_bytes: u64,
     in_use: u64,
-    /// The most bytes in use at once, and the most in use and at rest, since the pool was made or emptied.
+    /// The most bytes in use at once, and the most bytes held (in use and idle), since the pool was made or
+    /// emptied.
     most_in_use: u64,
     most: u64,
 }
@@ -45,13 +46,13 @@ impl Rest {
         found
     }
 
-    /// Notes that so many bytes more are in use.
+    /// Notes that `bytes` more are in use.
     fn uses(&mut self, bytes: usize) {
         self.in_use += bytes as u64;
         self.most_in_use = self.most_in_use.max(self.in_use);
     }
 
-    /// Takes buffers out until what is held is no more than what was in use at once.
+    /// Takes idle buffers out until the pool holds no more than `most_in_use`.
     fn surplus(&mut self) -> Vec<LeasedBytes> {
         let mut surplus = Vec::new();
         while self.in_use + self.idle_bytes > self.most_in_use {
@@ -93,17 +94,17 @@ impl Bytes {
 }
 
 impl BufferPool {
-    /// `field` says what buffers are for when the budget refuses one.
+    /// Makes a pool. `field` names the use of the buffers if the budget refuses one.
     pub fn new(budget: Budget, field: &'static str) -> BufferPool {
         BufferPool::of(budget, field, false, None)
     }
 
-    /// A pool like [`BufferPool::new`]'s for buffers of many lengths: what is at rest makes way for other lengths.
+    /// Makes a pool for buffers of many lengths: idle buffers are freed to make room for other lengths.
     pub(crate) fn tight(budget: Budget, field: &'static str) -> BufferPool {
         BufferPool::of(budget, field, true, None)
     }
 
-    /// A pool like [`BufferPool::new`]'s, whose buffers servers of this host can read, where the kernel allows it.
+    /// Makes a pool of buffers that servers of this host can read, if the kernel allows it.
     pub(crate) fn shared(budget: Budget, field: &'static str) -> BufferPool {
         BufferPool::of(budget, field, false, Some(Arena::default()))
     }
@@ -112,17 +113,17 @@ impl BufferPool {
         BufferPool(Arc::new(Shelf { budget, field, rest: Mutex::default(), is_tight, arena }))
     }
 
-    /// Has the memory of its buffers stay as long as what is returned is there. None where they are not shared.
+    /// Keeps the memory of all buffers while the returned value lives. None if the pool is not shared.
     pub(crate) fn kept(&self) -> Option<GradientMemory> {
         self.0.arena.as_ref().map(Arena::kept)
     }
 
-    /// The most bytes that its buffers took since it was made or emptied.
+    /// The most bytes held since the pool was made or emptied.
     pub(crate) fn most(&self) -> u64 {
         self.lock().most
     }
 
-    /// Gives up what is at rest, and forgets how much was in use.
+    /// Frees the idle buffers, and resets the peaks.
     pub(crate) fn empty(&self) {
         let mut rest = self.lock();
         let idle = std::mem::take(&mut rest.idle);
@@ -131,7 +132,7 @@ impl BufferPool {
         drop(idle); // memory is given back outside the lock
     }
 
-    /// A buffer of exactly `bytes`, which holds whatever its last user left.
+    /// Takes a buffer of exactly `bytes`. Its contents are those of the last use.
     pub fn take(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
         let (found, surplus) = {
             let mut rest = self.lock();
@@ -151,7 +152,7 @@ impl BufferPool {
 
     fn allocate(&self, bytes: usize) -> Result<LeasedBytes, Shortage> {
         let reserve = || self.0.budget.reserve(self.0.field, bytes as u64);
-        // Idle buffers of other lengths make room before the budget refuses.
+        // Idle buffers of other lengths are freed before the budget refuses.
         let lease = reserve().or_else(|_| {
             let idle = {
                 let mut rest = self.lock();
@@ -170,20 +171,20 @@ impl BufferPool {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Rest> {
-        // Nothing under this lock can leave it half changed.
+        // No code under this lock can leave it half changed.
         self.0.rest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A buffer on loan, which goes back to its pool on drop. As `Bytes::from_owner` it goes back with the last clone.
+/// A buffer from a pool. Dropping it returns it, and `Bytes::from_owner` returns it with the last clone.
 pub struct PooledBuffer {
-    /// It is None only while it is dropped.
+    /// None only while the buffer is dropped.
     memory: Option<LeasedBytes>,
     pool: BufferPool,
 }
 
 impl PooledBuffer {
-    /// Where other processes find it, if it was taken from a shared pool.
+    /// The place where other processes map this buffer, if the pool is shared.
     pub(crate) fn place(&self) -> Option<(Arc<Extent>, u64)> {
         match &self.memory.as_ref()?.bytes {
             Bytes::Own(_) => None,
@@ -191,7 +192,8 @@ impl PooledBuffer {
         }
     }
 
-    /// Gives the buffer up as it is: other processes may go on reading it, and nobody here writes there any more.
+    /// Leaves the buffer as it is: other processes may go on reading it, and this process never writes there
+    /// again.
     pub(crate) fn abandon(mut self) {
         let Some(memory) = self.memory.take() else { return };
         self.pool.lock().in_use -= memory.bytes.get().len() as u64;
@@ -240,7 +242,7 @@ mod tests {
         let again = pool.take(100).unwrap();
         assert_eq!(again.as_ref().as_ptr(), address);
         drop(again);
-        // 250 bytes fit only once the idle 100 are given up.
+        // 250 bytes fit only after the 100 idle bytes are freed.
         pool.take(250).unwrap();
         assert_eq!(budget.used(), 250);
         let _held = pool.take(250).unwrap();

@@ -1,41 +1,41 @@
-//! Copies between the host and a device, done or under way.
+//! Copies between the host and a device, finished or under way.
 
 use super::HostBuffer;
 use crate::error::Result;
 
-/// The end of a copy that a device makes by itself. It owns what the copy reads and writes until then.
+/// The completion of a device's copy. Until then the event owns the source and the target.
 pub trait Event: Send {
-    /// Whether the copy is done, without waiting.
+    /// Returns true if the copy is done, without waiting.
     ///
     /// # Errors
-    /// `Device` where the device failed.
+    /// `Device` if the device failed.
     fn is_done(&self) -> Result<bool>;
 
-    /// Blocks until the copy is done, and gives the host buffer back. It is called once.
+    /// Blocks until the copy is done, and returns the host buffer. Called once.
     ///
     /// # Errors
-    /// `Device` where the device failed. It may still write then, and so the event must not free what the copy reads and
-    /// writes: memory lost is better than memory corrupted.
+    /// `Device` if the device failed. A failed device may still write, so the event must not free source or
+    /// target: lost memory is better than corrupted memory.
     fn wait(&mut self) -> Result<HostBuffer>;
 }
 
-/// A copy that was started. When it is dropped it waits for the copy's end.
+/// A started copy. Dropping it waits for the copy's end.
 pub struct Transfer(TransferState);
 
 enum TransferState {
     Done(HostBuffer),
     UnderWay(Box<dyn Event>),
-    /// Nothing is left to wait for.
+    /// The host buffer was returned: there is nothing to wait for.
     Over,
 }
 
 impl Transfer {
-    /// A copy that was done when it was started.
+    /// Returns a transfer that is already done.
     pub fn done(host: HostBuffer) -> Transfer {
         Transfer(TransferState::Done(host))
     }
 
-    /// A copy that ends with `event`.
+    /// Returns a transfer that ends with `event`.
     pub fn under_way(event: impl Event + 'static) -> Transfer {
         Transfer(TransferState::UnderWay(Box::new(event)))
     }
@@ -49,15 +49,15 @@ impl Transfer {
         }
     }
 
-    /// Blocks until the copy is done and gives the host buffer back.
+    /// Blocks until the copy is done, and returns the host buffer.
     ///
     /// # Errors
-    /// As [`Event::wait`].
+    /// Those of [`Event::wait`].
     pub fn wait(mut self) -> Result<HostBuffer> {
         match std::mem::replace(&mut self.0, TransferState::Over) {
             TransferState::Done(host) => Ok(host),
             TransferState::UnderWay(mut event) => event.wait(),
-            // Only this call and the drop leave it in this state, and each of them owns the transfer.
+            // Unreachable: only this call and the drop set `Over`, and each owns the transfer.
             TransferState::Over => Ok(HostBuffer::new(Vec::new())),
         }
     }

@@ -1,4 +1,4 @@
-//! A worker's memory for gradients, which servers of its host can be given to read.
+//! Memory for a worker's gradients that servers of its host can map.
 
 use std::{
     collections::HashMap,
@@ -14,44 +14,44 @@ use std::{
 use longshore_memory::{Mapping, Region, SharedFile};
 use longshore_wire::memfd::MAX_MEMORY_BYTES;
 
-/// The size of the first extent. Each later one is twice the one before, so that few descriptors do for any size. It
-/// is only address space: a page is allocated when it is first written.
+/// The size of the first extent. Each later extent is twice as large, so that few descriptors serve any size. An
+/// extent is only address space: pages are allocated when first written.
 const FIRST_EXTENT_BYTES: usize = 64 * 1024 * 1024;
-/// Pieces are whole pages, so that a freed one can be given back.
+/// Pieces are whole pages, so that a freed piece can return its pages.
 const PAGE_BYTES: usize = 4096;
 
-/// Hands out pieces of its extents. Clones share the extents.
+/// Allocates pieces from its extents. Clones share the extents.
 #[derive(Clone, Default)]
 pub(crate) struct Arena(Arc<Mutex<Space>>);
 
 #[derive(Default)]
 struct Space {
     extents: Vec<Arc<Extent>>,
-    /// What the last extent has left.
+    /// The unused end of the last extent.
     rest: Option<Region>,
-    /// Pieces given back, by length.
+    /// Free pieces by length.
     free: HashMap<usize, Vec<(Arc<Extent>, Region)>>,
-    /// The addresses of all pieces that were cut.
+    /// Addresses of all pieces cut so far.
     cut: Vec<Range<usize>>,
-    /// How many [`GradientMemory`] there are. While there is one, pieces keep their pages.
+    /// Number of living [`GradientMemory`] values. While there is one, pieces keep their pages.
     users: usize,
 }
 
-/// One memfd. Its descriptor and its mapping go with its last piece and its arena.
+/// One memfd. Its descriptor and mapping are closed with its last piece and its arena.
 pub(crate) struct Extent {
-    /// Tells extents of this process apart.
+    /// Number of the extent, unique in this process.
     pub(crate) id: u64,
     file: SharedFile,
     _map: Mapping,
 }
 
-/// The memory that a rank's gradients leave from, for a device that copies them there itself. While this is there, all of it stays
-/// where it is and keeps its pages, those of pieces at rest too, which count in no budget. The device may have them page-locked: a page
-/// that was given back would be another one for the device than for servers.
+/// Keeps the memory of a rank's gradients in place, for a device that copies gradients there itself.
+///
+/// While it lives, all pieces keep their addresses and pages. The pages of idle pieces count in no budget. A
+/// device may page-lock the pieces: a returned page would become another page for the device than for servers.
 pub struct GradientMemory(Arena);
 
-/// Bytes that nobody else in this process reaches. No other process writes them: servers of the same user map them to
-/// read.
+/// Exclusive bytes of this process. No other process writes them: servers of the same user map them read-only.
 pub(crate) struct Piece {
     extent: Arc<Extent>,
     /// Whole pages. None only while dropping.
@@ -85,7 +85,7 @@ impl Arena {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A piece of `bytes`, zero or as its last user left it.
+    /// Takes a piece of `bytes`. Its contents are zero, or those of its last use.
     pub(crate) fn take(&self, bytes: usize) -> io::Result<Piece> {
         let length = bytes.next_multiple_of(PAGE_BYTES);
         let mut space = self.lock();
@@ -101,7 +101,7 @@ impl Arena {
         Ok(Piece { extent, region: Some(region), bytes, arena: self.clone() })
     }
 
-    /// Has all memory keep its pages as long as what is returned is there.
+    /// Keeps the pages of all pieces while the returned value lives.
     pub(crate) fn kept(&self) -> GradientMemory {
         self.lock().users += 1;
         GradientMemory(self.clone())
@@ -109,7 +109,8 @@ impl Arena {
 }
 
 impl GradientMemory {
-    /// The addresses of its pieces, whole pages each, without the first `known` of them. A piece that is used again is the same one.
+    /// Addresses of the pieces, whole pages each, without the first `known` pieces. A reused piece is not listed
+    /// again.
     pub fn pieces(&self, known: usize) -> Vec<Range<usize>> {
         self.0.lock().cut.iter().skip(known).cloned().collect()
     }
@@ -122,7 +123,7 @@ impl Drop for GradientMemory {
 }
 
 impl Space {
-    /// New memory, of a new extent where the last one has too little left.
+    /// Cuts a new piece. A new extent is made if the last one has too little left.
     fn cut(&mut self, length: usize) -> io::Result<(Arc<Extent>, Region)> {
         if let (Some(extent), Some(rest)) = (self.extents.last(), &mut self.rest)
             && rest.bytes().len() >= length
@@ -139,12 +140,12 @@ impl Space {
 }
 
 impl Piece {
-    /// The extent that it lies in, and its offset there.
+    /// The piece's extent, and its offset there.
     pub(crate) fn place(&self) -> (Arc<Extent>, u64) {
         (Arc::clone(&self.extent), self.region.as_ref().map_or(0, |region| region.offset() as u64))
     }
 
-    /// Leaves its bytes as they are, for other processes, until nobody maps the extent any more.
+    /// Leaves the bytes as they are, for other processes, until no process maps the extent.
     pub(crate) fn abandon(mut self) {
         self.region = None;
     }
@@ -156,7 +157,8 @@ impl AsRef<[u8]> for Piece {
     }
 }
 
-/// A server that still reads an older gradient here gets other bytes than it was told the checksum of, and refuses them.
+/// A server that still reads an older gradient here finds another checksum than it was told, and refuses the
+/// bytes.
 impl AsMut<[u8]> for Piece {
     fn as_mut(&mut self) -> &mut [u8] {
         self.region.as_mut().map_or(&mut [], |region| &mut region.bytes_mut()[..self.bytes])
@@ -166,7 +168,7 @@ impl AsMut<[u8]> for Piece {
 impl Drop for Piece {
     fn drop(&mut self) {
         let Some(mut region) = self.region.take() else { return };
-        // Under the lock, so that nobody page-locks what is being given back.
+        // The lock keeps other threads from page-locking pages that are being returned.
         let mut space = self.arena.lock();
         if space.users == 0
             && let Err(error) = region.give_back()

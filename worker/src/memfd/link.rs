@@ -1,4 +1,4 @@
-//! The worker's end of a link: one server's shared memory, as this rank sees it.
+//! The worker's end of a link: the socket over which a server and this rank share memory.
 
 use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -16,14 +16,14 @@ use tokio::{sync::Mutex, time::timeout};
 
 use super::Extent;
 
-/// The longest wait for an answer. A server answers at once: it maps memory, and touches none.
+/// The longest wait for an answer. Servers answer at once: they map memory, and touch none.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The most bytes of images of one job on one server; more than any host's memory.
+/// The most bytes of one job's images on one server: more than any host's memory.
 const MOST_IMAGE_BYTES: u64 = 1 << 46;
 
 pub(crate) struct Link {
     pub(crate) id: u64,
-    /// The process of this rank that the link was made for.
+    /// The incarnation of this rank that the link was made for.
     pub(crate) incarnation: Incarnation,
     /// The server's images, if it shares them.
     pub(crate) images: Option<Arc<Foreign>>,
@@ -33,14 +33,14 @@ pub(crate) struct Link {
 
 #[derive(Default)]
 struct Exchange {
-    /// By extent: the number that the server gave it.
+    /// The server's number of each extent.
     memories: HashMap<u64, u32>,
-    /// An answer was not waited for. It would be taken for that of the next question.
+    /// An answer was not awaited, so it would be taken for the next question's answer.
     broken: bool,
 }
 
 impl Link {
-    /// Why this process cannot link with a server that made this offer; None when it can try.
+    /// Returns why this process cannot link with the server of this offer; None if it can try.
     fn hindrance(offer: &MemfdOffer) -> Option<Fault> {
         let fault = |field: &str, value: String, limit: String| {
             let remedy = "use --transport tcp, or run worker and server on one host as one user";
@@ -64,7 +64,7 @@ impl Link {
         if let Some(fault) = Link::hindrance(offer) {
             return Err(fault);
         }
-        // Containers of one host may share a kernel and not this socket.
+        // Containers of one host may share a kernel without sharing this socket.
         let socket = Socket::connect(&offer.socket).map_err(|error| broken(&error))?;
         if socket.peer_uid().map_err(|error| broken(&error))? != uid() {
             return Err(stale("another user's", "of this user"));
@@ -79,13 +79,13 @@ impl Link {
         Ok(Link { id: welcome.link, incarnation, images, exchange: Mutex::default(), socket })
     }
 
-    /// Whether the server still has this link.
+    /// Returns true if the server still has this link.
     pub(crate) fn is_open(&self) -> bool {
-        // While a question is under way its answer may wait there, and the asker will find out.
+        // A question under way holds the lock, and its own caller will notice a closed link.
         self.exchange.try_lock().map_or(true, |exchange| !exchange.broken && self.socket.is_open())
     }
 
-    /// The number that the server gave an extent. Passes the extent first, if that was not done.
+    /// Returns the server's number of an extent. The extent is passed first if the server does not have it.
     pub(crate) async fn memory(&self, extent: &Extent) -> Result<u32, Fault> {
         let mut exchange = self.exchange.lock().await;
         if let Some(&memory) = exchange.memories.get(&extent.id) {

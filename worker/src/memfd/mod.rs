@@ -1,5 +1,5 @@
-//! Payloads through shared memory: gradients in memory that servers of this host can read, weights in the servers'
-//! memory.
+//! Payloads through shared memory: gradients in memory of this rank that servers of the host map, weights in the
+//! servers' memory.
 
 mod arena;
 mod images;
