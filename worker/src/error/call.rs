@@ -1,4 +1,4 @@
-//! Failures that a server answered with, or that came of not reaching it.
+//! Failures that a server answered with, or that come from an unreachable server.
 
 use std::{fmt, time::Duration};
 
@@ -15,7 +15,7 @@ pub struct Unreachable {
     pub cause: String,
 }
 
-/// A server and this process do not trust each other. Trying again does not help.
+/// A server and this process do not trust each other. Another attempt does not help.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("server {server}: {fault}")]
 pub struct Untrusted {
@@ -57,9 +57,10 @@ pub struct Fenced {
     pub fault: Fault,
 }
 
-/// This process holds something outdated: a step that it built on was taken back, since a server lost it together
-/// with a rank's process; or the job went on with what an earlier process of this rank had sent. Nothing is lost. The
-/// process need not end: a new session that joins again goes on from the servers' version, as a new process would.
+/// This process holds outdated data. Either a step that it built on was taken back, since a server lost it
+/// together with a rank's process. Or the job went on with data that an earlier process of this rank had sent.
+///
+/// Nothing is lost, and the process need not end: a new session that joins goes on from the servers' version.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("what this process holds of job {job} is outdated (server {server}): {fault}")]
 pub struct Outdated {
@@ -79,7 +80,7 @@ pub struct MissingBlock {
     pub version: Version,
 }
 
-/// " at step 3", or nothing.
+/// Formats " at step 3", or nothing.
 pub(super) fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
     let lead = if lead.is_empty() { ", " } else { lead };
     value.as_ref().map(|value| format!("{lead}{value}")).unwrap_or_default()

@@ -2,7 +2,7 @@
 
 use longshore_proto::Fault;
 
-/// An option or argument that cannot be used. Nothing was sent.
+/// An unusable option or argument. Nothing was sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(pub Fault);
@@ -67,7 +67,7 @@ pub struct DeviceError {
 #[error("{0}")]
 pub struct Misuse(pub &'static str);
 
-/// This machine refused something the library needs.
+/// This machine refused a resource that the library needs.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{what} failed: {cause}: {remedy}")]
 pub struct Environment {

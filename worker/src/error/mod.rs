@@ -1,6 +1,7 @@
-//! Every failure that a worker can meet. Each has one struct, so that a caller can match on it, and says what to do.
+//! Every failure of the worker library. Each has a struct of its own, so that callers can match on it, and names a
+//! remedy.
 //!
-//! All are `Clone`: a failure found in the background is kept, and every later call returns it.
+//! All are `Clone`: a background failure is kept, and every later call returns it.
 
 mod call;
 mod local;
@@ -20,7 +21,7 @@ pub use self::{
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The large variants are boxed, so that a `Result` stays small.
+/// Large variants are boxed, so that a `Result` stays small.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -93,13 +94,14 @@ boxed!(
 );
 
 impl From<Fault> for Error {
-    /// Converts faults found on this side, before anything is sent. A server's fault needs its address: `CallFailed`.
+    /// Converts a fault that was found on this side, before anything is sent. A server's fault needs the server's
+    /// address: `CallFailed`.
     fn from(fault: Fault) -> Error {
         Error::Invalid(Invalid(fault))
     }
 }
 
-/// A restore that only some servers could do. Nothing has started, and those servers wait for weights as before.
+/// A restore that only some servers could do. Nothing has started, and those servers wait for weights again.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \
@@ -110,7 +112,7 @@ pub struct NotRestored {
     pub job: JobName,
     /// The servers that had loaded their part.
     pub undone: Vec<String>,
-    /// The servers that still hold their part, and why.
+    /// The servers that still hold their part, each with the reason.
     pub left: Vec<(String, Error)>,
     pub cause: Error,
 }

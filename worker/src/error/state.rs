@@ -1,11 +1,12 @@
-//! A job's state is lost, apart, or would have to be given up: what there is, where, and what brings it back.
+//! A job's state is lost, of different versions, or would have to be deleted. Each error says what exists, where,
+//! and how the state comes back.
 
 use std::{fmt, time::Duration};
 
 use longshore_proto::{JobName, Lifetime, TierKind, Version};
 
-/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders in which its
-/// state lies.
+/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders of that
+/// state.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("server {server} lost the state of job {job}: {detail}. {}", Regain(*.tier))]
 pub struct StateLost {
@@ -15,8 +16,7 @@ pub struct StateLost {
     pub detail: String,
 }
 
-/// Says what brings lost state back. Where the state may still lie somewhere, nothing that would give up a step comes
-/// first.
+/// Names the ways to regain lost state. If the state may still exist, remedies that lose a step come last.
 struct Regain(TierKind);
 
 impl fmt::Display for Regain {
@@ -36,7 +36,7 @@ impl fmt::Display for Regain {
     }
 }
 
-/// Says where state that outlives a process may be. It is empty for the tier that does not.
+/// Names the places of state that outlives a process. Empty for the `memory` tier, whose state does not.
 struct Whereabouts(TierKind);
 
 impl fmt::Display for Whereabouts {
@@ -66,7 +66,8 @@ pub struct VersionsDiffer {
     pub waited: Duration,
 }
 
-/// A server is full of another state than this process fills the others with: an earlier process began with that one.
+/// A server was filled with another state than the one this process fills the others with: an earlier process
+/// began with that other state.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "server {server} holds job {job} as it was filled {}, and this process fills it {}: load the state again that the job \
@@ -75,7 +76,7 @@ pub struct VersionsDiffer {
 pub struct OtherFilling {
     pub server: String,
     pub job: JobName,
-    /// How many updates its state counts; 0 for weights alone.
+    /// The number of updates that made its state; 0 for weights alone.
     pub found: u64,
     pub given: u64,
 }
@@ -91,7 +92,7 @@ impl fmt::Display for With {
     }
 }
 
-/// Going back to a checkpoint would delete state that servers hold, and nobody has said that it may.
+/// Going back to a checkpoint would delete state that servers hold, and the caller has not allowed that.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "{}nothing was deleted: job {job} holds state, {}. {}", Lacking(.lost), Listed(.holders), HowToGoBack(self)
@@ -132,13 +133,14 @@ impl fmt::Display for HowToGoBack<'_> {
     }
 }
 
-/// The job's state is gone, or was to be given up, and there is no checkpoint to go back to. Nothing was deleted.
+/// There is no checkpoint to go back to, after the job's state was lost or was to be given up. Nothing was
+/// deleted.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{}there is no checkpoint to resume from: {}", Lacking(.lost), Instead(self))]
 pub struct NoCheckpoint {
     pub job: JobName,
     pub tier: TierKind,
-    /// The servers that have nothing of the job, where others hold state of it.
+    /// The servers without any state of the job, if others hold some.
     pub lost: Vec<String>,
     pub holders: Vec<(String, Version)>,
 }
@@ -159,7 +161,7 @@ impl fmt::Display for Instead<'_> {
     }
 }
 
-/// Servers read different contents under one checkpoint's name.
+/// Servers read different contents under one checkpoint name.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "checkpoint {checkpoint} of job {job} is not the same everywhere: {}. Nothing has started. Let the servers share one \

@@ -1,4 +1,4 @@
-//! Waits that came to their end without what they waited for.
+//! Waits that ended without their result.
 
 use std::{fmt, time::Duration};
 
@@ -21,7 +21,7 @@ pub struct TimedOut {
     pub shard: Option<ShardId>,
     pub version: Option<Version>,
     pub waited: Duration,
-    /// What the server said last: the rank and shard that it waits for, or why it cannot be asked.
+    /// The server's last word: the rank and shard that it waits for, or why the server cannot be asked.
     pub last: Option<Fault>,
 }
 
@@ -35,7 +35,7 @@ pub struct StillPaused {
     pub waited: Duration,
 }
 
-/// The caller asked for an end of the wait. What it waited for may still happen.
+/// The caller interrupted the wait. The awaited event may still happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the wait was interrupted. Call again to go on waiting; a step of which a part was pushed cannot go on"
