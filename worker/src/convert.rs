@@ -1,13 +1,13 @@
-//! Conversion of f32 to and from the wire's element types, little-endian, as free functions over slices that do not
-//! branch on types inside.
+//! Converts f32 to and from the wire's element types, little-endian. The functions take slices and branch on the
+//! type once per call.
 
 use half::{f16, slice::HalfFloatSliceExt};
 use longshore_proto::Dtype;
 
-/// How many elements are converted at a time on the stack: 2 KiB of f16 stay in the L1 cache.
+/// Elements per tile on the stack: 2 KiB of f16 stay in the L1 cache.
 const TILE: usize = 1024;
 
-/// Converts `source` into `target`, rounding to nearest even; f16 overflows to infinity. `target` holds exactly as
+/// Converts `source` into `target`, rounding to nearest even. f16 overflows to infinity. `target` holds exactly as
 /// many elements.
 pub fn from_f32(dtype: Dtype, source: &[f32], target: &mut [u8]) {
     assert_eq!(source.len() as u64 * dtype.bytes(), target.len() as u64, "both sides hold the same elements");
@@ -26,7 +26,7 @@ pub fn from_f32(dtype: Dtype, source: &[f32], target: &mut [u8]) {
     }
 }
 
-/// Converts `source` into `target`, exactly.
+/// Converts `source` into `target` without loss.
 pub fn to_f32(dtype: Dtype, source: &[u8], target: &mut [f32]) {
     assert_eq!(target.len() as u64 * dtype.bytes(), source.len() as u64, "both sides hold the same elements");
     match dtype {
@@ -44,16 +44,16 @@ pub fn to_f32(dtype: Dtype, source: &[u8], target: &mut [f32]) {
     }
 }
 
-/// Has no branch, so that the loop above becomes vector code; `half`'s function does not.
+/// Rounds to bf16 without a branch, so that the loop above is vectorized. `half`'s own function has a branch.
 fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16;
-    // A NaN must not round to infinity: keep its high bits and make it quiet.
+    // Rounding would turn some NaNs into infinity: keep the high bits, and set the quiet bit.
     let nan = (bits >> 16) as u16 | 0x0040;
     if bits & 0x7FFF_FFFF > 0x7F80_0000 { nan } else { rounded }
 }
 
-/// `half` uses the CPU's conversion instructions for slices.
+/// Converts by tiles: `half` uses the CPU's conversion instructions for slices.
 fn f16_from_f32(source: &[f32], target: &mut [u8]) {
     let mut tile = [f16::ZERO; TILE];
     for (source, target) in source.chunks(TILE).zip(target.chunks_mut(2 * TILE)) {

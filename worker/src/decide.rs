@@ -1,36 +1,36 @@
-//! Rank 0's decision on a step, made from the servers' gradient statistics. It is a pure function that adds in block
-//! order, so that it has the same bits whatever the number of servers and whenever their statistics came.
+//! Rank 0's decision on a step, made from the servers' gradient statistics. The function is pure and adds in block
+//! order. Its bits depend neither on the number of servers nor on the order of their statistics.
 
 use std::ops::Range;
 
 use longshore_proto::{BlockId, JobSpec, Layout, limits::BLOCK_ELEMENTS};
 
-/// The statistics of one block of the summed gradient, which is still scaled.
+/// Statistics of one block of the summed gradient, which is still scaled.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct BlockStats {
     pub sum_squares: f64,
-    /// The index in the block of the first element that is inf or NaN.
+    /// Index in the block of the first element that is inf or NaN.
     pub first_nonfinite: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// Overflow: nothing is updated.
+    /// True on overflow: nothing is updated.
     pub skip: bool,
-    /// The global norm of the unscaled gradient before clipping. It is not finite on an overflow.
+    /// Global norm of the unscaled gradient before clipping. Not finite on an overflow.
     pub norm: f64,
-    /// A number in (0, 1]; 1 when the gradient is not clipped.
+    /// In (0, 1]; 1 if the gradient is not clipped.
     pub clip_coefficient: f64,
-    /// The flat element that overflowed first.
+    /// Flat index of the first element that overflowed.
     pub first_nonfinite: Option<u64>,
 }
 
-/// The guard of torch.nn.utils.clip_grad_norm_ against dividing by zero.
+/// torch.nn.utils.clip_grad_norm_ adds the same 1e-6 against a division by zero.
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// Decides a step. `blocks` are all blocks in global order. `shares` says for each run of blocks which part of all ranks
-/// contributes to it ([`JobSpec::block_shares`]). `clip` is the largest norm, and `gradient_scale` is loss scale x world
-/// size x micro-steps.
+/// Decides a step. `blocks` are all blocks in global order. `shares` gives for each run of blocks the part of all
+/// ranks that contributes to it ([`JobSpec::block_shares`]). `clip` is the largest norm. `gradient_scale` is loss
+/// scale x world size x micro-steps.
 pub fn decide(
     blocks: &[BlockStats],
     shares: &[(Range<usize>, f64)],
@@ -40,14 +40,15 @@ pub fn decide(
     let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
         stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
     });
-    // A sum over fewer ranks is divided by the share to count as a mean, and a sum of squares by the share's square.
+    // A sum over fewer ranks counts as a mean after division by the share, and a sum of squares by the share's
+    // square.
     let squares = shares.iter().flat_map(|(range, share)| {
         blocks[range.clone()].iter().map(move |stats| stats.sum_squares / (share * share))
     });
     let sum: f64 = squares.sum();
     let norm = sum.sqrt() / gradient_scale;
-    // Finite f32 gradients could have a sum of squares beyond f64 only after 2^256 elements, so that would be a
-    // defect.
+    // Finite f32 gradients exceed f64 in their sum of squares only after 2^256 elements. A norm that is not finite
+    // is a defect elsewhere.
     let skip = first_nonfinite.is_some() || !norm.is_finite();
     let clip_coefficient = match clip {
         Some(clip) if !skip => (clip / (norm + CLIP_EPSILON)).min(1.0),
@@ -56,7 +57,7 @@ pub fn decide(
     Decision { skip, norm, clip_coefficient, first_nonfinite }
 }
 
-/// Which parameter an element belongs to, for people: "h.3.mlp.weight, element 17".
+/// Names the parameter and index of a flat element, for messages: "h.3.mlp.weight, element 17".
 pub fn name_element(layout: &Layout, spec: &JobSpec, element: u64) -> String {
     match layout.param_at(element) {
         Some(param) => {
@@ -77,15 +78,15 @@ mod tests {
         BlockStats { sum_squares, first_nonfinite: None }
     }
 
-    /// Blocks to which all ranks contribute.
+    /// The share of blocks to which all ranks contribute.
     fn all(blocks: usize) -> Vec<(Range<usize>, f64)> {
         vec![(0..blocks, 1.0)]
     }
 
     #[test]
     fn a_partition_counts_as_the_mean_of_its_contributors() {
-        // Four ranks with a loss scale of 2. All contribute to the first block, whose mean is 3. One contributes to the
-        // second, and its gradient is 4.
+        // Four ranks with a loss scale of 2. All contribute to the first block, whose mean is 3. A single rank
+        // contributes the second block, with gradient 4.
         let blocks = [stats((3.0f64 * 8.0).powi(2)), stats((4.0f64 * 2.0).powi(2))];
         let decision = decide(&blocks, &[(0..1, 1.0), (1..2, 0.25)], Some(2.5), 8.0);
         assert_eq!((decision.norm, decision.clip_coefficient), (5.0, 2.5 / (5.0 + 1e-6)));
@@ -103,8 +104,7 @@ mod tests {
 
     #[test]
     fn the_sum_is_in_block_order() {
-        // The order is a part of the result: 1 is lost when it is added to 2^53 first, and kept when the ones are
-        // added first.
+        // The order decides the result: 2^53 + 1 + 1 loses both ones, and 1 + 1 + 2^53 keeps them.
         let big = 2f64.powi(53);
         let up = decide(&[stats(1.0), stats(1.0), stats(big)], &all(3), None, 1.0).norm;
         let down = decide(&[stats(big), stats(1.0), stats(1.0)], &all(3), None, 1.0).norm;
@@ -119,7 +119,7 @@ mod tests {
         assert!(decision.skip);
         assert_eq!(decision.first_nonfinite, Some(BLOCK_ELEMENTS + 17));
         assert_eq!(decision.clip_coefficient, 1.0);
-        // Statistics that leave non-finite elements out of the sum skip the step as well.
+        // Statistics without the non-finite elements skip the step as well.
         let excluded = BlockStats { sum_squares: 1.0, first_nonfinite: Some(0) };
         assert!(decide(&[excluded], &all(1), None, 1.0).skip);
     }

@@ -1,4 +1,4 @@
-//! What a commit's `trainer_state` holds: the loss scaler after that commit, the contributions that it was made from, then
+//! Encodes a commit's `trainer_state`: the loss scaler after that commit, the origins of its contributions, and
 //! the trainer's own bytes. A restarted worker needs nothing else.
 
 use longshore_proto::{
@@ -27,8 +27,8 @@ use crate::loss_scale::{LossScaler, LossScalerOptions};
 pub(crate) struct Envelope {
     pub(crate) scaler: LossScaler,
     pub(crate) previous_loss_scale: f64,
-    /// By server, in the placement's order. The next rank 0 has the decision refused where other contributions are, if this one
-    /// dies before it has.
+    /// By server, in the placement's order. If this rank 0 dies before the decision reaches a server, the next
+    /// rank 0 sends it. Servers that hold other contributions then refuse it.
     pub(crate) origins: Vec<Origin>,
     pub(crate) trainer: Vec<u8>,
 }
@@ -37,7 +37,7 @@ const MAGIC: [u8; 4] = *b"LSTS";
 const FORMAT: u8 = 2;
 const WITHOUT_ORIGINS: u8 = 1;
 const HEADER_BYTES: usize = 4 + 1 + 1 + 3 * 8 + 8 + 4 + 4 + 8 + 8 + 8 + 4;
-/// How many bytes are left for the trainer, however many servers the job has.
+/// Bytes left for the trainer, for the largest number of servers.
 pub(crate) const MAX_TRAINER_BYTES: usize =
     MAX_TRAINER_STATE_BYTES - HEADER_BYTES - MAX_SERVERS * size_of::<u64>();
 
@@ -105,7 +105,7 @@ impl Envelope {
         Some(Envelope { scaler, previous_loss_scale, origins, trainer: reader.0.to_vec() })
     }
 
-    /// Whether a scaler can have these values. With others it would divide by zero, or count without an end.
+    /// Returns true if a scaler can have these values. Other values would divide by zero, or count without an end.
     fn is_sound(&self) -> bool {
         let LossScaler { options, scale, hysteresis_left, .. } = &self.scaler;
         let numbers = [*scale, options.initial, options.min, self.previous_loss_scale];

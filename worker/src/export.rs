@@ -1,4 +1,4 @@
-//! One server's part of an export, checked as it comes: a version's weights, or all of its state.
+//! Receives one server's part of an export, and checks it: a version's weights, or all of its state.
 
 use std::time::Duration;
 
@@ -10,15 +10,15 @@ use longshore_wire::{
     v1::{self, admin_client::AdminClient},
 };
 
-/// How much longer than its own deadline a server may be silent.
+/// A server may be silent for its own deadline and this time.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// What is asked for.
+/// The contents of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
-    /// The master weights, rounded to this format.
+    /// The master weights, rounded to this element type.
     Weights(Dtype),
-    /// Every array that the rule has, in fp32.
+    /// Every array of the rule, in fp32.
     State(Rule),
 }
 
@@ -38,24 +38,24 @@ impl Contents {
     }
 }
 
-/// One version of a job.
+/// A request for one version of a job.
 pub struct Export<'a> {
     pub job: &'a str,
     pub version: Version,
     pub contents: Contents,
     pub layout: &'a Layout,
-    /// Longest wait for a version that the server can give.
+    /// The longest wait for a version that the server can export.
     pub deadline: Duration,
 }
 
-/// Takes little-endian elements of an array, from this element of the flat space on.
+/// Takes little-endian elements of an array, from the given element of the flat space on.
 pub type Sink<'a> = dyn Fn(StateArray, u64, &[u8]) -> Result<(), Fault> + Sync + 'a;
 
-/// How many elements of each array of a shard were received. They come from its start on.
+/// Elements received of each array of a shard. Each array arrives from its start on.
 type Received = [u64; 3];
 
 impl Export<'_> {
-    /// Hands all that a server has to `sink`. Returns how many updates made the version.
+    /// Passes the server's part to `sink`. Returns the number of updates that made the version.
     pub async fn receive(
         &self,
         address: &str,
@@ -95,7 +95,7 @@ impl Export<'_> {
         }
     }
 
-    /// The arrays that come of a shard. A frozen one has weights alone.
+    /// The arrays that arrive for a shard. A frozen shard has weights alone.
     fn arrays(&self, shard: ShardId) -> &'static [StateArray] {
         let arrays = self.contents.arrays();
         if self.layout.is_frozen(shard) { &arrays[..1] } else { arrays }
@@ -148,7 +148,7 @@ impl Export<'_> {
         received: &[Received],
     ) -> Result<(), Fault> {
         if message.version != self.version.0 {
-            // Asked for version 0, a server gives its current one.
+            // A request for version 0 gets the server's current version.
             let remedy = "export again: training has begun meanwhile";
             let (version, asked) = (message.version, self.version);
             return Err(Fault::new(FaultKind::Precondition, "version", version, asked, remedy));

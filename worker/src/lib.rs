@@ -1,6 +1,6 @@
-//! The worker's side of Longshore: push 16-bit gradients, pull 16-bit weights, decide steps.
+//! The worker library of Longshore: push 16-bit gradients, pull 16-bit weights, decide steps.
 //!
-//! Asynchronous inside, blocking outside, since trainers are. A run reads:
+//! The library is asynchronous inside and blocks its callers, since trainers are synchronous code. A run:
 //!
 //! ```no_run
 //! # use longshore_worker::*;

@@ -1,5 +1,5 @@
-//! The dynamic loss scaler. It follows DeepSpeed's rules to the letter, so that a run moved here keeps its scales,
-//! with one exception: an overflow at the floor is reported, not thrown.
+//! The dynamic loss scaler. Its rules are DeepSpeed's, so a run that moves here keeps its scales. The exception:
+//! an overflow at the floor is reported, not thrown.
 
 use longshore_proto::Fault;
 use serde::{Deserialize, Serialize};
@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 pub struct LossScalerOptions {
     /// The first scale.
     pub initial: f64,
-    /// How many clean steps come before the scale doubles.
+    /// Clean steps before the scale doubles.
     pub window: u64,
-    /// How many overflows come before it halves.
+    /// Overflows before the scale halves.
     pub hysteresis: u32,
-    /// Whether a clean step refills the hysteresis.
+    /// True if a clean step refills the hysteresis.
     pub consecutive_hysteresis: bool,
     /// The floor.
     pub min: f64,
@@ -31,31 +31,31 @@ impl Default for LossScalerOptions {
     }
 }
 
-/// What an update did.
+/// The effect of an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The scale stays.
+    /// The scale is unchanged.
     Kept,
-    /// A window of clean steps is full, and the scale is doubled.
+    /// A window of clean steps is full: the scale was doubled.
     Raised,
-    /// An overflow used up one of the hysteresis, and the scale stays.
+    /// An overflow used up one unit of the hysteresis: the scale is unchanged.
     Held,
     /// An overflow halved the scale.
     Lowered,
-    /// An overflow at the floor: a smaller scale would not help, and a person must look.
+    /// An overflow at the floor. A smaller scale would not help, and a person must look.
     AtFloor,
 }
 
 const FACTOR: f64 = 2.0;
 
-/// The scaler and all of its state.
+/// The scaler with all of its state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaler {
     pub(crate) options: LossScalerOptions,
     pub(crate) dynamic: bool,
     pub(crate) scale: f64,
     pub(crate) hysteresis_left: u32,
-    /// The number of updates so far.
+    /// Number of updates so far.
     pub(crate) updates: u64,
     /// The index of the last overflow; -1 before any.
     pub(crate) last_overflow: i64,
@@ -94,7 +94,7 @@ impl LossScaler {
         })
     }
 
-    /// A scaler that always has the same scale. It is 1 for bf16 and f32, which need none.
+    /// Makes a scaler with a constant scale: 1 for bf16 and f32, which need no scaling.
     pub fn fixed(scale: f64) -> Result<LossScaler, Fault> {
         check("loss_scale", scale)?;
         let options = LossScalerOptions { initial: scale, min: scale, ..LossScalerOptions::default() };
@@ -109,8 +109,7 @@ impl LossScaler {
         self.scale
     }
 
-    /// Takes an operator's scale after a pause at the floor. It may lie below the old floor, which then moves down to
-    /// it.
+    /// Sets an operator's scale after a pause at the floor. A scale below the floor lowers the floor.
     pub fn set_scale(&mut self, scale: f64) -> Result<(), Fault> {
         check("loss_scale", scale)?;
         self.scale = scale;
@@ -118,10 +117,10 @@ impl LossScaler {
         Ok(())
     }
 
-    /// Must be called once a step, in step order.
+    /// Updates the scale after a step. Call it once a step, in step order.
     pub fn update(&mut self, overflow: bool) -> Event {
         let event = match (self.dynamic, overflow) {
-            // A fixed scale cannot fall. DeepSpeed skips such steps for ever, and so does this.
+            // A fixed scale cannot fall. DeepSpeed skips such steps for ever, and so does this scaler.
             (false, true) => Event::Held,
             (false, false) => Event::Kept,
             (true, true) => self.overflowed(),
@@ -172,7 +171,7 @@ fn check(field: &str, value: f64) -> Result<(), Fault> {
 mod tests {
     use super::{Event::*, *};
 
-    /// The test is worked out by hand from DeepSpeed's rules: scale 16, window 3, hysteresis 2, floor 1.
+    /// Worked out by hand from DeepSpeed's rules: scale 16, window 3, hysteresis 2, floor 1.
     #[test]
     fn twenty_steps_by_hand() {
         let events = [

@@ -1,4 +1,4 @@
-//! What one way of a session's payloads has moved and how long its caller was held up: totals since the session began.
+//! Totals of one direction of a session's payloads: bytes moved, and the time that callers were held up.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
@@ -11,7 +11,7 @@ pub(crate) struct Meter {
     bytes: AtomicU64,
 }
 
-/// The totals that a meter shows. A step's own part is the difference of two.
+/// Totals of a meter. The difference of two readings belongs to one step.
 #[derive(Clone, Copy)]
 pub(crate) struct Shown {
     pub(crate) held_up: Duration,
