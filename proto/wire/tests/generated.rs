@@ -1,7 +1,6 @@
-//! The checked-in code is what the .proto files say, so that nobody who builds Longshore needs their compiler.
+//! Checks that the checked-in code matches the .proto files. Builds of Longshore therefore need no protoc.
 //!
-//! After a change of a .proto file:
-//! `LONGSHORE_REGENERATE=1 cargo test -p longshore-wire --test generated`
+//! After a change of a .proto file: `LONGSHORE_REGENERATE=1 cargo test -p longshore-wire --test generated`
 
 use std::{env, fs, path::Path};
 
@@ -40,7 +39,7 @@ fn checked_in_code_is_what_the_proto_files_say() {
     }
 }
 
-/// No .proto file is forgotten in [`FILES`].
+/// [`FILES`] lists every .proto file.
 #[test]
 fn every_proto_file_is_compiled() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../longshore/v1");
@@ -57,6 +56,6 @@ fn every_proto_file_is_compiled() {
 fn generate(protos: &Path, out: &Path) {
     let descriptors = protox::compile(FILES, [protos]).unwrap();
     fs::write(out.join(DESCRIPTORS), descriptors.encode_to_vec()).unwrap();
-    // `bytes` fields as `Bytes`: as `Vec<u8>` each payload would be copied once more.
+    // `bytes` fields are `Bytes`: a `Vec<u8>` would copy each payload once more.
     tonic_prost_build::configure().bytes(".").out_dir(out).compile_fds(descriptors).unwrap();
 }

@@ -1,12 +1,12 @@
-//! Chunks whose payload arrives in slices. They count when all of it is there and sound, and otherwise were never
-//! there.
+//! Chunks whose payload arrives in slices. A chunk counts once its whole payload is there and sound;
+//! otherwise it leaves no trace.
 
 use longshore_engine::job::{Admitted, Job, Stored, Writing};
 use longshore_proto::{ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, Rank};
 
 use crate::common::{self, BLOCK, cluster::Cluster, gradient, spec, weights};
 
-/// A job of one rank and one shard of two bf16 chunks and a short one.
+/// A job of one rank and one shard of two full bf16 chunks and a shorter one.
 fn small() -> JobSpec {
     let mut spec = spec(&[17 * BLOCK as u64], &[0]);
     spec.gradient_dtype = Dtype::Bf16;
@@ -34,7 +34,7 @@ fn slices_of_several_chunks_may_alternate() {
     assert_eq!(chunks.len(), 3);
     let job = std::sync::Arc::clone(&cluster.jobs[0]);
     let mut writings: Vec<_> = chunks.iter().map(|(chunk, _)| admit(&job, chunk)).collect();
-    // The slices end inside elements, and are longer than what is copied under one lock.
+    // Slices end inside elements, and exceed the copy under one lock.
     for at in (0..1 << 20).step_by(300_001) {
         for (writing, (_, payload)) in writings.iter_mut().zip(&chunks) {
             let slice = payload.get(at..).unwrap_or_default();
@@ -60,7 +60,7 @@ fn what_breaks_off_was_never_there() {
 
     let mut writing = admit(&job, &chunk);
     writing.write(&payload[..1000]).unwrap();
-    // The same chunk waits if it comes over another connection, and so does the rank's next process.
+    // The same chunk over another connection waits, and so does the rank's next process.
     assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Busy));
     assert_eq!(job.join(Rank(0), Incarnation(2)), Ok(false));
     drop(writing);

@@ -1,5 +1,5 @@
-//! A job that is filled with another one's state goes on as that one does, to the bit, on any tier and in any formats, also
-//! where each parameter has its own count of updates.
+//! A job filled with another job's state continues to the same bits, on any tier and in any format.
+//! Parameters may each have their own count of updates.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::common::{
     self, BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
 };
 
-/// A job of four shards, whose parameters lie across their borders.
+/// A job of four shards with parameters across their borders.
 fn job(rule: Rule, formats: Formats) -> JobSpec {
     let sizes = [7, 2 * BLOCK as u64 + 9, BLOCK as u64 - 3];
     JobSpec { rule, formats, gradient_dtype: Dtype::F32, image_dtype: Dtype::F32, ..spec(&sizes, &[0, 1, 0]) }
@@ -35,19 +35,19 @@ fn steps(cluster: &mut Cluster, seed: u64, steps: std::ops::RangeInclusive<u64>)
     }
 }
 
-/// The parameters that have no gradient, where the job may leave any out.
+/// Returns the parameters without a gradient, if the job has `leave_out`.
 fn without(spec: &JobSpec, seed: u64) -> Vec<u32> {
     let mut noise = Noise(seed);
     (0..spec.params.len() as u32).filter(|_| noise.one_in(2) && spec.leave_out).collect()
 }
 
-/// How many updates each parameter lacks, as its rank 0 knows it.
+/// Returns the number of updates that each parameter lacks, as its rank 0 knows it.
 fn counts(cluster: &Cluster) -> Vec<LeftOut> {
     let progress = cluster.jobs[0].progress();
     progress.last_commit.map_or(progress.left_out, |commit| commit.left_out)
 }
 
-/// The arrays that the rule has, and every element of the newest image.
+/// Returns the rule's arrays, and every element of the newest image.
 fn bits(cluster: &Cluster, version: u64) -> (Vec<Vec<u32>>, Vec<u8>) {
     let (state, _) = cluster.exported();
     let shards = (0..cluster.layout.shards()).map(ShardId);
@@ -72,7 +72,8 @@ fn formats() -> impl Strategy<Value = Formats> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// The gradients that the first job gets as steps 4 to 6 are steps 1 to 3 of the second, which has other servers.
+    /// Steps 4 to 6 of the first job and steps 1 to 3 of the second, on other servers, get the same
+    /// gradients.
     #[test]
     fn a_filled_job_goes_on_to_the_bit(rule in rules(), formats in formats(), seed in 0u64..1 << 40) {
         let leave_out = formats.state != StateFormat::Block8;
@@ -85,7 +86,7 @@ proptest! {
         prop_assert_eq!(applied, 3);
         let mut second = Cluster::open(&JobSpec { shard_elements: 2 * BLOCK as u64, ..spec.clone() }, 2, &host());
         second.join(0);
-        // A count says nothing of which step was missed.
+        // A count does not say which step was missed.
         let lacks: Vec<LeftOut> = counts(&first).iter().map(|lacks| LeftOut { now: false, ..*lacks }).collect();
         second.upload_uneven(&state, applied, &lacks);
         prop_assert_eq!(counts(&second), lacks);
@@ -98,7 +99,7 @@ proptest! {
     }
 }
 
-/// The order of arrays and shards is nobody's business; and the job starts with the last chunk, whichever that is.
+/// The order of arrays and shards does not matter. The job starts with the last chunk, whichever it is.
 #[test]
 fn chunks_of_state_come_in_any_order() {
     let spec = job(Rule::AdamW, Formats::default());
@@ -121,7 +122,7 @@ fn chunks_of_state_come_in_any_order() {
     }
 }
 
-/// A server that ends in the middle of a filling has forgotten it; one that ends behind it goes on from it.
+/// A server that ends during a filling forgets it; a server that ends afterwards continues from it.
 #[test]
 fn a_filled_job_outlives_its_server() {
     let dirs = tempfile::tempdir().unwrap();
@@ -147,12 +148,12 @@ fn a_filled_job_outlives_its_server() {
     assert_eq!(cluster.jobs[0].progress().applied, 9);
 }
 
-/// What is known of parameters that fewer updates made: the first and the last, by 3 and by all 7.
+/// Parameters with fewer updates: the first lacks 3, and the last lacks all 7.
 const UNEVEN: [LeftOut; 2] =
     [LeftOut { param: 0, steps: 3, now: false }, LeftOut { param: 2, steps: 7, now: false }];
 
-/// Each parameter goes on as in a job all of whose state had as many updates as its own, also after a server that ends
-/// before the first step.
+/// Each parameter continues as in a job whose whole state had its number of updates. A restart of the server
+/// before the first step changes nothing.
 #[test]
 fn each_parameter_goes_on_from_its_own_count() {
     for rule in Rule::ALL {
@@ -190,7 +191,8 @@ fn each_parameter_goes_on_from_its_own_count() {
                 let spec = JobSpec { tier: TierKind::Memory, ..spec.clone() };
                 let mut even = Cluster::open(&spec, 1, &host());
                 even.join(0);
-                // No upload says 0: what was made by one update, and left out of it, has as many.
+                // An upload never says 0 updates: a parameter made by one update and left out of it lacks
+                // one.
                 let of_all: Vec<LeftOut> =
                     (0..3).map(|param| LeftOut { param, steps: 1, now: false }).collect();
                 let left_out = if updates == 0 { &of_all[..] } else { &[] };

@@ -1,5 +1,5 @@
-//! Promise 3 for tier `shm`: a process is killed at random instants, for real, and its successor has the bits of a
-//! run that was never disturbed.
+//! Promise 3 for tier `shm`: a real process is killed at random instants, and its successor has the bits of
+//! an undisturbed run.
 
 use std::{
     env, fs,
@@ -21,14 +21,14 @@ use crate::common::{
 };
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
-/// How often each job is killed.
+/// Number of kills of each job.
 const KILLS: usize = 25;
 const EXACT: &str = "exact";
 const DELAYED: &str = "delayed";
 /// The name of a delayed job with state in fewer bits.
 const LOW: &str = "low";
 
-/// A job of four blocks in shards of two, so that a kill may fall between the blocks of a shard and between shards.
+/// A job of four blocks in shards of two. A kill may fall between the blocks of a shard, and between shards.
 fn job(name: &str) -> JobSpec {
     let max_delay = u32::from(name != EXACT);
     let mut spec = spec(&[3 * BLOCK as u64 + 7], &[0]);
@@ -49,7 +49,7 @@ fn decision(spec: &JobSpec, step: u64) -> Commit {
     commit
 }
 
-/// Eight gradients that take turns, so that the parent can keep up with the child.
+/// Eight gradients in turn, so that the parent keeps up with the child.
 fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
     (0..8).map(|turn| vec![gradient(spec, turn, 1.0)]).collect()
 }
@@ -75,7 +75,7 @@ fn child() {
     for step in from + 1..from + 2000 {
         cluster.step(&flats[step as usize % 8], &decision(&spec, step));
     }
-    // The parent kills it long before this ends.
+    // The parent kills this process long before the sleep ends.
     thread::sleep(Duration::from_secs(60));
 }
 
@@ -117,7 +117,7 @@ fn a_killed_process_leaves_a_state_to_go_on_from() {
     }
 }
 
-/// Starts this test binary again as the child, and ends it the hard way.
+/// Starts this test binary as the child, and kills it with SIGKILL.
 fn run_and_kill(dir: &Path, after: Duration) {
     let ready = dir.join("ready");
     let _ = fs::remove_file(&ready);

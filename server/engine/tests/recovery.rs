@@ -1,5 +1,5 @@
-//! Promise 3 inside one server: workers die at any point of a step and join again, and the bits are those of a run in
-//! which nobody died.
+//! Promise 3 inside one server: workers die at any point of a step and join again. The bits are those of a
+//! run without deaths.
 
 use longshore_engine::job::Stored;
 use longshore_proto::{
@@ -8,7 +8,7 @@ use longshore_proto::{
 
 use crate::common::{self, BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
 
-/// A job of three shards over two servers; the first two shards have two chunks each.
+/// A job of three shards over two servers. The first two shards have two chunks each.
 fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {
     let mut spec = spec(&[3, 11 * BLOCK as u64, 99], &[0, 1, 0]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -29,7 +29,7 @@ fn reference(spec: &JobSpec, steps: &[&Vec<Vec<u8>>]) -> String {
     reference.hash()
 }
 
-/// The chunks of a whole step, in the order in which a worker sends them.
+/// Returns the chunks of a whole step, in a worker's order.
 fn all_chunks<'a>(cluster: &Cluster, step: u64, flats: &'a [Vec<u8>]) -> Vec<(ContributionChunk, &'a [u8])> {
     let world = cluster.spec.world_size;
     let flats = flats.iter().enumerate();
@@ -43,7 +43,7 @@ fn finish(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>]) {
     cluster.work();
 }
 
-/// Sends the first `count` chunks, doing sums at once or not at all, and then replaces the rank.
+/// Sends the first `count` chunks, with sums at once or never, and then replaces the rank.
 fn send_some(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>], count: usize) {
     for (chunk, payload) in all_chunks(cluster, step, flats).into_iter().take(count) {
         assert!(matches!(cluster.store(&chunk, payload), Ok(Stored::New(_))));
@@ -84,7 +84,8 @@ fn a_lone_worker_killed_after_any_chunk_starts_its_step_over() {
     }
 }
 
-/// A rank's own unsummed chunks are forgotten, while sums and the other rank's chunks stay; nothing is counted twice.
+/// A rejoin forgets the rank's own unsummed chunks. Sums and the other rank's chunks stay, and nothing counts
+/// twice.
 #[test]
 fn one_of_two_ranks_killed_after_any_chunk_resends() {
     for max_delay in [0, 1] {
@@ -106,7 +107,8 @@ fn one_of_two_ranks_killed_after_any_chunk_resends() {
     }
 }
 
-/// What no sum contains yet may come with other bits, and with another loss scale once nothing of the step is left.
+/// Contributions outside every sum may come with other bits. Once the step holds nothing, the loss scale may
+/// differ too.
 #[test]
 fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     let spec = shape(2, 1, 0);
@@ -122,8 +124,8 @@ fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     assert_eq!(cluster.hash(), reference(&spec, &[&mixed]));
 }
 
-/// A delayed job has two steps in hand: the decided one, whose update has not run, stays, and the undecided one
-/// starts over.
+/// A delayed job has two steps in hand. The decided step, not yet updated, stays; the undecided one starts
+/// over.
 #[test]
 fn a_delayed_worker_killed_between_commit_and_update() {
     let spec = shape(1, 1, 1);
@@ -142,7 +144,7 @@ fn a_delayed_worker_killed_between_commit_and_update() {
     assert_eq!(cluster.hash(), reference(&spec, &[&steps[0], &steps[3], &steps[2]]));
 }
 
-/// Rank 0 decides, dies before it hears of it, joins again and asks where the job stands.
+/// Rank 0 decides, dies before the answer, joins again and asks for the job's progress.
 #[test]
 fn a_worker_that_missed_the_commits_answer_goes_on() {
     for max_delay in [0, 1] {
@@ -151,7 +153,7 @@ fn a_worker_that_missed_the_commits_answer_goes_on() {
         let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
         let decision = commit(&spec, 1);
         cluster.push(1, &first);
-        // Only one of the two servers heard of it.
+        // Only one of the two servers got the decision.
         let (duplicate, work) = cluster.jobs[0].commit(cluster.incarnations[0], decision.clone()).unwrap();
         assert!(!duplicate);
         cluster.works[0].extend(work);
@@ -188,8 +190,9 @@ fn a_rank_that_left_is_named_and_may_join_again() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// A new rank 0 takes over. The gradient of its predecessor is complete on both servers and decided on one. Once
-/// fenced, the predecessor can do nothing more, and what it sent is still there to be decided on the other server.
+/// A new rank 0 takes over. Its predecessor's gradient is complete on both servers and decided on one. Once
+/// fenced, the predecessor can change nothing, and its gradient still stands for the decision on the other
+/// server.
 #[test]
 fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
     for max_delay in [0, 1] {
@@ -223,8 +226,8 @@ fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
     }
 }
 
-/// A decision is tied to the contributions that it was made from: after another process's gradient has taken their
-/// place it is refused, and nothing changes.
+/// A decision belongs to its contributions: once another process's gradient has replaced one, the servers
+/// refuse it, and nothing changes.
 #[test]
 fn a_decision_made_from_other_contributions_is_refused() {
     let spec = shape(2, 1, 0);
@@ -236,7 +239,7 @@ fn a_decision_made_from_other_contributions_is_refused() {
         shards.reduce(Origin::and).unwrap()
     };
     assert_eq!(origin(&job), Origin::UNKNOWN, "nothing is summed");
-    // The first process of rank 1 sends only one chunk, and the second one sends all.
+    // The first process of rank 1 sends one chunk, and the second process sends all.
     let (chunk, payload) = cluster.chunks(1, 0, 1, &flats[1])[0];
     cluster.store(&chunk, payload).unwrap();
     cluster.join(1);
@@ -254,7 +257,7 @@ fn a_decision_made_from_other_contributions_is_refused() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// A gradient computed with a version that was taken back and decided anew would mix two runs.
+/// A gradient from a version that was taken back and decided anew would mix two runs.
 #[test]
 fn what_was_computed_with_a_version_that_was_taken_back_is_refused() {
     let spec = shape(1, 1, 0);
@@ -275,7 +278,7 @@ fn what_was_computed_with_a_version_that_was_taken_back_is_refused() {
     assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
 }
 
-/// A delayed job takes a step ahead, and so may be sent what was computed with a version that it has yet to reach.
+/// A delayed job takes a step ahead, so a gradient may come for a version that the server has yet to reach.
 #[test]
 fn what_was_computed_with_a_version_that_is_not_reached_waits_until_it_can_be_judged() {
     let spec = shape(1, 1, 1);

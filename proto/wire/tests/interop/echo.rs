@@ -1,4 +1,4 @@
-//! A server of tonic's making that answers with what it was asked, so that both directions can be compared.
+//! A tonic server that echoes each request, so that tests can compare both directions.
 
 use longshore_wire::v1::{
     PullRequest, PullResponse, PushRequest, PushResponse, PushResult, UploadRequest, UploadResponse,

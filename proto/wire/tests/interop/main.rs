@@ -1,4 +1,4 @@
-//! Calls below the codec against tonic's generated server: each understands what the other sends.
+//! Raw-frame calls against tonic's generated server: each side must understand the other.
 
 mod echo;
 mod wrapped;
@@ -57,7 +57,7 @@ async fn a_generated_server_takes_pushes_of_any_size() {
     tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(sending, receiving) }).await.unwrap();
 }
 
-/// A request for two slices, of 300,000 and of 500,000 bytes.
+/// Returns a request for two slices, of 300,000 and of 500,000 bytes.
 fn request(job: &str, version: u64) -> PullRequest {
     let slices =
         [3u32, 5].map(|shard| Slice { shard, offset: 64, elements: u64::from(shard) * 100_000 }).to_vec();

@@ -1,4 +1,5 @@
-//! A stream that changes every byte lies between HTTP/2 and the pipe below, as TLS would: `impl Socket` is all it needs.
+//! A socket that changes every byte lies between HTTP/2 and the pipe below, as TLS would. `impl Socket` is
+//! all that such a socket needs.
 
 use std::{
     future::{Ready, ready},
@@ -35,7 +36,7 @@ const WINDOW: u32 = 1 << 20;
 /// A socket that changes every byte, as encryption would.
 struct Xor {
     pipe: DuplexStream,
-    /// How many bytes were read and changed back.
+    /// Number of bytes read and changed back.
     read: Arc<AtomicUsize>,
 }
 
@@ -75,7 +76,7 @@ impl AsyncWrite for Xor {
     }
 }
 
-/// A connector that hands out one connection, which exists already.
+/// A connector that hands out one existing connection.
 struct Once(Mutex<Option<Direct<Xor>>>);
 
 impl Service<Uri> for Once {
@@ -93,7 +94,7 @@ impl Service<Uri> for Once {
     }
 }
 
-/// Collects payloads, and counts their bytes that came past h2.
+/// Collects payloads, and counts their bytes that bypassed h2.
 #[derive(Default)]
 struct Collect {
     heads: Vec<(u32, usize)>,

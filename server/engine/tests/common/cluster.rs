@@ -44,7 +44,7 @@ pub(crate) struct Cluster {
     pub(crate) placement: Placement,
     pub(crate) jobs: Vec<Arc<Job>>,
     pub(crate) works: Vec<VecDeque<Work>>,
-    /// By server: tells of chunks that reached the drives.
+    /// By server: messages about chunks that reached the drives.
     arrivals: Vec<Mutex<mpsc::Receiver<()>>>,
     pub(crate) incarnations: Vec<Incarnation>,
 }
@@ -54,7 +54,7 @@ impl Cluster {
         Cluster::try_open(spec, servers, compute, &Storage::default()).unwrap()
     }
 
-    /// Opens the job with a tier that outlives its servers. It goes on from what the tier has kept.
+    /// Opens the job on a tier that outlives its servers, from the state that the tier has kept.
     pub(crate) fn try_open(
         spec: &JobSpec,
         servers: usize,
@@ -64,7 +64,7 @@ impl Cluster {
         Cluster::open_within(&Budget::new(1 << 32), spec, servers, compute, storage)
     }
 
-    /// `budget` is each server's.
+    /// Opens the job with a memory `budget` for each server.
     pub(crate) fn open_within(
         budget: &Budget,
         spec: &JobSpec,
@@ -101,7 +101,7 @@ impl Cluster {
         Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, arrivals, incarnations })
     }
 
-    /// A job on servers with two threads and the best instruction set, joined and loaded.
+    /// Opens, joins and loads a job on servers with two threads and the best instruction set.
     pub(crate) fn started(spec: &JobSpec, servers: usize, weights: &[f32]) -> Cluster {
         let mut cluster = Cluster::open(spec, servers, &compute(2, Isa::detect()));
         (0..spec.world_size).for_each(|rank| cluster.join(rank));
@@ -113,7 +113,7 @@ impl Cluster {
         self.placement.owner(shard).0 as usize
     }
 
-    /// The rank's next process joins every server.
+    /// Joins the rank's next process to every server.
     pub(crate) fn join(&mut self, rank: u32) {
         let incarnation = &mut self.incarnations[rank as usize];
         incarnation.0 += 1;
@@ -134,12 +134,12 @@ impl Cluster {
         }
     }
 
-    /// Fills the job with arrays of the whole flat space that so many updates have made.
+    /// Fills the job with arrays of the whole flat space, made by `applied` updates.
     pub(crate) fn upload_state(&self, state: &[Vec<f32>], applied: u64) {
         self.upload_uneven(state, applied, &[]);
     }
 
-    /// Does what [`Cluster::upload_state`] does, with state of some parameters that fewer updates made.
+    /// Like [`Cluster::upload_state`], for state of which some parameters had fewer updates.
     pub(crate) fn upload_uneven(&self, state: &[Vec<f32>], applied: u64, left_out: &[LeftOut]) {
         for (&array, values) in StateArray::of(self.spec.rule).iter().zip(state) {
             let bytes = super::encode(values, Dtype::F32);
@@ -176,7 +176,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Every array of the whole flat space that the rule has, in fp32, and how many updates made them.
+    /// Returns every array of the rule over the whole flat space, in fp32, and the number of updates.
     pub(crate) fn exported(&self) -> (Vec<Vec<f32>>, u64) {
         let arrays = StateArray::of(self.spec.rule).len();
         let mut shards: BTreeMap<ShardId, Vec<Vec<f32>>> = BTreeMap::new();
@@ -208,7 +208,7 @@ impl Cluster {
         &flat[(start + range.start) as usize..(start + range.end) as usize]
     }
 
-    /// Every chunk of one rank's contributions of one micro-step, with its part of `flat`.
+    /// Returns every chunk of one rank's contributions to one micro-step, with its part of `flat`.
     pub(crate) fn chunks<'a>(
         &self,
         step: u64,
@@ -243,7 +243,7 @@ impl Cluster {
         found
     }
 
-    /// Each shard's whole gradient as one lent chunk, in the form of [`Cluster::chunks`].
+    /// Returns each shard's whole gradient as one lent chunk, in the form of [`Cluster::chunks`].
     pub(crate) fn lent<'a>(
         &self,
         step: u64,
@@ -277,8 +277,8 @@ impl Cluster {
         Ok(stored)
     }
 
-    /// Pushes a whole step's contributions in order, summing as it goes. `flats` are ordered by micro-step, then by
-    /// rank.
+    /// Pushes a whole step's contributions in order, and forms sums as they become possible. `flats` are
+    /// ordered by micro-step, then by rank.
     pub(crate) fn push(&mut self, step: u64, flats: &[Vec<u8>]) {
         let world = self.spec.world_size as usize;
         for (index, flat) in flats.iter().enumerate() {
@@ -292,14 +292,14 @@ impl Cluster {
         }
     }
 
-    /// Does all work there is.
+    /// Does all pending work of all servers.
     pub(crate) fn work(&mut self) {
         for server in 0..self.jobs.len() {
             while self.work_once(server) {}
         }
     }
 
-    /// Does the oldest work of a server as its compute thread would, with sums together. Returns false when there is
+    /// Does a server's oldest work as its compute thread would, with sums together. Returns false if there is
     /// none.
     pub(crate) fn work_once(&mut self, server: usize) -> bool {
         let works = &mut self.works[server];
@@ -310,7 +310,7 @@ impl Cluster {
         any
     }
 
-    /// Commits on every server. Returns true where the same decision was made before.
+    /// Commits on every server. Returns true for a server that had the same decision already.
     pub(crate) fn commit(&mut self, commit: &Commit) -> Result<Vec<bool>, Fault> {
         let mut duplicates = Vec::new();
         if self.spec.tier == TierKind::Nvme {
@@ -345,14 +345,14 @@ impl Cluster {
         Ok(())
     }
 
-    /// A whole exact step: push, commit, update.
+    /// Makes a whole exact step: push, commit, update.
     pub(crate) fn step(&mut self, flats: &[Vec<u8>], commit: &Commit) {
         self.push(commit.step.0, flats);
         self.commit(commit).unwrap();
         self.work();
     }
 
-    /// Each block's sum of squares, once every server has taken it.
+    /// Returns each block's sum of squares, or None until every server has it.
     pub(crate) fn squares(&self, step: u64) -> Option<Vec<f64>> {
         let mut squares = Vec::new();
         for shard in (0..self.layout.shards()).map(ShardId) {
@@ -366,7 +366,7 @@ impl Cluster {
         Some(squares)
     }
 
-    /// The parameters that the servers have no gradient for, in a step that is complete.
+    /// Returns the parameters without a gradient on any server, in a complete step.
     pub(crate) fn left_out(&self, step: u64) -> Vec<u32> {
         let shards = (0..self.layout.shards()).map(ShardId);
         let of_shard = |shard| self.jobs[self.owner(shard)].left_out(shard, Step(step)).unwrap();
@@ -388,7 +388,7 @@ impl Cluster {
         state_hash(version, applied, blocks.iter().map(|(_, hash)| hash))
     }
 
-    /// The image of a shard, or why there is none.
+    /// Returns a shard's image, None if it is not there yet, or the fault.
     pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
         let job = &self.jobs[self.owner(shard)];
@@ -400,13 +400,13 @@ impl Cluster {
         Ok(bytes)
     }
 
-    /// The shard's part of an array of the whole flat space with `size` bytes an element.
+    /// Returns a shard's part of an array of the whole flat space with `size` bytes an element.
     pub(crate) fn part<'a>(&self, flat: &'a [u8], shard: ShardId, size: usize) -> &'a [u8] {
         let range = self.layout.shard_range(shard);
         &flat[range.start as usize * size..range.end as usize * size]
     }
 
-    /// Master, first and second moment of the whole flat space.
+    /// Returns master weights, first and second moments of the whole flat space.
     pub(crate) fn state(&self) -> [Vec<f32>; 3] {
         let mut shards: BTreeMap<ShardId, [Vec<f32>; 3]> = BTreeMap::new();
         for job in &self.jobs {
@@ -417,7 +417,7 @@ impl Cluster {
                 for block in piece.blocks() {
                     let state = layout.cut(block, frozen).state;
                     if frozen {
-                        // It has weights alone. Moments of 0 stand for those that it lacks.
+                        // A frozen shard has weights alone. Zeros stand for the moments that it lacks.
                         arrays[0].extend(super::decode(state[0], self.spec.image_dtype));
                         let moments = arrays[1..].iter_mut().take(self.spec.rule.state_slots());
                         moments.for_each(|array| array.resize(array.len() + BLOCK, 0.0));
@@ -448,7 +448,7 @@ fn lend(job: &Job, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, 
     })
 }
 
-/// Bytes that begin on a cache line, as a worker's lent ones do.
+/// Bytes that begin on a cache line, like a worker's lent gradients.
 struct Aligned {
     memory: Vec<u8>,
     range: Range<usize>,

@@ -1,6 +1,5 @@
-//! State in fewer bits as a job must keep it, made by one call of the scalar kernels over the whole flat space. These
-//! are the specification of the rounding, and have property tests of their own; what is independent here is
-//! everything around them.
+//! Reference for state in fewer bits: one call of the scalar kernels over the whole flat space. The kernels
+//! specify the rounding, and have property tests of their own. Independent here is everything around them.
 
 use std::ops::Range;
 
@@ -53,7 +52,7 @@ impl Low {
         }
     }
 
-    /// Returns the image.
+    /// Makes a step, and returns the image.
     pub(crate) fn step(
         &mut self,
         spec: &JobSpec,
@@ -125,7 +124,7 @@ impl Low {
 }
 
 impl Array {
-    /// Gives an element the bits that it had.
+    /// Restores the bits that an element had before.
     fn restore(&mut self, before: &Array, element: usize) {
         match (self, before) {
             (Array::Empty, Array::Empty) => {}
@@ -135,7 +134,7 @@ impl Array {
         }
     }
 
-    /// A block's bytes. With 8 bits an element they are the codes and then the scales.
+    /// Returns a block's bytes. With 8 bits an element: the codes, then the scales.
     fn block(&self, block: usize) -> Vec<u8> {
         let range = block * BLOCK..(block + 1) * BLOCK;
         match self {

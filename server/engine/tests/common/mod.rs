@@ -1,4 +1,5 @@
-//! What the engine's integration tests share: numbers from a seed, jobs split over servers, and an independent model.
+//! Shared by the engine's integration tests: numbers from a seed, jobs split over servers, and an independent
+//! model.
 
 pub(crate) mod cluster;
 pub(crate) mod low;
@@ -10,7 +11,7 @@ use longshore_proto::{
 
 pub(crate) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 
-/// SplitMix64: every test's numbers follow from one seed, which proptest prints and shrinks.
+/// SplitMix64. Each test's numbers follow from one seed, which proptest prints and shrinks.
 #[derive(Clone)]
 pub(crate) struct Noise(pub(crate) u64);
 
@@ -35,12 +36,12 @@ impl Noise {
         items[self.below(items.len())]
     }
 
-    /// A number in [-1, 1) with 24 bits.
+    /// Returns a number in [-1, 1) with 24 bits.
     pub(crate) fn unit(&mut self) -> f32 {
         ((self.next() >> 40) as i32 - (1 << 23)) as f32 / (1 << 23) as f32
     }
 
-    /// A number in [low, high).
+    /// Returns a number in [low, high).
     pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -61,7 +62,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
     }
 }
 
-/// A plain decision to apply, with the gradient scale of a loss scale of 1.
+/// Returns a decision to apply, with the gradient scale for a loss scale of 1.
 pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),
@@ -79,7 +80,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
     }
 }
 
-/// Values as they go over the wire, rounded to nearest.
+/// Encodes values for the wire, rounded to nearest.
 pub(crate) fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -97,7 +98,8 @@ pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// The wire bytes of a gradient of the whole flat space, with zeros in gaps and padding, as workers send it.
+/// Returns the wire bytes of a gradient of the whole flat space, with zeros in gaps and padding, as workers
+/// send it.
 pub(crate) fn gradient(spec: &JobSpec, seed: u64, scale: f32) -> Vec<u8> {
     let mut noise = Noise(seed);
     let mut values = vec![0.0; reference::flat_elements(spec)];
@@ -107,7 +109,7 @@ pub(crate) fn gradient(spec: &JobSpec, seed: u64, scale: f32) -> Vec<u8> {
     encode(&values, spec.gradient_dtype)
 }
 
-/// Initial weights of the whole flat space.
+/// Returns initial weights of the whole flat space.
 pub(crate) fn weights(spec: &JobSpec, seed: u64) -> Vec<f32> {
     let mut noise = Noise(seed);
     let mut values = vec![0.0; reference::flat_elements(spec)];

@@ -1,5 +1,5 @@
-//! What a job must compute, as plain loops over f32 made from the documented formulas alone. Nothing here is shared
-//! with the engine, so a test passes wrongly only if both are wrong in the same way.
+//! The expected result of a job: plain loops over f32, from the documented formulas alone. The engine shares
+//! no code with them, so a test passes wrongly only if both are wrong in the same way.
 
 use std::ops::Range;
 
@@ -9,7 +9,8 @@ use longshore_proto::{
 
 use super::{BLOCK, decode, encode, low::Low};
 
-/// Each parameter starts at the next multiple of 64 elements, or of a block where a partition begins.
+/// Returns each parameter's range. A parameter starts at the next multiple of 64 elements, or of a block
+/// where a partition begins.
 pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
     let mut start = 0usize;
     let place = |(index, param): (usize, &longshore_proto::Param)| {
@@ -24,7 +25,7 @@ pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
     spec.params.iter().enumerate().map(place).collect()
 }
 
-/// The flat ranges of a job's partitions, each with its contributors; a frozen one has none.
+/// Returns the flat ranges of a job's partitions with their contributors. A frozen partition has none.
 pub(crate) fn partitions(spec: &JobSpec) -> Vec<(Range<usize>, Vec<usize>)> {
     if spec.partitions.is_empty() {
         return vec![(0..flat_elements(spec), (0..spec.world_size as usize).collect())];
@@ -36,12 +37,12 @@ pub(crate) fn partitions(spec: &JobSpec) -> Vec<(Range<usize>, Vec<usize>)> {
     starts.iter().zip(ends).map(|(&start, end)| start..end).zip(ranks).collect()
 }
 
-/// The flat ranges that no step changes.
+/// Returns the flat ranges that no step changes.
 pub(crate) fn frozen(spec: &JobSpec) -> Vec<Range<usize>> {
     partitions(spec).into_iter().filter(|(_, ranks)| ranks.is_empty()).map(|(range, _)| range).collect()
 }
 
-/// The elements of the flat space, which is whole blocks.
+/// Returns the size of the flat space, in whole blocks.
 pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
     param_ranges(spec).last().unwrap().end.div_ceil(BLOCK) * BLOCK
 }
@@ -50,7 +51,7 @@ pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
 #[derive(Clone)]
 pub(crate) struct Reference {
     spec: JobSpec,
-    /// By flat element: its param group, and its parameter. Padding goes with the parameter before it.
+    /// Param group and parameter by flat element. Padding belongs to the parameter before it.
     group: Vec<u32>,
     param: Vec<u32>,
     pub(crate) version: u64,
@@ -60,9 +61,9 @@ pub(crate) struct Reference {
     pub(crate) second: Vec<f32>,
     /// The image's bytes, as workers pull them.
     pub(crate) image: Vec<u8>,
-    /// Stands in place of the three arrays where any of them is not fp32.
+    /// Replaces the three arrays where any of them is not fp32.
     low: Option<Low>,
-    /// The weights as they were given, in the image's format. The frozen ranges of every image are these.
+    /// The given weights in the image's format. Frozen ranges of every image equal them.
     given: Vec<u8>,
 }
 
@@ -104,7 +105,7 @@ impl Reference {
         reference
     }
 
-    /// An image with the frozen weights in it.
+    /// Returns an image with the frozen weights in it.
     fn with_frozen(&self, mut image: Vec<u8>) -> Vec<u8> {
         let size = self.spec.image_dtype.bytes() as usize;
         for range in frozen(&self.spec) {
@@ -114,7 +115,7 @@ impl Reference {
         image
     }
 
-    /// By flat element: its own t, or None if the step changes nothing of it.
+    /// Returns t by flat element, or None where the step changes nothing.
     fn times(&self, commit: &Commit) -> Vec<Option<u64>> {
         let mut times = times(commit, self.applied, &self.param);
         frozen(&self.spec).into_iter().for_each(|range| times[range].fill(None));
@@ -131,7 +132,7 @@ impl Reference {
         }
         self.applied += 1;
         if let Some(low) = &mut self.low {
-            // What it makes of frozen elements is not looked at.
+            // `with_frozen` overwrites the frozen elements of this image.
             let t = times(commit, self.applied, &self.param);
             let image = low.step(&self.spec, &self.group, (self.applied, &t), &gradient, commit);
             self.image = self.with_frozen(image);
@@ -163,7 +164,7 @@ impl Reference {
         self.image = self.with_frozen(encode(&emitted, self.spec.image_dtype));
     }
 
-    /// The master weights in fp32, whatever format they are kept in. Frozen ones are those of the image.
+    /// Returns the master weights in fp32, from any format. Frozen weights come from the image.
     pub(crate) fn weights(&self) -> Vec<f32> {
         let mut weights = self.low.as_ref().map_or_else(|| self.master.clone(), Low::master);
         for range in frozen(&self.spec) {
@@ -196,7 +197,7 @@ impl Reference {
     }
 }
 
-/// By flat element: its own t, or None if the step leaves it out.
+/// Returns t by flat element, or None where the step leaves the parameter out.
 fn times(commit: &Commit, applied: u64, params: &[u32]) -> Vec<Option<u64>> {
     let of = |param: &u32| match commit.left_out.iter().find(|left_out| left_out.param == *param) {
         Some(left_out) if left_out.now => None,
@@ -216,13 +217,13 @@ fn set(slot: &mut [f32], index: usize, value: f32) {
     }
 }
 
-/// Any NaN as the one that is stored.
+/// Replaces any NaN by the stored one, 0x7FC0_0000.
 fn quiet(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x }
 }
 
-/// A lone contribution as it came; of several the first is widened and the others are added, one after the other. A
-/// partition's sum is of its contributors.
+/// Sums contributions: a single contribution is taken as it is. Several are widened and added in order. A
+/// partition's sum is over its contributors.
 pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
     let decoded: Vec<Vec<f32>> =
         contributions.iter().map(|bytes| decode(bytes, spec.gradient_dtype)).collect();
@@ -245,7 +246,7 @@ pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
     total
 }
 
-/// By flat element: what its summed gradient is multiplied by.
+/// Returns the multiplier of the summed gradient by flat element.
 pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
     let mut found = vec![0.0; flat_elements(spec)];
     for (range, ranks) in partitions(spec) {
@@ -257,9 +258,9 @@ pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
     found
 }
 
-/// The sum of squares of each block. Element i belongs to lane i % 32. A lane adds its sixteen squares of 512
-/// elements in f32, fused, and these sums in f64; the lanes are folded as a tree. What f32 cannot hold is summed in
-/// 16 lanes of f64 alone.
+/// Returns the sum of squares of each block. Element i belongs to lane i % 32. A lane adds its sixteen
+/// squares of 512 elements in f32, fused, and these sums in f64. The lanes are folded as a tree. Sums beyond
+/// f32 are formed in 16 lanes of f64.
 pub(crate) fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
         let mut lanes = [0.0f64; 32];
@@ -329,8 +330,8 @@ fn adam(h: &Hyper, t: u64, g: f32, master: f32, first: &mut f32, second: &mut f3
     master - rate * (*first / (second.sqrt() * inverse_root + h.eps as f32))
 }
 
-/// How far an image that looks ahead is ahead of the new weight: the next step as far as it is known, `lr` being its
-/// learning rate.
+/// Returns the look-ahead of an image: how far it precedes the new weight. The known part of the next step is
+/// computed with the learning rate `lr`.
 fn ahead(
     rule: Rule,
     h: &Hyper,

@@ -1,4 +1,4 @@
-//! A naive model of the step protocol: sets and maps of everything, looked through from the start each time.
+//! A naive model of the step protocol: sets and maps, searched from the start each time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use longshore_proto::{
     ShardId, Step,
 };
 
-/// What an event must be answered with.
+/// The expected answer to an event.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Answer {
     Write,
@@ -34,12 +34,12 @@ type Key = (u32, u32, u32);
 #[derive(Default)]
 struct Gradient {
     writing: BTreeSet<Key>,
-    /// The checksum, None for a lent chunk, and the incarnation that sent it.
+    /// The checksum, None for a lent chunk, and the sender's incarnation.
     stored: BTreeMap<Key, (Option<u32>, u64)>,
     summed: u32,
     summing: bool,
     loss_scale: Option<f64>,
-    /// The whole sum has a non-finite element.
+    /// Some element of the sum is not finite.
     nonfinite: bool,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct Model {
     chunks: Vec<Vec<u64>>,
     pub(crate) loading: bool,
     pub(crate) paused: Option<Pause>,
-    /// Something was said on pausing since the last decision.
+    /// A pause or a resume was requested since the last decision.
     stood: bool,
     pub(crate) version: u64,
     pub(crate) applied: u64,
@@ -67,7 +67,7 @@ pub(crate) struct Model {
     scales: Vec<f64>,
     /// (incarnation, left)
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
-    /// Ranks whose process has fenced the one before and not joined yet.
+    /// Ranks whose newest process has fenced its predecessor and not joined yet.
     pub(crate) fence_only: Vec<bool>,
     shard_versions: Vec<u64>,
     gradients: BTreeMap<(usize, u64), Gradient>,
@@ -101,7 +101,7 @@ impl Model {
         self.version + 1 + u64::from(self.spec.max_delay)
     }
 
-    /// The contributions that make up a micro-step of a shard.
+    /// Returns the contributions to a micro-step of a shard.
     fn keys(&self, owned: usize, micro_step: u32) -> Vec<Key> {
         let chunks = self.chunks[owned].len() as u32;
         let ranks = 0..self.spec.world_size;
@@ -112,12 +112,12 @@ impl Model {
         self.gradients.get(&(owned, step)).is_some_and(|gradient| gradient.summed == self.spec.micro_steps)
     }
 
-    /// A shard's version, and whether all of the next step is there.
+    /// Returns a shard's version, and whether its next step is complete.
     pub(crate) fn shard(&self, owned: usize) -> (u64, bool) {
         (self.shard_versions[owned], self.complete(owned, self.version + 1))
     }
 
-    /// The first shard that waits for ranks: (owned, micro-step, ranks).
+    /// Returns the first shard that waits for ranks, as (owned, micro-step, ranks).
     pub(crate) fn missing(&self) -> Option<(usize, u32, Vec<u32>)> {
         let step = self.version + 1;
         for owned in 0..self.owned.len() {
@@ -136,8 +136,8 @@ impl Model {
         None
     }
 
-    /// The chunk that a worker with deterministic arithmetic sends. A lone rank's next process may compute other
-    /// bits.
+    /// Returns the chunk of a worker with deterministic arithmetic. A lone rank's next process may compute
+    /// other bits.
     pub(crate) fn chunk(
         &self,
         contribution: Contribution,
@@ -163,7 +163,7 @@ impl Model {
         }
     }
 
-    /// The whole gradient of the chunk's shard, lent.
+    /// Returns the whole gradient of the chunk's shard, lent.
     pub(crate) fn lent(&self, chunk: &ContributionChunk) -> ContributionChunk {
         let owned = self.owned.iter().position(|&owned| owned == chunk.contribution.shard);
         let bytes = owned.map_or(4, |owned| self.chunks[owned].iter().sum());
@@ -185,7 +185,7 @@ impl Model {
         chunks
     }
 
-    /// The chunks of a step that no buffer holds, of ranks that have joined.
+    /// Returns the chunks of a step that no buffer holds, from ranks that have joined.
     pub(crate) fn wanted(&self, step: u64) -> Vec<ContributionChunk> {
         if self.ranks.iter().any(Option::is_none) {
             return Vec::new();
@@ -217,7 +217,7 @@ impl Model {
         Some(if answer == refused("Fenced") { refused("NotRankZero") } else { answer })
     }
 
-    /// Why a chunk's fields are wrong in any state.
+    /// Returns the refusal of a chunk whose fields are wrong in every state.
     fn check_fields(&self, chunk: &ContributionChunk) -> Result<usize, Answer> {
         let contribution = chunk.contribution;
         let owned =
@@ -266,7 +266,7 @@ impl Model {
         if let Some(answer) = self.check_scale(step.0, chunk.loss_scale) {
             return answer;
         }
-        // A shard has room for as many steps as the job may be ahead, and the step before may still be in it.
+        // A shard has room for as many steps as the job may be ahead. The step before may still be in it.
         if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
             return Answer::Busy;
         }
@@ -309,7 +309,7 @@ impl Model {
         self.gradients.get_mut(&(owned, step)).expect("a ticket is for a gradient being received")
     }
 
-    /// What a chunk of an owned shard brings.
+    /// Returns the keys of an owned shard that a chunk brings.
     fn brought(&self, chunk: &ContributionChunk) -> Vec<Key> {
         let Contribution { micro_step, rank, shard, .. } = chunk.contribution;
         let owned = self.owned.iter().position(|&owned| owned == shard).unwrap();
@@ -318,7 +318,7 @@ impl Model {
         chunks.map(|chunk| (micro_step.0, rank.0, chunk)).collect()
     }
 
-    /// Stores a chunk, which is written once. Returns true when it is a micro-step's last.
+    /// Stores a chunk, once. Returns true for the last chunk of a micro-step.
     pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
         let brought = self.brought(chunk);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
@@ -399,7 +399,7 @@ impl Model {
         Answer::Decided
     }
 
-    /// An update runs on a complete set, after the one before it.
+    /// Applies an update: it needs a complete set, and the update before it.
     pub(crate) fn updated(&mut self, owned: usize, step: u64) {
         assert!(self.complete(owned, step) && step <= self.version);
         assert_eq!(self.shard_versions[owned] + 1, step);
@@ -445,7 +445,7 @@ impl Model {
         }
     }
 
-    /// Whether a process has taken the rank already, or why it may not.
+    /// Returns whether the process already has the rank, or the refusal.
     fn take(&self, rank: u32, incarnation: u64) -> Result<bool, Answer> {
         match self.ranks.get(rank as usize) {
             None => Err(refused("UnknownRank")),
@@ -455,7 +455,7 @@ impl Model {
         }
     }
 
-    /// A process may leave again, where the first answer was lost.
+    /// A process may leave twice: the first answer may be lost.
     pub(crate) fn leave(&mut self, rank: u32, incarnation: u64) -> Answer {
         let answer = self.check_rank(rank, incarnation).filter(|answer| *answer != refused("Left"));
         answer.unwrap_or_else(|| {
@@ -514,13 +514,13 @@ impl Model {
         Some(commit)
     }
 
-    /// The loss scale of an undecided step to which something is held.
+    /// Returns the loss scale of an undecided step that holds at least one contribution.
     fn settled(&self, step: u64) -> Option<f64> {
         self.gradients.iter().find_map(|((_, of), gradient)| gradient.loss_scale.filter(|_| *of == step))
     }
 
-    /// The loss scales of the versions that a step may read, or None when nobody knows one of them; and whether one
-    /// is undecided.
+    /// Returns the loss scales of the versions that a step may read, or None if one is unknown, and whether
+    /// one of them is undecided.
     fn known(&self, step: u64) -> (Option<Vec<f64>>, bool) {
         let reads = step.saturating_sub(1 + u64::from(self.spec.max_delay))..step;
         let decided = reads.clone().filter(|version| *version <= self.version);
@@ -538,7 +538,7 @@ impl Model {
         }
     }
 
-    /// The loss scale of an honest worker.
+    /// Returns the loss scale of an honest worker.
     pub(crate) fn scale_for(&self, step: u64) -> f64 {
         let known = self.known(step).0.and_then(|known| known.first().copied());
         self.settled(step).or(known).unwrap_or(8.0)

@@ -17,8 +17,8 @@ use crate::common::{BLOCK, Noise, commit, spec};
 
 const OWNED: [ShardId; 2] = [ShardId(0), ShardId(2)];
 
-/// A job of three shards of five blocks, of which this server owns two. Each has two chunks of fp32, the second one
-/// shorter.
+/// A job of three shards of five blocks, of which this server owns two. A shard has two chunks of fp32, the
+/// second shorter.
 fn random_spec(noise: &mut Noise) -> JobSpec {
     let mut spec = spec(&[15 * BLOCK as u64], &[0]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -29,7 +29,7 @@ fn random_spec(noise: &mut Noise) -> JobSpec {
     spec
 }
 
-/// Everything that can be seen of a machine.
+/// The visible state of a machine.
 type View = (Progress, Vec<RankProgress>, Option<String>, (u64, u64, f64), Vec<(Version, bool)>);
 
 pub(crate) struct Pair {
@@ -39,7 +39,7 @@ pub(crate) struct Pair {
     model: Model,
     tickets: Vec<Ticket>,
     works: Vec<Work>,
-    /// How often each answer was given.
+    /// Number of times that each answer was given.
     pub(crate) answers: BTreeMap<String, usize>,
 }
 
@@ -68,7 +68,7 @@ impl Pair {
     }
 
     pub(crate) fn event(&mut self) {
-        // Little else happens in a pause.
+        // A pause admits few other events.
         if self.model.paused.is_some() && self.noise.one_in(10) {
             self.resume();
         }
@@ -85,7 +85,7 @@ impl Pair {
         self.compare();
     }
 
-    /// Checks that what the machine says of itself is what the model holds.
+    /// Compares the machine's reported state with the model.
     fn compare(&self) {
         let (progress, ranks, waiting, _, shards) = self.view();
         assert_eq!(progress.version.0, self.model.version);
@@ -121,7 +121,7 @@ impl Pair {
         }
     }
 
-    /// Runs an event on both. If it is refused, nothing may have changed.
+    /// Runs an event on both. A refused event must change nothing.
     fn check<T>(
         &mut self,
         expected: &Answer,
@@ -142,7 +142,7 @@ impl Pair {
         result.ok()
     }
 
-    /// A chunk that is close to a wanted one, at times wrong in one field.
+    /// Returns a chunk close to a wanted one, sometimes with one wrong field.
     fn random_chunk(&mut self) -> ContributionChunk {
         let noise = &mut self.noise;
         let step = self.model.version + noise.pick(&[1, 1, 1, 1, 1, 2, 2, 3, 0]);
@@ -185,7 +185,7 @@ impl Pair {
             if honest {
                 self.tickets.push(ticket);
             } else {
-                // No other incarnation would send this chunk again, so its bytes never arrive.
+                // Other incarnations would not send this chunk again, so its bytes never arrive.
                 self.abandon(ticket);
             }
         }
@@ -235,7 +235,7 @@ impl Pair {
         self.works.extend(work);
     }
 
-    /// Forms sums in any order, and makes updates one after the other, as the compute thread does.
+    /// Forms sums in any order, and makes updates in order, like the compute thread.
     fn perform(&mut self) {
         if self.works.is_empty() {
             return;
@@ -289,7 +289,7 @@ impl Pair {
         self.decide(incarnation, decision);
     }
 
-    /// A valid decision, with any loss scale to go on with.
+    /// Returns a valid decision, with any next loss scale.
     fn decision(&mut self, step: u64) -> longshore_proto::Commit {
         let mut decision = commit(&self.spec, step);
         decision.skip = self.model.is_nonfinite(step) || self.noise.one_in(6);
@@ -389,8 +389,8 @@ impl Pair {
         self.check(&expected, |machine| machine.loaded(Record::new(Version(0), 0, None)), |()| Answer::Done);
     }
 
-    /// Ends what is under way, replaces every rank, resends all chunks that are wanted for the next step, and commits
-    /// it.
+    /// Ends pending tickets, replaces every rank, resends all chunks of the next step that are wanted, and
+    /// commits it.
     pub(crate) fn finish_honestly(&mut self) {
         if self.model.loading {
             self.life_loaded();
@@ -438,7 +438,7 @@ impl Pair {
     }
 }
 
-/// The variant's name alone.
+/// Returns the variant's name alone.
 fn name(refusal: &Refusal) -> String {
     let text = format!("{refusal:?}");
     text.split([' ', '(']).next().unwrap().to_string()
