@@ -1,4 +1,4 @@
-//! What a client of the shared memory can lie about, and that it harms nobody but itself.
+//! False claims of a client about shared memory. They harm that client alone.
 
 use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
 
@@ -60,7 +60,7 @@ fn spec(tier: v1::Tier) -> v1::JobSpec {
     }
 }
 
-/// A client of a job of two ranks, both joined by incarnation 1, whose weights are all 1.
+/// A client of a job of two ranks, both joined by incarnation 1. All weights are 1.
 async fn train(server: &Server) -> Client {
     train_on(server, v1::Tier::Memory).await
 }
@@ -144,7 +144,7 @@ impl Raw {
 }
 
 impl Client {
-    /// Returns the fault, or whether the chunk was held already.
+    /// Pushes a chunk. Returns whether the server already held it, or the fault.
     async fn push(&mut self, request: PushRequest) -> Result<bool, longshore_proto::Fault> {
         let mut answers = self.tensors.push(tokio_stream::iter([request])).await.unwrap().into_inner();
         let result = answers.message().await.unwrap().unwrap().results.remove(0);
@@ -194,7 +194,7 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
         (STALE, FaultKind::Precondition, MemfdPlace { link: link ^ 1, ..right }),
         ("push.place", FaultKind::Invalid, MemfdPlace { offset: BYTES + 2, lent: true, ..right }),
         ("payload", FaultKind::Invalid, MemfdPlace { bytes: BYTES - 2, lent: true, ..right }),
-        // The payload is said to be ready, and was not written.
+        // The request promises a payload that was never written.
         ("push.crc32", FaultKind::Corrupt, MemfdPlace { offset: 0, ..right }),
     ];
     for (field, kind, place) in lies {
@@ -209,10 +209,10 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
     let later = PushRequest { incarnation: 2, ..chunk(0, Some(right)) };
     assert!(client.push(later).await.is_err());
 
-    // Nothing of that counts: the same chunk is first new and then held, and its step ends right.
+    // No refused push counts: the same chunk is first new, then held, and its step ends right.
     assert_eq!(client.push(chunk(0, Some(right))).await, Ok(false));
     assert_eq!(client.push(chunk(0, Some(right))).await, Ok(true));
-    // From now on the worker may do to its memory what it likes.
+    // From now on the worker may overwrite its memory.
     file.write_all_at(&vec![0xFF; BYTES as usize], BYTES).unwrap();
     let place = MemfdPlace { link: others_link, memory: other.pass(&file).await, ..right };
     assert_eq!(client.push(chunk(1, Some(place))).await.unwrap_err().kind, FaultKind::Corrupt);
@@ -232,22 +232,22 @@ async fn what_is_lent_is_used_where_it_lies_and_given_back() {
     let (raw, link, images) = Raw::hello(&client, 0).await;
     let (other, others_link, _) = Raw::hello(&client, 1).await;
     let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: BYTES, bytes: BYTES, lent: true };
-    // No checksum goes with it.
+    // A lent gradient has no checksum.
     let lent = PushRequest { crc32: 7, ..chunk(0, Some(place)) };
     assert_eq!(client.push(lent.clone()).await, Ok(false));
     assert_eq!(client.push(lent).await, Ok(true));
-    // The same gradient may come in pieces, as after the link broke; but not with a checksum that is wrong in itself.
+    // The same gradient may come in pieces, as after a broken link. A wrong checksum is still refused.
     assert_eq!(client.push(PushRequest { payload: gradient().into(), ..chunk(0, None) }).await, Ok(true));
     let wrong = PushRequest { crc32: 7, payload: gradient().into(), ..chunk(0, None) };
     assert_eq!(client.push(wrong).await.unwrap_err().kind, FaultKind::Corrupt);
-    // The server reads it when the last rank's gradient is there, not before.
+    // The server reads a lent gradient when the last rank's gradient is there, not before.
     let threes: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x4040u16.to_le_bytes()).collect();
     file.write_all_at(&threes, BYTES).unwrap();
     let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F80u16.to_le_bytes()).collect();
     let inline = PushRequest { crc32: crc32(&ones), payload: ones.into(), ..chunk(1, None) };
     assert_eq!(client.push(inline).await, Ok(false));
     step_and_read(&mut client, link, &images).await;
-    // The payload is given back, so the worker may end, and its memory goes with it.
+    // The payload is given back, so the worker may end, and its memory with it.
     drop((raw, other, others_link));
     server.drain().await.unwrap();
 }
@@ -287,7 +287,7 @@ fn pull(link: u64) -> PullRequest {
     }
 }
 
-/// The bytes that a pull is sent.
+/// Returns the bytes that a pull sends.
 async fn sent(client: &mut Client, request: PullRequest) -> Vec<u8> {
     let mut answers = client.tensors.pull(request).await.unwrap().into_inner();
     let mut sent = Vec::new();
@@ -298,7 +298,7 @@ async fn sent(client: &mut Client, request: PullRequest) -> Vec<u8> {
     sent
 }
 
-/// 0.5 as bf16, wherever `pull` looks.
+/// Returns 0.5 as bf16 for the elements that `pull` reads.
 fn stepped() -> Vec<u8> {
     (64..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect()
 }
@@ -314,7 +314,7 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     images.source(place.at, bytes.len() as u64).copy_to(&mut bytes);
     assert!(bytes == stepped());
 
-    // A caller who names no link of this job is sent the same bytes.
+    // A caller without a link of this job gets the same bytes.
     assert!(sent(client, pull(0)).await == stepped());
     let unknown = client.tensors.pull(pull(link ^ 1)).await.unwrap_err();
     assert!(unknown.message().contains(STALE), "{unknown}");
@@ -374,7 +374,7 @@ async fn what_is_no_right_memory_or_hello_is_refused_and_the_link_goes_on() {
     server.drain().await.unwrap();
 }
 
-/// How many mappings of a memfd with this name are in this process, in which the server runs too.
+/// Returns whether this process, which also runs the server, maps a memfd of this name.
 fn mapped(name: &str) -> bool {
     fs::read_to_string("/proc/self/maps").unwrap().contains(name)
 }
@@ -390,7 +390,7 @@ async fn a_client_that_goes_leaves_nothing_mapped_and_a_new_one_replaces_it() {
     drop(file);
     assert!(mapped("longshore-test-gone"));
     drop(raw);
-    // The kernel tells the server, in its own time.
+    // The kernel reports the closed socket to the server after a while.
     let gone = async {
         while mapped("longshore-test-gone") {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -399,7 +399,8 @@ async fn a_client_that_goes_leaves_nothing_mapped_and_a_new_one_replaces_it() {
     tokio::time::timeout(Duration::from_secs(10), gone).await.expect("unmapped");
     assert_eq!(client.push(chunk(0, Some(place))).await.unwrap_err().field, STALE);
 
-    // A second hello of the same process counts from then on; the first link is void though its socket is open.
+    // A second hello of the same process replaces the first. The first link is void though its socket is
+    // open.
     let (_first, first, _) = Raw::hello(&client, 0).await;
     let (second_raw, second, _) = Raw::hello(&client, 0).await;
     assert_ne!(first, second);

@@ -1,5 +1,5 @@
-//! A stock client, which is generated stubs and nothing else, trains over TCP and over a Unix socket; and what no
-//! client should send is refused without harm.
+//! A stock client of generated stubs trains over TCP and over a Unix socket. The server refuses requests that
+//! no client should send, without harm.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -17,7 +17,7 @@ use longshore_wire::{
 use tokio::sync::mpsc;
 use tonic::transport::{Channel, Endpoint};
 
-/// One MiB and a half of bf16.
+/// 1.5 MiB of bf16.
 const ELEMENTS: u64 = 12 * 65536;
 
 struct Stock {
@@ -115,7 +115,7 @@ impl Stock {
     }
 }
 
-/// 2.0 as bf16, which every element of the gradient is.
+/// 2.0 as bf16 for every element of the gradient.
 fn gradient(job: &str) -> Vec<PushRequest> {
     let flat: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x4000u16.to_le_bytes()).collect();
     let request = |(chunk, payload): (usize, &[u8])| PushRequest {
@@ -178,7 +178,7 @@ async fn a_stock_client_trains_over_every_transport() {
         let commit =
             CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit), origin: 0, report: None };
         stock.training.commit(commit).await.unwrap();
-        // This is 1 - 0.25 * 2 as bf16.
+        // 1 - 0.25 * 2 as bf16.
         let expected: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect();
         assert!(stock.pull(job, 1).await == expected);
         let unknown = stock.tensors.pull(PullRequest { job: "nowhere".into(), ..Default::default() }).await;
@@ -188,7 +188,7 @@ async fn a_stock_client_trains_over_every_transport() {
     assert!(!folder.path().join("longshored.sock").exists());
 }
 
-/// Sends raw bytes as a push and returns the field that the server blames.
+/// Sends raw bytes as a push. Returns the field that the server blames.
 async fn blamed(stock: &mut Stock, bytes: &[u8]) -> String {
     let (pieces, requests) = mpsc::channel(1);
     let call = frame::call::<PushResponse>(&mut stock.channel, "/longshore.v1.Tensors/Push", requests);
@@ -213,7 +213,7 @@ async fn a_malformed_push_ends_its_stream_and_nothing_else() {
     assert_eq!(blamed(&mut stock, &[1, 0, 0, 0, 0]).await, "message.compressed");
     assert_eq!(blamed(&mut stock, &[0, 0x7F, 0, 0, 0]).await, "message");
     assert_eq!(blamed(&mut stock, &[0, 0, 0, 0, 2, 0x0A, 0x7F]).await, "message");
-    // The head of a sound chunk comes with half of its payload: its slot is free again.
+    // The head of a sound chunk comes with half of its payload, and its slot is free again.
     let sound = gradient("job");
     let head = PushRequest { payload: Bytes::new(), ..sound[0].clone() };
     let piece = frame::encode_with(&head, sound[0].payload.clone());

@@ -32,7 +32,7 @@ fn log() {
     let _ = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_test_writer().try_init();
 }
 
-/// Servers, each on a runtime of its own, so that one can die alone.
+/// Servers, each on its own runtime, so that one can die alone.
 struct Servers(Vec<(Runtime, SocketAddr)>);
 
 fn serve(at: SocketAddr) -> (Runtime, SocketAddr) {
@@ -42,7 +42,7 @@ fn serve(at: SocketAddr) -> (Runtime, SocketAddr) {
         Server::start(config).await.unwrap()
     });
     let address = server.address();
-    // Dropping it would end nothing; its tasks live as long as the runtime.
+    // The server's tasks live as long as the runtime; a drop of the handle would end nothing.
     std::mem::forget(server);
     (runtime, address)
 }
@@ -133,7 +133,7 @@ fn hyper(step: Step) -> Vec<Hyper> {
     vec![Hyper { lr: 1e-3 / (step.0 as f64).sqrt(), weight_decay: 0.01, ..Hyper::default() }]
 }
 
-/// A gradient that depends on everything it should: weights read, rank, step, micro-step.
+/// A gradient that depends on all its inputs: weights read, rank, step, micro-step.
 fn backward(weights: &[f32], rank: u32, step: Step, micro: u32, scale: f64, target: &mut Vec<f32>) {
     let noise = (u64::from(rank) * 7 + step.0 * 13 + u64::from(micro) * 5) % 11;
     target.clear();
@@ -186,7 +186,7 @@ fn run(options: Options, steps: u64, how: PipelineOptions) -> Result<(Option<Sta
     Ok((hash, outcomes))
 }
 
-/// All ranks of a job as threads; rank 0's hash.
+/// Trains all ranks of a job as threads. Returns rank 0's hash.
 fn train(
     servers: &[String],
     spec: &JobSpec,
@@ -209,7 +209,7 @@ fn train(
     (hash.unwrap(), outcomes)
 }
 
-/// Whether every server has the whole gradient of its next step, and waits for what rank 0 decides.
+/// Returns whether every server has the whole gradient of its next step, and waits for rank 0's decision.
 fn lack_the_decision_alone(session: &Session) -> bool {
     let answers = session.describe().unwrap();
     answers.iter().all(|server| server.waiting_for.starts_with(DECISION_AWAITED))
@@ -241,10 +241,10 @@ fn two_ranks_two_micro_steps_two_servers() {
     }
 }
 
-/// The first parameter of each rank's partition. Ranks hold reduced gradients of their partitions.
+/// The first parameter of each rank's partition. Each rank holds reduced gradients of its partition.
 const PARTITIONS: [u32; 4] = [0, 1, 2, 3];
 
-/// A partitioned job with these contributors. The outcomes are of rank 0.
+/// Trains a partitioned job with these contributors. The outcomes are rank 0's.
 fn train_partitions(
     servers: &Servers,
     world_size: u32,
@@ -275,7 +275,7 @@ fn train_partitions(
                 }
                 let mut values = vec![0.0; size as usize];
                 weights.read(layout.param_range(param), &mut values)?;
-                // The gradient has the noise of the partition's own rank, whoever pushes it.
+                // The gradient has the noise of the partition's own rank, whichever rank pushes it.
                 let owner = PARTITIONS.iter().rposition(|&first| first as usize <= param).unwrap() as u32;
                 backward(&values, owner, plan.step, 0, plan.loss_scale, &mut gradient);
                 assembler.put(param, &gradient)?;
@@ -316,10 +316,10 @@ fn ranks_that_push_their_partitions_make_the_bits_of_one_that_pushes_all() {
         for (found, known) in found.iter().zip(&outcomes) {
             assert_eq!((found.norm, found.clip_coefficient), (known.norm, known.clip_coefficient));
         }
-        // Together the ranks push what one pushes alone.
+        // Together the ranks push as much as one rank alone.
         assert_eq!(pushed.iter().sum::<u64>(), whole);
     }
-    // Two ranks hold the same gradient of two of the partitions, whose mean is that gradient.
+    // Two ranks hold the same gradient of two partitions; its mean is that gradient.
     let (known, outcomes, _) = train_partitions(&three, 1, |_| vec![Rank(0)], Transport::Tcp);
     let contributors = |index| if index < 2 { vec![Rank(0), Rank(1)] } else { vec![Rank(index - 2)] };
     let (hash, found, _) = train_partitions(&three, 2, contributors, Transport::Tcp);
@@ -378,7 +378,7 @@ fn a_worker_that_dies_anywhere_goes_on() {
                 assert_eq!(pipeline.session().state_hash().unwrap(), undisturbed);
                 break;
             }
-            // Dies after one to three steps, with the last in some state of being pushed.
+            // The process dies after one to three steps, with the last at some point of its push.
             for _ in 0..=lives % 3 {
                 if pipeline.last_step().0 < 8 {
                     step(&mut pipeline, 0, None).unwrap();
@@ -498,7 +498,7 @@ fn a_commit_that_reached_one_server_is_completed() {
     session.state_hash().unwrap();
 }
 
-/// Sends a commit to a server that has all contributions. Its last sum may still be under way.
+/// Commits on a server that has all contributions, once its last sum is formed.
 async fn commit_once_summed(client: &mut TrainingClient<Channel>, request: &v1::CommitRequest) {
     let started = Instant::now();
     while let Err(status) = client.commit(request.clone()).await {
@@ -508,7 +508,7 @@ async fn commit_once_summed(client: &mut TrainingClient<Channel>, request: &v1::
     }
 }
 
-/// What a server says of rank 1: the newest incarnation, and the version it joined at.
+/// Returns a server's newest incarnation of rank 1, and the version at which it joined.
 fn rank_one(session: &Session, server: usize) -> (u64, u64) {
     let answer = session.describe().unwrap().swap_remove(server);
     let rank = answer.ranks.into_iter().find(|rank| rank.rank == 1);
@@ -523,8 +523,8 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Rank 0 tells from `joined_at` whether a rank can send a gradient that a server lacks. So a process that joins while
-/// a step is being decided must not stand as one that joined before.
+/// Rank 0 tells from `joined_at` whether a rank can send a gradient that a server lacks. A process that joins
+/// during a decision must not appear to have joined before it.
 #[test]
 fn a_process_that_joins_during_a_decision_has_joined_after_it() {
     let servers = Servers::start(3);
@@ -602,7 +602,7 @@ fn a_server_that_lost_the_job_is_named_at_once() {
     assert!(error.to_string().contains("longshore restore"), "{error}");
     assert!(started.elapsed() < Duration::from_secs(5));
     drop(pipeline);
-    // A new session sees it, too.
+    // A new session finds it, too.
     let session = Session::connect(options(servers.addresses(), spec, 0)).unwrap();
     assert!(matches!(session.open(), Err(Error::StateLost(_))));
 }
@@ -672,7 +672,7 @@ fn weights_of_a_delayed_jobs_next_step_come_before_this_one_ends_where_they_have
     next.wait(whole.clone()).unwrap();
     finish_step(&mut pipeline);
 
-    // Room for a gradient, not for weights beside it.
+    // The budget has room for a gradient, but not for weights beside it.
     let lease = budget.reserve("test", budget.free() - whole.end * 3).unwrap();
     assert_eq!(pipeline.begin().unwrap().reads, Version(2));
     assert!(pipeline.upcoming().is_none());
@@ -681,7 +681,7 @@ fn weights_of_a_delayed_jobs_next_step_come_before_this_one_ends_where_they_have
     pipeline.close().unwrap().leave().unwrap();
 }
 
-/// A step that was begun, with a gradient of zeros.
+/// Finishes a step that was begun, with a gradient of zeros.
 fn finish_step(pipeline: &mut Pipeline) {
     let mut assembler = pipeline.assembler(0).unwrap();
     for (param, &size) in SIZES.iter().enumerate().rev() {
@@ -695,7 +695,7 @@ fn finish_step(pipeline: &mut Pipeline) {
 fn a_feed_is_exact_and_its_memory_is_reused() {
     let servers = Servers::start(2);
     let spec = spec(1, 1, 0, Dtype::F32);
-    // In shared memory weights take none of the worker's.
+    // Weights in shared memory take nothing from the worker's budget.
     let options = Options { transport: Transport::Tcp, ..options(servers.addresses(), spec, 0) };
     let budget = options.host_budget.clone();
     let mut session = Session::connect(options).unwrap();

@@ -1,4 +1,4 @@
-//! The same bits over every transport, with any number of connections.
+//! Equal bits over every transport, with any number of connections.
 
 use std::{
     net::SocketAddr,
@@ -49,7 +49,8 @@ fn numbers(seed: u64, elements: u64) -> Vec<f32> {
     (0..elements).map(|index| (mix(index) >> 40) as f32 / (1u64 << 24) as f32 - 0.5).collect()
 }
 
-/// Trains one rank to the end; returns its last weights, the state hash, and how the server says it comes.
+/// Trains one rank to the end. Returns its last weights, the state hash, and the transport that the server
+/// reports.
 fn train(
     address: String,
     job: &str,
@@ -91,7 +92,8 @@ fn train(
     let hash = pipeline.session().state_hash()?.hash;
     let server = pipeline.session().describe()?.remove(0);
     let transport = server.ranks[rank as usize].transport.clone();
-    // Two versions on: what was pulled is the worker's own and stays; what lies with the server is gone, and says so.
+    // Two versions later a pulled copy stays readable. Weights in the server's memory are gone, and the read
+    // says so.
     let mut late = vec![0.0; 64];
     let late = first.map(|feed| feed.read(0..64, &mut late));
     assert_eq!(late.is_some_and(|read| read.is_err()), transport == "memfd");

@@ -1,4 +1,4 @@
-//! Over a slow link what was asked for first comes first.
+//! Over a slow link the first request completes first.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use longshore_worker::{
 /// Each of two parameters is 8 MiB on the wire, in shards of 1 MiB.
 const ELEMENTS: u64 = 64 * BLOCK_ELEMENTS;
 const SHARD: u64 = 8 * BLOCK_ELEMENTS;
-/// A parameter takes a second.
+/// A parameter takes one second.
 const LINK: u64 = 8 << 20;
 
 fn spec() -> JobSpec {
@@ -48,7 +48,7 @@ fn the_first_pull_has_the_link_until_it_is_there() {
     let ranges = [0, 1].map(|param| layout.param_range(param));
     let feeds = ranges.clone().map(|range| pipeline.pull(&[range]).unwrap());
     feeds[0].wait(ranges[0].clone()).unwrap();
-    // Side by side they would end together.
+    // In parallel both would end together.
     let late = ranges[1].start + 6 * SHARD..ranges[1].start + 7 * SHARD;
     assert!(!feeds[1].is_ready(late.clone()), "the second came beside the first");
     feeds[1].wait(ranges[1].clone()).unwrap();

@@ -1,4 +1,5 @@
-//! Waits that outlast the deadline because nobody is gone: whom they name at their end, and who ends them before.
+//! Waits past the deadline while every process lives: the names in their errors, and the ends that come
+//! before.
 
 use std::{
     ops::Range,
@@ -15,7 +16,7 @@ const ALL: Range<u64> = 0..BLOCK_ELEMENTS;
 
 /// A job of two ranks on one server.
 struct Job {
-    /// None once this is dropped.
+    /// None after the drop.
     runtime: Option<Runtime>,
     server: Server,
     deadline: Duration,
@@ -58,7 +59,7 @@ impl Drop for Job {
     }
 }
 
-/// Pushes all of a step's gradient, and sees that the server has it.
+/// Pushes a step's whole gradient, and waits until the server has it.
 fn push(pipeline: &mut Pipeline) -> Result<()> {
     pipeline.begin()?;
     let mut values = vec![0.0; ALL.end as usize];
@@ -76,7 +77,7 @@ fn push(pipeline: &mut Pipeline) -> Result<()> {
 
 #[test]
 fn a_decision_that_does_not_come_names_whom_the_servers_wait_for() {
-    // The statistics are asked for again at the deadline, and the driver gives up before they are late once more.
+    // The statistics are asked for again at the deadline. The driver gives up before they are late again.
     let job = Job::new(Duration::from_secs(8), Duration::from_secs(9));
     let (mut rank0, _rank1) = (job.enter(0), job.enter(1));
     push(&mut rank0).unwrap();

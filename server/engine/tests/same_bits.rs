@@ -1,5 +1,5 @@
-//! Promise 1: weights and state depend on the job, its initial weights and the gradients alone. Random jobs are split
-//! and driven in random ways, and compared with a plain loop.
+//! Promise 1: weights and state depend only on the job, its initial weights and the gradients. Random jobs
+//! are split and driven in random ways, and compared with a plain loop.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ use crate::common::{
     spec, weights,
 };
 
-/// A whole run as it must come out.
+/// The expected results of a whole run.
 struct Run {
     spec: JobSpec,
     initial: Vec<f32>,
@@ -31,10 +31,10 @@ struct Run {
     gradients: Vec<Vec<Vec<u8>>>,
     commits: Vec<Commit>,
     squares: Vec<Vec<f64>>,
-    /// After each commit, beginning with version 0.
+    /// Images by version, from 0.
     images: Vec<Vec<u8>>,
     end: Reference,
-    /// The job runs on one server, cut as small as can be.
+    /// The job runs on one server, in shards of the smallest size.
     many_shards: bool,
 }
 
@@ -66,8 +66,8 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec
 }
 
-/// Some parameters begin a partition. Each partition has some of the ranks as contributors, and each rank has one. Some
-/// partitions are frozen.
+/// Some parameters begin a partition. A partition has some of the ranks as contributors, and a rank has one
+/// partition. Some partitions are frozen.
 fn random_partitions(noise: &mut Noise, params: usize, world_size: u32) -> Vec<Partition> {
     let firsts: Vec<usize> = (0..params).filter(|&first| first == 0 || noise.one_in(2)).collect();
     let partition = |first: usize| {
@@ -101,14 +101,14 @@ fn random_hyper(noise: &mut Noise) -> Hyper {
     }
 }
 
-/// What somebody sends who has no gradient for these parameters.
+/// Marks `params` as without a gradient: all their elements are -0.
 fn leave_out(spec: &JobSpec, contribution: &mut [u8], params: &[usize]) {
     let width = spec.gradient_dtype.bytes() as usize;
     let nothing = encode(&[-0.0], spec.gradient_dtype);
     for range in param_ranges(spec).iter().filter(|_| spec.leave_out) {
         let first = &mut contribution[range.start * width..(range.start + 1) * width];
         if first == nothing {
-            // A gradient that begins so does not say so.
+            // A gradient that exists must not begin with -0.
             first.fill(0);
         }
     }
@@ -119,13 +119,13 @@ fn leave_out(spec: &JobSpec, contribution: &mut [u8], params: &[usize]) {
     }
 }
 
-/// One contribution. `bad` puts an infinity or a NaN into it.
+/// Returns one contribution. `bad` puts an infinity or a NaN into it.
 fn contribution(noise: &mut Noise, spec: &JobSpec, bad: bool) -> Vec<u8> {
     let mut values = vec![0.0; flat_elements(spec)];
     let size = noise.pick(&[1.0, 1e-3, 100.0]);
     for range in param_ranges(spec) {
         for value in &mut values[range] {
-            // There are zeros, and magnitudes down to f16's denormals, so that the order of a sum shows.
+            // Zeros, and magnitudes down to f16's denormals, make the order of a sum visible.
             let magnitude = noise.pick(&[size, size, size / 64.0, size * 1e-4, 0.0]);
             *value = noise.unit() * magnitude;
         }
@@ -144,7 +144,7 @@ impl Run {
         Run::of(spec, noise, steps, false)
     }
 
-    /// 30 shards, of which the memory tier updates one to four at once.
+    /// Returns a run of 30 shards. The memory tier updates one to four of them at once.
     fn many_shards(seed: u64, delay: u32, formats: (StateFormat, MasterFormat), steps: u64) -> Run {
         let mut noise = Noise(seed);
         let sizes: Vec<u64> = (0..10).map(|_| (3 * BLOCK - noise.below(1000)) as u64).collect();
@@ -170,7 +170,7 @@ impl Run {
             let mut of_step: Vec<_> = (0..spec.contributions() as usize)
                 .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
                 .collect();
-            // Some parameters get nothing from anybody, and some nothing from some.
+            // Some parameters get no gradient from any rank, and some none from some ranks.
             let params = if spec.leave_out { spec.params.len() } else { 0 };
             let without: Vec<usize> = (0..params).filter(|_| noise.one_in(3)).collect();
             for contribution in &mut of_step {
@@ -193,7 +193,7 @@ impl Run {
     }
 }
 
-/// The parameters whose gradient is nothing, in ascending order.
+/// Returns the parameters without a gradient, in ascending order.
 fn nobodys(spec: &JobSpec, sum: &[f32]) -> Vec<u32> {
     let nothing = |range: &std::ops::Range<usize>| sum[range.clone()].iter().all(|x| x.to_bits() == 1 << 31);
     let ranges = param_ranges(spec);
@@ -214,14 +214,14 @@ fn count(before: Option<&Commit>, without: &[u32], skip: bool) -> Vec<LeftOut> {
     counts.into_iter().map(|(param, (steps, now))| LeftOut { param, steps, now }).collect()
 }
 
-/// The loss scale of a step's gradients, which is the one of the version that was decided when they were made.
+/// Returns the loss scale of a step's gradients: that of the newest decided version when they were computed.
 fn scale_of(spec: &JobSpec, commits: &[Commit], step: u64) -> f64 {
     let reads = step.saturating_sub(1 + u64::from(spec.max_delay));
     reads.checked_sub(1).map_or(3.0, |index| commits[index as usize].loss_scale)
 }
 
-/// Decides as rank 0 does. Sometimes it applies what is not finite (in a job without overflow checks), or skips
-/// without need.
+/// Decides like rank 0. Some decisions apply a non-finite gradient (in a job without overflow checks), and
+/// some skip without need.
 fn decide(
     noise: &mut Noise,
     spec: &JobSpec,
@@ -255,7 +255,7 @@ fn decide(
     }
 }
 
-/// Chunks on their way. A worker may be as far ahead as the job has room for.
+/// Chunks in flight. A worker may be as far ahead as the job has room for.
 struct Traffic<'a> {
     run: &'a Run,
     cluster: Cluster,
@@ -316,7 +316,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Replaces servers that died where they stood. Workers send again what is not decided.
+    /// Replaces servers killed at any point. Workers resend undecided steps.
     fn restart(mut self, storage: &Storage) -> Traffic<'a> {
         let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
         drop(std::mem::take(&mut self.cluster.jobs));
@@ -330,7 +330,8 @@ impl<'a> Traffic<'a> {
         Traffic { cluster, pushed_to: self.decided, restarted: true, ..self }
     }
 
-    /// Replaces servers that died once all was durable with others that go on from their state.
+    /// Replaces servers killed after their version was durable. The new servers continue from the stored
+    /// state.
     fn reopen(mut self, storage: &Storage) -> Traffic<'a> {
         self.cluster.settle().unwrap();
         let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
@@ -338,7 +339,7 @@ impl<'a> Traffic<'a> {
         let cluster = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), storage).unwrap();
         for job in &cluster.jobs {
             let progress = job.progress();
-            // They are compared as text: the norm of a step that overflowed is not equal to itself.
+            // Compared as text: the NaN norm of an overflowed step is not equal to itself.
             assert_eq!(format!("{:?}", progress.last_commit), format!("{:?}", self.run.commits.last()));
             assert_eq!((progress.version.0, progress.applied), (self.decided, self.run.end.applied));
             assert_eq!(job.durable().0, self.decided);
@@ -352,7 +353,7 @@ impl<'a> Traffic<'a> {
         for (index, flat) in run.gradients[self.pushed_to as usize - 1].iter().enumerate() {
             let index = index as u32;
             let (micro_step, rank) = (index / run.spec.world_size, index % run.spec.world_size);
-            // A shard's gradient comes in chunks, or lies in the worker's memory.
+            // A shard's gradient comes in chunks, or is lent in the worker's memory.
             let cut = if self.noise.one_in(3) { Cluster::lent } else { Cluster::chunks };
             let loss_scale = scale_of(&run.spec, &run.commits, self.pushed_to);
             let chunks = cut(&self.cluster, self.pushed_to, micro_step, rank, flat).into_iter();
@@ -370,11 +371,11 @@ impl<'a> Traffic<'a> {
         match self.cluster.store(&chunk, payload) {
             Ok(Stored::New(_)) => self.stored.push(self.pending.swap_remove(index)),
             Ok(Stored::Busy) => {}
-            // What was summed before the restart stays summed.
+            // Sums from before the restart stay summed.
             Ok(Stored::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             // The chunk's step was decided before the restart.
             Ok(Stored::Decided) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
-            // It came before the same chunk of the micro-step before.
+            // The chunk came before the same chunk of the previous micro-step.
             Err(fault) if fault.field == "micro_step" => {}
             other => panic!("{chunk:?} was never stored: {other:?}"),
         }
@@ -396,7 +397,8 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Pulls one of the two newest versions, which the server has or will have. Whatever it hands out must be right.
+    /// Pulls one of the two newest versions, which may not be there yet. Every byte of an answer must be
+    /// right.
     fn pull(&mut self) {
         let version = self.decided.saturating_sub(self.noise.below(2) as u64);
         let shard = ShardId(self.noise.below(self.cluster.layout.shards() as usize) as u32);
@@ -454,7 +456,7 @@ impl<'a> Traffic<'a> {
             self.check_elements();
         }
         assert_eq!(self.cluster.hash(), end.hash());
-        // An exact job needs no older image after a crash: nothing is computed with it any more.
+        // After a crash an exact job needs no older image: no step reads it any more.
         let older = u64::from(!(self.reopened && self.run.spec.max_delay == 0));
         for shard in (0..self.cluster.layout.shards()).map(ShardId) {
             for version in self.decided - older..=self.decided {
@@ -465,7 +467,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Says which element differs, since the hash says only that one does.
+    /// Names the element that differs, since a hash only shows a difference.
     fn check_elements(&self) {
         let end = &self.run.end;
         let names = ["master", "first", "second"];
@@ -482,7 +484,7 @@ impl<'a> Traffic<'a> {
     }
 }
 
-/// The formats are fp32 half of the time.
+/// Half of the formats are fp32.
 fn formats() -> impl Strategy<Value = (StateFormat, MasterFormat)> {
     use {MasterFormat as M, StateFormat as S};
     prop_oneof![
@@ -527,7 +529,8 @@ proptest! {
         }
     }
 
-    /// A server is killed at any point of its work, with steps decided and not updated, and goes on from its tmpfs.
+    /// A server is killed at any point of its work, with decided steps not yet updated, and continues from
+    /// its tmpfs.
     #[test]
     fn restarts_give_the_reference_bits(
         seed in any::<u64>(),
@@ -541,7 +544,7 @@ proptest! {
         let storage = Storage { shm_dir: Some(root.path().into()), ..Storage::default() };
         let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Shm, &storage);
         while traffic.decided < steps {
-            // This is enough for a step now and then: what is not decided has to be sent again.
+            // Enough turns for a step now and then: undecided steps must be resent.
             let turns = traffic.noise.below(800);
             (0..turns).for_each(|_| traffic.turn(steps));
             traffic = traffic.restart(&storage);
@@ -550,7 +553,7 @@ proptest! {
         traffic.check();
     }
 
-    /// Every way to store the state gives these bits too, also after all servers have died.
+    /// Every way to store the state gives these bits, also after the death of all servers.
     #[test]
     fn disks_give_the_reference_bits(
         seed in any::<u64>(),

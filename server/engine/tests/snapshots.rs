@@ -1,5 +1,5 @@
-//! Snapshots taken while training goes on. Each is of exactly one version, training's bits stay, and no reader holds
-//! it up.
+//! Snapshots during training. A snapshot has exactly one version, training's bits stay the same, and no
+//! reader delays training.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -33,7 +33,7 @@ use crate::common::{
 };
 
 const STEPS: u64 = 200;
-/// Gradients repeat: 200 different ones would take longer to make than to train on.
+/// Gradients repeat: computing 200 different ones would take longer than training with them.
 const CYCLE: u64 = 5;
 
 fn small(delay: u32) -> JobSpec {
@@ -51,7 +51,7 @@ fn decision(spec: &JobSpec, step: u64) -> longshore_proto::Commit {
     longshore_proto::Commit { skip: step.is_multiple_of(7), ..commit(spec, step) }
 }
 
-/// Ends a wait in the other threads when a test fails in one, so that none waits for ever.
+/// Ends a wait of the other threads when a test fails in one, so that none waits forever.
 #[derive(Clone, Copy)]
 struct Patience {
     end: Instant,
@@ -72,7 +72,7 @@ impl Patience {
     }
 }
 
-/// Pushes one rank's gradients of all steps, and waits where the server says Busy or that it is too early.
+/// Pushes one rank's gradients of all steps. Waits while the step is too early or the server is busy.
 fn push(
     job: &Job,
     chunks: impl Fn(u64) -> Vec<(ContributionChunk, Vec<u8>)>,
@@ -123,7 +123,7 @@ fn decide(cluster: &Cluster, works: &Sender<Work>) {
     }
 }
 
-/// The hashes of all versions that were seen by asking again and again.
+/// Returns the hashes by version, from repeated snapshots.
 fn watch(job: &Arc<Job>, done: &AtomicBool, seed: u64) -> BTreeMap<u64, String> {
     let (mut seen, mut noise, patience) = (BTreeMap::new(), Noise(seed), Patience::new());
     while !done.load(Ordering::Acquire) && !patience.is_over() {
@@ -190,7 +190,7 @@ fn a_hash_is_of_one_version_while_a_delayed_job_trains() {
     train_and_watch(1);
 }
 
-/// A job of one rank, with weights, gradients, and what they lead to after each of `steps` steps.
+/// Returns a job of one rank, its weights and gradients, and the reference after each of `steps` steps.
 fn lone(mut spec: JobSpec, steps: u64) -> (JobSpec, Vec<f32>, Vec<Vec<u8>>, Vec<Reference>) {
     spec.world_size = 1;
     let (initial, flats) = (weights(&spec, 1), vec![gradient(&spec, 2, 1.0)]);
@@ -211,7 +211,7 @@ fn started_on(spec: &JobSpec, storage: &Storage, budget: u64, initial: &[f32]) -
     cluster
 }
 
-/// A reader that says when it has its first piece, and then waits to be told before it takes the piece.
+/// A reader that reports its first piece, and takes it only when told to.
 struct Held {
     weights: BTreeMap<(ShardId, usize), Vec<u8>>,
     entered: Sender<()>,
@@ -249,7 +249,7 @@ fn steps_beside_a_held_reader(tier: TierKind, storage: &Storage) {
         entered.recv_timeout(SOME_TIME).unwrap();
         for step in 1..=3 {
             cluster.step(&flats, &commit(&spec, step));
-            // Another job waits for nobody's reader either.
+            // Another job does not wait for this job's reader.
             assert_eq!(cluster.hash(), references[step as usize].hash());
         }
         go.send(()).unwrap();
@@ -273,7 +273,7 @@ fn nor_does_it_where_the_state_is_on_drives() {
     steps_beside_a_held_reader(TierKind::Nvme, &storage);
 }
 
-/// A job of 12 MiB as f32, in shards of a MiB, and a budget that the job alone fills.
+/// A job of 12 MiB as f32, in shards of 1 MiB, and a budget that the job alone fills.
 fn tight() -> (JobSpec, u64) {
     let mut spec = spec(&[48 * BLOCK as u64], &[0]);
     (spec.world_size, spec.shard_elements) = (1, 4 * BLOCK as u64);
@@ -283,7 +283,8 @@ fn tight() -> (JobSpec, u64) {
     (spec, need)
 }
 
-/// Makes a step beside a reader who takes nothing, on a server with so much memory. Returns how the snapshot ended.
+/// Makes a step beside a reader that takes nothing, on a server with this much memory. Returns the snapshot's
+/// result.
 fn step_beside_a_stuck_reader(
     memory: u64,
     (spec, initial, flats, references): &(JobSpec, Vec<f32>, Vec<Vec<u8>>, Vec<Reference>),
@@ -318,14 +319,14 @@ fn a_reader_too_slow_for_the_memory_there_is_is_told_so_and_training_goes_on() {
         assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, field), "{fault}");
         assert!(fault.value.contains("MiB/s") && fault.limit.contains("MiB more"), "{fault}");
     }
-    // With the memory that was missing, exports are whole.
+    // With the missing memory added, exports are whole.
     let info = step_beside_a_stuck_reader(need + (4 << 20), &run, export).unwrap();
     assert_eq!(info.version, Version(0));
     let info = step_beside_a_stuck_reader(need + (40 << 20), &run, checkpoint).unwrap();
     assert_eq!(info.version, Version(0));
 }
 
-/// The disk takes what it is given: training waits for it, and no longer than that.
+/// A disk takes all that it is given. Training waits for the disk, and no longer.
 #[test]
 fn a_checkpoint_without_memory_is_whole_beside_an_update() {
     let (spec, need) = tight();
@@ -383,14 +384,14 @@ fn as_many_exports_as_are_allowed_and_no_more_are_begun() {
     let mut running: Vec<_> = (0..MAX_EXPORTS_AT_ONCE).map(|_| begin().unwrap()).collect();
     let fault = begin().err().unwrap();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, "exports"), "{fault}");
-    // Snapshots of each kind are counted apart.
+    // Snapshots of each kind are counted separately.
     let checkpoint = cluster.jobs[0].begin_checkpoint(None).unwrap();
     assert_eq!(cluster.hash(), Reference::new(&spec, &initial).hash());
     drop((running.pop(), checkpoint));
     begin().unwrap();
 }
 
-/// Servers are asked for a version before it is decided, so that all give the same one.
+/// Servers are asked for a version before its decision, so that all give the same one.
 #[test]
 fn a_snapshot_of_a_version_to_come_waits_for_it() {
     let (spec, initial, flats, references) = lone(small(0), 3);
@@ -427,7 +428,7 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
     assert_eq!(never.run(Instant::now(), |_| Ok(())).unwrap_err().kind, FaultKind::Deadline);
 }
 
-/// The pieces end inside a shard, whatever format the weights are kept in.
+/// An export's pieces end inside a shard, in every format of the weights.
 #[test]
 fn an_export_is_the_rounded_master_weights() {
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 9 };

@@ -1,4 +1,4 @@
-//! What torch.optim computed, replayed by the kernels on every instruction set, and by a whole job.
+//! The kernels on every instruction set, and a whole job, against results recorded from torch.optim.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::common::{
     self, cluster::Cluster, cluster::compute, commit, encode, reference::param_ranges, spec,
 };
 
-/// The largest relative difference. Parameters below the floor are compared as if they were that large.
+/// The largest relative difference. Parameters below the floor count as large as the floor.
 const TOLERANCE: f64 = 1e-6;
 const FLOOR: f64 = 0.01;
 
@@ -54,7 +54,7 @@ fn floats(digits: &Value) -> Vec<f32> {
     (0..digits.len()).step_by(8).map(|at| f32::from_bits(bits(at))).collect()
 }
 
-/// The hyperparameters of a group at a step, from 0. `Hyper` may be the kernels' own or the protocol's.
+/// Returns the hyperparameters of a group at a step, from 0. `Hyper` is the kernels' type or the protocol's.
 macro_rules! hyper {
     ($hyper:ident, $case:expr, $group:expr, $step:expr) => {{
         let setting = |name: &str| $case["settings"][name].as_f64().unwrap_or(0.0);
@@ -87,8 +87,8 @@ fn check_parameters(case: &Value, step: usize, found: &[f32], by: &str) -> bool 
     true
 }
 
-/// Compares the moments after the last step. A mean of signed values may cancel, so its size is taken to be that of
-/// the values.
+/// Compares the moments after the last step. The mean of signed values may cancel, so its magnitude counts as
+/// that of the values.
 fn check_state(fixture: &Fixture, case: &Value, first: &[f32], second: &[f32], by: &str) {
     let recorded = case["state_after_last_step"].as_object().unwrap();
     for (name, digits) in recorded {
@@ -146,7 +146,7 @@ fn kernels_follow_torch() {
     }
 }
 
-/// There are two param groups that meet inside a block, a learning rate that changes each step, and fp32 gradients.
+/// Two param groups that meet inside a block, a learning rate that changes each step, and fp32 gradients.
 #[test]
 fn a_job_follows_torch() {
     use longshore_proto::Hyper;

@@ -1,4 +1,4 @@
-//! Decisions that must not be taken.
+//! Decisions that a server must refuse.
 
 use longshore_proto::{Commit, Correction, FaultKind, Hyper, Incarnation, ShardId, Step, Version};
 
@@ -58,12 +58,12 @@ const CASES: &[Case] = &[
     (|c| c.groups[0].dampening = f64::NAN, (Invalid, "commit.groups[0].dampening", &["in [0, 1]"])),
     (|c| c.groups[0].lr_decay = -1.0, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
     (|c| c.groups[0].lr_decay = f64::NAN, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
-    // Step 1 is decided: the same commit again is acknowledged, another is not.
+    // Step 1 is decided: the same commit again is acknowledged, and a different one is refused.
     (
         |c| c.step = Step(1),
         (Conflict, "commit.loss_scale", &["another value for step 1", "as first decided"]),
     ),
-    // The commit is right, but rank 1's last micro-step is not there: shard 0 has only its first chunk.
+    // The commit is right, but rank 1's last micro-step is incomplete: shard 0 has only its first chunk.
     (
         |_| (),
         (
@@ -126,7 +126,7 @@ fn a_step_is_decided_once() {
         check(&fault, (Conflict, field, &["another value for step 1", "decided once"]));
     }
     assert_eq!(cluster.hash(), hash);
-    // Eight decisions are kept, and the first is forgotten with the ninth.
+    // A server keeps eight decisions, and forgets the first with the ninth.
     (2..10).for_each(|step| cluster.step(&flats, &commit(&spec, step)));
     let fault = cluster.commit(&decision).unwrap_err();
     check(&fault, (Precondition, "commit.step", &["is 1", "the job is at version 9", "join again"]));
@@ -136,7 +136,7 @@ fn a_step_is_decided_once() {
     check(&fault, (Precondition, "step", &["is 11", "at most 10"]));
 }
 
-/// Rank 0 must look at what the servers found, and divide by the loss scale.
+/// Rank 0 must apply the servers' overflow findings, and divide by the loss scale.
 #[test]
 fn a_decision_must_fit_its_gradient() {
     for spec in [small(), longshore_proto::JobSpec { world_size: 1, micro_steps: 1, ..small() }] {
@@ -169,7 +169,7 @@ fn a_decision_must_fit_its_gradient() {
         cluster.work();
         assert_eq!(cluster.jobs[owner].progress().applied, 1);
     }
-    // A job that asked for no checks gets what it sent.
+    // A job with `unchecked` gets its gradient as it is.
     let unchecked = longshore_proto::JobSpec { unchecked: true, ..small() };
     let mut cluster = Cluster::started(&unchecked, 2, &weights(&unchecked, 1));
     let mut flats: Vec<_> = (0..4).map(|seed| super::gradient(&unchecked, seed, 1.0)).collect();
@@ -210,7 +210,7 @@ fn resume_needs_a_pause_and_a_loss_scale_that_may_change() {
     midway.finish();
 }
 
-/// The job also refuses a client that does not look for pauses; what is refused may be sent again later.
+/// The job also refuses a client that ignores pauses. The same requests may be sent again after the pause.
 #[test]
 fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     let midway = Midway::new();

@@ -17,7 +17,7 @@ use crate::common::{
     spec, weights,
 };
 
-/// The kind, the field, and words that the message must contain.
+/// The kind, the field, and substrings of the message.
 type Expected = (FaultKind, &'static str, &'static [&'static str]);
 
 #[track_caller]
@@ -32,7 +32,7 @@ fn check(fault: &Fault, (kind, field, words): Expected) {
     }
 }
 
-/// A job of two ranks and two micro-steps over two servers. Its shards have 5, 5 and 2 blocks, which are 2, 2 and 1
+/// A job of two ranks and two micro-steps over two servers. Its shards have 5, 5 and 2 blocks: 2, 2 and 1
 /// chunks of fp32 gradients.
 fn small() -> JobSpec {
     let mut spec = spec(&[7, 11 * BLOCK as u64], &[0, 1]);
@@ -42,7 +42,8 @@ fn small() -> JobSpec {
     spec
 }
 
-/// A job in the middle of step 2: all but the last micro-step of rank 1 is there, and of that its first chunk.
+/// A job in the middle of step 2. Of rank 1's last micro-step only the first chunk is there; all else is
+/// complete.
 struct Midway {
     cluster: Cluster,
     first: Vec<Vec<u8>>,
@@ -63,7 +64,7 @@ impl Midway {
         Midway { cluster, first, second }
     }
 
-    /// Finishes the step, which shows that what was refused left no trace in the bits.
+    /// Finishes the step. The bits show that refused requests left no trace.
     fn finish(mut self) {
         let spec = self.cluster.spec.clone();
         self.cluster.step(&self.second, &commit(&spec, 2));
@@ -73,7 +74,7 @@ impl Midway {
         assert_eq!(self.cluster.hash(), reference.hash());
     }
 
-    /// What can be seen of every server.
+    /// Returns the visible state of every server.
     fn view(&self) -> String {
         let jobs = self.cluster.jobs.iter();
         let view = |job: &std::sync::Arc<longshore_engine::job::Job>| {

@@ -1,4 +1,4 @@
-//! Jobs that must not be opened: names, specs, placements and budgets.
+//! Jobs that a server must not open: names, specs, placements and budgets.
 
 use longshore_engine::{
     admission::{Budget, Need},
@@ -50,7 +50,7 @@ fn names_are_safe_file_names() {
 
 type Change = fn(&mut JobSpec);
 
-/// Partitions, each by its first parameter and its contributors.
+/// Returns partitions, each from its first parameter and its contributors.
 fn cut(partitions: &[(u32, &[u32])]) -> Vec<Partition> {
     let partition = |&(first, ranks): &(u32, &[u32])| Partition {
         first,
@@ -187,8 +187,9 @@ fn placements_name_each_shards_owner() {
     check(&fault, (Conflict, "placement.owners", &["as the job was opened, over 2 servers", "same servers"]));
 }
 
-/// The need is computed by hand. The job has 7 blocks here of 65536 elements; 12 bytes of AdamW state, two bf16
-/// images (4), fp32 contributions of two ranks (8), fp32 sums (4); and 7 MiB for each of their two connections.
+/// The expected need, by hand. The job has 7 blocks here of 65536 elements. An element takes 12 bytes of
+/// AdamW state, two bf16 images (4), fp32 contributions of two ranks (8) and fp32 sums (4). Each rank has two
+/// connections of 7 MiB.
 #[test]
 fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let spec = small();
@@ -214,8 +215,9 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
 }
 
-/// The need is computed by hand. Instead of 12 bytes of fp32 state it has 2 and 2 and 2 in bf16, or 2 and 1 and 1
-/// with a scale of 4 bytes for each 256 elements and moment. The slabs that are then allocated are as large.
+/// The expected need, by hand. Instead of 12 bytes of fp32 state, bf16 takes 2 and 2 and 2. 8-bit moments
+/// take 2 and 1 and 1, with a scale of 4 bytes for each 256 elements and moment. The allocated slabs have the
+/// same size.
 #[test]
 fn state_in_fewer_bits_needs_fewer_bytes() {
     let elements = 7 * BLOCK as u64;

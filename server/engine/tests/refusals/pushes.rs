@@ -1,4 +1,4 @@
-//! Contributions that must not be stored.
+//! Contributions that a server must not store.
 
 use longshore_engine::job::Stored;
 use longshore_proto::{
@@ -48,7 +48,7 @@ const CASES: &[Case] = &[
     ),
 ];
 
-/// Pushes straight to server 0, whatever shard the chunk names.
+/// Pushes to server 0, whatever shard the chunk names.
 fn push(
     midway: &Midway,
     chunk: &ContributionChunk,
@@ -61,7 +61,7 @@ fn push(
 fn bad_chunks_are_refused_and_change_nothing() {
     let midway = Midway::new();
     let before = midway.view();
-    // Chunk 1 of shard 0 is the next to come, and chunk 0 is stored. Either way a bad field is found first.
+    // Chunk 1 of shard 0 is the next one, and chunk 0 is stored. Either way the bad field is found first.
     for (change, expected) in CASES {
         let mut chunk = midway.cluster.chunks(2, 1, 1, &midway.second[3])[0].0;
         change(&mut chunk);
@@ -107,7 +107,7 @@ fn a_rank_pushes_its_own_partitions_and_no_other() {
 fn a_conflicting_chunk_is_refused_with_both_checksums() {
     let midway = Midway::new();
     let before = midway.view();
-    // One is stored and waits, the other is summed already.
+    // One is stored and unsummed, the other already summed.
     for (micro_step, rank, flat) in [(1, 1, 3), (0, 1, 1)] {
         let (mut chunk, payload) = midway.cluster.chunks(2, micro_step, rank, &midway.second[flat])[0];
         assert_eq!(push(&midway, &chunk, payload), Ok(Stored::Duplicate));
@@ -125,7 +125,7 @@ fn a_conflicting_chunk_is_refused_with_both_checksums() {
     midway.finish();
 }
 
-/// The version that a rank computed with, in a delayed job: 1 or 2 in step 3.
+/// In step 3 of this delayed job, a rank computes with version 1 or 2.
 #[test]
 fn ranks_compute_a_micro_step_with_one_version() {
     let spec = JobSpec { max_delay: 1, ..super::small() };
@@ -150,7 +150,7 @@ fn ranks_compute_a_micro_step_with_one_version() {
     let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].waiting_for());
     check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
     assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].waiting_for()), before);
-    // A client that says nothing is compared with nobody, and a process that joins agrees anew.
+    // A client that names no version is compared with no rank. A process that joins agrees anew.
     assert_eq!(of(&cluster, 1, 0, 0), Ok(Stored::New(None)));
     cluster.join(1);
     check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
@@ -161,7 +161,8 @@ fn ranks_compute_a_micro_step_with_one_version() {
     assert_eq!(of(&cluster, 0, 0, 1), Ok(Stored::New(None)));
 }
 
-/// The fields are right and some bytes are missing: the chunk's ticket is given back, and its loss scale with it.
+/// The fields are right and some bytes are missing. The server takes back the chunk's ticket, and its loss
+/// scale.
 #[test]
 fn a_payload_shorter_than_its_chunk_is_refused_and_leaves_no_trace() {
     let midway = Midway::new();

@@ -1,4 +1,4 @@
-//! Initial weights and state that must not be taken.
+//! Initial weights and state that a server must not take.
 
 use std::thread;
 
@@ -13,7 +13,7 @@ use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
 
 type Case = (u64, u32, u32, usize, Expected);
 
-/// The incarnation, the shard, the chunk and the payload's length.
+/// Incarnation, shard, chunk, and the payload's length.
 const CASES: &[Case] = &[
     (0, 0, 1, 1 << 18, (Fenced, "incarnation", &["incarnation is 0", "only rank 0"])),
     (1, 1, 0, 1 << 20, (NotFound, "shard", &["shard is 1", "of 3 in the job"])),
@@ -58,7 +58,7 @@ fn bad_uploads_are_refused_and_change_nothing() {
     check(&fault, (Precondition, "job.phase", &["training at version 0", "before the first step"]));
 }
 
-/// The rule, the array, `applied`, the first element.
+/// Rule, array, `applied`, and the first element.
 type StateCase = (Rule, StateArray, Option<u64>, f32, Expected);
 
 const STATE_CASES: &[StateCase] = &[
@@ -125,13 +125,14 @@ fn one_job_is_not_filled_from_two_states() {
     let fault =
         cluster.jobs[0].upload(Incarnation(1), ShardId(0), ChunkId(0), crc32(part), part).unwrap_err();
     check(&fault, (Conflict, "applied", &["absent (weights alone)", "be 7"]));
-    // A shard lacks its moments still.
+    // A shard still lacks its moments.
     assert_eq!(cluster.jobs[0].progress().missing, vec![ShardId(0), ShardId(2)]);
     cluster.upload_state(&[initial.clone(), initial.clone(), vec![0.0; initial.len()]], 7);
     assert_eq!(cluster.jobs[0].progress().applied, 7);
 }
 
-/// Late copies of chunks meet the end of loading: they are acknowledged or refused, and never reach weights in training.
+/// Late copies of chunks meet the end of loading. Servers acknowledge or refuse them, and training weights
+/// never change.
 #[test]
 fn uploads_of_several_threads_load_once() {
     let mut spec = small();
@@ -169,7 +170,7 @@ fn upload_all(job: &longshore_engine::job::Job, bytes: &[u8]) {
     }
 }
 
-/// The list of parameters that fewer updates made. The job has two parameters.
+/// The list of parameters with fewer updates. The job has two parameters.
 #[test]
 fn bad_counts_of_updates_are_refused_and_change_nothing() {
     let (spec, steps) = (small(), |param, steps| LeftOut { param, steps, now: false });

@@ -10,7 +10,7 @@ use super::{
     references, reopen, run_steps, small, started,
 };
 
-/// The number of events at which each version was durable, from version 0.
+/// Number of disk events at which each version became durable, from version 0.
 struct Recorded {
     dirs: Dirs,
     events: Vec<Event>,
@@ -67,7 +67,7 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
                     "{failure:?} at {count}: version {version}, and {promised} was durable"
                 );
                 newer += u64::from(version > promised);
-                // Another failure right after the recovery changes nothing, and training goes on from there.
+                // Another power failure right after the recovery changes nothing, and training continues.
                 if failure as usize == Failure::Torn as usize && version < STEPS {
                     cluster.join(0);
                     run_steps(&mut cluster, version + 1..=version + 1);
@@ -75,12 +75,12 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
                 }
             }
         }
-        // A record may have reached the disk just before its flush, and such runs must have been among them.
+        // A record may reach the disk just before its flush. Some of these runs must have shown it.
         assert!(newer > 0);
     }
 }
 
-/// Recovery itself writes: it writes the record again, with a new epoch.
+/// Recovery writes the record again, with a new epoch.
 #[test]
 fn a_crash_during_recovery_loses_nothing() {
     let spec = small(1);
@@ -127,7 +127,7 @@ fn a_server_ahead_of_its_peers_steps_back() {
         let at_most = Some(longshore_proto::Version(STEPS - 1));
         let storage = Storage { disks: Some(disks), at_most, ..recorded.dirs.storage.clone() };
         assert_eq!(check(&reopen(&spec, &storage).unwrap(), &references), STEPS - 1);
-        // The version that was given up is gone for good, also when nobody says so again.
+        // An abandoned version stays gone, also when a later recovery does not ask for it.
         let storage = Storage { at_most: None, ..storage };
         let mut cluster = reopen(&spec, &storage).unwrap();
         assert_eq!(check(&cluster, &references), STEPS - 1);

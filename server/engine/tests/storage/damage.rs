@@ -1,4 +1,4 @@
-//! Bit rot: every kind of byte is flipped, one at a time, and found before it is used.
+//! Bit rot: tests flip one bit in each kind of byte. The store must find it before the byte is used.
 
 use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
 
@@ -34,7 +34,7 @@ fn a_flipped_bit_in_a_slot_is_named_and_the_version_before_is_served() {
     drop(cluster);
     let references = references(&spec, 4);
     let image = disks.image();
-    // There are three shards of one block each, five tables of one sector each, and two slots; three updates ended in
+    // Three shards of one block each, five tables of one sector each, and two slots. Three updates ended in
     // slot 1.
     let shard = 12 * BLOCK as u64;
     let slots = TABLES + 5 * 4096;
@@ -78,11 +78,11 @@ fn a_flipped_bit_in_a_record_or_a_table_is_found() {
     };
     let mut noise = Noise(9);
     for _ in 0..40 {
-        // One copy of either record is damaged, and the other one is taken.
+        // One copy of either record is damaged: recovery takes the other copy.
         let at = noise.below(4) as u64 * RECORDS + noise.below(600) as u64;
         let flipped = flip(&image, at, noise.below(8) as u32).unwrap();
         assert_eq!(check(&reopen(flipped).unwrap(), &references), 3, "byte {at}");
-        // Both copies of the newest record are damaged, and the version before is taken, which is whole.
+        // Both copies of the newest record are damaged: recovery takes the version before, which is whole.
         let both = flip(&image, 2 * RECORDS + noise.below(600) as u64, 1).unwrap();
         let both = flip(&both, 3 * RECORDS + noise.below(600) as u64, 1).unwrap();
         assert_eq!(check(&reopen(both).unwrap(), &references), 2);
@@ -100,7 +100,7 @@ fn a_flipped_bit_in_a_record_or_a_table_is_found() {
             }
         }
     }
-    // The version's tables are one of two state tables and two of three image tables.
+    // A version's tables: one of two state tables, and two of three image tables.
     assert_eq!(found, 3);
 }
 
@@ -129,11 +129,10 @@ fn every_flipped_byte_of_a_header_is_found() {
 #[test]
 fn inspection_reads_everything_and_says_what_can_be_recovered() {
     let block = BLOCK as u64;
-    // The bytes of a one-block shard's slot, and of what comes before its second moments.
+    // Bytes of a one-block shard's slot, and of its part before the second moments.
     let fp32 = (Formats::default(), 12 * block, 8 * block);
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 5 };
-    // An element takes 2 bytes and twice one byte, and there are twice 256 scales: half a sector more than whole
-    // ones.
+    // An element takes 2 bytes and twice 1 byte. Twice 256 scales add half a sector to whole sectors.
     let low = (low, 4 * block + 4096, 3 * block + 1024);
     for (max_delay, (formats, slot_bytes, second)) in [(0, fp32), (1, fp32), (0, low), (1, low)] {
         let spec = JobSpec { formats, ..small(max_delay) };
@@ -151,7 +150,7 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
             assert_eq!(versions, [2, 3]);
             assert!(report.versions.iter().all(|version| version.damaged.is_empty() && version.blocks > 0));
         }
-        // This is the second shard's first block, in the slot of version 3.
+        // The second shard's first block, in the slot of version 3.
         let folder = dirs.folder(1);
         let slot = u64::from(inspect(&folder).unwrap().versions[1].state_slot);
         for inside in [99, second, slot_bytes.min(second + block) - 1] {
@@ -166,7 +165,7 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
     }
 }
 
-/// DRAM holds two images of three shards, so that the first shard's is read from the drive.
+/// DRAM holds two images of three shards, so the first shard's image is read from the drive.
 #[test]
 fn a_flipped_bit_in_an_image_is_found_when_it_is_pulled() {
     let spec = small(0);
@@ -174,7 +173,7 @@ fn a_flipped_bit_in_an_image_is_found_when_it_is_pulled() {
     dirs.storage.spill = Spill::Images;
     let mut cluster = started(&spec, &dirs.storage);
     run_steps(&mut cluster, 1..=3);
-    // Nobody has pulled it yet. What was read is served again without the drive.
+    // No pull has read this image yet. Data once read is served again without the drive.
     let (shard, image) = (12 * BLOCK as u64, 2 * BLOCK as u64);
     let images = TABLES + 5 * 4096 + 2 * 3 * shard;
     for slot in 0..3 {
@@ -203,12 +202,12 @@ fn images_on_the_drives_need_not_fit_in_memory() {
     let need = |spill| Need::of(&spec, &layout, &owned, &storage(spill));
     let (state, images) = (need(Spill::State), need(Spill::Images));
     let image = 2 * BLOCK as u64;
-    // DRAM holds two images of each of three shards, or of one.
+    // DRAM holds two images of each of three shards, or of one shard.
     assert_eq!((state.images, images.images), (6 * image, 2 * image + 16));
     assert_eq!(images.disk - state.disk, 3 * 3 * image);
 }
 
-/// A store must be opened with the settings that it was made with.
+/// A store opens only with the settings that made it.
 #[test]
 fn a_store_is_not_opened_with_images_elsewhere() {
     let spec = small(0);

@@ -1,5 +1,5 @@
-//! A simulated disk: it remembers every write and flush, so that a power failure can be tried at each of them, and it
-//! fails on demand.
+//! A simulated disk. It records every write and flush, so that tests can fail the power at each of them. It
+//! also fails on demand.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use longshore_engine::{
 
 use crate::common::Noise;
 
-/// The most that a device writes whole even as its power fails.
+/// The largest unit that a device writes whole during a power failure.
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug)]
@@ -25,14 +25,14 @@ pub(crate) enum Event {
     Flush { path: PathBuf },
 }
 
-/// What is on a disk, sparse, by offset of 4 KiB.
+/// A disk's bytes, sparse, by offset in steps of 4 KiB.
 pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Vec<u8>>>;
 
 #[derive(Default)]
 struct DiskState {
     events: Vec<Event>,
     image: Image,
-    /// Refuse this write (counted from 1) with an error.
+    /// The write to fail (counted from 1), and its error.
     fail_write: Option<(usize, io::ErrorKind)>,
     fail_flush: Option<usize>,
     writes: usize,
@@ -87,7 +87,7 @@ impl Disks {
         self.state.lock().unwrap().image.clone()
     }
 
-    /// Where a page lies in the file whose path ends in `file`.
+    /// Returns a page's offset in the file whose path ends in `file`.
     pub(crate) fn find(&self, file: &str, page: &[u8]) -> Option<u64> {
         let state = self.state.lock().unwrap();
         let (_, pages) = state.image.iter().find(|(path, _)| path.ends_with(file))?;
@@ -176,20 +176,21 @@ impl Disk for Simulated {
     }
 }
 
-/// What happens to writes that were not flushed when the power failed.
+/// The fate of unflushed writes when the power fails.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Failure {
     Lost,
-    /// Some of them are there and some are not, in any order.
+    /// Some writes are there and others are not, in any order.
     Some,
-    /// Any sectors of each of them are there.
+    /// Any sectors of each write are there.
     Torn,
-    /// They are torn, and the sectors that were being written hold neither the old bytes nor the new ones.
+    /// Writes are torn, and sectors in flight hold neither the old bytes nor the new ones.
     Garbled,
     Kept,
 }
 
-/// The disks after a power failure behind the first `count` events. `before` is what they held before the events.
+/// Returns the disks after a power failure behind the first `count` events. `before` is their content before
+/// the events.
 pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
     let mut noise = Noise(seed);
     let mut image = before.clone();
@@ -205,7 +206,7 @@ pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Fai
             pending.push((path, *offset, bytes));
         }
     }
-    // They are reordered, since writes in flight together have no order among them.
+    // Writes in flight together have no order, so they are shuffled.
     for index in (1..pending.len()).rev() {
         pending.swap(index, noise.below(index + 1));
     }

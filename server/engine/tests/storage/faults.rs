@@ -1,4 +1,4 @@
-//! Disks that fail, fill up, vanish or belong to somebody else.
+//! Disks that fail, fill up, vanish, or belong to another job.
 
 use std::{fs, io::ErrorKind, sync::Arc};
 
@@ -20,7 +20,7 @@ fn refused(storage: &Storage, kind: FaultKind, words: &[&str]) -> Fault {
     fault
 }
 
-/// Fails the store in step 2 or 3 and returns what the job says from then on.
+/// Fails the store in step 2 or 3. Returns the job's fault from then on.
 fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
     let spec = small(1);
     let mut cluster = started(&spec, &dirs.storage);
@@ -30,7 +30,7 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
     cluster.push(3, &flats);
     cluster.commit(&commit).unwrap();
     let first = cluster.settle().unwrap_err();
-    // Whatever is asked of it, and however often, it never says that it succeeded.
+    // No request ever succeeds afterwards, however often it is repeated.
     for _ in 0..2 {
         let job = &cluster.jobs[0];
         let shard = longshore_proto::ShardId(0);
@@ -57,8 +57,8 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
         let kind = if (5..10).contains(&case) { FaultKind::Exhausted } else { FaultKind::Internal };
         assert_eq!(fault.kind, kind, "case {case}: {fault}");
         assert!(fault.value.contains("server-0-of-1/data"), "{fault}");
-        // A new process goes on from what was durable. A record that was written already may count, since only its
-        // flush failed.
+        // A new process continues from the durable version. A record already written may count, since only
+        // its flush failed.
         let cluster = open(&spec, &dirs.storage).unwrap();
         let version = check(&cluster, &references(&spec, 3));
         assert!(version == 2 || (version == 3 && case >= 12), "case {case}: version {version}");
@@ -68,7 +68,7 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
 #[test]
 fn space_is_reserved_before_anything_is_kept() {
     let mut dirs = Dirs::new(2);
-    // tmpfs refuses more than it may ever hold. Only the spec's bytes count, and nothing is touched.
+    // A tmpfs refuses more than its size. Only the spec's bytes count, and no file is touched.
     let shm = tempfile::tempdir_in("/dev/shm").unwrap();
     dirs.storage.dirs[1] = shm.path().to_path_buf();
     let mut spec = small(0);
@@ -110,14 +110,14 @@ fn wrong_directories_are_named_and_left_as_they_are() {
         (1, spec.clone(), ServerId(0))
     );
 
-    // This is another job under the same name.
+    // Another job under the same name.
     let mut other = spec.clone();
     other.params[0].shape = vec![6];
     let fault = open(&other, &dirs.storage).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Conflict);
     assert!(fault.to_string().contains("spec.params[0]"), "{fault}");
 
-    // There is a directory fewer, one too many, one that is not mounted, and one that was swapped for an empty disk.
+    // The cases: a directory too few, one too many, one not mounted, one swapped for an empty disk.
     let one = Storage { dirs: dirs.storage.dirs[..1].to_vec(), ..dirs.storage.clone() };
     refused(&one, FaultKind::Conflict, &["of another", "directories"].map(|_| "directories"));
     let gone = dirs.storage.dirs[1].join("missing");
@@ -131,7 +131,7 @@ fn wrong_directories_are_named_and_left_as_they_are() {
     let read_only = Storage { dirs: vec!["/sys".into()], ..dirs.storage.clone() };
     refused(&read_only, FaultKind::Precondition, &["/sys", "right to read and write"]);
 
-    // After all that the job is as it was, also with the directories named in another order.
+    // After all that the job is unchanged, also with the directories named in another order.
     dirs.storage.dirs.reverse();
     let cluster = open(&spec, &dirs.storage).unwrap();
     assert_eq!(check(&cluster, &references(&spec, 3)), 3);
@@ -139,7 +139,7 @@ fn wrong_directories_are_named_and_left_as_they_are() {
     assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
 }
 
-/// A commit that came before the last version is durable would let a crash take back a decided step.
+/// A commit before the last version is durable would let a crash take back a decided step.
 #[test]
 fn nothing_is_decided_before_the_last_version_is_durable() {
     let spec = small(0);

@@ -1,5 +1,5 @@
-//! Who has joined outlives the server: a process that was replaced stays replaced after a restart and a step back,
-//! whatever a crash does to the writes.
+//! Joins outlive the server: a replaced process stays fenced after a restart and a step back, whatever a
+//! crash does to the writes.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use super::{
     open, references, run_steps, small, started, step_of,
 };
 
-/// The rank's (incarnation, version at which it joined).
+/// Returns the rank's incarnation, and the version at which it joined.
 fn joined(cluster: &Cluster) -> (u64, u64) {
     let rank = &cluster.jobs[0].ranks()[0];
     (rank.incarnation.map_or(0, |incarnation| incarnation.0), rank.joined_at.0)
 }
 
-/// Checks what a process that was replaced is told.
+/// Checks the refusals that a replaced process gets.
 fn is_fenced(cluster: &Cluster, old: u64) {
     let job = &cluster.jobs[0];
     let next = job.progress().version.0 + 1;
@@ -44,11 +44,12 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         let mut cluster = open(&spec, &dirs.storage).unwrap();
         assert_eq!(joined(&cluster), (2, 2), "{tier:?}");
         is_fenced(&cluster, 1);
-        // Its successor takes part as before, and may say again that it joins.
+        // Its successor takes part as before, and may repeat its join.
         run_steps(&mut cluster, 4..=4);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2)), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
-        // A third process that has only fenced ends for good what the second may do, and still has to join.
+        // A third process that has only fenced ends the second process's rights for good. It still has to
+        // join.
         cluster.jobs[0].fence(Rank(0), Incarnation(3)).unwrap();
         cluster.jobs[0].keep_joined().unwrap();
         drop(cluster);
@@ -106,7 +107,7 @@ fn a_damaged_table_of_ranks_is_read_from_its_copy_or_named() {
     cluster.join(0);
     run_steps(&mut cluster, 1..=1);
     drop(cluster);
-    // There are two tables of two copies, a sector each, and the second table lies before the first.
+    // Two tables of two copies, a sector each. The second table lies before the first.
     let flip = |copy: u64| disks.flip("ranks", copy * 4096 + 70, 3);
     flip(0);
     assert_eq!(joined(&open(&spec, &dirs.storage).unwrap()), (2, 0));

@@ -1,5 +1,5 @@
-//! Promise 3 on disk: whatever happens to a server or its disks, it goes on from a version that was decided, or says
-//! which file is wrong and why, and changes nothing.
+//! Promise 3 on disk: after any fault of a server or its disks, the job continues from a decided version.
+//! Otherwise the server names the wrong file and the reason, and changes nothing.
 
 mod crashes;
 mod damage;
@@ -36,7 +36,7 @@ fn small(max_delay: u32) -> JobSpec {
     spec
 }
 
-/// State directories that go with the test.
+/// State directories that drop removes.
 struct Dirs {
     _roots: Vec<tempfile::TempDir>,
     storage: Storage,
@@ -62,8 +62,7 @@ fn open(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     Cluster::try_open(spec, 1, &host(), storage)
 }
 
-/// Opens a job that this process held a moment ago. The thread of a snapshot may still hold its folder for that
-/// moment.
+/// Opens a job that this process just closed. The thread of a snapshot may hold its folder a moment longer.
 fn reopen(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     let until = Instant::now() + Duration::from_secs(10);
     loop {
@@ -96,7 +95,7 @@ fn step_of(spec: &JobSpec, step: u64) -> (Vec<Vec<u8>>, longshore_proto::Commit)
     (vec![gradient(spec, 100 + step, 1.0)], commit)
 }
 
-/// References after 0, 1, ... steps.
+/// Returns references after 0, 1, ... steps.
 fn references(spec: &JobSpec, steps: u64) -> Vec<Reference> {
     let mut all = vec![Reference::new(spec, &weights(spec, 1))];
     for step in 1..=steps {
@@ -116,7 +115,7 @@ fn run_steps(cluster: &mut Cluster, steps: std::ops::RangeInclusive<u64>) {
     cluster.settle().unwrap();
 }
 
-/// Compares the recovered version's state, images and commit, and returns the version.
+/// Compares the recovered version's state, images and commit. Returns the version.
 fn check(cluster: &Cluster, references: &[Reference]) -> u64 {
     let progress = cluster.jobs[0].progress();
     let version = progress.version.0;

@@ -1,4 +1,4 @@
-//! Pauses and their ends on tiers that outlive the server: once told, they hold through every crash.
+//! Pauses and resumes on tiers that outlive the server: once acknowledged, they hold through every crash.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::{
 
 const REASON: &str = "step 2 overflowed at the smallest loss scale";
 
-/// A job at version 2, paused with its decision.
+/// A job at version 2, paused by its decision.
 fn paused(spec: &JobSpec, storage: &Storage) -> Cluster {
     let mut cluster = started(spec, storage);
     for step in 1..=2 {
@@ -30,7 +30,7 @@ fn paused_for(reason: &str) -> Phase {
     Phase::Paused { reason: reason.into() }
 }
 
-/// What the job says of itself: phase, and the last commit's loss scale and reason.
+/// Returns the job's phase, and the last commit's loss scale and reason.
 fn found(cluster: &Cluster) -> (Phase, f64, String) {
     let progress = cluster.jobs[0].progress();
     let commit = progress.last_commit.expect("a decided version");
@@ -65,7 +65,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
                 assert!(count > before || found == still, "{failure:?}: nobody has resumed it");
                 assert!(count < events.len() || found == over, "{failure:?}: the resume was answered");
                 assert_eq!(cluster.hash(), expected);
-                // The same resume again changes nothing, or brings it about.
+                // A repeated resume changes nothing, or takes effect if the first one was lost.
                 assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true));
                 assert_eq!(self::found(&cluster), over);
             }
@@ -108,7 +108,7 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
             cluster = killed(cluster);
             assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
         }
-        // The next step must come with the scale that an operator chose.
+        // The next step must come with the loss scale that an operator chose.
         cluster.join(0);
         let (flats, _) = step_of(&spec, 3);
         let (mut chunk, payload) = cluster.chunks(3, 0, 0, &flats[0])[0];

@@ -1,5 +1,5 @@
-//! Pulls of images that lie on drives, and what is read ahead of them: in whatever order they come, they get the bits of the
-//! version that they ask for, or are told that it is gone.
+//! Pulls of images on drives, and prefetches ahead of them. In any order, a pull gets the bits of its
+//! version, or a fault that the version is gone.
 
 use std::{
     sync::{
@@ -29,7 +29,7 @@ use super::{
     references, run_steps, small, started,
 };
 
-/// Three shards, the largest of ten blocks. A chunk has eight.
+/// Three shards, the largest of ten blocks. A chunk has eight blocks.
 fn wide(max_delay: u32) -> JobSpec {
     let mut spec = small(max_delay);
     (spec.params[0].shape, spec.params[1].shape) = (vec![12 * BLOCK as u64], vec![13 * BLOCK as u64 + 9]);
@@ -43,7 +43,7 @@ fn spilled() -> Dirs {
     dirs
 }
 
-/// Any elements of any shard, at most a chunk of them.
+/// Returns a slice of any shard, at most a chunk long.
 fn some_slice(job: &Job, noise: &mut Noise) -> Slice {
     let shard = noise.pick(job.owned());
     let length = job.layout().shard_len(shard);
@@ -52,13 +52,13 @@ fn some_slice(job: &Job, noise: &mut Noise) -> Slice {
     Slice { shard, offset, elements: 1 + noise.below(most as usize) as u64 }
 }
 
-/// A slice of a whole image.
+/// Returns a slice's part of a whole image.
 fn part_of<'a>(job: &Job, image: &'a [u8], slice: &Slice) -> &'a [u8] {
     let start = job.layout().shard_range(slice.shard).start + slice.offset;
     &image[start as usize * 2..][..slice.elements as usize * 2]
 }
 
-/// The chunks of all shards, in forward order.
+/// Returns the chunks of all shards, in forward order.
 fn chunks(job: &Job) -> Vec<Slice> {
     let most = CHUNK_BYTES as u64 / 2;
     let of_shard = |&shard: &ShardId| {
@@ -77,7 +77,7 @@ fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
             bytes
         }),
         Err(fault) => {
-            // It is gone, or was not decided yet.
+            // The version is gone, or not decided yet.
             assert!(matches!(fault.kind, FaultKind::NotFound | FaultKind::Precondition), "{fault}");
             assert_eq!(fault.field, "version", "{fault}");
             None
@@ -85,8 +85,8 @@ fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
     }
 }
 
-/// Three readers of any slices of the versions around the newest, each of which says that it will ask for slices that it
-/// never asks for, while steps go on.
+/// Three readers pull any slices of versions around the newest while steps run. They also announce slices
+/// that they never pull.
 #[test]
 fn pulls_beside_steps_have_the_bits_of_their_version() {
     const STEPS: u64 = 7;
@@ -143,7 +143,7 @@ fn pulls_beside_steps_have_the_bits_of_their_version() {
     }
 }
 
-/// What was read ahead stays right or is not served, when its slot has been given to a newer version.
+/// Prefetched data stays right or is not served after its slot has a newer version.
 #[test]
 fn what_was_read_ahead_is_never_served_for_a_newer_version() {
     const STEPS: u64 = 9;
@@ -157,7 +157,7 @@ fn what_was_read_ahead_is_never_served_for_a_newer_version() {
             for version in [step, step - 1] {
                 job.read_ahead(&slice, Version(version));
             }
-            // There is no such version yet, and nothing of it is read.
+            // This version does not exist yet, and nothing of it is read.
             job.read_ahead(&slice, Version(step + 1));
         }
         for version in 0..=step {
@@ -178,7 +178,7 @@ fn what_was_read_ahead_is_never_served_for_a_newer_version() {
     }
 }
 
-/// A version's image lies where that of three versions before it was, and what was read of that is still in the read window.
+/// A version's image reuses the slot of three versions before, of which the read window still has parts.
 #[test]
 fn a_slot_is_read_again_for_its_next_version() {
     const STEPS: u64 = 9;
@@ -187,7 +187,7 @@ fn a_slot_is_read_again_for_its_next_version() {
         let references = references(&spec, STEPS);
         let mut cluster = started(&spec, &dirs.storage);
         let job = Arc::clone(&cluster.jobs[0]);
-        // The image window has two images, and the first shard's is on the drive alone.
+        // The image window has two images. The first shard's image is on the drive alone.
         let slice = chunks(&job)[0];
         for step in 1..=STEPS {
             run_steps(&mut cluster, step..=step);
@@ -229,7 +229,7 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
         let mut cluster = started(&spec, &dirs.storage);
         run_steps(&mut cluster, 1..=1);
         let job = &cluster.jobs[0];
-        // The window has two images, and the first shard's is on the drive alone.
+        // The image window has two images. The first shard's image is on the drive alone.
         let slice = chunks(job)[0];
         let image = part_of(job, &references(&spec, 1)[1].image, &slice).to_vec();
         let at = disks.find("data", &image[..4096]).expect("the image's first page");
@@ -243,7 +243,7 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
     }
 }
 
-/// The read window is what pulls may read, and at most twelve chunks.
+/// The read window covers the possible pulls, and at most twelve chunks.
 #[test]
 fn memory_for_pulls_does_not_grow_with_the_model() {
     let buffers = |chunks: u64| {
@@ -256,7 +256,7 @@ fn memory_for_pulls_does_not_grow_with_the_model() {
             let owned = placement(&spec, 1).owned(ServerId(0));
             Need::of(&spec, &spec.validate().unwrap(), &owned, &storage).buffers
         };
-        // With its image, a shard's buffer is longer.
+        // A shard's buffer includes its image.
         let images = 6.min(chunks) * BLOCK as u64 * 2;
         need(Spill::Images) - need(Spill::State) - images
     };

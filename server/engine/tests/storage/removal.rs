@@ -1,4 +1,4 @@
-//! A job that is created or deleted is there whole or gone, whatever interrupts it; and nothing unreadable is
+//! A created or deleted job is there whole or gone, after any interruption. Unreadable files are never
 //! destroyed by accident.
 
 use std::{
@@ -15,14 +15,14 @@ use longshore_proto::{FaultKind, JobName, JobSpec, TierKind};
 use super::{Dirs, common::Noise, open, small, started};
 
 const CHILD: &str = "LONGSHORE_TEST_DELETED_IN";
-/// How often each tier is killed.
+/// Number of kills for each tier.
 const KILLS: u64 = 12;
 
 fn job(tier: TierKind) -> JobSpec {
     JobSpec { tier, ..small(0) }
 }
 
-/// Two state directories, or one of a tmpfs.
+/// Returns storage in two state directories, or in one on a tmpfs.
 fn storage(root: &Path, tier: TierKind) -> Storage {
     let dirs = [root.join("a"), root.join("b")];
     dirs.iter().for_each(|dir| fs::create_dir_all(dir).unwrap());
@@ -39,7 +39,7 @@ fn directories(storage: &Storage) -> Vec<PathBuf> {
     storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }
 
-/// It creates a job and deletes it, again and again.
+/// The child creates a job and deletes it, again and again.
 #[test]
 #[ignore = "the process that another test starts and kills"]
 fn child() {
@@ -87,7 +87,7 @@ fn a_job_whose_creation_or_deletion_is_killed_is_there_whole_or_gone() {
     }
 }
 
-/// Whoever made the job's folder died before it put anything in.
+/// The process that made the job's folder died before it wrote a file there.
 #[test]
 fn an_empty_folder_of_a_job_is_removed() {
     let root = tempfile::tempdir().unwrap();
@@ -99,7 +99,7 @@ fn an_empty_folder_of_a_job_is_removed() {
     assert!(!empty.exists());
 }
 
-/// Starts this test binary again as the child, and ends it the hard way.
+/// Starts this test binary as the child, and kills it with SIGKILL.
 fn run_and_kill(root: &Path, after: Duration) {
     let ready = root.join("ready");
     let _ = fs::remove_file(&ready);
@@ -124,7 +124,7 @@ fn find(dir: &Path, what: &str) -> PathBuf {
     found.into_iter().find(|path| path.file_name().unwrap().to_string_lossy().contains(what)).unwrap()
 }
 
-/// A process may be killed between two directories: one folder is marked, and the other is as it was.
+/// A process may die between two directories: one folder is marked as deleted, and the other is unchanged.
 #[test]
 fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     let spec = small(0);
@@ -132,7 +132,7 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     for (marked, other) in [(0, 1), (1, 0)] {
         drop(started(&spec, &dirs.storage));
         let home = dirs.folder(marked);
-        // A deletion gives a folder this name.
+        // A deletion renames the folder to this.
         let aside = dirs.storage.dirs[marked].join("aside");
         let header = fs::read_to_string(home.join("header.json")).unwrap();
         let store: u64 =
@@ -144,14 +144,14 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
         finish_interrupted(&dirs.storage.dirs);
         assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
     }
-    // Another store's mark does nothing to this one.
+    // Another store's mark does not affect this one.
     drop(started(&spec, &dirs.storage));
     fs::create_dir(dirs.folder(0).with_file_name("~deleted-0000000000000007-server-0-of-1")).unwrap();
     finish_interrupted(&dirs.storage.dirs);
     assert_eq!(open(&spec, &dirs.storage).unwrap().jobs[0].ranks()[0].incarnation.map(|now| now.0), Some(1));
 }
 
-/// A process may be killed between two directories of a store that it made: both are complete, and one is not in its
+/// A process may die between two directories of a new store: both folders are complete, and one is not in its
 /// place.
 #[test]
 fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
@@ -162,7 +162,7 @@ fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
     fs::rename(dirs.folder(1), &new).unwrap();
     drop(open(&spec, &dirs.storage).unwrap());
     assert!(dirs.folder(1).exists() && !new.exists());
-    // A store of which no folder is in its place never was.
+    // A store without any folder in its place never existed.
     for directory in 0..2 {
         let new = dirs.folder(directory).with_file_name("~new-server-0-of-1");
         fs::rename(dirs.folder(directory), new).unwrap();
@@ -190,7 +190,7 @@ fn files_without_a_header_are_not_written_over() {
         }
         let found = stored_jobs(std::slice::from_ref(&dir));
         assert_eq!((found.jobs.len(), found.unreadable.len()), (0, 1), "the server must know of it");
-        // Put back, the header makes the folder the job that it was; given up, the job is gone.
+        // With its header put back, the folder is the same job again; given up, the job is gone.
         fs::write(&header, &bytes).unwrap();
         assert!(open(&spec, &storage).is_ok());
         fs::remove_file(&header).unwrap();
@@ -199,7 +199,7 @@ fn files_without_a_header_are_not_written_over() {
     }
 }
 
-/// Files that are deleted, moved or replaced while the job runs are noticed before the next version counts.
+/// The store notices deleted, moved or replaced files of a running job before the next version counts.
 #[test]
 fn a_job_whose_files_go_away_fails() {
     let shm = tempfile::tempdir_in("/dev/shm").unwrap();

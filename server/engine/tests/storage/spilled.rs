@@ -1,4 +1,4 @@
-//! Gradients on the drives: memory does not grow with the model, and no bit is used that is not the one that came.
+//! Gradients on the drives: memory does not grow with the model, and every bit used is the one that was sent.
 
 use std::{io::ErrorKind, sync::Arc};
 
@@ -31,7 +31,7 @@ fn memory_for_gradients_does_not_grow_with_the_model() {
     let block = BLOCK as u64;
     let grown = |extra: u64, spill| {
         let mut spec = spec.clone();
-        // There is one block in a shard, and the largest shard still has two.
+        // One block a shard, and the largest shard still has two.
         spec.params[0].shape = vec![extra * block];
         let need = need(&spec, spill);
         (need.contributions + need.accumulators, need.disk)
@@ -39,7 +39,7 @@ fn memory_for_gradients_does_not_grow_with_the_model() {
     let (few, many) = (grown(2, Spill::All), grown(402, Spill::All));
     assert_eq!(few.0, many.0);
     let images = (grown(2, Spill::Images), grown(402, Spill::Images));
-    // There are two slots of four 2-byte contributions and a 4-byte sum, in memory or on the drives.
+    // Two slots of four 2-byte contributions and a 4-byte sum, in memory or on the drives.
     let gradients = 400 * block * 2 * (4 * 2 + 4);
     assert_eq!(images.1.0 - images.0.0, gradients);
     assert_eq!((many.1 - few.1) - (images.1.1 - images.0.1), gradients);
@@ -58,7 +58,7 @@ fn gradients_go_to_the_drives() {
     assert_eq!(written(Spill::All) - written(Spill::Images), bytes);
 }
 
-/// `longshore plan` says this of a step.
+/// `longshore plan` prints this figure for a step.
 #[test]
 fn a_step_writes_what_was_computed_before() {
     for (spill, max_delay, micro_steps, resident) in [
@@ -124,7 +124,7 @@ fn a_flipped_bit_in_a_gradient_is_found_before_it_is_used() {
         let (flats, commit) = step_of(&spec, 1);
         let flats = vec![flats[0].clone(); micro_steps as usize];
         cluster.push(1, &flats);
-        // It is the last shard's contribution, or the sum behind it.
+        // The last shard's contribution, or the sum behind it.
         let slot = BLOCK as u64 * if micro_steps > 1 { 6 } else { 2 };
         let last = cluster.layout.shards() as u64 - 1;
         let at = last * slot + if micro_steps > 1 { 2 * BLOCK as u64 } else { 0 } + 4099;
@@ -141,7 +141,7 @@ fn a_flipped_bit_in_a_gradient_is_found_before_it_is_used() {
     }
 }
 
-/// The buffer of a chunk that never came whole is free for others.
+/// An incomplete chunk frees its buffer for others.
 #[test]
 fn chunks_that_do_not_come_whole_leave_their_buffers() {
     let spec = small(0);

@@ -1,4 +1,4 @@
-//! What the next process finds: versions, who had joined, pauses, and steps that were cut off.
+//! The state that the next process finds: versions, joins, pauses, and interrupted steps.
 
 use longshore_engine::{
     record::{Joined, Standing},
@@ -15,7 +15,7 @@ fn survives(case: &TierCase) -> bool {
     case.keeps != Keeps::Nothing
 }
 
-/// The record that a process goes on from.
+/// Returns the record from which a process continues.
 fn record_of(recovered: &Recovered) -> &longshore_engine::record::Record {
     match recovered {
         Recovered::Nothing => panic!("nothing was kept"),
@@ -96,7 +96,7 @@ fn the_version_before_can_be_taken_up_again_where_it_is_kept() {
         assert_eq!(*record_of(&recovered), case.record(2));
         check_all(case, &store, 2);
         drop(store);
-        // The newer version was given up when the older one was adopted.
+        // Adopting the older version gave up the newer one.
         let (store, recovered) = case.recover(None);
         assert_eq!(*record_of(&recovered), case.record(2));
         case.step(&store, 3);
@@ -146,7 +146,7 @@ fn a_pause_and_its_end_stay_known() {
         drop(store);
         let (store, recovered) = case.recover(None);
         assert_eq!(*record_of(&recovered), record);
-        // The next version starts without a word on pausing.
+        // The next version has no standing.
         case.step(&store, 2);
         drop(store);
         assert_eq!(*record_of(&case.recover(None).1), case.record(2));
@@ -166,7 +166,7 @@ fn sums_that_were_formed_stay_formed_where_memory_is_kept() {
             let Recovered::Interrupted(interrupted) = recovered else { panic!("memory was kept") };
             assert!(interrupted.shards[1].summed.contains(&Step(2)));
             assert!(!interrupted.shards[0].summed.contains(&Step(2)));
-            // A lone rank that joins sends the step again.
+            // The join of a lone rank: it sends the step again.
             let joined = Joined { incarnation: Incarnation(1), at: Version(1), fence_only: false };
             store.durable.as_ref().unwrap().joined(Rank(0), joined, true);
             drop(store);

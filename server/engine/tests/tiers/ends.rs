@@ -1,4 +1,4 @@
-//! How a store ends: deleted, or failed for good.
+//! The end of a store: deletion, or a permanent failure.
 
 use std::{
     fs, thread,

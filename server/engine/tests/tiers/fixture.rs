@@ -1,4 +1,4 @@
-//! One job's shards on one tier, opened again and again, and what its bytes should be.
+//! One job's shards on one tier, opened again and again, and their expected bytes.
 
 use std::{
     path::PathBuf,
@@ -16,22 +16,22 @@ use longshore_proto::{Commit, Fault, JobSpec, Layout, Placement, ServerId, Shard
 
 use crate::common::{BLOCK, cluster, commit, spec};
 
-/// Bytes of a block's image: bf16.
+/// Bytes of a block's bf16 image.
 pub(crate) const IMAGE_BLOCK: usize = 2 * BLOCK;
 
 pub(crate) const FIRST: OwnedShard = OwnedShard(0);
 
-/// What the next process finds.
+/// The state that the next process finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keeps {
     Nothing,
-    /// The newest version that was durable.
+    /// The newest durable version.
     Versions,
-    /// All memory, wherever the process was killed.
+    /// All memory, at any moment of a kill.
     Memory,
 }
 
-/// Folders that go with the test.
+/// Folders that drop removes.
 pub(crate) struct Roots(Vec<tempfile::TempDir>);
 
 impl Roots {
@@ -47,7 +47,7 @@ impl Roots {
     }
 }
 
-/// A tier to be tested.
+/// A tier under test.
 pub(crate) struct TierCase {
     pub(crate) name: &'static str,
     pub(crate) keeps: Keeps,
@@ -68,7 +68,8 @@ impl TierCase {
         storage: impl Fn(&mut Roots) -> Storage,
     ) -> TierCase {
         let mut spec = spec(&[5, 3 * BLOCK as u64 + 9], &[0, 1]);
-        // Shards of two blocks and of one; a delayed job, since its images are kept wherever any are.
+        // Shards of two blocks and of one. The job is delayed, since a delayed job keeps images wherever any
+        // job does.
         (spec.tier, spec.max_delay, spec.shard_elements) = (tier, 1, 2 * BLOCK as u64);
         let mut roots = Roots(Vec::new());
         let storage = storage(&mut roots);
@@ -103,7 +104,7 @@ impl TierCase {
         self.try_open(None).unwrap()
     }
 
-    /// A job that was loaded with [`loaded`] and stands at version 0.
+    /// Returns the store of a job that was loaded with [`loaded`], at version 0.
     pub(crate) fn started(&self) -> Store {
         let store = self.open().store;
         self.load(&store);
@@ -140,12 +141,12 @@ impl TierCase {
         Record::new(Version(version), version, commit)
     }
 
-    /// Whether anything lies in the folders that the tier was given.
+    /// Returns whether the tier's folders are empty.
     pub(crate) fn is_empty(&self) -> bool {
         self.roots.0.iter().all(|root| root.path().read_dir().unwrap().next().is_none())
     }
 
-    /// The files that the tier keeps now.
+    /// Returns the tier's files.
     pub(crate) fn files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut folders: Vec<_> = self.roots.0.iter().map(|root| root.path().to_path_buf()).collect();
@@ -158,7 +159,7 @@ impl TierCase {
         found
     }
 
-    /// Decides a step, updates all shards and waits until the version is durable.
+    /// Decides a step, updates all shards, and waits until the version is durable.
     pub(crate) fn step(&self, store: &Store, version: u64) {
         self.decide(store, &self.record(version));
         self.shards().for_each(|owned| update(store, owned, version));
@@ -181,7 +182,7 @@ impl TierCase {
         }
     }
 
-    /// Opens what an earlier process left, as a job does: reads all of it, then owns it.
+    /// Opens an earlier process's store like a job: reads all of it, then adopts it.
     pub(crate) fn recover(&self, at_most: Option<Version>) -> (Store, Recovered) {
         let Opened { store, recovered, .. } = self.try_open(at_most).unwrap();
         if let Recovered::Version(_) = recovered {
@@ -192,7 +193,7 @@ impl TierCase {
     }
 }
 
-/// The byte that was loaded at a place, after so many updates.
+/// Returns the byte loaded at a place, after `updates` updates.
 fn byte(owned: OwnedShard, array: usize, index: usize, updates: u64) -> u8 {
     ((owned.index() * 31 + array * 7 + index) as u8).wrapping_add(updates as u8)
 }
@@ -206,7 +207,7 @@ pub(crate) fn fill(owned: OwnedShard, state: StateMut<'_>) {
     }
 }
 
-/// Checks that a shard was loaded and updated so often, and reads all of it.
+/// Checks a shard's bytes after loading and `updates` updates, and reads all of it.
 pub(crate) fn check(store: &Store, owned: OwnedShard, updates: u64) {
     let mut read = false;
     store
@@ -237,12 +238,12 @@ pub(crate) fn bump(state: &mut StateMut<'_>) {
     }
 }
 
-/// The image that the update of a version makes of each block.
+/// Returns a shard's image blocks of a version.
 pub(crate) fn image(owned: OwnedShard, version: u64) -> Vec<u8> {
     vec![(owned.index() * 16) as u8 + version as u8; IMAGE_BLOCK]
 }
 
-/// The update that makes a version of one shard, with the guard asked about each block.
+/// Updates one shard to a version, and asks the guard about each block.
 pub(crate) fn update(store: &Store, owned: OwnedShard, version: u64) {
     store
         .state
@@ -262,5 +263,5 @@ fn blocks(owned: OwnedShard, version: u64, state: StateMut<'_>, guard: &dyn Guar
     }
 }
 
-/// Both ages of images, with how many versions back each lies.
+/// Both ages of images, and how many versions each lies behind.
 pub(crate) const AGES: [(ImageAge, u64); 2] = [(ImageAge::Current, 0), (ImageAge::Older, 1)];

@@ -1,6 +1,7 @@
-//! What every tier promises, asked of each through its objects alone: a list of tiers, and a list of behaviours.
+//! The promises of every tier, tested through its objects alone: a list of tiers, and a list of behaviours.
 //!
-//! A new tier is one line of [`tiers`]. A behaviour that needs an optional object runs wherever that object is given.
+//! A new tier is one line of [`tiers`]. A behaviour that needs an optional object runs wherever that object
+//! is given.
 
 mod durable;
 mod ends;
@@ -12,7 +13,7 @@ use fixture::{Keeps, TierCase};
 use longshore_engine::tier::{Spill, Storage};
 use longshore_proto::TierKind;
 
-/// Every tier, and every setting that changes what it gives.
+/// Returns every tier with every setting that changes its objects.
 fn tiers() -> Vec<TierCase> {
     vec![
         TierCase::new("memory", TierKind::Memory, Keeps::Nothing, |_| Storage::default()),
@@ -38,7 +39,7 @@ fn tiers() -> Vec<TierCase> {
     ]
 }
 
-/// Runs a behaviour on each tier, and says of which one a failure is.
+/// Runs a behaviour on each tier. A failure names its tier.
 fn each(behaviour: impl Fn(&TierCase)) {
     for case in tiers() {
         println!("tier {}", case.name);
@@ -46,7 +47,7 @@ fn each(behaviour: impl Fn(&TierCase)) {
     }
 }
 
-/// As [`each`], on the tiers that have what the behaviour is about. There must be one.
+/// Like [`each`], for the tiers that satisfy `has`. At least one must.
 fn each_that(has: impl Fn(&TierCase) -> bool, behaviour: impl Fn(&TierCase)) {
     let cases: Vec<_> = tiers().into_iter().filter(|case| has(case)).collect();
     assert!(!cases.is_empty(), "no tier has it");

@@ -1,4 +1,4 @@
-//! The core: state that is loaded, read and updated, on every tier.
+//! State on every tier: loads, reads and updates.
 
 use longshore_engine::tier::StateRef;
 use longshore_proto::Version;
@@ -23,7 +23,7 @@ fn what_is_loaded_is_read_in_any_order() {
 fn a_shard_may_be_loaded_in_several_calls() {
     each(|case| {
         let store = case.open().store;
-        // The calls of the shards alternate, so that a shard may have been written to make room for another one.
+        // The shards' calls alternate, so a shard may have been written out to make room for another.
         for part in 0..2 {
             for owned in case.shards() {
                 let load = |state: longshore_engine::tier::StateMut<'_>| {

@@ -1,4 +1,4 @@
-//! Images and gradients beside the state, where a tier stores them.
+//! Images and gradients beside the state, on tiers that store them.
 
 use std::{ops::Range, path::Path, sync::mpsc};
 
@@ -14,7 +14,7 @@ use super::{
     fixture::{AGES, IMAGE_BLOCK, TierCase, check_all, image},
 };
 
-/// A shard's whole image, as the updates of a version make it.
+/// Returns a shard's whole image of a version.
 fn whole(case: &TierCase, owned: OwnedShard, version: u64) -> Vec<u8> {
     image(owned, version).repeat(case.blocks(owned))
 }
@@ -48,7 +48,7 @@ fn images_that_were_loaded_are_kept_and_those_of_a_failed_load_are_not() {
         let store = case.open().store;
         let images = store.images.as_ref().unwrap();
         case.load(&store);
-        // A load that brought both images and failed; then one that brings the current ones alone.
+        // First a failed load that brought both images, then a load that brings the current images alone.
         for owned in case.shards() {
             for (age, behind) in AGES {
                 images.store(owned, age, &whole(case, owned, 7 - behind)).unwrap();
