@@ -32,14 +32,14 @@ macro_rules! dispatch {
     }};
 }
 
-/// Makes one optimizer step of one range, master weights and state in place, and writes the image that workers pull.
+/// Makes one optimizer step of one range, master weights and state in place, and writes the image that
+/// workers pull.
 ///
-/// The image is the new weight rounded to the image's format. Where `scalars` [look ahead](Scalars::looking_ahead) it
-/// is the new weight less what is known of the next step instead.
+/// The image is the new weight rounded to the image's format. If `scalars` [look
+/// ahead](Scalars::looking_ahead), the known part of the next step is subtracted from it first.
 ///
-/// # Panics
-/// If lengths differ, a state slot that the rule uses is not as long as the master weights or one that it does not
-/// use is not empty, or this CPU does not have `isa`.
+/// # Panics If lengths differ, or if this CPU does not have `isa`. Panics also if a state slot that the rule
+/// uses is not as long as the master weights. So it does if a slot that the rule does not use is not empty.
 pub fn update(isa: Isa, scalars: &Scalars, gradient: Gradient<'_>, state: State<'_>, image: ImageMut<'_>) {
     let count = gradient.len();
     let slots = scalars.rule().state_slots();
@@ -68,11 +68,10 @@ pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
     dispatch!(isa, accumulate(gradient, accumulator))
 }
 
-/// The statistics of a gradient as it came. They belong to the whole slice: those of two halves do not add up to its
-/// bits.
+/// Returns the statistics of a gradient as it came. Statistics of two halves do not add up to the bits of the
+/// whole slice's.
 ///
-/// # Panics
-/// If this CPU does not have `isa`.
+/// # Panics If this CPU does not have `isa`.
 pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
     dispatch!(isa, statistics(gradient))
 }
@@ -95,17 +94,16 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
     dispatch!(isa, cast(source, image))
 }
 
-/// Makes one optimizer step of a range of whole [`QUANTIZATION_BLOCK`](super::QUANTIZATION_BLOCK)s whose state is in
-/// any formats; otherwise it is [`update`]. A param group may begin anywhere in a block, at a multiple of 16: `segments`
-/// say which constants are for which part of the range, one after another and leaving nothing out.
+/// Makes one optimizer step of a range of whole [`QUANTIZATION_BLOCK`](super::QUANTIZATION_BLOCK)s, whose
+/// state is in any formats, as [`update`] does in f32. A param group may begin anywhere in a block, at a
+/// multiple of 16. `segments` give the constants of each part of the range, one after another without gaps.
 ///
-/// The rules compute in f32. Their results are rounded stochastically, by bits that depend on `random` and the index
-/// of an element alone.
+/// The rules compute in f32. Their results are rounded stochastically, by bits that depend on `random` and
+/// the index of an element alone.
 ///
-/// # Panics
-/// If lengths differ, the range or its beginning is not a multiple of blocks, segments leave gaps or differ in their
-/// rule, a state slot that the rule uses is missing or one that it does not use is not empty, or this CPU does not
-/// have `isa`.
+/// # Panics If lengths differ, or if this CPU does not have `isa`. Panics if the range or its beginning is
+/// not a multiple of blocks, or if segments leave gaps or differ in their rule. Panics also if a state slot
+/// that the rule uses is missing, or if an unused one is not empty.
 pub fn update_low(
     isa: Isa,
     segments: &[(Range<usize>, &Scalars)],

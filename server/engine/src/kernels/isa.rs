@@ -1,5 +1,5 @@
-//! The instruction set that runs the loops. It is found once, passed as a value, and may be overridden, so that any
-//! machine can be told to take another's path (all paths give the same bits).
+//! The instruction set that runs the loops. A server detects it once and passes it as a value. An override
+//! lets any machine take another's path, since all paths give the same bits.
 
 use std::{env, fmt, str::FromStr};
 
@@ -65,7 +65,8 @@ impl Isa {
         Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 
-    /// Whether this CPU has the instruction set. The standard library caches CPUID, so this costs a few loads.
+    /// Returns true if this CPU has the instruction set. The standard library caches CPUID, so this costs a
+    /// few loads.
     pub fn is_available(self) -> bool {
         match self {
             Isa::Scalar => true,

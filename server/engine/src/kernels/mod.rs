@@ -1,13 +1,13 @@
 //! The arithmetic of a step: update, sum and convert, as free functions over slices of up to a block.
 //!
-//! All instruction sets give the same bits for the same input, whatever the length, the alignment or the split of a
-//! slice into calls ([`statistics`] aside, which belong to the whole slice). The specification is the plain Rust in
-//! `scalar`. `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply
-//! the lanes. There is no fused multiply-add (but for squares, where it is a part of the specification), no
-//! approximate reciprocal, no flushed denormal, and one NaN.
+//! All instruction sets give the same bits for the same input, whatever its length and alignment. A slice may
+//! be split into calls without other bits; only [`statistics`] belong to the whole slice. The specification
+//! is the plain Rust in `scalar`. `vector` writes each loop once more for 16 lanes of any instruction set,
+//! and `x86` and `aarch64` supply the lanes. There is no approximate reciprocal, no flushed denormal, and one
+//! NaN. Fused multiply-add is used for squares alone, as specified.
 //!
-//! Nothing here allocates, locks or logs. The instruction set, the rule and the formats are looked at once per call,
-//! never in a loop.
+//! Nothing here allocates, locks or logs. Each call looks once at the instruction set, the rule and the
+//! formats, never in a loop.
 
 #![allow(unsafe_code)]
 

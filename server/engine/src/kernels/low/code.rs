@@ -3,26 +3,28 @@
 use super::super::isa::LANES;
 use longshore_proto::{Moment, Rule};
 
-/// The dynamic code of 8-bit moments, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021).
+/// The dynamic code of 8-bit moments, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+/// (2021).
 ///
-/// A magnitude code `q` counts in binary what the value does in decimal. With `i = floor(log2 q)`,
+/// A magnitude code `q` counts in binary as the value does in decimal. With `i = floor(log2 q)`,
 ///
 /// ```text
 /// D(0) = 0        D(q) = 10^i * (1 + 9 * (q - 2^i) / 2^i)        value = scale * D(q) / D(top)
 /// ```
 ///
-/// so `D(2^i) = 10^i`, and decade `i` is cut into `2^i` equal steps: half of all codes are for the largest decade. The
-/// second moment has no sign and spends the bit on twice the steps everywhere and an eighth decade.
+/// so `D(2^i) = 10^i`, and decade `i` is cut into `2^i` equal steps: half of all codes are for the largest
+/// decade. The second moment has no sign and spends the bit on twice the steps everywhere and an eighth
+/// decade.
 ///
 /// | | code byte | `q` | `top` | smallest / largest | largest step / value in the upper decade |
 /// |---|---|---|---|---|---|
 /// | `Signed` | `q`, or `!q` for a negative value | 0 to 127 | 127 | 1.0e-7 | 14 % |
 /// | `Unsigned` | `q` | 0 to 255 | 255 | 1.0e-8 | 7 % |
 ///
-/// bitsandbytes' map has the same decades and steps, with codes at the middle of the steps and +1 as one more code.
-/// Here codes are at the ends: their interpolation is then one line per decade, and the least of all those lines
-/// (they bend downwards), which makes encoding a handful of operations; and the largest magnitude of a block is
-/// exact in either sign, where bitsandbytes shrinks a negative one by 0.7 % in each step.
+/// bitsandbytes' map has the same decades and steps, with codes at the middle of the steps and +1 as one more
+/// code. Here codes are at the ends. Their interpolation is then one line per decade, and the least of all
+/// those lines, since they bend downwards. So encoding is a handful of operations. The largest magnitude of a
+/// block is exact in either sign; bitsandbytes shrinks a negative one by 0.7 % in each step.
 ///
 /// Both zeros (bytes 0 and 255) of the signed code decode to zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -51,11 +53,13 @@ impl Code {
 
 /// The lines of the code. Each table is indexed by four bits of an f32's exponent field.
 pub(in super::super) struct Tables {
-    /// `D(q) / D(top) = slope * f + offset` with `f = q + 0.5`, by the low four bits of the exponent of `f`.
+    /// `D(q) / D(top) = slope * f + offset` with `f = q + 0.5`, indexed by the low four bits of the exponent
+    /// of `f`.
     pub(in super::super) slope: [f32; LANES],
     pub(in super::super) offset: [f32; LANES],
-    /// Two lines of the inverse, by the exponent of a normalised magnitude less its last bit: there is at most one
-    /// bend within a factor of 4. They are 1 too low, because a random number of 1 to 2 is added before truncation.
+    /// Two lines of the inverse, by the exponent of a normalised magnitude less its last bit. There is at
+    /// most one bend within a factor of 4. Both lines are 1 too low, because a random number of 1 to 2 is
+    /// added before truncation.
     pub(in super::super) lower: [[f32; LANES]; 2],
     pub(in super::super) upper: [[f32; LANES]; 2],
     /// `top - 1`
@@ -66,7 +70,7 @@ impl Tables {
     /// Magnitudes below this one (2^-31) use its line, which goes through zero.
     pub(in super::super) const LEAST: u32 = 96 << 23;
     pub(in super::super) const SIGN: u32 = 1 << 31;
-    /// How far to shift right to get from an exponent field to the index of `slope` and `offset`, and to that of the
+    /// Right shifts from an exponent field to the index of `slope` and `offset`, and to the index of the
     /// inverse.
     pub(in super::super) const DECODE_SHIFT: u32 = 23;
     pub(in super::super) const ENCODE_SHIFT: u32 = 24;
@@ -117,7 +121,7 @@ const fn set(mut lines: [[f32; LANES]; 2], at: usize, line: (f64, f64)) -> [[f32
     lines
 }
 
-/// The line from magnitude to `q` that is lowest at `magnitude`. It is the one through zero or a decade's.
+/// The line from magnitude to `q` that is lowest at `magnitude`: the line through zero or a decade's.
 const fn lowest_line(magnitude: f64, decades: usize, largest: f64) -> (f64, f64) {
     let mut lowest = (largest, 0.0);
     let mut decade = 0;

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
-/// What the blocks of a chunk have beside their values. The first moment comes first.
+/// Scales and largest magnitudes of a chunk's blocks. The first moment comes first.
 #[repr(align(64))]
 pub(super) struct Chunk {
     largest: [[Largest; BLOCKS]; 2],
@@ -52,7 +52,7 @@ impl Chunk {
         }
     }
 
-    /// Called after the last part of a chunk. It encodes what the loops left in `floats`.
+    /// Called after the last part of a chunk. Encodes the values that the loops left in `floats`.
     #[inline(always)]
     pub(super) fn end<P: Passes>(
         &self,

@@ -1,4 +1,4 @@
-//! The order of passes over a range. It is the same for every instruction set, which supplies the passes.
+//! The order of passes over a range, the same for every instruction set, which supplies the passes.
 
 use super::super::{Gradient, ImageMut, Scalars, State};
 use super::coded::Chunk;
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
-/// f32 copies of what is not f32, and a block's random bits.
+/// f32 copies of arrays in other formats, and a block's random bits.
 #[repr(align(64))]
 struct Scratch {
     master: [f32; CHUNK],
@@ -91,8 +91,8 @@ pub(in super::super) fn update<P: Passes>(
             let (gradient, inside) = (gradient.slice(part.clone()), at - start..part.end - start);
             let (master, image) = match &mut state.master {
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
-                // What is ahead is known only in the loop of the rule, so the image is made there, of the new weight
-                // before it is rounded.
+                // Only the loop of the rule knows the next step's part. So the loop makes the image, from the
+                // new weight before it is rounded.
                 MasterMut::Bf16(_) => {
                     (&mut scratch.master[inside.clone()], ahead.then(|| image.slice(part.clone())))
                 }

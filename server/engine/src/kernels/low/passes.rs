@@ -1,4 +1,5 @@
-//! What an instruction set does for an update of low-precision state, and the parts of a chunk that it is given.
+//! Passes of an instruction set for an update of low-precision state, and the parts of a chunk that each is
+//! given.
 
 use super::super::isa::LANES;
 use super::super::{Gradient, ImageMut, Scalars, State};
@@ -8,16 +9,17 @@ use super::{Code, QUANTIZATION_BLOCK};
 const BLOCK: usize = QUANTIZATION_BLOCK;
 pub(super) const BLOCKS: usize = CHUNK / BLOCK;
 
-/// How many elements are decoded at a time. Four blocks spread the cost of looking at rule and formats (a branch or
-/// two each, and the rule's constants to registers), and the arrays of a chunk still are a quarter of L1.
+/// Number of elements decoded at a time. Four blocks spread the cost of looking at rule and formats: a branch
+/// or two each, and the rule's constants to registers. The arrays of a chunk still are a quarter of L1.
 pub(in super::super) const CHUNK: usize = 4 * BLOCK;
 
-/// What an instruction set does with one block (`update`: with up to a chunk). All slices of a call have one length.
+/// Passes of an instruction set over one block (`update`: over up to a chunk). All slices of a call have one
+/// length.
 pub(in super::super) trait Passes: Copy {
-    /// Does what [`update`](super::super::update) does, without an image where there is `None`.
+    /// Runs [`update`](super::super::update); None makes no image.
     fn update(self, s: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>);
-    /// Does what [`update`](super::super::update) does, with moments that are brought to f32 in the same loop. It may
-    /// be called only where the instruction set [`fuses`](Passes::fuses).
+    /// Runs [`update`](super::super::update), with moments that are brought to f32 in the same loop. May be
+    /// called only where the instruction set [`fuses`](Passes::fuses).
     fn update_low_moments(
         self,
         s: &Scalars,
@@ -26,7 +28,7 @@ pub(in super::super) trait Passes: Copy {
         moments: InLoop,
         image: Option<ImageMut>,
     );
-    /// Whether there are such loops, and the image is aligned for them.
+    /// Returns true if there are such loops, and the image is aligned for them.
     fn fuses(self, image: &ImageMut) -> bool;
     fn widen_bf16(self, from: &[u16], to: &mut [f32]);
     fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
@@ -38,8 +40,8 @@ pub(in super::super) trait Passes: Copy {
     /// Encodes both moments of a block of elements `first` and on, where the first one's code is `code`. Returns the
     /// scales.
     fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
-    /// Rounds new master weights of elements `first` and on over old ones, and makes the image of the result unless there
-    /// is one already.
+    /// Rounds new master weights over old ones, from element `first` on. Makes the image of the result unless
+    /// it is made already.
     fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: Option<ImageMut>);
     fn finish(self);
 }
@@ -69,7 +71,7 @@ pub(in super::super) struct Codes<'a> {
     pub(in super::super) start: usize,
 }
 
-/// One of the two moments. Its slices are empty where the rule has no second.
+/// Codes of a moment. The second moment's slices are empty where the rule has none.
 pub(in super::super) struct CodesOf<'a> {
     /// The part's codes.
     pub(in super::super) codes: &'a [u8],

@@ -1,5 +1,5 @@
-//! Random bits for stochastic rounding. They are a function of seed, step and flat index, so that they depend neither
-//! on the instruction set nor on how a range is split into calls.
+//! Random bits for stochastic rounding, a function of seed, step and flat index. So neither the instruction
+//! set nor the split of a range into calls changes them.
 
 /// All that the random bits of a call depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,14 +12,14 @@ pub struct Random {
     pub first_element: u64,
 }
 
-/// Which 16 of an element's 32 random bits are meant. The first moment takes the low ones, the second the high ones.
+/// Half of an element's 32 random bits. The first moment takes the low 16, the second the high 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Half {
     Low,
     High,
 }
 
-/// What is rounded.
+/// Target of the rounding.
 #[derive(Clone, Copy)]
 pub(in super::super) enum Usage {
     Moments,
@@ -37,9 +37,9 @@ impl Key {
     pub(in super::super) const FIRST_MULTIPLIER: u32 = 0x7FEB_352D;
     pub(in super::super) const SECOND_MULTIPLIER: u32 = 0x846C_A68B;
 
-    /// The element's 32 bits. They take two rounds of multiply and xorshift (constants of C. Wellons' `lowbias32`);
-    /// the key goes in before the rounds and between them. Were it only before them, two steps would draw the same
-    /// numbers in another order.
+    /// The element's 32 bits, by two rounds of multiply and xorshift (constants of C. Wellons' `lowbias32`).
+    /// The key goes in before the rounds and between them. With the key only before them, two steps would
+    /// draw the same numbers in another order.
     #[inline(always)]
     pub(in super::super) fn hash(self, index: u32) -> u32 {
         let mut x = index ^ self.before;

@@ -39,8 +39,9 @@ impl<const DECOUPLED: bool> Constants for Adam<DECOUPLED> {
         }
     }
 
-    /// Ahead lies the next step as far as it is known: with the moments after this step, with a part of the newest gradient
-    /// in place of the missing one, and with the decay of the new weight. Adam's decay is in its gradient.
+    /// Looks ahead by the known part of the next step. Its moments are those after this step, and its decay
+    /// is that of the new weight. A part of the newest gradient replaces the missing one. Adam's decay is in
+    /// its gradient.
     fn look_ahead(&mut self, hyper: &Hyper, applied: u64, next_lr: f64) {
         let decay = if DECOUPLED { hyper.weight_decay } else { 0.0 };
         self.ahead = Some(Ahead {
@@ -85,9 +86,9 @@ struct Step<V, const DECOUPLED: bool> {
     ahead: Ahead<V>,
 }
 
-/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_`, `addcmul_` (whose order is `(value * g) * g`), and
-/// eps added after the bias-corrected root. torch has two forms of `lerp_`; this is the one for `1 - beta1 < 0.5`.
-/// `torch.optim.Adam` differs in weight decay: L2, a part of the gradient.
+/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_` and `addcmul_`, whose order is `(value
+/// * g) * g`. eps is added after the bias-corrected root. torch has two forms of `lerp_`; this is the one for
+/// `1 - beta1 < 0.5`. `torch.optim.Adam` differs in weight decay: L2, a part of the gradient.
 impl<V: Number, const DECOUPLED: bool> Rule<V> for Step<V, DECOUPLED> {
     const SLOTS: usize = 2;
 

@@ -1,5 +1,5 @@
-//! Lion, as its paper's Algorithm 2 and DeepSpeed have it: decoupled decay, the sign of one interpolation, then the other
-//! interpolation as state.
+//! Lion, as its paper's Algorithm 2 and DeepSpeed have it. Decay is decoupled. The update is the sign of one
+//! interpolation, and the other interpolation is the state.
 
 use longshore_proto::Hyper;
 

@@ -1,9 +1,9 @@
-//! The update rules. A rule is one file here and one row of the table below; its name, number and state arrays are a row
-//! of [`longshore_proto::Rule`].
+//! The update rules. A rule is one file here and one row of the table below. Its name, number and state
+//! arrays are a row of [`longshore_proto::Rule`].
 //!
-//! **The files of rules are the specification.** Every operation of [`Number`] is one IEEE-754 f32 operation, rounded to
-//! nearest, in the order written. Nothing is contracted into a fused multiply-add, and denormals are kept. The same
-//! text is compiled for one element and for 16 lanes of each instruction set.
+//! **The files of rules are the specification.** Every operation of [`Number`] is one IEEE-754 f32 operation,
+//! rounded to nearest, in the order written. Nothing is contracted into a fused multiply-add, and denormals
+//! are kept. The same text is compiled for one element and for 16 lanes of each instruction set.
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Number`.
 
@@ -41,7 +41,8 @@ pub(super) trait Rule<V: Number>: Copy {
     /// [`Code::of`] slot 0.
     const CODE: Code = Code::Signed;
 
-    /// Whether the image looks ahead. The answer is constant over a loop, and the compiler moves its branches out of it.
+    /// Returns true if the image looks ahead. The answer is constant over a loop, and the compiler moves its
+    /// branches out of the loop.
     #[inline(always)]
     fn looks_ahead(self) -> bool {
         false
@@ -49,8 +50,8 @@ pub(super) trait Rule<V: Number>: Copy {
 
     /// New master weight and state from the raw gradient, the old master weight and the old state.
     ///
-    /// The last number is subtracted from the new master weight to make the image. It means nothing unless the rule
-    /// [looks ahead](Rule::looks_ahead).
+    /// The last number is subtracted from the new master weight to make the image. Only a rule that [looks
+    /// ahead](Rule::looks_ahead) uses it.
     unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>, V);
 }
 
@@ -74,8 +75,8 @@ impl<L: ScalarLoop> Loop<f32> for Scalar<L> {
     }
 }
 
-/// The f32 constants of one step of one rule. They are formed in f64 once a step and rounded once, so that every server
-/// forms the same ones.
+/// The f32 constants of one step of one rule. All are computed in f64 once a step and rounded once, so that
+/// every server has the same ones.
 trait Constants: Copy {
     /// The constants of applied step `applied`, counted from 1.
     fn new(hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Self;
@@ -89,7 +90,7 @@ trait Constants: Copy {
         false
     }
 
-    /// Whether a step with these constants changes the state.
+    /// Returns true if a step with these constants changes the state.
     fn writes_state(&self) -> bool {
         true
     }
@@ -120,11 +121,10 @@ macro_rules! rules {
                 }
             }
 
-            /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and `applied` are
-            /// those of [`new`](Scalars::new).
+            /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and
+            /// `applied` are the arguments of [`new`](Scalars::new).
             ///
-            /// # Panics
-            /// If the rule [cannot](Kind::can_look_ahead).
+            /// # Panics If the rule [cannot](Kind::can_look_ahead).
             pub fn looking_ahead(mut self, hyper: &Hyper, applied: u64, next_lr: f64) -> Scalars {
                 match &mut self {
                     $(Scalars::$rule(constants) => constants.look_ahead(hyper, applied, next_lr),)*
@@ -132,14 +132,15 @@ macro_rules! rules {
                 self
             }
 
-            /// Whether images look ahead. It is the same for all param groups of a step.
+            /// Returns true if images look ahead. All param groups of a step have the same answer.
             pub(super) fn looks_ahead(&self) -> bool {
                 match self {
                     $(Scalars::$rule(constants) => constants.looks_ahead(),)*
                 }
             }
 
-            /// Whether a step with these constants changes the state. SGD without momentum leaves it as it is.
+            /// Returns true if a step with these constants changes the state. SGD without momentum leaves the
+            /// state unchanged.
             pub(super) fn writes_state(&self) -> bool {
                 match self {
                     $(Scalars::$rule(constants) => constants.writes_state(),)*
@@ -243,7 +244,7 @@ impl Number for f32 {
 struct Ahead<V> {
     /// Adam: of the first moment. SGD: of the momentum buffer.
     mean: V,
-    /// The factor of the newest gradient, which stands in for the one that is missing.
+    /// The factor of the newest gradient, which stands in for the missing one.
     gradient: V,
     /// AdamW: of the new master weight, for decay.
     weight: V,
@@ -270,9 +271,9 @@ impl<V: Number> Ahead<V> {
     }
 }
 
-/// `base^exponent` by squaring. Multiplication rounds alike everywhere, whereas `powf` and `powi` may differ in
-/// the last bit between C libraries, and with it the weights of two servers. The relative error stays below
-/// `exponent * 2^-52`, and where that is large `base^exponent` has long vanished beside 1.
+/// `base^exponent` by squaring. Multiplication rounds alike everywhere. `powf` and `powi` may differ in the
+/// last bit between C libraries, and with it the weights of two servers. The relative error stays below
+/// `exponent * 2^-52`. Where that is large, `base^exponent` has long vanished beside 1.
 fn power(base: f64, exponent: u64) -> f64 {
     let (mut result, mut square, mut rest) = (1.0, base, exponent);
     while rest > 0 {

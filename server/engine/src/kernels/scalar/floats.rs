@@ -12,7 +12,7 @@ pub(in super::super) fn update(scalars: &Scalars, gradient: Gradient, state: Sta
     update_parts(scalars, gradient, state, Some(image));
 }
 
-/// Does what [`update`] does, without an image where there is `None`: then for up to [`CHUNK`] elements.
+/// Runs [`update`], for up to [`CHUNK`] elements if `image` is None. None makes no image.
 pub(super) fn update_parts(scalars: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>) {
     scalars.run_scalar(Parts { gradient, state, image });
 }

@@ -120,9 +120,9 @@ fn sixteen(random: u32, half: Half) -> u32 {
     }
 }
 
-/// Rounds what went through `quiet` stochastically to bf16. The lower half of the bits, as a fraction of the upper
-/// half's unit, is the probability of rounding away from zero, to the last bit. Values of bf16 stay, infinities and
-/// the canonical NaN among them.
+/// Rounds a value stochastically to bf16, after `quiet`. The lower half of the bits is a fraction of the
+/// upper half's unit. The probability of rounding away from zero is that fraction, to the last bit. Values of
+/// bf16 stay, infinities and the canonical NaN among them.
 #[inline(always)]
 fn round_element(x: f32, random: u32) -> u16 {
     ((x.to_bits() + random) >> 16) as u16
@@ -143,8 +143,8 @@ pub(in super::super) fn scale(largest: u32) -> f32 {
 #[inline(always)]
 fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
     let tables = code.tables();
-    // The sign goes along in f, which is half a unit more than a code of 0 or more, and than the -1 - q of a negative
-    // one.
+    // f carries the sign. A code of 0 or more gives half a unit more than itself, and a negative one half a
+    // unit more than its -1 - q.
     let f = match code {
         Code::Signed => f32::from(bits as i8) + 0.5,
         Code::Unsigned => f32::from(bits) + 0.5,

@@ -1,5 +1,5 @@
-//! The reference: plain Rust over slices, one element at a time. It runs on any CPU, does the ends of slices for
-//! the vector kernels, and is what their tests compare them with.
+//! The reference: plain Rust over slices, one element at a time. Runs on any CPU, and does the ends of slices
+//! for the vector kernels, whose tests compare with it.
 
 #![forbid(unsafe_code)]
 

@@ -2,10 +2,10 @@
 
 use super::super::isa::LANES;
 
-/// Gradient statistics: what rank 0 needs to know of a slice of gradients to decide a step.
+/// Gradient statistics: the properties of a slice of gradients from which rank 0 decides a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Statistics {
-    /// The sum of squares. It is infinite or NaN (always the same one) exactly if an element is not finite.
+    /// The sum of squares, infinite or NaN (always the same NaN) exactly if an element is not finite.
     pub sum_squares: f64,
     /// The index, inside the slice, of the first element that is infinite or NaN.
     pub first_nonfinite: Option<u32>,
@@ -19,24 +19,27 @@ impl Statistics {
 /// The number of lanes, one for each 16-bit element of a 64-byte register.
 pub(in super::super) const SUMS: usize = 2 * LANES;
 
-/// How many elements' squares are added in f32 before the sum is widened: 16 to a lane. Widening every square takes
-/// three times as many instructions and bounds a core at 0.12 ns an element, more than reading it from memory does.
+/// Number of squares added in f32 before the sum is widened: 16 to a lane. Widening every square takes three
+/// times as many instructions. A core is then bound at 0.12 ns an element, more than reading it from memory
+/// takes.
 pub(in super::super) const TILE: usize = 16 * SUMS;
 
-/// A sum from here on is good: each of a block's 64 Ki squares may have lost 2^-150 by underflow in f32, all together
-/// 2^-38 of it.
+/// Least sum that is exact enough. Each of a block's 64 Ki squares may have lost 2^-150 by underflow in f32,
+/// all together 2^-38 of such a sum.
 const LEAST: f64 = 1.0 / (1u128 << 96) as f64;
 
 /// The sum of the squares of a slice's elements, which come in order.
 ///
-/// Element `i` belongs to lane `i % 32`, an order that suits every vector width. A lane adds its squares in f32 by
-/// fused multiply-add, and after each [`TILE`] of elements adds what it has to a sum in f64. Rounding leaves a
-/// relative error of some 1e-9 in a block, never more than 16 times 2^-24. The lanes are folded as a fixed tree.
+/// Element `i` belongs to lane `i % 32`, an order that suits every vector width. A lane adds its squares in
+/// f32 by fused multiply-add. After each [`TILE`] of elements it adds its f32 sum to a sum in f64. Rounding
+/// leaves a relative error of some 1e-9 in a block, never more than 16 times 2^-24. The lanes are folded as a
+/// fixed tree.
 ///
-/// f32 holds no square of an element above 2^64 and few bits of one below 2^-63. Where a sum is not finite or below
-/// [`LEAST`], all is done again [without](Exact) f32.
+/// f32 holds no square of an element above 2^64 and few bits of one below 2^-63. If a sum is not finite or
+/// below [`LEAST`], all is done again [without](Exact) f32.
 ///
-/// Slices sum differently than their concatenation: a block's statistics are those of one call over the whole block.
+/// The sums of two slices do not add up to the sum of both together. A block's statistics come from one call
+/// over the whole block.
 pub(in super::super) struct Sum {
     lanes: [f64; SUMS],
     tile: [f32; SUMS],
@@ -81,8 +84,8 @@ impl Sum {
     }
 }
 
-/// The same sum in 16 lanes of f64, where the square of an f32 is exact. Neither it nor a sum of fewer than 2^768
-/// squares can overflow, so that the sum is finite exactly if every element is.
+/// The same sum in 16 lanes of f64, where the square of an f32 is exact. Neither a square nor a sum of fewer
+/// than 2^768 squares can overflow. So the sum is finite exactly if every element is.
 pub(in super::super) struct Exact {
     lanes: [f64; LANES],
     next: usize,

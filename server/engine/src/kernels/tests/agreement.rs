@@ -187,8 +187,8 @@ fn statistics_find_the_first_nonfinite_element_and_sum_squares() {
     }
 }
 
-/// Some squares are too large for f32, some have few bits there and some just fit, with zeros and ordinary elements
-/// between them.
+/// Some squares are too large for f32, some have few bits there and some just fit. Zeros and ordinary
+/// elements lie between them.
 #[test]
 fn sums_of_squares_are_right_over_the_whole_range() {
     let mut noise = Noise(7);

@@ -44,8 +44,9 @@ fn every_16_bit_pattern_survives_there_and_back() {
     }
 }
 
-/// There is every sign, exponent and kept bit, with every case of what rounding cuts off: nothing, a little, just
-/// below half, half, just above, almost one. f16 cuts 13 bits (more where it is denormal), bf16 16.
+/// Inputs have every sign, exponent and kept bit, with every case of the cut bits. The cases are: nothing, a
+/// little, just below half, half, just above, almost one. f16 cuts 13 bits (more where it is denormal), bf16
+/// 16.
 #[test]
 fn every_rounding_case_narrows_as_defined() {
     const CUT_13: [u32; 6] = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF];

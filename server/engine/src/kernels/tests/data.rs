@@ -240,7 +240,7 @@ impl OwnedLow {
     }
 }
 
-/// An image that begins on a cache line, so that it can be aligned for streaming, as all images of a server are.
+/// An image that begins on a cache line, as all images of a server do. So it can be aligned for streaming.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Lines {
     kind: Kind,

@@ -143,12 +143,12 @@ fn low_bits_have_not_changed() {
     assert!(found.iter().all(|&hash| hash == GOLDEN), "{found:#018x?}");
 }
 
-/// The rules that the constant was made with. A further rule would change what is drawn.
+/// The rules that the constant was made with. A further rule would change the draws.
 const RULES: [Rule; 5] = [Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad];
 const GOLDEN: u64 = 0xf23d_9512_38ab_4b20;
 
-/// No random bits carry the largest magnitude of a block past the top of its code. (They may leave it one below, once
-/// in 2^16: the reciprocal of a scale is rounded.)
+/// No random bits carry the largest magnitude of a block past the top of its code. (The code may end one
+/// below, once in 2^16: the reciprocal of a scale is rounded.)
 #[test]
 fn equal_magnitudes_stay_at_the_top_of_the_code() {
     let (count, mut noise) = (16 * BLOCK, Noise(5));

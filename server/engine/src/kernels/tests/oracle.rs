@@ -5,7 +5,7 @@ use super::data::{Array, BLOCK, Kind, Noise, Owned};
 
 const STEPS: u64 = 100;
 
-/// One element in f64. Each rule is as PyTorch's documentation writes it down (Lion: its paper).
+/// Element of the oracle, in f64. Each rule is as PyTorch's documentation writes it down (Lion: its paper).
 struct Oracle {
     weight: f64,
     first: f64,
@@ -95,8 +95,8 @@ fn rules_follow_the_formulas() {
     }
 }
 
-/// This can be computed by hand: after the first step of AdamW, m / (1 - beta1) = g and v / (1 - beta2) = g^2, so the
-/// weight moves by lr against the sign of g, whatever its size.
+/// This can be computed by hand. After the first step of AdamW, m / (1 - beta1) = g and v / (1 - beta2) =
+/// g^2. So the weight moves by lr against the sign of g, whatever its size.
 #[test]
 fn the_first_adamw_step_moves_by_the_learning_rate() {
     let hyper = Hyper { lr: 0.01, weight_decay: 0.1, eps: 0.0, ..Hyper::default() };

@@ -1,4 +1,4 @@
-//! Stochastic rounding: the random bits, and what rounding by them does on average.
+//! Stochastic rounding: the random bits, and the mean of values that they round.
 
 use super::super::low::Usage;
 use super::super::*;
@@ -12,7 +12,7 @@ fn draw(seed: u64, step: u64, usage: Usage) -> Vec<u32> {
     (0..COUNT as u32).map(|index| key.hash(index)).collect()
 }
 
-/// Pearson's correlation, in standard deviations of what independent draws would show.
+/// Pearson's correlation, in standard deviations of the correlation of independent draws.
 fn correlation(a: impl Iterator<Item = u32>, b: impl Iterator<Item = u32>, bits: u32) -> f64 {
     let middle = (f64::from((1u64 << bits) as f32) - 1.0) / 2.0;
     let (mut sum, mut count) = (0.0, 0.0f64);
@@ -61,8 +61,8 @@ fn halves_are_uniform_and_independent_of_neighbours_steps_and_each_other() {
     }
 }
 
-/// The mean of `value` after it was rounded once in each of `steps` steps at 255 positions of a block whose largest
-/// is `scale`.
+/// The mean of `value`, rounded once in each of `steps` steps at 255 positions of a block. The block's
+/// largest magnitude is `scale`.
 fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
     // In SGD with momentum 1 the buffer becomes itself plus the gradient, so that from 0 any f32 value is rounded
     // once.
@@ -96,8 +96,8 @@ fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
 #[test]
 fn the_mean_of_rounded_values_is_the_value() {
     for format in [StateFormat::Bf16, StateFormat::Block8] {
-        // With a largest magnitude of 1, a step of the code is at most 0.14 of the value above 1e-1, and 0.29 above
-        // 1e-2.
+        // The largest magnitude is 1. A step of the code is then at most 0.14 of a value above 1e-1, and 0.29
+        // above 1e-2.
         for value in [0.3333f32, -0.77, 0.1015, 0.1001, 0.0123, -0.011, 1.3e-3, 0.987_654] {
             let mean = rounded(format, value, 1.0, 4000);
             let error = (mean - f64::from(value)) / f64::from(value);

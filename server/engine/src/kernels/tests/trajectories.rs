@@ -1,4 +1,4 @@
-//! Whether low precision still optimises: the same problem is solved with f32 state and with less.
+//! Optimisation in low precision: the same problem is solved with f32 state and with fewer bits.
 
 use super::super::*;
 use super::data::Noise;
@@ -72,8 +72,8 @@ const FORMATS: [(MasterFormat, StateFormat); 5] = [
     (MasterFormat::Bf16, StateFormat::Block8),
 ];
 
-/// The problem is a logistic regression of noisy labels on 1024 features of very different sizes, by batches of 64 of
-/// 4096 samples.
+/// The problem is a logistic regression of noisy labels on 1024 features of very different sizes. Batches are
+/// 64 of 4096 samples.
 #[test]
 fn logistic_regression_ends_where_it_does_in_f32() {
     let losses = FORMATS.map(|formats| {

@@ -1,7 +1,7 @@
 //! The functions of an instruction set, made of the loops.
 
-/// Makes the kernels of one instruction set out of the loops: functions with its features enabled, into which the
-/// loops and the lane operations are inlined.
+/// Makes the kernels of one instruction set out of the loops. Each is a function with the set's features
+/// enabled, into which the loops and the lane operations are inlined.
 macro_rules! entry_points {
     ($lanes:ty, $features:literal) => {
         entry_points! { $lanes, $features,

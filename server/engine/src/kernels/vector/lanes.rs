@@ -1,19 +1,18 @@
-//! What an instruction set must supply: 16 lanes of f32 and the few operations the loops are made of.
+//! Interface of an instruction set: 16 lanes of f32 and the few operations of the loops.
 
 use super::super::isa::LANES;
 use super::super::rules::Number;
 use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 
-/// Sixteen f32 lanes. Each method does in every lane what the scalar reference does for one element, bit for bit,
-/// except that a NaN may be any NaN until [`quiet`](Lanes::quiet).
+/// Sixteen f32 lanes. Each method acts in every lane as the scalar reference does on one element, bit for
+/// bit. A NaN may be any NaN until [`quiet`](Lanes::quiet).
 ///
-/// Methods are `#[inline(always)]` without `#[target_feature]`, and so are all generic loops over them: they are
-/// compiled inside the one function per kernel that has the feature enabled (see `entry_points!`). A method that is
-/// not inlined there would call every intrinsic as a function.
+/// Methods are `#[inline(always)]` without `#[target_feature]`, and so are all generic loops over them. The
+/// one function per kernel that has the feature enabled contains them all (see `entry_points!`). A method
+/// that is not inlined there would call every intrinsic as a function.
 ///
-/// # Safety
-/// For all methods: this CPU has the instruction set of the implementing type, and pointers are valid for 16
-/// elements, with no alignment beyond the element's own unless the method says so.
+/// # Safety For all methods: this CPU has the instruction set of the implementing type. Pointers are valid
+/// for 16 elements, with no alignment beyond the element's own unless the method says so.
 pub(in super::super) trait Lanes: Number {
     /// Sixteen 16-bit patterns.
     type Half: Copy;
@@ -25,8 +24,7 @@ pub(in super::super) trait Lanes: Number {
     /// The alignment, in bytes, at which streaming stores must begin; 1 if they are ordinary stores.
     const STREAM_ALIGNMENT: usize;
 
-    /// How many elements ahead of itself an update asks for memory; 0 where the CPU foresees what comes next by
-    /// itself.
+    /// Prefetch distance of an update in elements; 0 where the CPU prefetches well by itself.
     #[inline(always)]
     fn ahead() -> usize {
         0
@@ -97,7 +95,8 @@ pub(in super::super) trait Lanes: Number {
     unsafe fn add_square(self, to: Self) -> Self;
     /// Each lane added to the same lane of `sums`.
     unsafe fn add_to(self, sums: Self::Sums) -> Self::Sums;
-    /// Each lane's square added to the same lane of `sums`. It is exact in f64, so that it may be fused or not.
+    /// Adds each lane's square to the same lane of `sums`. Squares are exact in f64, so the addition may be
+    /// fused or not.
     unsafe fn add_exact_square(self, sums: Self::Sums) -> Self::Sums;
     unsafe fn spill(sums: Self::Sums) -> [f64; LANES];
 
@@ -107,7 +106,8 @@ pub(in super::super) trait Lanes: Number {
 
 /// An element format, 16 elements at a time. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait LanesFormat: Format {
-    /// Whether [`load_two`](LanesFormat::load_two) gives first the elements of even index, then those of odd.
+    /// True if [`load_two`](LanesFormat::load_two) returns first the elements of even index, then the odd
+    /// ones.
     const INTERLEAVED: bool = false;
 
     unsafe fn load<V: Lanes>(from: *const Self::Bits) -> V;
@@ -157,7 +157,7 @@ impl LanesFormat for F16 {
 impl LanesFormat for Bf16 {
     const INTERLEAVED: bool = true;
 
-    /// One operation each, where elements in order take two.
+    /// Each load takes one operation, where elements in order take two.
     #[inline(always)]
     unsafe fn load_two<V: Lanes>(from: *const u16) -> [V; 2] {
         let pairs = V::load_words(from.cast());

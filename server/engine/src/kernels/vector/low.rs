@@ -1,4 +1,4 @@
-//! Low-precision state for 16 lanes. It does what `scalar/low.rs` specifies, operation for operation.
+//! Low-precision state for 16 lanes, as `scalar/low.rs` specifies it, operation for operation.
 
 use super::super::low::{
     self as passes, Code, Encoding, Half, InLoop, Key, Largest, Passes, QUANTIZATION_BLOCK, Random, StateLow,
@@ -17,7 +17,8 @@ use std::{marker::PhantomData, ops::Range};
 const BLOCK: usize = QUANTIZATION_BLOCK;
 const ONE: u32 = 0x3F80_0000;
 
-/// The passes of an instruction set. Whoever makes one has made sure that this CPU has the instruction set.
+/// The passes of an instruction set. The caller that makes this value ensures that the CPU has the
+/// instruction set.
 struct Vector<V>(PhantomData<V>);
 
 impl<V> Clone for Vector<V> {
@@ -251,7 +252,7 @@ unsafe fn decode_block<V: Lanes, const SIGNED: bool>(from: &[u8], scale: f32, to
     }
 }
 
-/// Whether codes are made with this scale. A scale of 0 or NaN says all by itself.
+/// Returns true if codes are made with this scale. A scale of 0 or NaN already decides all values.
 #[inline(always)]
 fn is_plain(scale: f32) -> bool {
     scale > 0.0
@@ -363,8 +364,9 @@ impl<V: Lanes> Encoder<V> {
         let at = V::shift_right::<{ Tables::ENCODE_SHIFT }>(at);
         let lower = magnitude.mul(self.lower[0].lookup(at)).add(self.lower[1].lookup(at));
         let upper = magnitude.mul(self.upper[0].lookup(at)).add(self.upper[1].lookup(at));
-        // Packing does the reference's third minimum, with `last`. No magnitude is above 1, for the reciprocal's
-        // error is at most half a unit, so the sum below stays under `top + 2` and saturates to `top`.
+        // Packing does the reference's third minimum, with `last`. No magnitude is above 1, for the
+        // reciprocal's error is at most half a unit. So the sum below stays under `top + 2` and saturates to
+        // `top`.
         let position = lower.min(upper);
         let random = V::shift_left::<7>(sixteen::<V, HIGH>(random));
         let random = V::or_words(random, V::splat_words(ONE));

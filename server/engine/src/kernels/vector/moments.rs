@@ -112,8 +112,8 @@ impl<V: Lanes> Moments<V> for Rounded<V> {
     }
 }
 
-/// Moments that are 8-bit codes before and f32 after: a block's codes need the largest of all its new values, which
-/// is found on the way.
+/// Moments that are 8-bit codes before and f32 after. A block's codes need the largest of all its new values,
+/// which the loop finds on the way.
 #[derive(Clone, Copy)]
 pub(super) struct Coded<V> {
     first: CodedMoment<V>,

@@ -324,7 +324,7 @@ unsafe fn sign(x: __m256) -> __m256 {
     _mm256_blendv_ps(_mm256_or_ps(positive, negative), x, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
 }
 
-/// The result is bf16 in the lower half of every 32 bits. It is rounded by integer arithmetic, as in the reference.
+/// Returns bf16 in the lower half of every 32 bits. Integer arithmetic rounds it, as in the reference.
 #[inline(always)]
 unsafe fn round_to_bf16(x: __m256) -> __m256i {
     let bits = _mm256_castps_si256(x);
@@ -341,8 +341,8 @@ unsafe fn pack_upper(low: __m256i, high: __m256i) -> __m256i {
     _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
 }
 
-/// Permutations look at three bits of an index, so both halves of the table are looked up, and the fourth bit, moved
-/// to the sign, chooses.
+/// Permutations look at three bits of an index. So both halves of the table are looked up, and the fourth
+/// bit, moved to the sign, chooses.
 #[inline(always)]
 unsafe fn lookup(table: Avx2, index: __m256i) -> __m256 {
     let (low, high) = (_mm256_permutevar8x32_ps(table.0, index), _mm256_permutevar8x32_ps(table.1, index));
