@@ -1,7 +1,8 @@
-//! The contract between a tier and a job: a core that every tier has, and objects beside it that a tier may give.
+//! The contract between a tier and a job: a core that every tier has, and objects beside it that a tier may
+//! give.
 //!
-//! Shards are updated in forward order, so that a tier may bring in the next ones ahead. An error means that what was
-//! asked was not done or may not survive. The job cannot go on from this server then.
+//! Shards are updated in forward order, so that a tier may prefetch the next ones. After an error the request
+//! was not done or may not survive. The job cannot go on from this server then.
 
 use std::{ops::Range, sync::Arc};
 
@@ -17,8 +18,8 @@ use crate::{
     record::{Joined, Record},
 };
 
-/// The state of a server's shards of one job. The objects that are there decide what the job does, and nobody asks which
-/// tier it is.
+/// The state of a server's shards of one job. The objects that are there decide the job's behaviour, and no
+/// code asks for the kind of tier.
 pub struct Store {
     pub state: Arc<dyn Tier>,
     /// A tier gives this if several shards can be updated at once.
@@ -35,7 +36,7 @@ pub struct Store {
     pub gradients: Option<Arc<dyn GradientStore>>,
 }
 
-/// A tier's store that was opened, and what the tier had kept of the job.
+/// An opened store, and the parts of the job that the tier had kept.
 pub struct Opened {
     pub store: Store,
     /// The memory for the job's buffers, if the tier keeps them.
@@ -43,11 +44,11 @@ pub struct Opened {
     pub recovered: Recovered,
 }
 
-/// What an earlier process left.
+/// State that an earlier process left.
 #[expect(clippy::large_enum_variant, reason = "there is one a job, when it is opened")]
 pub enum Recovered {
     Nothing,
-    /// One version is there. All of it must be read, and adopted, before the next step.
+    /// A whole version. All of it must be read, and adopted, before the next step.
     Version(Record),
     /// All memory of an earlier process is there, which may have been killed at any instant.
     Interrupted(Interrupted),
@@ -63,24 +64,25 @@ pub struct Interrupted {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptShard {
     pub version: Version,
-    /// Whether the image of the version before is whole.
+    /// True if the image of the version before is whole.
     pub older_image: bool,
     /// The steps whose contributions are all summed, by parity. Some of them may be decided.
     pub summed: [Step; 2],
 }
 
-/// What a guard says to the update of one block.
+/// Verdict of a guard on the update of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// Update the block, then hand this number to [`Guard::end`].
     Go(usize),
-    /// Leave the block alone. It has this version already: it was updated before the server died.
+    /// Leave the block alone: it was updated to this version before the server died.
     Done,
-    /// Leave the block alone. Its bytes are not those that were written.
+    /// Leave the block alone: its bytes differ from the written ones.
     Damaged,
 }
 
-/// What a tier does around the update of each block, on the thread that updates it while the block is in its cache.
+/// A tier's hooks around the update of each block. The updating thread calls them while the block is in its
+/// cache.
 pub trait Guard: Sync {
     fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
 
@@ -119,8 +121,8 @@ pub trait Tier: Send + Sync {
         self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]))
     }
 
-    /// Says that these bytes will be asked for soon. It waits for nothing. A tier on drives begins to read them, as far as it
-    /// has room.
+    /// Announces that these bytes will be asked for soon. Returns at once. A tier on drives prefetches them
+    /// as far as it has room.
     fn read_frozen_ahead(&self, _: OwnedShard, _: Range<usize>) {}
 
     /// Runs the update that makes `version` of a shard that is trained.
@@ -153,10 +155,10 @@ pub trait Durable: Send + Sync {
     /// A rank has joined. If `over`, it starts every undecided step over, so sums of those steps are to be forgotten.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);
 
-    /// Returns once the next process, too, would know who has joined. It may wait for a drive.
+    /// Returns once the next process, too, would know who has joined. May wait for a drive.
     fn keep_joined(&self) -> Result<(), Fault>;
 
-    /// For each rank, the process of it that had joined before this server started. It is empty if none is known.
+    /// Returns each rank's process that had joined before this server started. Empty if none is known.
     fn who_joined(&self) -> Vec<Option<Joined>>;
 
     /// Removes all that the tier keeps of the job. Nothing may be called after it.
@@ -174,8 +176,8 @@ pub struct Taken {
     pub waited: u64,
 }
 
-/// A tier gives this if it writes versions while the job goes on. A version is written whole before the next is
-/// decided, and the version before the newest is kept, so that a job can be opened at it.
+/// A tier gives this if it writes versions while the job goes on. A version is written whole before the next
+/// is decided. The version before the newest is kept, so that a job can be opened at it.
 pub trait WriteBehind: Send + Sync {
     /// All that was recovered has been read and is whole. From here on it belongs to this process.
     fn adopt(&self) -> Result<(), Fault>;
@@ -196,8 +198,8 @@ pub trait WriteBehind: Send + Sync {
     fn failure(&self) -> Option<Fault>;
 }
 
-/// A tier gives this if the next process finds images, contributions and sums as they were. That process finishes the
-/// steps that this one had decided.
+/// A tier gives this if the next process finds images, contributions and sums as they were. The next process
+/// finishes the steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
     /// This is called before the start. `loaded` says whether every shard got an image of the version before.
     fn older_images(&self, loaded: bool);
@@ -226,8 +228,9 @@ pub trait ImageStore: Send + Sync {
     /// Reads a recovered shard's image. Returns false if it is not kept.
     fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
 
-    /// Hands bytes of a shard's image of a version to `read`, in order, in one call or several. Returns false if that image
-    /// is not kept any more, whatever `read` was given until then. It waits for the drives.
+    /// Hands bytes of a shard's image of a version to `read`, in order, in one call or several. Returns false
+    /// if that image is not kept any more; bytes given to `read` until then do not count. Waits for the
+    /// drives.
     fn read(
         &self,
         owned: OwnedShard,
@@ -236,8 +239,8 @@ pub trait ImageStore: Send + Sync {
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault>;
 
-    /// Says that bytes of a shard's image will be asked for soon, of a version that the shard has. It waits for nothing, and
-    /// begins to read them as far as there is room.
+    /// Announces that bytes of a shard's image will be asked for soon, of a version that the shard has.
+    /// Returns at once, and prefetches as far as there is room.
     fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>);
 
     /// A load has failed, and the images that it stored mean nothing.

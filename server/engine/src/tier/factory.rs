@@ -1,5 +1,5 @@
-//! This is the only file of the engine that knows tiers by kind: it computes what one needs, opens it, and inspects what it
-//! left.
+//! Factory of tiers, the only file of the engine that knows them by kind. Computes a tier's need, opens it,
+//! and inspects its files.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use super::{
 };
 use crate::threads::ThreadPool;
 
-/// Computes what a job's tier needs on this server.
+/// Returns the need of a job's tier on this server.
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
     let state = |&shard: &ShardId| {
         Shape::of_shard(spec, layout, shard).bytes(layout.shard_len(shard) as usize) as u64
@@ -36,28 +36,28 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     }
 }
 
-/// Whether a job's tier keeps the memory of the job's buffers, so that nobody else allocates it.
+/// Returns true if a job's tier keeps the memory of the job's buffers, so that nobody else allocates it.
 pub fn keeps_buffers(spec: &JobSpec) -> bool {
     spec.tier == TierKind::Shm
 }
 
 impl Storage {
-    /// Whether this job's images live on the drives alone.
+    /// Returns true if this job's images live on the drives alone.
     pub fn spills_images(&self, spec: &JobSpec) -> bool {
         spec.tier == TierKind::Nvme && self.spill != Spill::State
     }
 
-    /// Whether this job's gradients live on the drives.
+    /// Returns true if this job's gradients live on the drives.
     pub fn spills_gradients(&self, spec: &JobSpec) -> bool {
         spec.tier == TierKind::Nvme && self.spill == Spill::All
     }
 }
 
-/// Makes the job's store, or finds the one that is there. `buffers` is the size of the job's buffers, for a tier that
-/// keeps them. `pool` will update the state. `notify` is called after each change that somebody may wait for.
+/// Makes the job's store, or finds the existing one. `buffers` is the size of the job's buffers, for a tier
+/// that keeps them. `pool` will update the state. `notify` is called after each change that a thread may wait
+/// for.
 ///
-/// # Errors
-/// After an error, nothing that was made here stays behind.
+/// # Errors After an error, no file or folder that was made here stays behind.
 pub fn open(
     inputs: &Inputs<'_>,
     buffers: usize,
@@ -125,7 +125,7 @@ fn open_nvme(inputs: &Inputs<'_>, notify: Box<dyn Fn() + Send + Sync>) -> Result
     Ok(Opened { store, buffers: None, recovered: record.map_or(Recovered::Nothing, Recovered::Version) })
 }
 
-/// Reads and verifies what a tier has left in a folder that no server uses.
+/// Reads and verifies a tier's files in a folder that no server uses.
 pub(super) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
     match header.tier {
         TierKind::Nvme => nvme::inspect(folder, header),

@@ -1,4 +1,4 @@
-//! Faults of a state directory. They say which file it is, what was being done, and what an operator can do.
+//! Faults of a state directory. Each names the file, the operation, and an operator's remedy.
 
 use std::{fmt, io, path::Path};
 
@@ -12,7 +12,7 @@ pub(super) const SHM_FIELD: &str = "shm_dir";
 const DEVICE: &str = "see the kernel's log for the device; then restart the server, which recovers the last durable \
                       version, or restore a checkpoint elsewhere";
 
-/// Made for `map_err`: an I/O error with its path and what was being done.
+/// Made for `map_err`: an I/O error with its path and its operation.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Fault {
     let path = path.display().to_string();
     move |error| {
@@ -44,7 +44,7 @@ pub(super) fn named(field: &'static str) -> impl Fn(Fault) -> Fault {
     move |fault| if fault.field == FIELD { Fault { field: field.into(), ..fault } } else { fault }
 }
 
-/// The fault of bytes that differ from what was written.
+/// Returns the fault of bytes that differ from the written ones.
 pub(super) fn corrupt(
     value: impl fmt::Display,
     limit: impl fmt::Display,

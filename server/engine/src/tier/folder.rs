@@ -25,21 +25,22 @@ const FORMAT: &str = "longshore-state";
 const FORMAT_VERSION: u32 = 1;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
 
-/// `header.json`: two lines of JSON. The first says what this is and has the BLAKE3 of the second, the header proper,
-/// so that a reader can tell the format and that it is whole before it understands the rest. It is written once, when
-/// the folder's files are complete and their space is reserved, and before the folder gets its name.
+/// `header.json`: two lines of JSON. The first names the format and has the BLAKE3 of the second, the header
+/// proper. So a reader can check format and integrity before it understands the rest. The file is written
+/// once, when the folder's files are complete and their space is reserved. Only then does the folder get its
+/// name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
-    /// It is the same in all folders of one store, and in its records, so that files of another store are never taken
-    /// for its own.
+    /// The store's number, the same in all folders and records of one store. Files of another store are so
+    /// never taken for its own.
     pub store: u64,
     pub tier: TierKind,
-    /// The index of this folder among those that the shards are striped over.
+    /// The index of this folder among the folders that the shards are striped over.
     pub directory: usize,
     pub directories: usize,
     /// Always true. Release 0.1 also made stores that no process recovers, and a header of one is refused.
     pub durable: bool,
-    /// Whether images live here alone. A header without this field means no.
+    /// True if images live here alone. A header without this field means no.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub spilled_images: bool,
     pub server: ServerId,
@@ -65,8 +66,8 @@ pub(super) struct Folder {
     _lock: File,
 }
 
-/// A state directory that no other server may use while this lives: after a crash each server must find its own jobs
-/// and no other's.
+/// A state directory that no other server may use while this lives. After a crash each server must find its
+/// own jobs and no other's.
 pub struct Claim {
     _lock: File,
 }
@@ -123,7 +124,7 @@ impl Header {
         let found = blake3::hash(body).to_hex().to_string();
         let known =
             Envelope { format: FORMAT.into(), format_version: envelope.format_version, blake3: found };
-        // It is compared byte for byte, so that no damage hides in the spelling.
+        // The first line is compared byte for byte, so that no damage hides in the spelling.
         if serde_json::to_vec(&known).map_err(|error| error.to_string())? != first {
             return Err(format!("its BLAKE3 is {}", known.blake3));
         }
@@ -182,11 +183,10 @@ impl Folder {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
-    /// Takes the job's folder. Where there is none it makes one under another name, which holds nothing until it is
-    /// [settled](Folder::settle).
+    /// Takes the job's folder. If there is none, makes one under another name, which holds nothing until it
+    /// is [settled](Folder::settle).
     ///
-    /// # Errors
-    /// `Corrupt` where there are files and no header: they were somebody's.
+    /// # Errors `Corrupt` where there are files and no header: they belong to another program.
     pub(super) fn take(home: PathBuf) -> Result<Folder, Fault> {
         // The state directory itself is never made: a missing one is a disk that is not mounted.
         let root = home.parent().and_then(Path::parent).unwrap_or(Path::new("."));
@@ -229,7 +229,7 @@ impl Folder {
         }
     }
 
-    /// Whether it is being made.
+    /// Returns true while the folder is being made.
     pub(super) fn is_new(&self) -> bool {
         self.path != self.home
     }
@@ -259,7 +259,7 @@ impl Folder {
         Ok(())
     }
 
-    /// Removes what an interrupted creation left.
+    /// Removes the files of an interrupted creation.
     pub(super) fn clear(&self) -> Result<(), Fault> {
         for entry in fs::read_dir(&self.path).map_err(io("list", &self.path))?.flatten() {
             fs::remove_file(entry.path()).map_err(io("remove", &entry.path()))?;
@@ -277,7 +277,7 @@ pub(super) fn sync(folder: &Path) -> std::io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// Whether there is a folder that is not empty.
+/// Returns true if the folder exists and is not empty.
 pub(super) fn holds_files(folder: &Path) -> Result<bool, Fault> {
     match fs::read_dir(folder) {
         Ok(mut entries) => Ok(entries.next().is_some()),
@@ -303,7 +303,7 @@ pub(super) fn settle(path: &Path, home: &Path) -> Result<(), Fault> {
     settled().map_err(io("rename", path))
 }
 
-/// What lies in a folder; nothing where it cannot be listed.
+/// Returns the entries of a folder, or none if it cannot be listed.
 pub(super) fn entries(folder: &Path) -> Vec<PathBuf> {
     fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
 }

@@ -1,4 +1,5 @@
-//! A tier can take gradients to drives and bring them back. Here is where one lies, and what moves it.
+//! Gradients on drives: the place of each, and the trait that moves them there and back. A tier may implement
+//! it.
 
 use std::{
     ops::Range,
@@ -16,13 +17,13 @@ use crate::{
 /// The kinds of a shard's gradients in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// One contributor's gradient, in the wire's format.
+    /// Gradient of a contributor, in the wire's format.
     Contribution(Contributor),
     /// The sum of all contributors and micro-steps so far, in fp32.
     Sum,
 }
 
-/// One gradient: the shard as it is owned, the step's gradient slot, and which of its gradients.
+/// Name of a stored gradient: the owned shard, the step's gradient slot, and the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientId {
     pub owned: OwnedShard,
@@ -33,8 +34,8 @@ pub struct GradientId {
 /// A thread of the disk calls this with the buffer once its bytes are where they belong.
 pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 
-/// The drives' room for the gradients of the steps in flight. They die with the process, as they do in DRAM, and workers send
-/// them again.
+/// The drives' room for the gradients of the steps in flight. Gradients die with the process, as in DRAM, and
+/// workers send them again.
 pub trait GradientStore: Send + Sync {
     /// Starts writing the first bytes of a buffer to `within` a gradient.
     fn write(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);

@@ -1,4 +1,5 @@
-//! The `memory` tier: state in anonymous huge pages. It is lost with the process, and the last checkpoint remains.
+//! The `memory` tier: state in anonymous huge pages. State is lost with the process, and the last checkpoint
+//! remains.
 
 use std::sync::Mutex;
 
@@ -21,7 +22,7 @@ pub(super) struct MemoryTier {
 type Shard = [Region; 3];
 
 impl MemoryTier {
-    /// `lengths` has the elements of each owned shard, and `shapes` what its arrays consist of.
+    /// `lengths` has the elements of each owned shard, and `shapes` the layout of its arrays.
     pub(super) fn allocate(
         lengths: &[usize],
         shapes: Vec<Shape>,

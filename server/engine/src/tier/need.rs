@@ -1,4 +1,4 @@
-//! What a tier takes on a server.
+//! Need of a tier on a server.
 
 /// The resources that a tier takes on a server, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

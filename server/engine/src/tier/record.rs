@@ -40,15 +40,15 @@ impl From<RecordJson> for Record {
     }
 }
 
-/// What lies where a record may be.
+/// Content of a place where a record may be.
 #[derive(Debug)]
 pub(super) enum Found<T> {
     /// Nothing was ever written.
     Blank,
     Valid(T),
-    /// It was torn by a crash, or damaged since.
+    /// The record was torn by a crash, or damaged since.
     Broken(String),
-    /// It is whole, and has a field that is not read any more.
+    /// The record is whole, and has a field that is not read any more.
     Retired(Fault),
 }
 
@@ -60,9 +60,9 @@ pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     digest.finalize()
 }
 
-/// Makes a frame. It has, in order: magic, format version, JSON length, checksum, zeros up to byte 32, JSON, zeros to
-/// a whole sector. The checksum covers every byte but itself, the padding too. Magic and format come first and stay
-/// where they are in every later format, so that any reader can tell what it has.
+/// Makes a frame: magic, format version, JSON length, checksum, zeros up to byte 32, JSON, zeros to a whole
+/// sector. The checksum covers every byte but itself, the padding too. Magic and format come first and stay
+/// there in every later format, so that any reader can tell the format.
 pub(super) fn encode(body: &impl Serialize) -> Result<Vec<u8>, String> {
     let json = serde_json::to_vec(body).map_err(|error| error.to_string())?;
     let mut frame = vec![0; (HEAD + json.len()).next_multiple_of(SECTOR)];

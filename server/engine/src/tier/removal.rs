@@ -1,5 +1,5 @@
-//! How a job's folders are removed: all of a store or none, whatever interrupts it. What an earlier process began is
-//! finished here too.
+//! Removal of a job's folders: all of a store or none, however it is interrupted. Work that an earlier
+//! process began is finished here too.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -51,7 +51,7 @@ fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
     let grave = beside(folder, &format!("{DELETED}{store:016x}-"));
     let buried = fs::rename(folder, &grave).and_then(|()| folder.parent().map_or(Ok(()), sync));
     match buried {
-        // Somebody has removed it by hand.
+        // An operator may have removed the folder by hand.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(grave),
         buried => buried.map_err(io("rename", folder)).map(|()| grave),
     }
@@ -67,10 +67,9 @@ fn remove(folder: &Path) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Deletes all that these directories keep of a job that is not open, whether or not it can be read.
+/// Deletes all files that these directories keep of a job that is not open, whether or not they can be read.
 ///
-/// # Errors
-/// `Conflict` while somebody uses a folder of it.
+/// # Errors `Conflict` while another process uses one of its folders.
 pub fn delete_stored(dirs: &[PathBuf], job: &JobName) -> Result<(), Fault> {
     let homes: Vec<PathBuf> =
         folders_of(dirs, job).filter(|path| name_of(path).starts_with(FOLDER)).collect();
@@ -85,14 +84,14 @@ pub fn delete_stored(dirs: &[PathBuf], job: &JobName) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Finishes what an earlier process had begun to create or to delete.
+/// Finishes creations and deletions that an earlier process had begun.
 pub fn finish_interrupted(dirs: &[PathBuf]) {
     let names = dirs.iter().flat_map(|dir| entries(dir)).map(|job| name_of(&job));
     let jobs: BTreeSet<JobName> = names.filter_map(|name| JobName::parse("job", &name).ok()).collect();
     jobs.iter().for_each(|job| finish_job(dirs, job));
 }
 
-/// Does for one job what [`finish_interrupted`] does. What cannot be done now is left for the next time.
+/// Runs [`finish_interrupted`] for one job. Work that fails now is left for the next time.
 pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
     let folders: Vec<PathBuf> = folders_of(dirs, job).collect();
     let mut graves: Vec<Grave> = folders.iter().filter_map(|path| Grave::parse(path)).collect();
@@ -125,7 +124,7 @@ pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
 
 /// Settles a folder that was complete when another one of its store was settled. Other folders were nothing yet.
 fn finish_creation(new: &Path, settled: &[u64]) -> Result<(), Fault> {
-    // If it is in use, somebody is making it.
+    // A folder in use is being made by another process.
     let Ok(_lock) = Folder::take_existing(new.to_path_buf()) else { return Ok(()) };
     let home = new.with_file_name(name_of(new).trim_start_matches(NEW));
     match Header::read(new) {

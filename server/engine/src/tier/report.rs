@@ -1,4 +1,4 @@
-//! What was found in a folder of a state directory.
+//! Report on a folder of a state directory.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use longshore_proto::Version;
 
 use super::folder::Header;
 
-/// What one folder holds.
+/// Contents of a folder.
 #[derive(Clone, Debug)]
 pub struct Report {
     pub folder: PathBuf,
@@ -17,13 +17,13 @@ pub struct Report {
     pub broken_records: Vec<String>,
     /// The versions, oldest first.
     pub versions: Vec<VersionReport>,
-    /// What else a server would refuse.
+    /// Further damage that a server would refuse.
     pub damage: Vec<String>,
     /// In tier `shm`, the bytes of the file that holds the job's buffers; None where there is none.
     pub buffers: Option<u64>,
 }
 
-/// One version that a record tells of.
+/// Report on a version that has a record.
 #[derive(Clone, Debug)]
 pub struct VersionReport {
     pub version: Version,
@@ -32,20 +32,20 @@ pub struct VersionReport {
     pub state_slot: u8,
     /// How many blocks were read and compared, images' blocks too.
     pub blocks: u64,
-    /// What is not as it was written. That is no damage in the older version, once a step after the newest has begun to
-    /// overwrite it.
+    /// Bytes that differ from the written ones. In the older version this is no damage, once a step after the
+    /// newest has begun to overwrite it.
     pub damaged: Vec<String>,
 }
 
 impl Report {
-    /// Whether a server goes on from here as it is.
+    /// Returns true if a server goes on from here as it is.
     pub fn is_whole(&self) -> bool {
         let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
         // A folder without any record was never loaded, unless it once had some.
         newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
     }
 
-    /// Whether nothing was ever loaded.
+    /// Returns true if nothing was ever loaded.
     pub fn is_blank(&self) -> bool {
         self.versions.is_empty() && self.broken_records.is_empty()
     }

@@ -1,5 +1,5 @@
-//! A shard's state as a tier holds it: arrays of bytes, block after block. They are the master weights
-//! and the moments. Of a frozen shard there is one array: its weights as workers pull them.
+//! A shard's state as a tier holds it: master weights and moments as arrays of bytes, block after block. A
+//! frozen shard has one array: its weights as workers pull them.
 
 use longshore_proto::{
     Dtype, Formats, JobSpec, Layout, MasterFormat, Rule, ShardId, StateArray, StateFormat,
@@ -14,11 +14,11 @@ const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// How many arrays there are: master weights, first and second moments.
 const ARRAYS: usize = 3;
 
-/// What a shard's arrays consist of. All shards of a job that are trained have the same, and so have all frozen ones.
+/// Layout of a shard's arrays. All trained shards of a job have the same layout, and so have all frozen ones.
 ///
-/// An array is its blocks one after the other, all of one length, so that whoever moves, copies or checksums state
-/// needs to know nothing of formats. Elements are little-endian; a block of 8-bit moments is the codes of its
-/// elements, then their scales.
+/// An array is its blocks one after the other, all of one length. So code that moves, copies or checksums
+/// state needs no knowledge of formats. Elements are little-endian; a block of 8-bit moments is the codes of
+/// its elements, then their scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     formats: Formats,
@@ -69,7 +69,7 @@ impl Shape {
         Shape { formats, frozen: None, block }
     }
 
-    /// The bytes of one block in each array; 0 in one that the job does not have.
+    /// The bytes of one block in each array; 0 for an array that the job does not have.
     pub fn block(&self) -> [usize; ARRAYS] {
         self.block
     }
@@ -191,12 +191,12 @@ impl<'a> StateRef<'a> {
         self.arrays[0].len() / self.shape.block[0]
     }
 
-    /// Whether it is a frozen shard's, which consists of weights alone.
+    /// Returns true for a frozen shard's state, which is its weights alone.
     pub fn is_frozen(&self) -> bool {
         self.shape.frozen.is_some()
     }
 
-    /// One of its blocks.
+    /// Returns block `index`.
     pub fn block(&self, index: usize) -> StateRef<'a> {
         let part = |array: usize| {
             let bytes = self.shape.block[array];
@@ -236,7 +236,7 @@ impl<'a> StateRef<'a> {
         with(&wide)
     }
 
-    /// Hands the master weights of one block to `with`, as f32. Of a frozen shard these are its weights.
+    /// Hands the master weights of one block to `with`, as f32. A frozen shard gives its weights.
     pub fn with_master<R>(&self, isa: Isa, block: usize, with: impl FnOnce(&[f32]) -> R) -> R {
         let bytes = self.block(block).arrays[0];
         let narrow = match (self.shape.frozen, self.shape.formats.master) {

@@ -1,4 +1,4 @@
-//! The settings by which a server stores jobs, and what a tier is opened with.
+//! The settings by which a server stores jobs, and the inputs of a tier's opening.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -6,7 +6,8 @@ use longshore_proto::{JobSpec, Layout, Placement, ServerId, ShardId, Version};
 
 use crate::io::{Drives, Engine, Metered, OpenDisk, OpenFile};
 
-/// One buffer is being updated, two are being written and three are being read. More did not make a step faster.
+/// Number of buffers: one is being updated, two are being written and three are being read. More did not make
+/// a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
 
 /// How this server stores jobs whose tier outlives it.
@@ -19,7 +20,7 @@ pub struct Storage {
     pub engine: Engine,
     /// In tests this takes the place of files.
     pub disks: Option<Arc<dyn OpenDisk>>,
-    /// Where what the drives of `dirs` are asked is counted, if anybody watches.
+    /// Counts the requests to the drives of `dirs`, for charts.
     pub drives: Option<Arc<Drives>>,
     /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
     pub resident_bytes: u64,
@@ -30,7 +31,7 @@ pub struct Storage {
     pub spill: Spill,
     /// No later version than this is recovered, because the server's peers have lost a version that it still has.
     pub at_most: Option<Version>,
-    /// Whose the job is that is opened. It is kept with the job.
+    /// Owner of the job that is opened, kept with the job.
     pub owner: Option<String>,
 }
 
@@ -49,11 +50,11 @@ pub struct Inputs<'a> {
 pub enum Spill {
     #[default]
     State,
-    /// The images of all jobs too, and not only of delayed ones. DRAM holds those made last, and pulls read the
-    /// others from the drives. That is 2 bytes a parameter more written in a step, and 4 fewer held.
+    /// The images of all jobs too, and not only of delayed ones. DRAM holds the newest, and pulls read the
+    /// others from the drives. A step writes 2 bytes a parameter more, and DRAM holds 4 fewer.
     Images,
-    /// The gradients that are not lent, too. Chunks go to the drives as they come, and sums of ranks and micro-steps
-    /// as they are formed; they come back for the update.
+    /// The gradients that are not lent, too. Chunks go to the drives as they come, and sums of ranks and
+    /// micro-steps as they are formed. Updates read them back.
     All,
 }
 
@@ -69,7 +70,7 @@ impl Spill {
 }
 
 impl Storage {
-    /// What opens the files of `nvme` jobs.
+    /// Returns the opener of the files of `nvme` jobs.
     pub(super) fn opener(&self) -> Arc<dyn OpenDisk> {
         let opener = self.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: self.engine }));
         match self.drives.clone() {

@@ -19,12 +19,12 @@ pub struct StoredJob {
     pub owner: Option<String>,
 }
 
-/// What the state directories hold for a server that starts.
+/// Jobs that a starting server finds in the state directories.
 #[derive(Default)]
 pub struct Stored {
     /// Jobs that a server opens when it starts.
     pub jobs: Vec<StoredJob>,
-    /// The jobs of which a folder cannot be read, and why. They are left alone.
+    /// The jobs with an unreadable folder, and why. Such jobs are left alone.
     pub unreadable: Vec<(JobName, Fault)>,
 }
 

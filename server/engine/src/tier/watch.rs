@@ -1,5 +1,5 @@
-//! Notices that a running job's files were deleted, moved or replaced. Nobody would find what is written to them
-//! afterwards.
+//! Notices that a running job's files were deleted, moved or replaced. Nobody would find later writes to
+//! them.
 
 use std::{
     fs, io,
@@ -18,7 +18,7 @@ pub(super) struct Watch(Vec<(PathBuf, Identity)>);
 type Identity = (u64, u64);
 
 impl Watch {
-    /// Watches those of `names` that are in the folders.
+    /// Watches the files of `names` that exist in the folders.
     pub(super) fn over<'a>(folders: impl Iterator<Item = &'a Path>, names: &[&str]) -> Watch {
         let paths = folders.flat_map(|folder| names.iter().map(|name| folder.join(name)));
         Watch(paths.filter_map(|path| identity(&path).ok().map(|found| (path, found))).collect())

@@ -26,7 +26,7 @@ use crate::{
     threads::ThreadPool,
 };
 
-/// Bytes over seconds, and what they are of.
+/// Bytes and seconds of a store's step, and of raw transfers of the same bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct StorageMeasurement {
     pub parameters: u64,
@@ -87,7 +87,7 @@ impl BenchStore {
         Ok(store)
     }
 
-    /// Removes what the store has on its drives.
+    /// Removes the store's files from its drives.
     pub fn remove(self) -> Result<(), Fault> {
         self.tier.discard()
     }
@@ -100,7 +100,7 @@ impl BenchStore {
         self.tier.plan().shards.iter().map(|place| place.elements as u64).sum()
     }
 
-    /// One step of the store, its flushes and records included.
+    /// Runs a step of the store, its flushes and records included.
     pub fn step(&mut self, pool: &ThreadPool) -> Result<(), Fault> {
         self.version = Version(self.version.0 + 1);
         let version = self.version;
@@ -185,8 +185,8 @@ fn touch(state: &mut State<'_>) {
     }
 }
 
-/// Reads every spilled shard's one slot and writes all shards' other slot, as many at once as the store has buffers.
-/// That is what a step moves, with nothing in between.
+/// Reads one slot of every spilled shard and writes the other slot of all shards, as many at once as the
+/// store has buffers. A step moves the same bytes, with updates in between.
 fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let plan = tier.plan();
     let opener = OpenFile { engine: storage.engine };

@@ -1,4 +1,5 @@
-//! What the drives owe: requests without an answer, and for how long none came. Waits for other threads do not count.
+//! Debts of the drives: requests without an answer, and the time since the last answer. Waits for other
+//! threads do not count.
 
 use std::time::{Duration, Instant};
 

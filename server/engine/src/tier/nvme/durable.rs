@@ -1,4 +1,5 @@
-//! Makes a version durable: tables, flush, records, flush. It has a thread of its own, and updates go on meanwhile.
+//! Makes a version durable: tables, flush, records, flush. A thread of its own does so, and updates go on
+//! meanwhile.
 
 use std::{
     sync::{Arc, Mutex, atomic::Ordering, mpsc},
@@ -26,11 +27,12 @@ use crate::{
     record::Record,
 };
 
-/// What a record says beside the version: whose it is, where the version lies, and its tables' checksums.
+/// Fields of a record beside the version: its store, the version's slots, and the checksums of its tables.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct StoredRecord {
     pub(super) store: u64,
-    /// It rises each time the store is opened. If two records have one version, the later process's counts.
+    /// Number that rises each time the store is opened. If two records have one version, the later process's
+    /// counts.
     pub(super) epoch: u64,
     pub(super) slots: Slots,
     /// By file.
@@ -134,7 +136,7 @@ impl VersionWriter {
         Ok(())
     }
 
-    /// Makes a version that a record still tells of one that never was.
+    /// Erases a version's records, so that it counts as never made.
     pub(super) fn erase(&self, version: Version) -> Result<(), Fault> {
         let parity = (version.0 % 2) as usize;
         self.each_file(|file| self.write_records(file, parity, &[0; SECTOR], RECORD_COPIES))

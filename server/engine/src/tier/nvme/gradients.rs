@@ -24,8 +24,8 @@ use crate::{
 
 const GRADIENT_FILE: &str = "gradients";
 
-/// One file in each state directory. It has no name once it is open: gradients die with the process, as they do in
-/// DRAM, and workers send them again. Whatever ends the process gives the space back.
+/// Gradient files, one in each state directory. A file has no name once it is open: gradients die with the
+/// process, as in DRAM, and workers send them again. The space is so given back however the process ends.
 ///
 /// ```text
 /// shard, shard, ...     each: [gradient slot 0: contributor 0, contributor 1, ..., sum] [gradient slot 1: ...]
@@ -52,7 +52,7 @@ struct GradientExtent {
     at: u64,
     elements: u64,
     contributors: Vec<Rank>,
-    /// The bytes of an element of the sum. It is 0 where a lone contribution is left as it came.
+    /// The bytes of an element of the sum, or 0 where a lone contribution is left as it came.
     sum: u64,
 }
 
@@ -60,7 +60,7 @@ impl GradientPlan {
     fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };
-        // Those that have gradients take turns, so that a file without any comes after all others.
+        // Trained shards take turns, so that a file without any comes after all others.
         let mut trained = 0;
         for &shard in owned {
             let (file, elements) = (trained % files, layout.shard_len(shard));

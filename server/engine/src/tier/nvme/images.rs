@@ -1,5 +1,5 @@
-//! Images on the drives: whole ones at the start of a job and at recovery, and the parts that workers pull of those that
-//! spill, and of frozen weights.
+//! Images on the drives. Whole ones are read at the start of a job and at recovery. Workers pull parts of
+//! spilled images and of frozen weights.
 
 use std::{
     ops::Range,
@@ -108,8 +108,8 @@ impl NvmeTier {
                 true => None,
                 false => self.damaged_block(owned, slot as usize, first, whole),
             };
-            // The slot is looked up again: it may have been given to a newer version since it was read, if nobody should
-            // need this one any more.
+            // The slot is looked up again. A newer version may have taken it since it was read, if nobody
+            // needs this one any more.
             if self.pager.lock().image_slot(version) != Some(slot) {
                 return Ok(false);
             }
@@ -122,7 +122,7 @@ impl NvmeTier {
         Ok(true)
     }
 
-    /// Has the first of some parts read before anybody asks for them, as far as there is room.
+    /// Prefetches the first of some parts, as far as there is room.
     fn parts_ahead(&self, (owned, kept): (OwnedShard, Kept), parts: Range<usize>) {
         let fetches = parts.take(AT_ONCE).filter_map(|part| self.reads.ahead(PartOf { owned, kept, part }));
         fetches.for_each(|fetch| self.fetch(fetch));
@@ -264,7 +264,7 @@ fn parts_with(bytes: &Range<usize>) -> Range<usize> {
     bytes.start / PART_BYTES..bytes.end.div_ceil(PART_BYTES)
 }
 
-/// Those, each with the bytes of it that are wanted.
+/// The same parts, each with its range of the wanted bytes.
 fn parts_of(bytes: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
     parts_with(&bytes).map(move |part| {
         let start = part * PART_BYTES;

@@ -1,21 +1,21 @@
-//! The `nvme` tier: state on local disks, with two slots a shard, and every version durable before the next is
-//! decided.
+//! The `nvme` tier: state on local disks, with two slots a shard, and every version durable before the next
+//! is decided.
 //!
-//! All state is rewritten in every step anyway, so keeping the version before costs space and no bandwidth. See
-//! [`plan::StorePlan`] for the format and why its order survives a crash at any instant.
+//! All state is rewritten in every step anyway, so keeping the version before costs space and no bandwidth.
+//! See [`plan::StorePlan`] for the format and why its order survives a crash at any instant.
 //!
-//! **Verification.** Each block's checksum is compared whenever the block has been read, before it is used. The
-//! recovery of a store reads every block of the version that it takes: if one is damaged, the version before can
-//! still be taken, and later it cannot.
+//! **Verification.** Each block's checksum is compared whenever the block has been read, before it is used.
+//! Recovery of a store reads every block of the version that it takes. If one is damaged, the version before
+//! can still be taken, and later it cannot.
 //!
-//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly, so that reads of the others hide behind
-//! their updates; an LRU under cyclic access would hit nothing. Resident shards are still written, or their versions
-//! would be lost with the process. With a share r resident a step moves (2 - r) times the state. To make them durable by logging gradients instead would cost a sixth of their writes and
-//! a replay of several steps at recovery; writes are twice as fast as reads on the devices measured, so it was left
-//! out.
+//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly, so that reads of the others hide
+//! behind their updates. An LRU under cyclic access would hit nothing. Resident shards are still written, or
+//! their versions would be lost with the process. With a share r resident a step moves (2 - r) times the
+//! state. Logged gradients could make them durable for a sixth of the writes, and a replay of several steps
+//! at recovery. Writes are twice as fast as reads on the devices measured, so that was left out.
 //!
-//! **Failure.** The first failed read, write or flush fails the store for good. Nothing is retried: after a failed
-//! flush the kernel reports success for pages that it has dropped.
+//! **Failure.** The first failed read, write or flush fails the store for good. Nothing is retried: after a
+//! failed flush the kernel reports success for pages that it has dropped.
 
 mod bench;
 mod debts;
@@ -138,7 +138,7 @@ impl NvmeTier {
         GradientFiles::create(inputs, &folders)
     }
 
-    /// Whether images lie beside the state.
+    /// Returns true if images lie beside the state.
     pub(super) fn stores_images(&self) -> bool {
         self.plan().images
     }
@@ -151,7 +151,7 @@ impl NvmeTier {
         remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
     }
 
-    /// The fault of a block whose bytes are not those that were written.
+    /// Returns the fault of a block whose bytes differ from the written ones.
     fn damage(&self, owned: OwnedShard, block: usize, found: u64) -> Fault {
         let place = &self.plan().shards[owned.index()];
         let expected = self.pager.checksums[owned.index()].state[block].load(Ordering::Relaxed);
@@ -161,8 +161,8 @@ impl NvmeTier {
         self.pager.fail(damaged(path, what, found, expected, remedy(self.whole_previous())))
     }
 
-    /// The version before the one being recovered, if every byte of it is as it was written. It is read only once a
-    /// block of the newer version turned out damaged.
+    /// Returns the version before the one being recovered, if every byte of it is as it was written. Called
+    /// only once a block of the newer version turned out damaged.
     fn whole_previous(&self) -> Option<Version> {
         let previous = lock(&self.recovery).as_ref()?.previous?;
         self.pager.quiesce();
@@ -191,8 +191,8 @@ impl Tier for NvmeTier {
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut held = self.pager.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned.index()].state_bytes];
-        // A part was loaded before, and written to make room. What is loaded now has no checksums before it is
-        // written.
+        // An earlier part of the load was written to make room, so it is verified. New parts have no
+        // checksums before they are written.
         if !held.checked {
             self.verify(owned, bytes)?;
         }

@@ -70,7 +70,7 @@ pub(in crate::tier) fn need(
     need
 }
 
-/// Which shards are resident: as many as fit, spread evenly, so that the disk is busy all through a step.
+/// Marks the resident shards: as many as fit, spread evenly, so that the disk is busy all through a step.
 fn residents(plan: &StorePlan, storage: &Storage) -> Vec<bool> {
     let count = plan.shards.len() as u64;
     let total: usize = plan.shards.iter().map(|place| place.bytes()).sum();
@@ -93,8 +93,8 @@ impl StoreMemory {
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
         let mut buffers = slab.carve_here(&sizes);
         let meta = buffers.split_off(sizes.len() - plan.files.len());
-        // They lie apart from the buffers: those are registered with the kernel, and these may be most of the host's
-        // memory.
+        // Resident shards lie apart from the buffers. Buffers are registered with the kernel, and resident
+        // shards may be most of the host's memory.
         let sizes: Vec<usize> =
             plan.shards.iter().zip(&resident).filter(|(_, r)| **r).map(|(p, _)| p.bytes()).collect();
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
@@ -330,7 +330,7 @@ fn open_ranks(
     Ranks::open(disk, store, inputs.spec.world_size, fresh).map(Some)
 }
 
-/// Removes what a failed creation made.
+/// Removes the folders of a failed creation.
 fn remove(folders: &[Folder]) -> Result<(), Fault> {
     remove_all(&folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
 }

@@ -14,16 +14,16 @@ use crate::{
     io::Part,
 };
 
-/// How many slots a shard's state has. The version being made goes to the one that does not hold the last durable
-/// version.
+/// Number of slots of a shard's state. An update writes the slot that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
-/// How many slots images have: one for the version being made, and two that a delayed job's workers may need after a
-/// crash, or that workers may be pulling.
+/// Number of slots of an image. One is for the version being made. Workers may be pulling the other two, or
+/// need them after a crash of a delayed job.
 pub(super) const IMAGE_SLOTS: u8 = 3;
 /// How many copies of each record a directory has, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
-/// One directory's file, `data`. All of it is reserved when it is made; offsets are multiples of 4 KiB.
+/// Layout of a directory's file, `data`. All of it is reserved when it is made; offsets are multiples of 4
+/// KiB.
 ///
 /// ```text
 /// records      [version parity 0: copy, copy] [version parity 1: copy, copy]     4 MiB each, framed (tier/record.rs)
@@ -33,16 +33,18 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// frozen       shard, shard, ...                                                 no slots: no step writes them
 /// ```
 ///
-/// A shard's state is its master weights, its first moments and its second moments, or of a frozen one its weights, each a
-/// sequence of blocks ([`Shape`]), then padding to a whole sector. An array that the job does not have takes no bytes. A block's checksum is of
-/// its part of all of these, in this order. Checksums lie outside the slots they belong to, so that a write that was lost, or
-/// went elsewhere, shows; a table's own checksum lies in the record.
+/// A shard's state is its master weights, its first moments and its second moments, then padding to a whole
+/// sector. A frozen shard has its weights instead. Each is a sequence of blocks ([`Shape`]), and an array
+/// that the job does not have takes no bytes. A block's checksum covers its part of all of these, in this
+/// order. Checksums lie outside the slots they belong to, so that a lost or misplaced write shows. A table's
+/// own checksum lies in the record.
 ///
-/// **Why this order.** A step that updates writes, in order: all shards' state (and images) into the slots that the last
-/// durable version does not use; their tables; a flush of every file; the record, in each file twice; a flush. Until the record is there the last
-/// durable version is untouched: its slots, tables and record are other ones. A step that is skipped writes a record
-/// alone, naming the same slots. The record goes where the one two versions back was, so that at any instant the last
-/// durable one is whole. The next step is not decided before that.
+/// **Why this order.** A step that updates first writes all shards' state (and images) into the slots that
+/// the last durable version does not use. Then follow their tables, a flush of every file, the record twice
+/// in each file, and another flush. Until the record is there the last durable version is untouched: its
+/// slots, tables and record are other ones. A step that is skipped writes a record alone, naming the same
+/// slots. The record overwrites the record of two versions back, so that at any instant the last durable one
+/// is whole. The next step is not decided before that.
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
 #[derive(Clone, Debug)]
@@ -64,7 +66,7 @@ pub(super) struct ShardExtent {
     pub(super) file: usize,
     pub(super) elements: usize,
     pub(super) shape: Shape,
-    /// No step changes it. It has neither slots nor images.
+    /// No step changes the shard, which has neither slots nor images.
     pub(super) frozen: bool,
     pub(super) state_bytes: usize,
     /// 0 unless images are stored.
@@ -107,7 +109,7 @@ impl StorePlan {
             let (shape, frozen) = (Shape::of_shard(spec, layout, shard), layout.is_frozen(shard));
             let stored = images && !frozen;
             let image_bytes = if stored { elements / BLOCK_ELEMENTS as usize * image_block } else { 0 };
-            // They take turns, so that neighbours in forward order come from different devices.
+            // Files take turns, so that neighbours in forward order come from different devices.
             let file = &mut plan.files[owned.index() % files];
             // 8-bit moments do not fill whole sectors.
             let state_bytes = shape.bytes(elements).next_multiple_of(SECTOR);
@@ -160,7 +162,7 @@ impl StorePlan {
         self.files.iter().map(FilePlan::bytes).sum()
     }
 
-    /// The largest thing beside the slots: what a buffer for records and tables must hold.
+    /// Length of a buffer for records and tables, which is the largest of them.
     pub(super) fn meta_bytes(&self) -> usize {
         let table = self.files.iter().map(|file| file.table_bytes() as usize).max().unwrap_or(0);
         table.max(RECORD_BYTES)

@@ -1,4 +1,5 @@
-//! Who has joined, kept beside the state, so that a process that was replaced stays fenced whatever restarts.
+//! Record of the joined processes, kept beside the state. A process that was replaced so stays fenced through
+//! restarts.
 
 use std::{
     io::ErrorKind,
@@ -23,8 +24,8 @@ use crate::{
     record::Joined,
 };
 
-/// How many tables the file has, by parity of the write, so that the one before is whole whatever happens to this
-/// one. Each has two copies, so that a damaged sector costs nothing.
+/// Number of tables in the file, by parity of the write, so that the table before is whole whatever happens
+/// to this one. Each has two copies, so that a damaged sector costs nothing.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
 /// The most that a rank's numbers take as JSON.
@@ -57,7 +58,7 @@ struct Table {
 #[derive(Serialize, Deserialize)]
 struct StoredRanks {
     store: u64,
-    /// It rises with each write.
+    /// Number of the table, which rises with each write.
     generation: u64,
     /// The incarnation, the version at which it joined, and whether it has only fenced.
     ranks: Vec<Option<(Incarnation, Version, bool)>>,
@@ -67,7 +68,7 @@ fn area(world_size: u32) -> usize {
     (256 + RANK_BYTES * world_size as usize).next_multiple_of(SECTOR)
 }
 
-/// What the file takes of DRAM and of the drive.
+/// Returns the bytes that the file takes of DRAM and of the drive.
 pub(super) fn need(world_size: u32) -> (u64, u64) {
     let area = area(world_size) as u64;
     (area, area * PARITIES * COPIES)
@@ -91,7 +92,7 @@ pub(super) fn find(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Resul
 }
 
 impl Ranks {
-    /// Reads what is kept, unless the store is `fresh`.
+    /// Reads the stored table, unless the store is `fresh`.
     pub(super) fn open(
         disk: Arc<dyn Disk>,
         store: u64,

@@ -1,4 +1,4 @@
-//! What a store holds: its records, the newest version that may be taken, and that version's tables.
+//! Recovery of a store: its records, the newest version that may be taken, and that version's tables.
 
 use std::{collections::BTreeMap, sync::Mutex};
 
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{io::Disk, memory::Region};
 
-/// All records of a store, with what is wrong with the damaged ones.
+/// All records of a store, with the faults of the damaged ones.
 #[derive(Default)]
 pub(super) struct Records {
     /// By version: the record of the latest process.
@@ -135,7 +135,7 @@ pub(super) fn read_table(
     Ok(words.collect())
 }
 
-/// What an operator can do when a version turns out to be damaged.
+/// Returns an operator's remedy when a version turns out to be damaged.
 pub(super) fn remedy(previous: Option<Version>) -> String {
     match previous {
         Some(version) => format!(

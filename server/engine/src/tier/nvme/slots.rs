@@ -1,4 +1,4 @@
-//! Which slots hold a version, and which slots the next one goes to.
+//! Slots: where each version lies on the drives, and where the next one goes.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,8 +14,8 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// The slots for the version that an update makes. They overwrite nothing that this version or the image before
-    /// it needs.
+    /// The slots for the version that an update makes. Nothing is overwritten that this version or the image
+    /// before it needs.
     pub(super) fn updated(&self) -> Slots {
         let taken = |slot: u8| slot == self.image || Some(slot) == self.older_image;
         let image = (0..).find(|&slot| !taken(slot)).unwrap_or_default();

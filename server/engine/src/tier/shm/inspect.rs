@@ -1,5 +1,5 @@
-//! Whether a server would go on from a folder of a tmpfs: its files, records and words are read as recovery reads
-//! them.
+//! Inspection of a job's folder in a tmpfs: would a server go on from it? Files, records and words are read
+//! as recovery reads them.
 //!
 //! A tmpfs is memory, and needs no block checksums; the records have their own.
 
@@ -70,7 +70,7 @@ fn length(path: &Path) -> Result<Option<u64>, Fault> {
     }
 }
 
-/// What is wrong with a file that should have at least so many bytes.
+/// Returns the damage of a file that should have at least `needed` bytes.
 pub fn too_short(path: &Path, found: Option<u64>, needed: u64) -> Option<String> {
     match found {
         None => Some(format!("{} (not there, of {needed} bytes)", path.display())),

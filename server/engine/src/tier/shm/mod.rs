@@ -37,8 +37,8 @@ use crate::{
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
 /// How many blocks may be in the middle of their update: one a thread. More threads take turns.
 const UNDO_SLOTS: usize = 32;
-/// How many words a shard has: the version begun, the version done, the oldest version that an image of it was made
-/// or loaded of, and by parity the step whose contributions are all summed.
+/// Number of words a shard has: the version begun, the version done and the oldest version that an image was
+/// made or loaded of. Two more hold, by parity, the step whose contributions are all summed.
 const SHARD_WORDS: usize = 5;
 /// The index of the first of those steps.
 const SUMMED: usize = 3;
@@ -62,13 +62,18 @@ const UNDO_WORDS: usize = 2;
 ///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced)
 /// ```
 ///
-/// **Deciding** a step writes its record over that of two versions before, and only then is anyone told. **Updating** a
-/// shard stores: the version begun; for each block a copy into an undo slot, the slot's words, the block in place, the
-/// block's version, the slot's words back to 0; then the version done. **Recovery** puts back each block that an undo slot
-/// holds and whose version was not reached, takes the newest whole record, and updates what is not done yet. A block whose
-/// version is reached is left: its update happened once. A shard whose version begun is not done has lost its older image,
-/// over which the new one was being written. A step that is summed and not decided stays summed: another server may know
-/// its decision, and nobody be left who could send the gradients again.
+/// **Deciding** a step writes its record over the record of two versions before, and only then is anyone
+/// told.
+///
+/// **Updating** a shard stores the version begun first and the version done last. For each block in between
+/// it stores a copy into an undo slot and the slot's words. Then follow the block in place, the block's
+/// version, and the slot's words back to 0.
+///
+/// **Recovery** puts back each block that an undo slot holds and whose version was not reached. It takes the
+/// newest whole record, and updates the blocks that are not done yet. A block whose version is reached is
+/// left: its update happened once. A shard whose version begun is not done has lost its older image, over
+/// which the new one was being written. A step that is summed and not decided stays summed: another server
+/// may know its decision. Perhaps nobody is left who could send the gradients again.
 pub(super) struct ShmTier {
     memory: MemoryTier,
     words: AtomicWords,
@@ -185,8 +190,8 @@ impl Durable for ShmTier {
     fn joined(&self, rank: Rank, joined: Joined, over: bool) {
         let summed = self.shards().flat_map(|owned| &self.shard(owned)[SUMMED..]);
         summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
-        // If a kill leaves the new version beside the incarnation before, the version is too new, for a process that
-        // is being replaced.
+        // A kill may leave the new version beside the incarnation before. The version is then too new, for a
+        // process that is being replaced.
         let at = 2 * joined.at.0 + u64::from(joined.fence_only);
         self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -78,7 +78,7 @@ impl ShmTier {
             if let Some(kept) = tier.recover()? {
                 return Ok((tier, buffers, Some(kept)));
             }
-            // It was never loaded to the end, and is nothing to go on from.
+            // The job was never loaded to the end, so there is nothing to go on from.
             drop((tier, buffers));
             remove_all(std::slice::from_ref(&home))?;
             return ShmTier::create(Folder::take(home)?, &sizes, &header, pool);
@@ -144,7 +144,7 @@ fn watch(folder: &Folder) -> Watch {
     Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
 }
 
-/// Refuses a folder that is not in a tmpfs: each step would write the whole state to a disk, in no order that
+/// Refuses a folder that is not in a tmpfs. Each step would write the whole state to a disk, in no order that
 /// survives a power failure.
 fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     let found = rustix::fs::statfs(dir).map_err(|error| io("look at", dir)(error.into()))?;

@@ -1,4 +1,4 @@
-//! Records of decided versions in a tmpfs, and notes on what was said of a version since.
+//! Records of decided versions in a tmpfs, and notes on their standing since.
 
 use std::{fs::File, os::unix::fs::FileExt, path::Path, sync::atomic::Ordering};
 
@@ -17,12 +17,12 @@ use crate::{
     },
 };
 
-/// The room at the end of each record's area for two notes on what was said of the version since. One of them is
+/// The room at the end of each record's area for two notes on the version's standing since. One of the two is
 /// whole at any instant.
 const NOTE_BYTES: usize = 32 * 1024;
 const NOTES: usize = 2;
 
-/// What was said of a version since its record was written. The note before stays whole while the next is written.
+/// Standing of a version since its record was written. The note before stays whole while the next is written.
 #[derive(Serialize, Deserialize)]
 struct Note {
     version: Version,
@@ -39,7 +39,7 @@ fn note_at(place: usize) -> usize {
 fn newest_note(area: &[u8], version: Version) -> Option<Note> {
     let notes = (0..NOTES).filter_map(|place| match decode::<Note>(&area[note_at(place)..][..NOTE_BYTES]) {
         Found::Valid(note) if note.version == version => Some(note),
-        // It is another version's, or torn: nobody was told of it.
+        // The note is torn or belongs to another version: nobody was told of it.
         _ => None,
     });
     notes.max_by_key(|note| note.number)
@@ -56,7 +56,7 @@ impl ShmTier {
         Ok(())
     }
 
-    /// Keeps what was said of a version since its record was written.
+    /// Keeps the standing of a version since its record was written.
     pub(super) fn write_note(&self, record: &Record) -> Result<(), Fault> {
         let start = (record.version.0 % 2) as usize * RECORD_BYTES;
         let mut records = lock(&self.records);
@@ -72,7 +72,7 @@ impl ShmTier {
         Ok(())
     }
 
-    /// Puts back what was being changed. None if the job was never loaded to the end.
+    /// Restores the blocks that were being changed. Returns None if the job was never loaded to the end.
     pub(super) fn recover(&mut self) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {

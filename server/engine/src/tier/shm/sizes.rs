@@ -1,4 +1,4 @@
-//! How many bytes each file of a `shm` job has, and of what it consists.
+//! Sizes in bytes of the files of a `shm` job, and of their sections.
 
 use longshore_proto::{JobSpec, Layout, ShardId};
 
@@ -8,7 +8,7 @@ use crate::{
     tier::{memory::MemoryTier, record::RECORD_BYTES, state::Shape},
 };
 
-/// The sizes of the files, and of what `progress` consists of.
+/// The sizes of the files, and of the sections of `progress`.
 pub(in crate::tier) struct Sizes {
     pub(in crate::tier) state: usize,
     pub(in crate::tier) buffers: usize,

@@ -1,4 +1,5 @@
-//! A copy of each block while it is being changed, and what is put back after a process was killed meanwhile.
+//! A copy of each block while it is being changed. Recovery puts the copies back if the process was killed
+//! meanwhile.
 
 use std::sync::{
     PoisonError,

@@ -44,9 +44,10 @@ pub(super) struct ShardPager {
 
 /// The block checksums of a shard.
 pub(super) struct BlockChecksums {
-    /// Those of the state as it was last updated, wherever that lies now.
+    /// Checksums of the state as last updated, wherever the state lies now.
     pub(super) state: Vec<AtomicU64>,
-    /// Those of the images, by image slot. A frozen shard's are 0, so that a table has a row for each block.
+    /// Checksums of the images, by image slot. Those of a frozen shard are 0, so that a table has a row for
+    /// each block.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 
@@ -72,7 +73,7 @@ struct Entry {
     holding: Holding,
     /// The slot that holds its state on disk.
     slot: u8,
-    /// It was never loaded: it is zeros, and nothing is on disk.
+    /// The shard was never loaded: its state is zeros, and nothing is on disk.
     blank: bool,
     /// When it was last used; larger is later.
     used: u64,
@@ -90,9 +91,9 @@ enum Holding {
 /// A shard's bytes in memory, which `take` gives out. `keep` or `write` takes them back.
 pub(super) struct Held {
     pub(super) region: Region,
-    /// They were compared with their checksums since they were read.
+    /// The bytes were compared with their checksums since they were read.
     pub(super) checked: bool,
-    /// They were loaded and not written yet.
+    /// The bytes were loaded and not written yet.
     pub(super) dirty: bool,
 }
 
@@ -202,7 +203,7 @@ impl ShardPager {
         state.failed.clone()
     }
 
-    /// Notes that a shard's drive was asked for something beside what the pager moves.
+    /// Notes that a shard's drive got a request beside the pager's own.
     pub(super) fn asked(&self, owned: OwnedShard) {
         self.lock().debts.asked(self.plan.shards[owned.index()].file, Instant::now());
     }
@@ -216,7 +217,7 @@ impl ShardPager {
         (self.notify)();
     }
 
-    /// Takes a shard's bytes. They are read from disk unless they are here already.
+    /// Takes a shard's bytes. Reads them from disk unless they are in memory already.
     pub(super) fn take(self: &Arc<Self>, owned: OwnedShard) -> Result<Held, Fault> {
         let mut state = self.lock();
         let entry = &state.entries[owned.index()];
@@ -319,7 +320,7 @@ impl ShardPager {
         Ok(slot)
     }
 
-    /// Does what [`ShardPager::stored_image`] does, without waiting. None also while the image is on its way there.
+    /// Returns [`ShardPager::stored_image`] without waiting. None also while the image is on its way there.
     pub(super) fn image_at_rest(&self, owned: OwnedShard, version: Version) -> Option<u8> {
         let state = self.lock();
         let at_rest = !matches!(state.entries[owned.index()].holding, Holding::Writing);

@@ -1,4 +1,4 @@
-//! Reads ahead and writes behind: what moves a shard between its buffer and its drive.
+//! Reads ahead and writes behind, which move a shard between its buffer and its drive.
 
 use std::{
     mem,

@@ -1,9 +1,9 @@
-//! The read window: parts of images and of frozen weights that pulls read from the drives, some of them ahead of the pulls
-//! that will ask for them.
+//! The read window: parts of images and of frozen weights that pulls read from the drives. Some are read
+//! before a pull asks for them.
 //!
-//! A pull says in which order it wants its slices. So while one part is sent the next ones are read, and a pull goes as fast
-//! as a drive with several requests, where one request at a time takes a drive's latency each time. Ranks that pull the same
-//! weights at about the same time find what one of them has read.
+//! A pull gives the order of its slices. So the next parts are read while one is sent, and a pull reaches the
+//! speed of a drive with several requests. With one request at a time, each would take a drive's latency.
+//! Ranks that pull the same weights at about the same time share each read.
 
 mod places;
 
@@ -24,11 +24,11 @@ use crate::{
     memory::{AllocationError, Region, Slab},
 };
 
-/// A part is as long as a chunk, the most that a pull sends at once; the last one of a shard may be shorter. It is whole
-/// blocks, since a block has one checksum.
+/// Length of a part: a chunk, the most that a pull sends at once. The last part of a shard may be shorter.
+/// Parts are whole blocks, since a block has one checksum.
 pub(super) const PART_BYTES: usize = CHUNK_BYTES;
-/// How many parts are in memory at most. A rank has two pulls under way, and each is near its best with four reads ahead;
-/// the others are being sent, or are there for another rank.
+/// Most parts in memory. A rank has two pulls under way, and each is near its best with four reads ahead. The
+/// other four are being sent, or are there for another rank.
 const PARTS: usize = 12;
 /// How often a reader who waits checks that the store has not failed.
 const LOOK: Duration = Duration::from_millis(200);
@@ -110,7 +110,7 @@ impl ReadWindow {
             if !inner.places.is_reading(place) {
                 taken.buffer = inner.buffers[place].clone();
                 drop(inner);
-                // What a drive could not read has failed the store.
+                // A failed read has failed the store.
                 failure().map_or(Ok(()), Err)?;
                 return Ok(taken);
             }
@@ -136,7 +136,7 @@ impl ReadWindow {
         self.changed.notify_all();
     }
 
-    /// Nobody finds again what is here now.
+    /// Makes all current parts unfindable.
     pub(super) fn forget(&self) {
         lock(&self.inner).places.forget();
     }
@@ -175,7 +175,7 @@ impl InUse<'_> {
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
         let mut inner = lock(&self.window.inner);
-        // Whoever the place is given to wants the last reference.
+        // The next user of the place needs the last reference.
         self.buffer = None;
         inner.places.release(self.place);
         drop(inner);

@@ -1,21 +1,22 @@
-//! Which part of which image lies in which place of the read window, and which place gives way. It moves nothing.
+//! Places of the read window: the part of an image that each holds, and the place that gives way. Nothing is
+//! moved here.
 
 use longshore_proto::Version;
 
 use crate::ids::OwnedShard;
 
-/// What was read ahead and not asked for while this many times all places were asked for is not waited for any more: its
-/// pull has ended, or its version is gone.
+/// An unused prefetch is given up after this many requests a place. Its pull has ended then, or its version
+/// is gone.
 const PATIENCE: u64 = 4;
 
-/// What of a shard pulls read from a drive.
+/// Data of a shard that pulls read from a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tier::nvme) enum Kept {
     Image { version: Version, slot: u8 },
     Frozen,
 }
 
-/// A part of what is kept of a shard, counted from its start.
+/// A part of a shard's stored data, counted from its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tier::nvme) struct PartOf {
     pub(in crate::tier::nvme) owned: OwnedShard,
@@ -26,11 +27,11 @@ pub(in crate::tier::nvme) struct PartOf {
 /// Where a part is, for a reader that wants it. The reader is a user of that place until [`Places::release`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// It is there, or on its way.
+    /// The part is in this place, or on its way there.
     Here(usize),
-    /// It is to be read into this place, which has given way.
+    /// The part is to be read into this place, which has given way.
     Read(usize),
-    /// All places are in use. One of them will be released.
+    /// All places are in use, and one of them will be released.
     Full,
 }
 
@@ -48,7 +49,7 @@ struct Place {
     reading: bool,
     /// A place with users does not give way.
     users: usize,
-    /// It was read ahead, and nobody has asked for it yet.
+    /// The part was read ahead, and nobody has asked for it yet.
     expected: bool,
     /// When it was last asked for, or read ahead.
     used: u64,
@@ -75,7 +76,7 @@ impl Places {
         places.min_by_key(|(_, place)| place.holds.map(|_| place.used)).map(|(index, _)| index)
     }
 
-    /// Finds a part, or a place for it. Where all parts are still expected, the one that was read ahead last gives way.
+    /// Finds a part, or a place for it. If all parts are still expected, the latest prefetch gives way.
     pub(super) fn want(&mut self, part: PartOf) -> Found {
         self.clock += 1;
         let found = self.find(part);
@@ -92,7 +93,7 @@ impl Places {
         Found::Read(index)
     }
 
-    /// The place into which a part is to be read ahead; None where it is here already, or nothing gives way to it.
+    /// Returns the place to prefetch a part into. None if the part is here already, or no place gives way.
     pub(super) fn ahead(&mut self, part: PartOf) -> Option<usize> {
         if self.find(part).is_some() {
             return None;
@@ -103,7 +104,7 @@ impl Places {
         Some(index)
     }
 
-    /// A read has ended. What was not read whole is not there.
+    /// Ends a read. A part that was not read whole cannot be found.
     pub(super) fn arrived(&mut self, index: usize, whole: bool) {
         let place = &mut self.places[index];
         place.reading = false;
@@ -183,7 +184,7 @@ mod tests {
             }
             (1..9).filter(|&next| places.ahead(part(next)).is_some()).count()
         };
-        // A pull takes a place from what is expected, and after four times four pulls nobody is waited for.
+        // A pull takes a place from an expected part. After four times four pulls no part is waited for.
         assert_eq!([0, 1, 16, 17].map(room), [0, 1, 1, 4]);
     }
 
@@ -199,15 +200,15 @@ mod tests {
         assert_eq!(places.want(part(8)), Found::Full);
         places.release(0);
         assert_eq!(places.want(part(8)), Found::Read(0));
-        // What could not be read is not found.
+        // A part that could not be read is not found.
         places.arrived(0, false);
         places.release(0);
         assert_eq!(places.want(part(8)), Found::Read(0));
     }
 
     proptest! {
-        /// Whatever readers do, a part is found only where it was read, no place that is in use gives way, and there is a
-        /// place for a reader unless readers and drives hold all of them.
+        /// Whatever readers do, a part is found only where it was read, and no place in use gives way. There
+        /// is a place for a reader unless readers and drives hold all of them.
         #[test]
         fn no_place_in_use_gives_way(
             count in 1..5usize,
