@@ -50,7 +50,7 @@ impl Compute {
         self.groups(vec![items], block, || ()).pop().expect("as many groups as were given")
     }
 
-    /// Does for several shards what [`Compute::blocks`] does for one. The calling thread runs `meanwhile` while the
+    /// Runs [`Compute::blocks`] for several shards at once. The calling thread runs `meanwhile` while the
     /// other threads begin.
     pub(super) fn groups<T: Send, R: Send>(
         &self,

@@ -1,5 +1,5 @@
-//! A job is filled from a checkpoint in two acts: it is loaded and held back, and it is started once every other
-//! server holds its own part too. So a fault on one server leaves no job that trains on another.
+//! A job is restored from a checkpoint in two acts. First it is loaded and held; once every other server
+//! holds its own part too, it is started. So a fault on one server leaves no job that trains on another.
 
 use longshore_proto::{Fault, FaultKind, ShardId, Version};
 
@@ -14,8 +14,8 @@ use crate::{
 };
 
 impl Job {
-    /// Fills every shard through `read`, and keeps the job from starting. What was held before is given up. After an
-    /// error the job waits for weights as if it had just been opened.
+    /// Fills every shard through `read`, and keeps the job from starting. A checkpoint that was held before
+    /// is released. After an error the job waits for weights as if it had just been opened.
     pub fn load(
         &self,
         origin: CheckpointId,
@@ -43,7 +43,7 @@ impl Job {
         Ok(())
     }
 
-    /// Starts the job from the checkpoint that it holds. It is no error when the job has started from it already.
+    /// Starts the job from the checkpoint that it holds. A repeat after the start is no error.
     pub fn start_held(&self, id: &str) -> Result<(), Fault> {
         let record = {
             let mut load = lock(&self.load);
@@ -67,13 +67,14 @@ impl Job {
         started
     }
 
-    /// Whether the job is filled from these contents, and waits for its start.
+    /// Returns true if the job is filled from these contents, and waits for its start.
     pub fn holds(&self, id: &str) -> bool {
         let load = lock(&self.load);
         matches!(load.source, Source::Held(_)) && load.origin.as_ref().is_some_and(|origin| origin.id == id)
     }
 
-    /// Whether the job was started from these contents, whose version is `version`, and has decided no step since.
+    /// Returns true if the job was started from these contents, of version `version`, and has decided no step
+    /// since.
     pub fn started_from(&self, id: &str, version: Version) -> bool {
         let load = lock(&self.load);
         let same =
@@ -82,7 +83,7 @@ impl Job {
         same && self.protocol.machine().version() == version
     }
 
-    /// Gives up what is held. The job then waits for weights as if it had just been opened.
+    /// Releases the held checkpoint. The job then waits for weights as if it had just been opened.
     pub fn release(&self) -> Result<(), Fault> {
         self.protocol.machine().check_loading()?;
         {
@@ -117,7 +118,7 @@ impl Job {
         Err(Fault::new(FaultKind::Precondition, "restore", "given up by an operator", "wanted", remedy))
     }
 
-    /// What is being loaded, or is held.
+    /// Returns the checkpoint that is being loaded or is held.
     pub(super) fn restoring(&self, phase: &Phase) -> Option<Restoring> {
         let load = lock(&self.load);
         let held = matches!(load.source, Source::Held(_));

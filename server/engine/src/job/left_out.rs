@@ -1,4 +1,4 @@
-//! Parameters that steps leave out: what the others are updated with, and whether a commit's list of them is right.
+//! Parameters that steps leave out: the constants of the others, and the check of a commit's list of them.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -21,7 +21,8 @@ const FIELD: &str = "commit.left_out";
 pub(super) struct Constants {
     /// By param group.
     groups: Vec<Scalars>,
-    /// By parameter, for those that any step has left out: the t of its update, or None if this step leaves it out.
+    /// The t of each parameter's update, or None if this step leaves it out. Parameters that no step has left
+    /// out are absent.
     own: BTreeMap<usize, Option<u64>>,
     /// By param group and t, for those parameters.
     by_t: BTreeMap<(usize, u64), Scalars>,
@@ -48,7 +49,8 @@ impl Constants {
         Constants { groups, own, by_t }
     }
 
-    /// A block, cut where the constants change. They are None for what the step leaves out.
+    /// Returns a block's ranges, cut where the constants change. The constants are None for parameters that
+    /// the step leaves out.
     pub(super) fn of_block(&self, layout: &Layout, block: BlockId) -> Vec<(Range<usize>, Option<&Scalars>)> {
         if self.own.is_empty() {
             let groups = layout.block_groups(block).into_iter();
@@ -76,7 +78,7 @@ impl Constants {
     }
 }
 
-/// The state of what a step leaves out of one block, while all of the block is updated.
+/// The state of one block's left-out parameters, saved while all of the block is updated.
 pub(super) struct Aside {
     ranges: Vec<Range<usize>>,
     /// By range, then by array.
@@ -112,13 +114,13 @@ fn bytes_of(array: usize, range: &Range<usize>) -> Range<usize> {
 }
 
 impl Job {
-    /// Refuses a decision whose parameters left out do not follow from those of the decision before, or are not those
-    /// that have no gradient here. Which contributions a decision was made from is compared elsewhere, and so is whether
-    /// they are all here.
+    /// Refuses a decision whose left-out parameters do not follow from those of the decision before. Refuses
+    /// also a decision that leaves out other parameters than those without a gradient here. The decision's
+    /// contributions are compared elsewhere, and so is their completeness.
     ///
-    /// A decision that an earlier process of rank 0 made is not compared with the gradient: another server has applied it. Refused
-    /// here, the servers would differ for ever. What it leaves out may well have a gradient here, since a restarted rank may have
-    /// computed another one.
+    /// A decision of an earlier process of rank 0 is not compared with the gradient: another server has
+    /// applied it. If this server refused it, the servers would differ for ever. A left-out parameter may
+    /// well have a gradient here, since a restarted rank may have computed another one.
     pub(super) fn check_left_out(
         &self,
         machine: &Machine,

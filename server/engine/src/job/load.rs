@@ -1,4 +1,4 @@
-//! A job's first state: how far it has come, a checkpoint's shards, and the start with what is there.
+//! A job's first state: progress of its upload, a checkpoint's shards, and the start.
 
 use std::sync::MutexGuard;
 
@@ -19,7 +19,7 @@ pub(super) struct Load {
     /// By owned shard, then by array and chunk: the checksum of an uploaded chunk. A frozen shard has chunks of weights
     /// alone.
     pub(super) checksums: Vec<[Vec<Option<u32>>; 3]>,
-    /// What is uploaded, once a chunk of it is stored.
+    /// Kind of the upload, once a chunk of it is stored.
     pub(super) uploaded: Option<Uploaded>,
     pub(super) source: Source,
     /// The checkpoint that is being loaded or is held, or that the job has started from.
@@ -28,11 +28,11 @@ pub(super) struct Load {
     pub(super) shards: u32,
     /// The load under way must end before it reads its next shard.
     pub(super) cancelled: bool,
-    /// The job is not served any more, so that nothing is loaded into it. That is final.
+    /// The job is not served any more, so nothing is loaded into it. This is final.
     pub(super) closed: bool,
 }
 
-/// What rank 0 fills the job with.
+/// State that rank 0 fills the job with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Uploaded {
     Weights,
@@ -48,7 +48,7 @@ impl Uploaded {
         applied.map_or(Uploaded::Weights, |applied| Uploaded::State { applied, left_out })
     }
 
-    /// What the job goes on from.
+    /// Returns the record from which the job goes on.
     fn record(self) -> Record {
         match self {
             Uploaded::Weights => Record::filled(0, Vec::new()),
@@ -64,8 +64,9 @@ impl Uploaded {
     }
 }
 
-/// Where the weights come from. It changes only under the lock of [`Load`]. So an upload never writes into a shard that
-/// a restore has filled, nor into a job that has started since the upload was admitted.
+/// Source of the weights, which changes only under the lock of [`Load`]. So an upload never writes into a
+/// shard that a restore has filled. Neither does it write into a job that has started since the upload was
+/// admitted.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Source {
     Upload,
@@ -79,22 +80,22 @@ pub(super) enum Source {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointId {
     pub name: String,
-    /// It is the same for the same contents, wherever they lie and whichever server reads them.
+    /// The same contents have the same id, wherever they lie and whichever server reads them.
     pub id: String,
 }
 
-/// Which images of a delayed job's shards are stored beside their state.
+/// Images of a delayed job's shards that are stored beside their state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StoredImages {
     /// There is none: the current image is the rounded master weights.
     None,
     Current,
-    /// The current image, and that of the version before.
+    /// The current image, and the image of the version before.
     Both,
 }
 
-/// One shard's state and images as a checkpoint gives them.
+/// State and images of a shard, as a checkpoint gives them.
 pub struct LoadedShard<'a> {
     pub state: StateMut<'a>,
     /// The image of the version before, which the loader fills when the checkpoint has it.
@@ -122,8 +123,8 @@ impl Load {
         }
     }
 
-    /// Begins a restore. It will overwrite what was loaded, so chunks that were uploaded, and a checkpoint that was
-    /// held, are forgotten.
+    /// Begins a restore. Uploaded chunks and a held checkpoint are forgotten, since the restore overwrites
+    /// them.
     pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
         self.check_open()?;
         if !matches!(self.source, Source::Upload | Source::Held(_)) {
@@ -201,8 +202,8 @@ impl Job {
                 continue;
             }
             let mut current = self.images.to_make(owned, version);
-            // The image of the version before and that of the next version have the same place. The next version is
-            // asked for, since before version 0 there is none.
+            // The image of the version before and that of the next version have the same place. The next
+            // version is asked for, since before version 0 there is none.
             let mut older = self.images.to_make(owned, Version(version.0 + 1));
             let length = self.images.len(owned);
             let mut result = Ok(());
@@ -242,8 +243,8 @@ impl Job {
         Ok(())
     }
 
-    /// Undoes a load. What is loaded next may bring fewer images, and an upload brings only master weights. So images
-    /// and moments of this load must not stay.
+    /// Undoes a load. The next load may bring fewer images, and an upload brings only master weights. So
+    /// images and moments of this load must not stay.
     pub(super) fn forget(&self) {
         self.images.forget();
         for owned in OwnedShards::all(self.owned.len()) {
@@ -267,7 +268,7 @@ impl Job {
         Ok(())
     }
 
-    /// Starts the job if nothing is missing of what rank 0 uploads.
+    /// Starts the job if rank 0's upload is complete.
     pub(super) fn start_if_whole(&self, mut load: MutexGuard<'_, Load>) -> Result<(), Fault> {
         if load.source != Source::Upload || !load.missing(&self.owned, self.spec.rule).is_empty() {
             return Ok(());
@@ -279,7 +280,7 @@ impl Job {
         self.start(&record)
     }
 
-    /// Has the tier keep what is loaded, and opens the job for steps.
+    /// Keeps the loaded state in the tier, and opens the job for steps.
     pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
         if let Some(kept) = &self.tier.kept {
             let older = record.version.0.checked_sub(1).map(Version);
@@ -325,8 +326,8 @@ impl Job {
             if trained {
                 self.images.recover(owned, version)?;
             }
-            // The state is read even if the image was kept: a damaged block must be found while the server can still
-            // take the version before.
+            // The state is read even if the image was kept. A damaged block must be found while the server
+            // can still take the version before.
             self.tier.state.read(owned, &mut |_| ())?;
             if trained {
                 self.make_image(owned, version)?;

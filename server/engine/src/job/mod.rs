@@ -1,7 +1,8 @@
-//! One job on one server: its step machine, its memory, its tier, and the work that the machine asks for.
+//! A job on one server: its step machine, its memory, its tier, and the work that the machine asks for.
 //!
-//! Events may come from any thread. An event that asks for a computation returns it as [`Work`]. Each job has one
-//! compute thread, which performs the works in order. All other calls return at once or wait with a deadline.
+//! Events may come from any thread. An event that asks for a computation returns it as [`Work`]. Each job has
+//! one compute thread, which performs the works in order. All other calls return at once or wait with a
+//! deadline.
 
 mod compute;
 mod gradients;
@@ -58,7 +59,8 @@ use crate::{
     tier::{Spill, Store, Taken},
 };
 
-/// A job on one server: its protocol, gradients, images and snapshots, its tier, and what moves them.
+/// A job on one server: its protocol, gradients, images and snapshots, its tier, and the threads that
+/// compute.
 pub struct Job {
     spec: Arc<JobSpec>,
     layout: Arc<Layout>,
@@ -76,8 +78,8 @@ pub struct Job {
     pulled_bytes: AtomicU64,
     reservation: Reservation,
     disk_bytes: u64,
-    /// This field is declared last, so that the observer in it is dropped last. Whoever sees the observer go knows that
-    /// the job's memory and folders are free.
+    /// Declared last, so that the observer in it is dropped last. A caller that sees the observer dropped
+    /// knows that the job's memory and folders are free.
     protocol: Protocol,
 }
 
@@ -112,12 +114,12 @@ impl Job {
         self.disk_bytes
     }
 
-    /// Whether images live on drives, so that reading one may take a drive's time.
+    /// Returns true if images live on drives, so that reading one may take a drive's time.
     pub fn spills_images(&self) -> bool {
         self.images.are_spilled()
     }
 
-    /// Whether what is pulled of a shard is a copy of what the tier has: spilled images, and frozen weights.
+    /// Returns true if pulls of a shard copy the tier's data: spilled images, and frozen weights.
     pub fn reads_state(&self, shard: ShardId) -> bool {
         self.images.are_spilled() || self.layout.is_frozen(shard)
     }
@@ -131,7 +133,7 @@ impl Job {
         self.layout.is_frozen(self.owned[owned.index()])
     }
 
-    /// What of the job lives on drives alone. It is None for a job that keeps nothing on drives.
+    /// Returns which parts of the job live on drives alone. None for a job that keeps nothing on drives.
     pub fn spill(&self) -> Option<Spill> {
         let spill = match (self.gradients.are_spilled(), self.images.are_spilled()) {
             (true, _) => Spill::All,
@@ -166,13 +168,13 @@ impl Job {
         trained.map(bytes).sum::<f64>() as u64
     }
 
-    /// The unfinished work: updates of steps that were decided before an earlier process of this server died. They must
-    /// be performed before any other work.
+    /// Returns the unfinished work: updates of steps that were decided before an earlier process of this
+    /// server died. Perform them before any other work.
     pub fn take_unfinished(&self) -> Vec<Work> {
         self.protocol.take_unfinished()
     }
 
-    /// Deletes the job: removes what its tier keeps of it. Nothing may be asked of the job afterwards.
+    /// Deletes the job and its files in the tier. Nothing may be asked of the job afterwards.
     pub fn discard(&self) -> Result<(), Fault> {
         self.tier.durable.as_ref().map_or(Ok(()), |durable| durable.discard())
     }
@@ -191,7 +193,7 @@ impl Job {
         (self.pushed_bytes.load(Ordering::Relaxed), self.pulled_bytes.load(Ordering::Relaxed))
     }
 
-    /// The parts of checkpoints that are being written, for whoever writes one.
+    /// Returns the parts of checkpoints that are being written, for the writer of a part.
     pub(crate) fn parts(&self) -> &Arc<PartsUnderWay> {
         &self.parts
     }
@@ -247,8 +249,8 @@ impl Job {
             _ => self.sum(&sums).map(|()| None),
         };
         works.extend(next.map_err(|fault| self.fail(fault))?);
-        // Those who wait are woken once the next work has begun, if it begins soon. A work that may first wait for
-        // drives or for a snapshot does not begin soon.
+        // Waiting threads are woken once the next work has begun, if it begins soon. A work that may first
+        // wait for drives or for a snapshot does not begin soon.
         let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.len() == 0;
         if self.protocol.owe(soon) || !soon {
             self.notify();
@@ -286,7 +288,7 @@ impl Job {
         self.notify();
     }
 
-    /// Whether any contribution to the next undecided step is here.
+    /// Returns true if this server has received any contribution to the next undecided step.
     pub fn is_step_begun(&self) -> bool {
         self.protocol.machine().is_step_begun()
     }

@@ -1,4 +1,4 @@
-//! What a job needs on one server, computed before anything is allocated.
+//! A job's need on one server, computed before anything is allocated.
 
 use longshore_proto::{
     Fault, JobSpec, Layout, ShardId,
@@ -12,10 +12,9 @@ use crate::{
 };
 
 impl StoredJob {
-    /// What opening the job takes.
+    /// Returns the memory and space that opening the job takes.
     ///
-    /// # Errors
-    /// For a spec or a placement that no job can have.
+    /// # Errors For a spec or a placement that no job can have.
     pub fn need(&self, storage: &Storage) -> Result<Need, Fault> {
         let layout = self.spec.validate()?;
         self.placement.validate(layout.shards())?;

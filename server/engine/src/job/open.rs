@@ -1,4 +1,4 @@
-//! Opening a job: it reserves what the job needs, allocates it, and recovers what the tier has kept.
+//! Opening of a job: memory is reserved and allocated, and the state that the tier has kept is recovered.
 
 use std::sync::{Arc, Mutex, atomic::AtomicU64};
 

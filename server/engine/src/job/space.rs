@@ -31,13 +31,13 @@ pub(super) struct Space {
     widths: Widths,
 }
 
-/// What decides the sizes of a shard's buffers.
+/// Properties that decide the sizes of a shard's buffers.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     /// 0 for a frozen shard, which has no buffers.
     elements: usize,
     contributors: usize,
-    /// Whether contributions are summed.
+    /// True if contributions are summed.
     accumulates: bool,
 }
 
@@ -55,8 +55,7 @@ impl Shape {
     }
 }
 
-/// How many bytes this memory has for each element of an image, a contribution and a sum. It has 0 for what lives on
-/// drives.
+/// Bytes of memory for each element of an image, a contribution and a sum. 0 for arrays that live on drives.
 #[derive(Clone, Copy)]
 struct Widths {
     image: usize,

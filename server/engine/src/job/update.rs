@@ -19,7 +19,7 @@ use crate::{
     tier::{Guard, StateMut, Turn, Unguarded},
 };
 
-/// One block's part of everything that an update touches.
+/// A block's part of all arrays that an update touches.
 struct Block<'a> {
     id: BlockId,
     /// Its index inside its shard.
@@ -32,11 +32,11 @@ struct Block<'a> {
 /// The most shards that are updated together, where the tier allows it. After each group the threads wait for each
 /// other, which takes 40 us where a shard's update takes 2 ms.
 const MOST_AT_ONCE: usize = 8;
-/// How the groups grow: the group that begins at shard `first` has `1 + first / AHEAD` shards. All images of a group
-/// appear when the whole group is done, so most of them appear later than they could. No worker notices that if the
-/// update is far enough ahead of the worker's forward, which reads the same shards in the same order. Its lead grows
-/// with every shard: if forward takes a seventh longer than the update, the lead at shard `first` is `first / 8`
-/// shards, so a group may have that many.
+/// Growth of the groups: the group that begins at shard `first` has `1 + first / AHEAD` shards. All images of
+/// a group appear when the whole group is done, so most of them appear late. No worker notices while the
+/// update is far enough ahead of the worker's forward, which reads the shards in the same order. The lead
+/// grows with every shard. If forward takes a seventh longer than the update, the lead at shard `first` is
+/// `first / 8` shards. A group may have that many.
 const AHEAD: usize = 8;
 
 impl Job {
@@ -156,8 +156,8 @@ impl Job {
         blocks.collect()
     }
 
-    /// Updates one block. A block is cut once more where the constants change. What the step leaves out keeps its state,
-    /// and its image is that of its master weights: no step of it is expected, so that nothing corrects for a delay.
+    /// Updates one block, cut where the constants change. A left-out parameter keeps its state, and its image
+    /// is its master weights rounded. No step of it is expected, so nothing corrects for a delay.
     fn update_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         if !self.spec.formats.is_fp32() {
             return self.update_low_block(block, constants, applied);
@@ -174,8 +174,8 @@ impl Job {
         }
     }
 
-    /// Updates one block whose state has fewer bits. Its kernels take whole blocks, so what the step leaves out is put
-    /// aside meanwhile.
+    /// Updates one block whose state has fewer bits. Its kernels take whole blocks, so the state of left-out
+    /// parameters is saved meanwhile.
     fn update_low_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();

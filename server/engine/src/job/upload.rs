@@ -1,4 +1,4 @@
-//! A job's first state as rank 0 uploads it: weights alone, or what an optimizer had made of them too.
+//! A job's first state as rank 0 uploads it: weights alone, or weights with the state of their optimizer.
 
 use longshore_proto::{
     ChunkId, Dtype, Fault, FaultKind, Incarnation, LeftOut, ShardId, StateArray, Version,
@@ -18,7 +18,7 @@ use crate::{
     tier::StateMut,
 };
 
-/// One chunk of what a job is filled with.
+/// Chunk of the state that rank 0 uploads.
 #[derive(Clone, Debug)]
 pub struct UploadChunk {
     pub shard: ShardId,
@@ -157,8 +157,8 @@ impl Job {
         }
     }
 
-    /// Puts fp32 values in one block's array. They are rounded to nearest if the job keeps fewer bits, and to the image's
-    /// format if the shard is frozen.
+    /// Puts fp32 values in one block's array. The values are rounded to nearest if the job keeps fewer bits.
+    /// In a frozen shard they are rounded to the image's format.
     pub(super) fn store_block(&self, mut block: StateMut<'_>, array: StateArray, values: &[f32]) {
         let (isa, rule) = (self.compute.isa(), self.spec.rule);
         if let Some(weights) = block.frozen() {
@@ -175,8 +175,8 @@ impl Job {
     }
 }
 
-/// Checks that a chunk belongs to what the chunks before it began: a job that started from parts of two states would
-/// be neither.
+/// Checks that a chunk belongs to the same state as the chunks before it. A job started from parts of two
+/// states would be neither.
 fn check_same_upload(load: &Load, uploaded: &Uploaded) -> Result<(), Fault> {
     let Some(earlier) = load.uploaded.as_ref().filter(|earlier| *earlier != uploaded) else { return Ok(()) };
     let applied = |uploaded: &Uploaded| match uploaded {

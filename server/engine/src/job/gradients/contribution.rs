@@ -1,4 +1,5 @@
-//! One rank's gradient of a shard: copied into the job's memory, lent by its sender, or written to the drives.
+//! Contribution of a rank: its gradient of a shard, copied into the job's memory, lent by its sender, or on
+//! the drives.
 
 use std::{ops::Range, sync::Arc};
 
@@ -13,19 +14,19 @@ use crate::{
 /// The alignment at which vector loads do not cross cache lines.
 pub(super) const LENT_ALIGNMENT: usize = 64;
 
-/// Memory of a sender, who promised to leave it as it is until the step's update is done. A sender that breaks the
-/// promise spoils the weights of its own job, as it could with any gradient, and nothing else: no code here relies on
-/// reading the same value twice.
+/// Memory of a sender, who promises to leave it unchanged until the step's update is done. A sender that
+/// breaks the promise spoils the weights of its own job, as it could with any gradient. Nothing else suffers:
+/// no code here relies on reading the same value twice.
 pub trait Lent: Send + Sync {
     fn bytes(&self) -> Source<'_, u8>;
 }
 
-/// One rank's gradient of a shard for one micro-step. Its bytes are in the wire's format.
+/// Gradient of a shard from one rank for one micro-step. Its bytes are in the wire's format.
 pub(in crate::job) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
-    /// The statistics of the blocks that were copied here while statistics were wanted. A block that is being copied
-    /// still has those of the step before, so they count only once the contribution is whole.
+    /// The statistics of blocks that were copied here while statistics were wanted. A block being copied
+    /// still has those of the step before. So the statistics count only once the contribution is whole.
     statistics: Vec<Option<Statistics>>,
     /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,
@@ -38,7 +39,7 @@ impl Contribution {
         Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new(), left_out: Vec::new() }
     }
 
-    /// Lets go of what was lent, and gives the job's own memory to copy into.
+    /// Releases borrowed memory, and returns the job's own memory to copy into.
     pub(super) fn own(&mut self) -> &mut [u8] {
         self.lent = None;
         self.region.bytes_mut()
@@ -54,7 +55,7 @@ impl Contribution {
         }
     }
 
-    /// Notes that a chunk is on the drives, and lets go of what was lent.
+    /// Notes that a chunk is on the drives, and releases borrowed memory.
     pub(super) fn arrived(
         &mut self,
         chunk: usize,
@@ -78,7 +79,7 @@ impl Contribution {
         &self.sums
     }
 
-    /// The parameters without a gradient, of what is on the drives.
+    /// Returns the parameters without a gradient in the chunks on the drives.
     pub(super) fn left_out(&self) -> Vec<u32> {
         self.left_out.concat()
     }
@@ -129,8 +130,8 @@ pub(super) fn statistics_within(
     })
 }
 
-/// Adds one gradient of a block to the block's sum. The `first` one replaces what the sum held, and is never the last
-/// one too. Returns the statistics of the new sum if `checked`.
+/// Adds one gradient of a block to the block's sum. The `first` gradient replaces the sum, and is never the
+/// last one too. Returns the statistics of the new sum if `checked`.
 pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Statistics {
     match (first, checked) {
         (true, _) => widen(isa, part, sum),

@@ -1,4 +1,4 @@
-//! Which parameters of a shard nobody gave a gradient.
+//! Finds the parameters of a shard that no rank gave a gradient.
 
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ use crate::{
     lock,
 };
 
-/// Whether an element is -0. So is a sum only if all that was added is -0, so that the first element of a parameter's
-/// gradient tells whether anybody had one: workers send +0 there if it is a part of a gradient.
+/// Returns true if an element is -0. A sum is -0 only if every addend is -0. So the first element of a
+/// parameter's gradient shows that no rank had one: workers send +0 there in a real gradient.
 fn is_nothing(isa: Isa, gradient: Gradient<'_>, element: usize) -> bool {
     let mut value = [0.0];
     widen(isa, gradient.slice(element..element + 1), &mut value);
@@ -20,7 +20,8 @@ fn is_nothing(isa: Isa, gradient: Gradient<'_>, element: usize) -> bool {
 }
 
 impl Gradients {
-    /// Looks for them in a gradient that is complete. One that lies on the drives was looked at while it was here.
+    /// Records the left-out parameters of a complete gradient. A gradient on the drives was scanned before it
+    /// was written.
     pub(super) fn find_left_out(&self, owned: OwnedShard, slot: GradientSlot) {
         if !self.spec.leave_out {
             return;
@@ -38,7 +39,8 @@ impl Gradients {
         self.set_left_out(owned, slot, found);
     }
 
-    /// Those that begin in a part of a shard's gradient, which begins at element `first` of the shard.
+    /// Returns the left-out parameters that begin in a part of a shard's gradient. The part begins at element
+    /// `first` of the shard.
     pub(super) fn left_out_of(&self, owned: OwnedShard, first: usize, part: Gradient<'_>) -> Vec<u32> {
         if !self.spec.leave_out {
             return Vec::new();
@@ -54,7 +56,7 @@ impl Gradients {
         *lock(&self.shards[owned.index()].left_out[slot.index()]) = found;
     }
 
-    /// What was found, in ascending order.
+    /// Returns the parameters that were found, in ascending order.
     pub(in crate::job) fn left_out(&self, owned: OwnedShard, slot: GradientSlot) -> Vec<u32> {
         lock(&self.shards[owned.index()].left_out[slot.index()]).clone()
     }

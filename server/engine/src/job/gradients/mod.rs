@@ -44,7 +44,7 @@ pub(super) struct Gradients {
 pub(super) struct ShardGradients {
     /// By slot, then by contributor.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// The sum, in fp32. It is None if the shard has one contribution in a step, which is then used as it came.
+    /// The sum, in fp32. None if the shard has one contribution in a step, which is then used as it came.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,
@@ -91,7 +91,7 @@ impl Gradients {
         self.layout.contributors(self.owned[owned.index()])
     }
 
-    /// Whether a shard's contributions are summed.
+    /// Returns true if a shard's contributions are summed.
     pub(super) fn accumulates(&self, owned: OwnedShard) -> bool {
         self.spec.accumulates(self.contributors(owned))
     }
@@ -108,14 +108,14 @@ impl Gradients {
         *lock(&self.shards[owned.index()].statistics[slot.index()]) = statistics;
     }
 
-    /// Lets go of what was lent for a step, once these shards are updated.
+    /// Releases the memory that senders lent for a step, once these shards are updated.
     pub(super) fn give_back(&self, run: OwnedShards, step: Step) {
         let slot = self.slot(step);
         let used = self.shards[run.indices()].iter().flat_map(|shard| &shard.contributions[slot.index()]);
         used.for_each(|rank| lock(rank).give_back());
     }
 
-    /// Lets go of what a rank's earlier process had lent and nobody needs.
+    /// Releases the memory that a rank's earlier process lent and that no sum or update needs.
     pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
         for (owned, shard) in OwnedShards::all(self.shards.len()).zip(&self.shards) {
             let Some(contributor) = Contributor::of(rank, self.contributors(owned)) else { continue };

@@ -25,18 +25,18 @@ use crate::{
     step::{Admission, Ticket, Work},
 };
 
-/// The most bytes that are copied under one lock of a rank's buffer, which takes 20 microseconds, or read from a
-/// socket in one call, which takes 50. Their checksum is then taken while they are in the core's L2 cache.
+/// Most bytes that are copied under one lock of a rank's buffer (20 microseconds), or read from a socket in
+/// one call (50 microseconds). Their checksum is then taken while they are in the core's L2 cache.
 const LOCKED_BYTES: usize = 256 * 1024;
 
-/// What became of a pushed chunk.
+/// Outcome of a pushed chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Stored {
     New(Option<Work>),
     /// The chunk is held already, with the same checksum.
     Duplicate,
-    /// The chunk is held already and was not compared, because an earlier process of its rank sent it or because it
-    /// was lent.
+    /// The chunk is held already and was not compared. An earlier process of its rank sent it, or it was
+    /// lent.
     Superseded,
     /// The chunk's step is decided, and the chunk was compared with nothing.
     Decided,
@@ -44,7 +44,7 @@ pub enum Stored {
     Busy,
 }
 
-/// What to do with a chunk's payload. It is decided on the chunk's other fields, before any of the payload has come.
+/// Destination of a chunk's payload, decided on the chunk's other fields before any payload arrives.
 #[expect(clippy::large_enum_variant, reason = "one a MiB, moved twice: a box would cost more")]
 pub enum Admitted<J: Deref<Target = Job>> {
     Write(Writing<J>),
@@ -68,7 +68,7 @@ pub struct Writing<J: Deref<Target = Job>> {
 }
 
 impl<J: Deref<Target = Job>> Writing<J> {
-    /// What is written.
+    /// Returns the chunk that is being written.
     pub fn chunk(&self) -> &ContributionChunk {
         &self.ticket.chunk
     }
@@ -93,11 +93,10 @@ impl<J: Deref<Target = Job>> Writing<J> {
         Ok(())
     }
 
-    /// Has the next bytes of the payload read to their place, at most `most` of them, with one call of `read`. Their
-    /// checksum is taken while they are in cache.
+    /// Reads the next bytes of the payload to their place, at most `most` of them, with one call of `read`.
+    /// Their checksum is taken while they are in cache.
     ///
-    /// # Errors
-    /// Those of `read`: then nothing has come.
+    /// # Errors Returns the error of `read`: then nothing has arrived.
     pub fn read_from(
         &mut self,
         most: usize,
@@ -195,11 +194,11 @@ impl<J: Deref<Target = Job>> Writing<J> {
         Ok(())
     }
 
-    /// Counts the chunk, if all of it came and matches its checksum. A chunk that goes to the drives counts only once
+    /// Counts the chunk, if all of it came and matches its checksum. A chunk for the drives counts only once
     /// it is there and has been [collected](Job::collect).
     ///
-    /// # Errors
-    /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing was stored.
+    /// # Errors `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one:
+    /// then nothing was stored.
     pub fn finish(mut self) -> Result<Option<Work>, Fault> {
         self.job.check_alive()?;
         if !self.left.is_empty() {
@@ -279,7 +278,8 @@ pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
 }
 
 impl Job {
-    /// Says what to do with a chunk whose payload is about to come. `job` may be a reference or an `Arc`.
+    /// Returns the destination of a chunk whose payload is about to come. `job` may be a reference or an
+    /// `Arc`.
     pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
         job.check_alive()?;
         let admission = job.protocol.machine().admit(chunk)?;

@@ -26,8 +26,8 @@ use crate::{
     tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
-/// How many chunks may be on their way to the drives, beside the one that each connection may be bringing. With four
-/// for each drive, four drives are near their full speed.
+/// Number of chunks that may be on their way to the drives, beside one that each connection may be bringing.
+/// With four for each drive, four drives are near their full speed.
 const ON_THEIR_WAY: usize = 16;
 
 /// How many whole gradients are in DRAM for updates: one in use and one read ahead.
@@ -40,7 +40,7 @@ pub(in crate::job) struct SpilledGradients {
     scratch: Mutex<Scratch>,
 }
 
-/// What calls, the drives and the compute thread hand each other.
+/// Queues and buffers that calls, the drives and the compute thread exchange.
 struct Desk {
     free: Mutex<Vec<Region>>,
     arrived: Mutex<VecDeque<Arrived>>,
@@ -147,7 +147,7 @@ impl SpilledGradients {
         self.files.written_bytes()
     }
 
-    /// A buffer for a chunk. It is None while all are in use: ask again after a change.
+    /// Returns a buffer for a chunk, or None while all are in use: ask again after a change.
     pub(super) fn stage(&self, start: usize) -> Option<Staged> {
         let region = lock(&self.desk.free).pop()?;
         Some(Staged { region, start, statistics: Vec::new() })
@@ -158,8 +158,8 @@ impl SpilledGradients {
         lock(&self.desk.free).push(staged.region);
     }
 
-    /// Sends a whole chunk to the drives. It counts once it is collected. `left_out` are the parameters that begin in it
-    /// and have no gradient.
+    /// Sends a whole chunk to the drives. The chunk counts once it is collected. `left_out` are the
+    /// parameters without a gradient that begin in the chunk.
     pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32, left_out: Vec<u32>) {
         let Staged { region, start, statistics } = staged;
         let bytes = ticket.chunk.bytes as usize;
@@ -180,13 +180,13 @@ impl SpilledGradients {
 }
 
 impl Job {
-    /// Whether gradients that are not lent live on drives.
+    /// Returns true if gradients that are not lent live on drives.
     pub fn spills_gradients(&self) -> bool {
         self.gradients.spilled.is_some()
     }
 
-    /// Has `arrival` called, on any thread, whenever [`Job::collect`] has something to do. It may be set once, before
-    /// the first chunk comes.
+    /// Sets `arrival`, which is called on any thread whenever [`Job::collect`] has something to do. May be
+    /// set once, before the first chunk comes.
     pub fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
         if let Some(spilled) = &self.gradients.spilled {
             let _ = spilled.desk.arrival.set(arrival);
@@ -217,7 +217,7 @@ impl Gradients {
         (self.layout.shard_len(self.owned[owned.index()]) * self.spec.gradient_dtype.bytes()) as usize
     }
 
-    /// Does what [`Gradients::accumulate`] does, for contributions that are on drives or lent.
+    /// Forms the sum as [`Gradients::accumulate`] does, for contributions that are on drives or lent.
     pub(super) fn accumulate_spilled(
         &self,
         spilled: &SpilledGradients,
@@ -279,7 +279,7 @@ impl Gradients {
         })
     }
 
-    /// Starts reading a contribution; None for one that is lent.
+    /// Starts reading a contribution. Returns None for a lent contribution.
     fn read_part(
         &self,
         spilled: &SpilledGradients,
@@ -335,7 +335,7 @@ impl Gradients {
         Ok(Some(region))
     }
 
-    /// Which gradient an update uses, and how many bytes it has.
+    /// Returns the kind of gradient that an update uses, and its length in bytes.
     fn gradient_kind(&self, owned: OwnedShard) -> (Kind, usize) {
         if self.accumulates(owned) {
             (Kind::Sum, self.layout.shard_len(self.owned[owned.index()]) as usize * 4)
@@ -360,14 +360,14 @@ impl Gradients {
         Ok(Some(Transfer::read(&*spilled.files, place, bytes, buffer)))
     }
 
-    /// Gives back what [`Gradients::fetch_gradient`] gave.
+    /// Gives back the region that [`Gradients::fetch_gradient`] returned.
     pub(in crate::job) fn give_gradient_back(&self, gradient: Option<Region>) {
         if let Some(spilled) = &self.spilled {
             lock(&spilled.scratch).gradients.extend(gradient);
         }
     }
 
-    /// Compares what was read with the checksums of what was written.
+    /// Compares the read bytes with the checksums of the written ones.
     fn verify(
         &self,
         spilled: &SpilledGradients,

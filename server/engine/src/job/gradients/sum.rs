@@ -18,8 +18,9 @@ use crate::{
     step::{Sum, Work},
 };
 
-/// The most sums that are formed together. Formed one by one they lose a fifth of their time, which threads spend
-/// waiting for each other and waking others: 0.08 ms a shard, beside 0.28 ms of work for a lone gradient on two cores.
+/// Most sums that are formed together. Formed one by one they lose a fifth of their time, while threads wait
+/// for each other and wake others. The loss is 0.08 ms a shard, beside 0.28 ms of work for a lone gradient on
+/// two cores.
 const SUMS_AT_ONCE: usize = 8;
 
 /// A block of a sum, and the whole gradients whose blocks are added to it.
@@ -101,7 +102,8 @@ impl Gradients {
         if summed == 0 {
             return Ok(self.lone_statistics(sums, meanwhile));
         }
-        // Some of these shards are summed and some are not, so they belong to several partitions. They go one by one.
+        // Some of these shards are summed and some are not, so they belong to several partitions. Each is
+        // formed alone.
         meanwhile();
         let mut formed = Vec::with_capacity(sums.len());
         for sum in sums.chunks(1) {
@@ -149,7 +151,7 @@ impl Gradients {
         nonfinite
     }
 
-    /// What stands for the statistics in a job that takes none.
+    /// Returns the placeholder statistics of a job that takes none.
     fn no_statistics(&self, owned: OwnedShard) -> Vec<Statistics> {
         vec![Statistics::NONE; self.blocks_of(owned)]
     }
@@ -163,7 +165,7 @@ impl Gradients {
         self.statistics_of_lone(&places, meanwhile)
     }
 
-    /// The statistics of lone gradients. Those that were not taken while the gradient came are taken here.
+    /// Returns the statistics of lone gradients. Statistics that were not taken on arrival are taken here.
     fn statistics_of_lone(
         &self,
         places: &[(OwnedShard, GradientSlot)],

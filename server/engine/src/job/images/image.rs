@@ -1,4 +1,4 @@
-//! One image: a shard's 16-bit weights at one version, the version stamp beside them, and their checksums.
+//! Image of a shard: its 16-bit weights at one version, the version stamp beside them, and their checksums.
 
 use std::{
     ops::Range,
@@ -16,11 +16,12 @@ use crate::{
     memory::{AtomicWords, Region, SharedBytes},
 };
 
-/// The 16-bit (or fp32) weights of a shard, and the version that they are of. The version is None while nothing valid
-/// is there.
+/// The 16-bit (or fp32) weights of a shard, and their version. The version is None while nothing valid is
+/// there.
 ///
-/// Readers in other processes cannot be locked out. So beside each image lies its version stamp: 1 + its version, or
-/// 0 while it is being written. What was read between two looks at the right stamp was that version.
+/// Readers in other processes cannot be locked out. So a version stamp lies beside each image: 1 + its
+/// version, or 0 while it is being written. Bytes read between two looks at the right stamp were of that
+/// version.
 pub(in crate::job) struct Image {
     /// The index of its shard among the owned ones.
     pub(super) owned: OwnedShard,
@@ -28,12 +29,12 @@ pub(in crate::job) struct Image {
     region: Region,
     stamps: Arc<AtomicWords>,
     stamp: usize,
-    /// The checksum of each chunk, with [`KNOWN`] set, once a pull has asked for it. It is 0 until then. All ranks pull
-    /// the same chunks, so they share it.
+    /// The checksum of each chunk, with [`KNOWN`] set, once a pull has asked for it, and 0 until then. All
+    /// ranks pull the same chunks, so the checksums are shared.
     sums: Vec<AtomicU64>,
 }
 
-/// The bit that tells a known checksum, which may be 0, from one that was not computed yet.
+/// Bit that marks a checksum as computed, since the checksum itself may be 0.
 const KNOWN: u64 = 1 << 32;
 
 impl Image {

@@ -24,8 +24,8 @@ use crate::{
 
 /// The images of the owned shards. Each has a lock of its own.
 pub(super) struct Images {
-    /// By owned shard, then by version parity. They are empty in a job whose images live on drives, and for frozen shards,
-    /// whose weights the tier keeps.
+    /// Images by owned shard, then by version parity. Empty in a job whose images live on drives, and for
+    /// frozen shards, whose weights the tier keeps.
     shards: Vec<[RwLock<Image>; 2]>,
     /// By owned shard: the bytes of its image; 0 if it is frozen.
     lengths: Vec<usize>,
@@ -48,7 +48,7 @@ impl Images {
         Images { shards, lengths, window, shared, stored }
     }
 
-    /// Whether images live on drives, so that reading one may take a drive's time.
+    /// Returns true if images live on drives, so that reading one may take a drive's time.
     pub(super) fn are_spilled(&self) -> bool {
         self.window.is_some()
     }
@@ -62,7 +62,8 @@ impl Images {
         self.lengths[owned.index()]
     }
 
-    /// The place in which to make a shard's image of a version. It may be longer than the image.
+    /// Returns the place in which to make a shard's image of a version. The place may be longer than the
+    /// image.
     pub(super) fn to_make(&self, owned: OwnedShard, version: Version) -> RwLockWriteGuard<'_, Image> {
         match &self.window {
             Some(window) => window.take(owned),
@@ -96,7 +97,7 @@ impl Images {
         self.stored.as_ref().map_or(Ok(false), |images| images.read(owned, version, bytes, read))
     }
 
-    /// Has the tier read bytes of an image before a pull asks for them, unless DRAM has it.
+    /// Prefetches bytes of an image before a pull asks for them, unless DRAM has them.
     pub(super) fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>) {
         if let Some(images) = &self.stored
             && self.are_spilled()
@@ -118,7 +119,7 @@ impl Images {
         if !self.are_spilled() {
             return Ok(with(here.as_deref().map(Image::bytes)));
         }
-        // It is copied to memory of its own, since updates need the places in the window.
+        // The image is copied to memory of its own, since updates need the places in the window.
         let mut aside = Vec::new();
         let mut copy = |bytes: &[u8]| aside.extend_from_slice(bytes);
         let found = match here {
@@ -144,7 +145,7 @@ impl Images {
         after.set(Some(step.version()));
     }
 
-    /// Has the tier store a loaded shard's images, if it stores images.
+    /// Stores a loaded shard's images in the tier, if the tier stores images.
     pub(super) fn store(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
         let Some(stored) = &self.stored else { return Ok(()) };
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
@@ -167,8 +168,8 @@ impl Images {
         Ok(())
     }
 
-    /// Notes which images of a shard are in memory that the tier has kept: that of the shard's version, and that of the
-    /// version before if it is whole.
+    /// Notes which of a shard's images in memory are valid after the tier has recovered them. The image of
+    /// the shard's version is, and the older one is if it is whole.
     pub(super) fn found(&self, owned: OwnedShard, shard: &KeptShard) {
         let found = |version: Version| {
             self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner).set(Some(version));

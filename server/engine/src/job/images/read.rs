@@ -7,7 +7,7 @@ use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
 use super::{super::Job, Image};
 use crate::{ids::OwnedShard, memory::SharedBytes, step::Refusal};
 
-/// What a pull found.
+/// Result of a pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageRead {
     Done,
@@ -32,15 +32,15 @@ pub struct Pulled<T> {
 
 /// Bytes of an image, to be sent.
 pub enum ImageBytes {
-    /// They are in the job's memory. The version after next may overwrite them while they are sent; then what arrives
-    /// does not match the checksum, and a reader who asks again is told that the version is gone.
+    /// The bytes are in the job's memory. The version after next may overwrite them while they are sent. The
+    /// reader then sees a wrong checksum, and is told when it asks again that the version is gone.
     Here(SharedBytes),
     /// The bytes were read from where nobody else may: from drives, or from the tier's state.
     Read(Vec<u8>),
 }
 
 impl Job {
-    /// Checks a slice before any of it is read: it must lie in an owned shard, and be in the job's image dtype.
+    /// Checks a slice before any of it is read: an owned shard must contain it, in the job's image dtype.
     pub fn check_slice(&self, slice: &Slice, dtype: Dtype) -> Result<(), Fault> {
         self.owned_index(slice.shard)?;
         let elements = self.layout.shard_len(slice.shard);
@@ -55,8 +55,8 @@ impl Job {
         Ok(())
     }
 
-    /// Has the tier read the bytes of a checked slice of one version's image, since a pull will ask for them soon. It waits
-    /// for nothing, and does nothing before the shard has the version, or where the tier has no room.
+    /// Prefetches the bytes of a checked slice of one version's image, which a pull will ask for soon.
+    /// Returns at once. Does nothing before the shard has the version, or where the tier has no room.
     pub fn read_ahead(&self, slice: &Slice, version: Version) {
         let ready = if self.reads_state(slice.shard) { self.ready(slice, version) } else { Ok(None) };
         let Ok(Some(owned)) = ready else { return };
@@ -87,8 +87,8 @@ impl Job {
         Ok(ImageRead::Done)
     }
 
-    /// The bytes of a checked slice of one version's image, for the kernel to read. They are None while the shard does
-    /// not have the version yet.
+    /// Lends the bytes of a checked slice of one version's image, for the kernel to read. Returns None while
+    /// the shard does not have the version yet.
     pub fn lend_image(&self, slice: &Slice, version: Version) -> Result<Option<Pulled<ImageBytes>>, Fault> {
         self.take_image(
             slice,
@@ -98,8 +98,8 @@ impl Job {
         )
     }
 
-    /// Does what [`Job::lend_image`] does, for a caller that must read the bytes in this process: they are copied while
-    /// no update can write them.
+    /// Copies the bytes that [`Job::lend_image`] would lend, for a caller that must read them in this
+    /// process. No update can write them meanwhile.
     pub fn copy_image(&self, slice: &Slice, version: Version) -> Result<Option<Pulled<Vec<u8>>>, Fault> {
         self.take_image(slice, version, |image, within| image.bytes()[within].to_vec(), |read| read)
     }

@@ -1,5 +1,5 @@
-//! The image window: where images live on drives, it has those made last in DRAM. Workers pull shard after shard behind
-//! the update, so most of what they ask for is still there.
+//! The image window keeps the newest images in DRAM where images live on drives. Workers pull shard after
+//! shard behind the update, so the window still has most of the images they ask for.
 
 use std::sync::{
     Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -39,8 +39,8 @@ impl Size {
     }
 }
 
-/// How much DRAM the images of a job take if they live on drives: the window, and in a delayed job the two images that
-/// a checkpoint copies at a time.
+/// Returns the DRAM that a job's images take if they live on drives. The window is part of it, and in a
+/// delayed job the two images that a checkpoint copies at a time.
 pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> u64 {
     let Size { count, bytes } = Size::of(spec, layout, owned, storage);
     let aside = if spec.max_delay > 0 { 2 } else { 0 };
@@ -66,8 +66,8 @@ impl Window {
         Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
     }
 
-    /// Finds an image. It passes over one that is being written: nobody asks for a version before it is whole, so that
-    /// image is not the one wanted.
+    /// Returns an image if the window has it. An image that is being written is skipped: nobody asks for a
+    /// version before it is whole.
     pub(super) fn find(&self, owned: OwnedShard, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
         let mut images = self.images.iter().filter_map(|image| image.try_read().ok());
         images.find(|image| image.owned == owned && image.version() == Some(version))

@@ -42,8 +42,8 @@ impl Job {
         self.written().map_or(version, |durable| durable.min(version))
     }
 
-    /// Ends what earlier processes of a rank may do, before the new one acts on what it reads here. Answer the rank
-    /// only after [`Job::keep_joined`] has returned.
+    /// Revokes the right of a rank's earlier processes to push, before the new one acts on its reads here.
+    /// Answer the rank only after [`Job::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();
@@ -64,7 +64,8 @@ impl Job {
         let before = machine.has_joined(rank, incarnation);
         let joined = machine.join(rank, incarnation)? != Admission::Busy;
         if joined && !before {
-            // The lock is held meanwhile, so that the new process cannot yet overwrite what the tier must first forget.
+            // The machine stays locked, so that the new process cannot yet overwrite contributions that the
+            // tier must first forget.
             let joined = Joined { incarnation, at: machine.version(), fence_only: false };
             self.tell_joined(rank, joined, self.spec.world_size == 1);
             self.gradients.give_back_unneeded(&machine, rank);
@@ -74,8 +75,8 @@ impl Job {
         Ok(joined)
     }
 
-    /// Returns once no crash of this server can make it forget who has joined. It waits for a drive where the tier
-    /// has one.
+    /// Returns once no crash of this server can make it forget who has joined. Waits for a drive where the
+    /// tier has one.
     pub fn keep_joined(&self) -> Result<(), Fault> {
         self.tier.durable.as_ref().map_or(Ok(()), |durable| durable.keep_joined())
     }
@@ -109,8 +110,8 @@ impl Job {
         self.stand(|machine| machine.resume(version, loss_scale))
     }
 
-    /// Changes the standing of the current version. That writes the version's record again, so the version must be
-    /// durable.
+    /// Changes the standing of the current version. This writes the version's record again, so the version
+    /// must be durable.
     fn stand(&self, change: impl FnOnce(&mut Machine) -> Result<bool, Refusal>) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();
@@ -120,8 +121,8 @@ impl Job {
         if change(&mut machine)?
             && let Some(kept) = &self.tier.durable
         {
-            // The lock is held meanwhile: nobody may learn of the new standing before the tier has it, and no decision
-            // may come between.
+            // The machine stays locked: nobody may learn of the new standing before the tier has it. No
+            // decision may come between.
             kept.stand(&machine.record()).inspect_err(|fault| {
                 self.protocol.fail(fault);
             })?;
@@ -172,7 +173,7 @@ impl Job {
         Ok((duplicate, work))
     }
 
-    /// Has the tier make a step's version durable, now that all shards have it.
+    /// Makes a step's version durable in the tier, now that all shards have it.
     pub(in crate::job) fn finish(&self, machine: &Machine, step: Step) -> Result<(), Fault> {
         let Some(behind) = &self.tier.behind else { return Ok(()) };
         self.record_of(machine, step, |record| behind.finish(record))
@@ -201,7 +202,7 @@ impl Job {
         })
     }
 
-    /// Waits until `check` accepts the machine. At the deadline it fails with what `check` found instead.
+    /// Waits until `check` accepts the machine. Fails at the deadline with the last answer of `check`.
     pub(in crate::job) fn wait_until(
         &self,
         deadline: Instant,

@@ -18,12 +18,12 @@ use crate::{
     step::{Machine, Work},
 };
 
-/// Called after every change that somebody may wait for.
+/// Called after every change that a thread may wait for.
 pub type Observer = Box<dyn Fn() + Send + Sync>;
 
 /// Wakes everyone who waits for the job to move.
 pub(super) struct Signal {
-    /// Who waits for it gives up the machine's lock meanwhile.
+    /// Condition of the machine's lock, which a waiting thread gives up meanwhile.
     changed: Condvar,
     observer: Observer,
 }
@@ -39,8 +39,8 @@ impl Signal {
     }
 }
 
-/// The step machine and those who wait for it. The machine's lock comes first: whoever holds it may take the locks of
-/// gradients and snapshots, and whoever holds one of these never waits for the machine's.
+/// The step machine and the threads that wait for it. The machine's lock comes first: its holder may take the
+/// locks of gradients and snapshots. A thread that holds one of these never waits for the machine's.
 pub(super) struct Protocol {
     machine: Mutex<Machine>,
     /// Set once, when a tier failed. From then on nothing is accepted.
@@ -71,15 +71,15 @@ impl Protocol {
         self.signal.send();
     }
 
-    /// Notes whether the threads that wait are still to be woken. Returns what was noted before.
+    /// Notes whether the waiting threads are still to be woken. Returns the previous note.
     pub(super) fn owe(&self, owed: bool) -> bool {
         self.owed.swap(owed, Ordering::Relaxed)
     }
 
-    /// Wakes the threads that wait for the last finished work. The compute thread calls this only once it has given
-    /// the update threads their next blocks. Waking takes 0.1 ms a shard, and the woken threads run on the compute
-    /// thread's core; if they were woken first, the update threads would be idle meanwhile (120.3 ms for a step of 48
-    /// shards, instead of 118.9).
+    /// Wakes the threads that wait for the last finished work. The compute thread calls this only after it
+    /// has given the update threads their next blocks. Waking takes 0.1 ms a shard, and the woken threads run
+    /// on the compute thread's core. If they were woken first, the update threads would be idle meanwhile: a
+    /// step of 48 shards takes 120.3 ms instead of 118.9.
     pub(super) fn notify_owed(&self) {
         if self.owe(false) {
             self.notify();

@@ -1,5 +1,5 @@
-//! Exports: the weights of one version in the format that a reader wants, or all of its state, copied while training
-//! goes on.
+//! Exports: one version's weights in the format that a reader wants, or all of its state, copied during
+//! training.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::kernels::{ImageMut, cast};
 
-/// What an export consists of.
+/// Contents of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exported {
     /// The master weights, rounded to this format.

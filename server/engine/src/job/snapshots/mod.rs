@@ -49,7 +49,7 @@ impl Snapshots {
         lock(&self.running).retain(|other| !Arc::ptr_eq(other, copying));
     }
 
-    /// Tells the snapshots that are of the current version how it was decided. It is called under the machine's lock at
+    /// Tells the snapshots of the current version how it was decided. Called under the machine's lock at
     /// every decision.
     pub(super) fn tell(&self, machine: &Machine) {
         for snapshot in lock(&self.running).iter().filter(|snapshot| snapshot.version == machine.version()) {
@@ -58,7 +58,8 @@ impl Snapshots {
         }
     }
 
-    /// Copies what is left of the shard for every snapshot that must be taken before `step` updates the shard.
+    /// Copies the shard's remaining blocks for every snapshot that must be taken before `step` updates the
+    /// shard.
     pub(super) fn take_before(&self, job: &Job, owned: OwnedShard, step: Step) {
         let running = lock(&self.running).clone();
         for snapshot in running.iter().filter(|snapshot| snapshot.version < step.version()) {
@@ -78,7 +79,7 @@ impl Job {
     }
 }
 
-/// Checks that there may be one more snapshot. One that has ended counts until its reader has dropped it.
+/// Checks that there may be one more snapshot. An ended snapshot counts until its reader has dropped it.
 fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault> {
     let (field, most) = purpose.most();
     let running = snapshots.iter().filter(|snapshot| snapshot.purpose == purpose).count();

@@ -13,7 +13,7 @@ pub(crate) struct PartsUnderWay {
 }
 
 impl PartsUnderWay {
-    /// A part of about so many bytes begins. It counts until the answer is dropped.
+    /// Begins a part of about `bytes` bytes. The part counts until the returned value is dropped.
     pub(crate) fn begin(self: &Arc<Self>, bytes: u64) -> PartUnderWay {
         self.all.fetch_add(bytes, Relaxed);
         PartUnderWay { of: Arc::clone(self), written: AtomicU64::new(0), bytes }
@@ -26,7 +26,7 @@ impl PartsUnderWay {
     }
 }
 
-/// One part that is being written.
+/// A part that is being written.
 pub(crate) struct PartUnderWay {
     of: Arc<PartsUnderWay>,
     written: AtomicU64,

@@ -1,4 +1,5 @@
-//! What a snapshot is for, which decides how many there may be at once and how long updates wait for its reader.
+//! The purpose of a snapshot, which decides how many there may be at once and how long updates wait for its
+//! reader.
 
 use std::time::Duration;
 

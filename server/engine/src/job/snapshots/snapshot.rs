@@ -1,9 +1,10 @@
 //! A snapshot: one consistent version of all shards, copied while training goes on.
 //!
-//! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its own thread
-//! walks the shards in forward order. It copies a few blocks, lets go of the shard, and only then hands the copies on.
-//! An update that is about to carry a shard beyond V first copies the rest of the shard. So updates wait for copies,
-//! which are made at the speed of memory. How long they may wait for the reader is said in [`Staging`].
+//! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its
+//! own thread walks the shards in forward order. The thread copies a few blocks, unlocks the shard, and only
+//! then hands the copies on. An update that is about to carry a shard beyond V first copies the rest of the
+//! shard. So updates wait for copies, which are made at the speed of memory. [`Staging`] bounds the time that
+//! they wait for the reader.
 
 use std::{
     sync::{Arc, Mutex, Weak},
@@ -23,8 +24,8 @@ use crate::{
     tier::StateRef,
 };
 
-/// How many slots the walk fills at once. A tier on drives reads the whole shard each time, so these 64 MiB hold the
-/// state of a whole shard of default size.
+/// Number of slots that the walk fills at once. A tier on drives reads the whole shard each time. These 64
+/// MiB hold the state of a whole shard of default size.
 const WALK_SLOTS: usize = 16;
 
 /// A shard as it is at the snapshot's version.
@@ -48,16 +49,16 @@ pub struct SnapshotInfo {
 /// Fills the copy of one block. Many blocks are copied at the same time, on the update threads.
 pub(super) type CopyBlock = dyn Fn(&Captured<'_>, usize, &mut [u8]) + Send + Sync;
 
-/// A snapshot that was asked for. Dropping it ends it. It does not keep its job alive.
+/// A requested snapshot, which ends when this is dropped. The job does not stay alive for it.
 pub struct Snapshot {
     copying: Arc<Copying>,
     job: Weak<Job>,
 }
 
-/// Tells whoever waits for a snapshot's reader whether the snapshot has ended, and why.
+/// Tells a thread that waits for a snapshot's reader whether the snapshot has ended, and why.
 pub struct Ended(Arc<Copying>);
 
-/// What the snapshot's own thread and the updates work on.
+/// State that the snapshot's own thread shares with the updates.
 pub(super) struct Copying {
     pub(super) version: Version,
     pub(super) purpose: Purpose,
@@ -241,7 +242,7 @@ impl Copying {
         Ok(self.left(job, owned) == 0)
     }
 
-    /// Copies what is left of a shard, before an update changes it.
+    /// Copies the remaining blocks of a shard, before an update changes it.
     pub(super) fn copy_rest(&self, job: &Job, owned: OwnedShard) {
         loop {
             let left = self.left(job, owned);

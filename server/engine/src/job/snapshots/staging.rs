@@ -1,9 +1,8 @@
 //! Staging: copies of blocks on their way from a job's state to a snapshot's reader, in bounded memory.
 //!
-//! A snapshot has a few slots whatever the budget. What an update copies beyond them is taken from the server's
-//! budget and given back slot by slot as the reader takes it: one copy of the version at most. Where the budget has
-//! nothing left, the update waits for the reader as long as the snapshot's purpose allows, and then ends the
-//! snapshot.
+//! A snapshot has a few slots whatever the budget. Further copies of an update take memory of the server's
+//! budget, at most one copy of the version. The reader gives it back slot by slot. Without budget, the update
+//! waits for the reader as long as the snapshot's purpose allows, and then ends the snapshot.
 
 use std::{
     collections::VecDeque,
@@ -34,7 +33,7 @@ pub struct Piece {
     pub shard: ShardId,
     /// The first block, counted from the shard's start. A shard's pieces come in order.
     pub first: usize,
-    /// Whether the image of the version before was there to be copied.
+    /// True if the image of the version before was there to be copied.
     pub older_image: bool,
     blocks: usize,
     block_bytes: usize,
@@ -143,8 +142,8 @@ impl Staging {
         Ok(slots)
     }
 
-    /// Slots for the blocks that an update is about to change. It waits for at least one; there is none only if the
-    /// snapshot has ended.
+    /// Returns slots for the blocks that an update is about to change. Waits for at least one; returns none
+    /// only if the snapshot has ended.
     pub(super) fn take_for_update(&self, wanted: usize) -> Vec<Slot> {
         let Ok(slots) = self.take(wanted) else { return Vec::new() };
         if !slots.is_empty() {
@@ -193,8 +192,8 @@ impl Staging {
         places.take(blocks).collect()
     }
 
-    /// Hands filled slots to the reader. They hold `blocks` of a shard, from block `first` on. Slots that were not
-    /// needed are kept.
+    /// Hands filled slots to the reader. The slots hold `blocks` of a shard, from block `first` on. Slots
+    /// that were not needed are kept.
     pub(super) fn put(
         &self,
         (owned, shard): (OwnedShard, ShardId),
@@ -222,7 +221,7 @@ impl Staging {
         self.changed.notify_all();
     }
 
-    /// The piece that the reader gets next. It is None while no piece is ready.
+    /// Returns the reader's next piece, or None while no piece is ready.
     pub(super) fn next(&self) -> Result<Option<Piece>, Fault> {
         let mut state = lock(&self.state);
         state.check()?;

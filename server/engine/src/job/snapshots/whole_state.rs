@@ -11,7 +11,7 @@ use super::{
 };
 use crate::tier::Shape;
 
-/// How the copy of a block is laid out: the arrays one after the other, then room for the older image, which may stay
+/// Layout of a block's copy: the arrays one after the other, then room for the older image, which may stay
 /// unfilled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
@@ -22,7 +22,7 @@ pub struct BlockCopy {
     frozen: usize,
 }
 
-/// What the copy of a block consists of.
+/// Parts of a block's copy.
 pub struct CopiedBlock<'a> {
     /// All of the state, in the order in which its hash takes it.
     pub whole: &'a [u8],
