@@ -2,17 +2,16 @@
 
 use crate::ids::Version;
 
-/// CRC-32 as zlib, gzip and Python's `zlib.crc32` compute it, so that a stock client needs no library for it. The
-/// CPU's carry-less multiply makes it faster than the memory copy beside it.
+/// Returns the CRC-32 of zlib, gzip and Python's `zlib.crc32`, so a stock client needs no extra library. The CPU's
+/// carry-less multiply computes it faster than a memory copy.
 pub fn crc32(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
 }
 
-/// How many bytes are copied and summed at a time: half of a 32 KiB L1 cache, so that the sum reads what the copy has
-/// just written.
+/// Bytes copied and summed at a time. Half of a 32 KiB L1 cache, so the sum reads copied bytes from L1.
 pub const TILE_BYTES: usize = 16 * 1024;
 
-/// The same CRC-32 over bytes that come in pieces.
+/// CRC-32 over bytes that arrive in pieces.
 #[derive(Clone, Copy)]
 pub struct Crc32(crc_fast::Digest);
 
@@ -25,7 +24,7 @@ impl Crc32 {
         self.0.update(bytes);
     }
 
-    /// Copies and sums in one pass over memory.
+    /// Copies `source` to `target` and adds it to the sum, in one pass over memory.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -51,8 +50,8 @@ impl Default for Crc32 {
 /// BLAKE3 of a block's master, first and second moment, each as little-endian bytes.
 pub type BlockHash = [u8; 32];
 
-/// The state hash of a version: BLAKE3 over version, applied steps and the block hashes in block order. It depends on
-/// neither shard size nor placement, since blocks are global.
+/// Returns the state hash of a version: BLAKE3 over version, applied steps and block hashes in block order. Blocks
+/// are global, so the hash depends on neither shard size nor placement.
 pub fn state_hash<'a>(
     version: Version,
     applied: u64,

@@ -1,4 +1,4 @@
-//! The decision on a step.
+//! Rank 0's decision on a step, and its checks.
 
 use crate::{
     fault::Fault,
@@ -9,42 +9,42 @@ use crate::{
     limits::{MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
 };
 
-/// What the name of a wait for a decision begins with. Where several servers wait, the one whose wait begins otherwise says
-/// why there is no decision.
+/// Prefix of the name of a wait for a decision. If several servers wait, a wait with another prefix explains the
+/// missing decision.
 pub const DECISION_AWAITED: &str = "the decision on ";
 
-/// Apply or skip, and everything that the update of one step needs. It is the same on every server of a job.
+/// Decision to apply or skip a step, with everything that its update needs. All servers of a job get the same commit.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Commit {
     pub step: Step,
-    /// Overflow: the version rises and nothing is updated.
+    /// Overflow: the version rises and no state is updated.
     pub skip: bool,
-    /// What the summed gradient is divided by: loss scale x world size x micro-steps.
+    /// Divisor of the summed gradient: loss scale x world size x micro-steps.
     pub gradient_scale: f64,
-    /// It is 1 when the gradient is not clipped.
+    /// 1 if the gradient is not clipped.
     pub clip_coefficient: f64,
     pub correction: Correction,
     pub groups: Vec<Hyper>,
-    /// The parameters that this or any earlier step left out, in ascending order.
+    /// Parameters that this or any earlier step left out, in ascending order.
     #[serde(default)]
     pub left_out: Vec<LeftOut>,
-    /// The global gradient norm before clipping, for status only.
+    /// Global gradient norm before clipping, for status only.
     pub norm: f64,
-    /// The loss scaler's value for steps that read this version.
+    /// Loss scale of the steps that read this version.
     pub loss_scale: f64,
-    /// The trainer's own resume data.
+    /// Resume data of the trainer, opaque to servers.
     pub trainer_state: Vec<u8>,
-    /// The incarnation of the rank 0 that made the decision, or 0 if the client did not say it. With the step it names
-    /// a version for good.
+    /// Incarnation of the rank 0 that decided, or 0 if the client did not send it. Step and `decided_by` together name
+    /// a version uniquely.
     #[serde(default)]
     pub decided_by: Incarnation,
-    /// If it is not empty, this decision pauses the job, for this reason.
+    /// Reason of the pause that this decision begins. Empty: no pause.
     pub pause_reason: String,
 }
 
 impl Commit {
-    /// The one factor that the kernels multiply a shard's summed gradient by, formed in f64 and rounded once. `share` is
-    /// the shard's [`JobSpec::share`].
+    /// Returns the factor that kernels multiply a shard's summed gradient by, computed in f64 and rounded once. `share`
+    /// is the shard's [`JobSpec::share`].
     pub fn gradient_multiplier(&self, share: f64) -> f32 {
         (self.clip_coefficient / (self.gradient_scale * share)) as f32
     }
@@ -82,19 +82,19 @@ impl Commit {
     }
 }
 
-/// The correction of the delay: how the images of a version differ from its master weights z.
+/// Correction of the delay: the difference between a version's images and its master weights z.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub enum Correction {
-    /// Images are `cast(z)`. Exact steps read these, and so do evaluations.
+    /// Images are `cast(z)`. Exact steps and evaluations read these.
     #[default]
     None,
-    /// Images are ahead of z by the known part of the next step: docs/protocol.md has the formula. The learning rates are
-    /// this step's, one for each param group. Commits of earlier versions have the next step's.
+    /// Images are ahead of z by the known part of the next step; docs/protocol.md has the formula. The learning rates
+    /// are this step's, in the order of the param groups. Commits of earlier releases hold the next step's.
     LookAhead(Vec<f64>),
 }
 
 impl Correction {
-    /// The learning rates of a [`LookAhead`](Correction::LookAhead). Without a correction there are none.
+    /// Returns the learning rates of a [`LookAhead`](Correction::LookAhead), empty without a correction.
     pub fn look_ahead(&self) -> &[f64] {
         match self {
             Correction::LookAhead(lr) => lr,
@@ -131,7 +131,7 @@ impl Correction {
     }
 }
 
-/// Checks the reason of a pause, whether or not it comes with a decision.
+/// Checks the length of a pause's reason, for a commit and for a pause without one.
 pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
     if reason.len() <= MAX_PAUSE_REASON_BYTES {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What identifies a gradient on its way to a server.
+//! Identity of a gradient on its way to a server.
 
 use std::fmt;
 
@@ -22,24 +22,23 @@ impl fmt::Display for Contribution {
     }
 }
 
-/// A version, by its number and its decision: a number is given again when a step was taken back.
+/// A version's number and decision. The number alone is ambiguous: a step back reuses it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
     pub version: Version,
-    /// The decision's [`crate::Commit::decided_by`]; 0 where it is unknown.
+    /// [`crate::Commit::decided_by`] of the decision; 0 if unknown.
     pub decided_by: Incarnation,
 }
 
-/// A number that says from which processes contributions came: those of a shard, or those of all of a server's shards
-/// added up. Equal numbers mean the same gradients to the bit, since a process never makes two of one batch. 0 is an
-/// unknown origin.
+/// Number that tells which processes contributed, to one shard or to all of a server's shards. Equal numbers mean
+/// bit-equal gradients, since a process never computes a batch twice. 0 is an unknown origin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin(pub u64);
 
 impl Origin {
     pub const UNKNOWN: Origin = Origin(0);
 
-    /// The origin of both together. It is unknown where one of them is.
+    /// Returns the combined origin, unknown if either is unknown.
     pub fn and(self, other: Origin) -> Origin {
         match (self, other) {
             (Origin::UNKNOWN, _) | (_, Origin::UNKNOWN) => Origin::UNKNOWN,
@@ -47,27 +46,27 @@ impl Origin {
         }
     }
 
-    /// Whether two origins are known and differ.
+    /// Returns whether both origins are known and differ.
     pub fn differs(self, other: Origin) -> bool {
         self != Origin::UNKNOWN && other != Origin::UNKNOWN && self != other
     }
 }
 
-/// One chunk of a contribution, with all that is checked before its bytes are stored.
+/// One chunk of a contribution, with every field that is checked before its bytes are stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ContributionChunk {
     pub contribution: Contribution,
     pub incarnation: Incarnation,
     pub chunk: ChunkId,
-    /// What the loss of this gradient was multiplied by.
+    /// Factor that the loss of this gradient was multiplied by.
     pub loss_scale: f64,
     pub dtype: Dtype,
-    /// How many bytes the payload has.
+    /// Payload bytes.
     pub bytes: u64,
     pub crc32: u32,
-    /// The version that the gradient was computed with.
+    /// Version that the gradient was computed with.
     pub reads: Reads,
-    /// The chunk is all of the shard at once, in memory that its sender leaves as it is until the step's update is
-    /// done. `chunk` is then 0, and there is no checksum, since nothing is moved.
+    /// The payload is the whole shard, in memory that the sender leaves unchanged until the step's update is done.
+    /// `chunk` is then 0. No bytes are copied, so there is no checksum.
     pub lent: bool,
 }

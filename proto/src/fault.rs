@@ -1,12 +1,12 @@
-//! The one shape of an error that crosses the wire: which field, its value, the limit, and what to do.
+//! The one shape of an error that crosses the wire: field, value, limit and remedy.
 
 use std::fmt;
 
-/// The field of a conflict in which a decision was made from other contributions than a server has.
+/// Field of a conflict: the decision was made from other contributions than the server has.
 pub const ORIGIN: &str = "commit.origin";
-/// The field of a conflict in which a contribution was computed with a version that was taken back.
+/// Field of a conflict: the contribution was computed with a version that was taken back.
 pub const READS: &str = "push.reads";
-/// The field where another rank computes the same step with another version.
+/// Field of a conflict: another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
 
 /// What a caller may conclude. The gRPC code follows from it in `wire::status`.
@@ -54,7 +54,7 @@ impl FaultKind {
         FaultKind::Internal,
     ];
 
-    /// The stable name on the wire.
+    /// Returns the stable name on the wire.
     pub fn name(self) -> &'static str {
         match self {
             FaultKind::Invalid => "INVALID",

@@ -22,22 +22,22 @@ macro_rules! rules {
                 }
             }
 
-            /// The number in messages: `Rule` of common.proto.
+            /// Returns the number in messages: `Rule` of common.proto.
             pub fn number(self) -> i32 {
                 match self {
                     $(Rule::$rule => $number,)*
                 }
             }
 
-            /// The state arrays beside the master weights.
+            /// Returns the state arrays beside the master weights.
             pub fn moments(self) -> &'static [Moment] {
                 match self {
                     $(Rule::$rule => &$arrays,)*
                 }
             }
 
-            /// Whether images can look ahead of the master weights, by the known part of the next step (see
-            /// [`Correction`](crate::Correction)).
+            /// Returns whether images can look ahead of the master weights by the known part of the next step. See
+            /// [`Correction`](crate::Correction).
             pub fn can_look_ahead(self) -> bool {
                 match self {
                     $(Rule::$rule => $look_ahead,)*
@@ -47,8 +47,8 @@ macro_rules! rules {
     };
 }
 
-// Look-ahead takes momentum, which Adagrad lacks. Steps of Lion have one size, so that nothing shows which element is about
-// to reverse its direction.
+// Look-ahead needs momentum, which Adagrad lacks. Lion's steps all have one size, so its state does not show which
+// element is about to change sign.
 rules! {
     AdamW = 1, "adamw", [Moment::Signed, Moment::Squares], true;
     Adam = 2, "adam", [Moment::Signed, Moment::Squares], true;
@@ -57,16 +57,16 @@ rules! {
     Adagrad = 5, "adagrad", [Moment::Squares], false;
 }
 
-/// What a state array keeps.
+/// Content of a state array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
     Signed,
-    /// Sums of squares, which are never below 0.
+    /// Sums of squares, never below 0.
     Squares,
 }
 
 impl Rule {
-    /// How many fp32 state arrays the rule has beside the master weights.
+    /// Returns the number of fp32 state arrays beside the master weights.
     pub fn state_slots(self) -> usize {
         self.moments().len()
     }
@@ -75,7 +75,7 @@ impl Rule {
         Rule::ALL.into_iter().find(|rule| rule.number() == number)
     }
 
-    /// The names of rules, as a limit says them: `adamw, adam or sgd`.
+    /// Lists the names of the selected rules for an error text, such as `adamw, adam or sgd`.
     pub fn names(rules: impl Fn(Rule) -> bool) -> String {
         let names: Vec<_> =
             Rule::ALL.into_iter().filter(|&rule| rules(rule)).map(|rule| rule.name()).collect();
@@ -101,7 +101,7 @@ impl FromStr for Rule {
     }
 }
 
-/// Hyperparameters of one param group for one step. They mean what they do in PyTorch.
+/// Hyperparameters of one param group for one step, with PyTorch's meanings.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Hyper {
     pub lr: f64,
@@ -133,7 +133,7 @@ impl Default for Hyper {
 }
 
 impl Hyper {
-    /// Refuses NaN, infinities and values outside the rule's domain. `group` names the field in the error.
+    /// Refuses NaN, infinities and values outside the rule's domain. The error's field contains the index `group`.
     pub fn validate(&self, group: usize) -> Result<(), Fault> {
         let check = |name: &str, value: f64, ok: bool, limit: &str| {
             if ok && value.is_finite() {

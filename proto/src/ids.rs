@@ -1,4 +1,4 @@
-//! Newtypes for every number that means something, so that a step is never taken for a version.
+//! Newtypes for numbers with a meaning, so the compiler keeps a step apart from a version.
 
 use std::fmt;
 
@@ -29,14 +29,14 @@ id!(/** Rises each time a rank's process is replaced; the older one is fenced. *
 id!(/** Rises with every change of a placement. */ Epoch(u64), "epoch");
 
 impl Step {
-    /// The version this step makes.
+    /// Returns the version that this step makes.
     pub fn version(self) -> Version {
         Version(self.0)
     }
 }
 
 impl Version {
-    /// The step that follows this version.
+    /// Returns the step that follows this version.
     pub fn next_step(self) -> Step {
         Step(self.0 + 1)
     }

@@ -1,4 +1,4 @@
-//! What a job is: the part of it that must not change while it lives.
+//! Specification of a job: the fields that stay fixed while it lives.
 
 use std::{fmt, ops::Range, str::FromStr};
 
@@ -21,7 +21,7 @@ use crate::{
 #[serde(transparent)]
 pub struct JobName(String);
 
-/// So much of a wrong name is quoted. Escaped, a character takes at most 10 bytes.
+/// Characters of a wrong name that an error quotes. Escaped, a character takes at most 10 bytes.
 const MAX_QUOTED_CHARS: usize = 16;
 
 impl JobName {
@@ -29,7 +29,7 @@ impl JobName {
         &self.0
     }
 
-    /// Checks any name that becomes a folder: a job's, a checkpoint's.
+    /// Checks a name that becomes a folder: a job's or a checkpoint's.
     pub fn parse(field: &str, text: &str) -> Result<JobName, Fault> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         let right = (1..=MAX_JOB_NAME_BYTES).contains(&text.len()) && text.bytes().all(allowed);
@@ -37,7 +37,7 @@ impl JobName {
             return Ok(JobName(text.to_string()));
         }
         let limit = format!("1 to {MAX_JOB_NAME_BYTES} of A-Z a-z 0-9 . _ - and not start with a dot");
-        // Who sends nonsense is not sent all of it back: a server keeps what it answers until it is taken.
+        // The error quotes only the beginning: a server holds its answer in memory until the client reads it.
         let beginning: String = text.chars().take(MAX_QUOTED_CHARS).collect();
         let rest =
             if beginning.len() < text.len() { format!("... ({} bytes)", text.len()) } else { String::new() };
@@ -51,7 +51,7 @@ impl fmt::Display for JobName {
     }
 }
 
-/// Where a shard's master weights and optimizer state live.
+/// Place of a shard's master weights and optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TierKind {
@@ -83,41 +83,40 @@ impl FromStr for TierKind {
     }
 }
 
-/// One training run. Built only by [`JobSpec::validate`]d constructors at the edge.
+/// Specification of one training run. [`JobSpec::validate`] checks every spec that enters from outside.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct JobSpec {
     pub name: JobName,
     pub params: Vec<Param>,
-    /// The names of the param groups. `Param::group` indexes them.
+    /// Names of the param groups. `Param::group` indexes them.
     pub groups: Vec<String>,
     pub rule: Rule,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
     pub world_size: u32,
     pub micro_steps: u32,
-    /// 0 means exact steps only. With 1 the job has room for one delayed step.
+    /// 0: exact steps only. 1: room for one delayed step.
     pub max_delay: u32,
     pub shard_elements: u64,
     pub tier: TierKind,
-    /// How master weights and moments are kept.
+    /// Formats of master weights and moments.
     #[serde(default, skip_serializing_if = "Formats::is_default")]
     pub formats: Formats,
-    /// No gradient statistics are taken: there is no norm, no clipping and no overflow check, as in a plain fp32 or
-    /// bf16 loop.
+    /// No gradient statistics: no norm, no clipping and no overflow check, as in a plain fp32 or bf16 loop.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unchecked: bool,
-    /// Which ranks contribute to which parameters, and which parameters are frozen. Empty means that all ranks contribute
-    /// to all of them.
+    /// Contributors of each run of parameters; a frozen partition has none. Empty: all ranks contribute to all
+    /// parameters.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<Partition>,
-    /// A parameter that got no gradient is left out of the step. Its gradient is -0 in every element.
+    /// Steps leave out parameters without a gradient. Such a gradient is -0 in every element.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leave_out: bool,
 }
 
 impl JobSpec {
-    /// A job of one rank and one group in `memory`, by AdamW, with exact steps and bf16 on the wire. Literals name the
-    /// fields in which another job differs.
+    /// Returns a job of one rank and one group in tier `memory`: AdamW, exact steps, bf16 on the wire. Callers override
+    /// fields with struct update syntax.
     pub fn new(name: JobName, params: Vec<Param>) -> JobSpec {
         JobSpec {
             name,
@@ -138,7 +137,7 @@ impl JobSpec {
         }
     }
 
-    /// Checks every field against its limit and lays the parameters out.
+    /// Checks every field against its limit and returns the layout of the parameters.
     pub fn validate(&self) -> Result<Layout, Fault> {
         let range = |field: &str, value: u64, low: u64, high: u64| {
             if (low..=high).contains(&value) {
@@ -169,7 +168,7 @@ impl JobSpec {
         Layout::new(&self.params, self.groups.len(), self.shard_elements, &self.partitions)
     }
 
-    /// What a job may not be together with `leave_out`.
+    /// Refuses specs that cannot be combined with `leave_out`.
     fn check_leave_out(&self) -> Result<(), Fault> {
         if !self.leave_out {
             return Ok(());
@@ -195,42 +194,42 @@ impl JobSpec {
         Ok(())
     }
 
-    /// The parameters at which partitions begin, without parameter 0. They decide where parameters lie.
+    /// Returns the first parameters of partitions, without parameter 0. Offsets in the flat space depend on them.
     pub fn partition_starts(&self) -> Vec<u32> {
         self.partitions.iter().skip(1).map(|partition| partition.first).collect()
     }
 
-    /// The parameters at which frozen partitions begin.
+    /// Returns the first parameters of frozen partitions.
     pub fn frozen_starts(&self) -> Vec<u32> {
         let frozen = self.partitions.iter().filter(|partition| partition.is_frozen());
         frozen.map(|partition| partition.first).collect()
     }
 
-    /// The other spec's partitions where both lay all parameters out alike: parts begin at the same ones, and the same are
-    /// frozen. Else its own.
+    /// Returns `other`'s partitions if both specs lay out parameters alike: equal starts and equal frozen starts. Else
+    /// its own.
     pub fn partitions_as(&self, other: &JobSpec) -> Vec<Partition> {
         let is_alike = self.partition_starts() == other.partition_starts()
             && self.frozen_starts() == other.frozen_starts();
         if is_alike { other.partitions.clone() } else { self.partitions.clone() }
     }
 
-    /// How many contributions a step has from all ranks together. A commit's gradient scale has this factor. A shard to
-    /// which fewer ranks contribute is divided by [`JobSpec::share`] of that scale.
+    /// Returns the contributions of a step from all ranks together, a factor of the commit's gradient scale. A shard
+    /// with fewer contributors is divided by [`JobSpec::share`] of that scale.
     pub fn contributions(&self) -> u64 {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
-    /// Whether the job has frozen parameters.
+    /// Returns whether the job has frozen parameters.
     pub fn has_frozen(&self) -> bool {
         self.partitions.iter().any(Partition::is_frozen)
     }
 
-    /// Which part of all ranks contributes to a shard: 1 where all of them do, and 0 where it is frozen.
+    /// Returns the fraction of ranks that contribute to a shard: 1 for all of them, 0 if frozen.
     pub fn share(&self, contributors: &[Rank]) -> f64 {
         contributors.len() as f64 / f64::from(self.world_size)
     }
 
-    /// The blocks of each partition that is trained, in order, with their [`JobSpec::share`].
+    /// Returns the blocks of each trained partition, in order, with their [`JobSpec::share`].
     pub fn block_shares(&self, layout: &Layout) -> Vec<(Range<usize>, f64)> {
         let trained = layout.partitions().filter(|(_, contributors)| !contributors.is_empty());
         let blocks = trained.map(|(range, contributors)| {
@@ -240,17 +239,18 @@ impl JobSpec {
         blocks.collect()
     }
 
-    /// Whether contributions to a shard that has these contributors are summed. A lone one is left as it came.
+    /// Returns whether contributions to a shard with these contributors are summed. A single contribution is stored as
+    /// received.
     pub fn accumulates(&self, contributors: &[Rank]) -> bool {
         contributors.len() > 1 || contributors.len() == 1 && self.micro_steps > 1
     }
 
-    /// The number of steps whose gradients may be held at once.
+    /// Returns the number of steps whose gradients may be held at once.
     pub fn gradient_slots(&self) -> usize {
         1 + self.max_delay as usize
     }
 
-    /// The first field in which `other` differs, as a fault; for a second open of the same job.
+    /// Refuses a second open of the job whose spec differs, naming the first differing field.
     pub fn same_as(&self, other: &JobSpec) -> Result<(), Fault> {
         let differs = |field: &str, ours: String, theirs: String| {
             Err(Fault::new(
@@ -302,7 +302,7 @@ impl JobSpec {
     }
 }
 
-/// Partitions for an error's text: how many, and what the first ones are.
+/// Describes partitions for an error's text: their number and the first 4.
 fn describe(partitions: &[Partition]) -> String {
     let one = |partition: &Partition| {
         if partition.is_frozen() {

@@ -1,4 +1,4 @@
-//! The flat space: parameters laid end to end, cut into shards and blocks.
+//! The flat space: parameters end to end, cut into shards and blocks.
 
 use std::{collections::HashSet, fmt, ops::Range};
 
@@ -23,7 +23,7 @@ pub struct Param {
 }
 
 impl Param {
-    /// None when the product overflows.
+    /// Returns the number of elements, or None if the product overflows.
     pub fn elements(&self) -> Option<u64> {
         self.shape.iter().try_fold(1u64, |product, &side| product.checked_mul(side))
     }
@@ -39,7 +39,7 @@ impl fmt::Display for Param {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Slice {
     pub shard: ShardId,
-    /// The first element, counted from the shard's start.
+    /// First element, counted from the shard's start.
     pub offset: u64,
     pub elements: u64,
 }
@@ -50,8 +50,8 @@ struct Placed {
     group: u32,
 }
 
-/// Where every parameter, shard and block lies. Each partition is padded to whole blocks. Padding and gaps hold zeros
-/// for ever, since their gradient is zero.
+/// Positions of parameters, shards and blocks in the flat space. Each partition is padded to whole blocks. Padding
+/// stays zero, since its gradient is zero.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
     placed: Vec<Placed>,
@@ -60,7 +60,7 @@ pub struct Layout {
     shard_elements: u64,
 }
 
-/// A partition of the flat space. All its shards have `shard_elements`, but for the last one, which may be shorter.
+/// A partition of the flat space. All its shards have `shard_elements`, except that the last may be shorter.
 #[derive(Clone, Debug, PartialEq)]
 struct Cut {
     range: Range<u64>,
@@ -69,7 +69,7 @@ struct Cut {
 }
 
 impl Layout {
-    /// `partitions` were checked against `params`: they begin in ascending order, the first one at parameter 0.
+    /// Lays out `params`. `partitions` must have passed `partition::check`: ascending, the first at parameter 0.
     pub fn new(
         params: &[Param],
         groups: usize,
@@ -123,7 +123,7 @@ impl Layout {
         Ok(Layout { placed, partitions: cuts, elements, shard_elements })
     }
 
-    /// The elements of the flat space, which is whole blocks.
+    /// Returns the elements of the flat space, a whole number of blocks.
     pub fn elements(&self) -> u64 {
         self.elements
     }
@@ -134,43 +134,43 @@ impl Layout {
         })
     }
 
-    /// The ranks that contribute to a shard, in ascending order. Their gradients are added up in this order.
+    /// Returns the ranks that contribute to a shard, ascending. Gradients are summed in this order.
     pub fn contributors(&self, shard: ShardId) -> &[Rank] {
         &self.cut_of(shard).contributors
     }
 
-    /// The ranks that contribute to a parameter.
+    /// Returns the ranks that contribute to a parameter.
     pub fn param_contributors(&self, param: usize) -> &[Rank] {
         &self.cut_at(self.placed[param].range.start).contributors
     }
 
-    /// Whether no step changes a shard.
+    /// Returns whether a shard is frozen.
     pub fn is_frozen(&self, shard: ShardId) -> bool {
         self.contributors(shard).is_empty()
     }
 
-    /// Whether no step changes a parameter.
+    /// Returns whether a parameter is frozen.
     pub fn is_param_frozen(&self, param: usize) -> bool {
         self.param_contributors(param).is_empty()
     }
 
-    /// Whether any parameter is frozen.
+    /// Returns whether any parameter is frozen.
     pub fn has_frozen(&self) -> bool {
         self.partitions.iter().any(|cut| cut.contributors.is_empty())
     }
 
-    /// The elements of the flat space that are frozen, with their padding.
+    /// Returns the number of frozen elements, padding included.
     pub fn frozen_elements(&self) -> u64 {
         let frozen = self.partitions.iter().filter(|cut| cut.contributors.is_empty());
         frozen.map(|cut| cut.range.end - cut.range.start).sum()
     }
 
-    /// The flat range of each partition and its contributors, in order. A frozen one has none.
+    /// Returns the flat range and the contributors of each partition, in order. A frozen partition has none.
     pub fn partitions(&self) -> impl Iterator<Item = (Range<u64>, &[Rank])> {
         self.partitions.iter().map(|cut| (cut.range.clone(), cut.contributors.as_slice()))
     }
 
-    /// The flat ranges whose gradients come from a rank, in order.
+    /// Returns the flat ranges whose gradients a rank contributes, in order.
     pub fn contributed_by(&self, rank: Rank) -> impl Iterator<Item = Range<u64>> {
         let partitions = self.partitions();
         partitions.filter(move |(_, ranks)| ranks.binary_search(&rank).is_ok()).map(|(range, _)| range)
@@ -186,7 +186,7 @@ impl Layout {
         &self.partitions[after - 1]
     }
 
-    /// The shard that holds a flat element.
+    /// Returns the shard that holds a flat element.
     fn shard_at(&self, element: u64) -> ShardId {
         let cut = self.cut_at(element);
         ShardId(cut.first_shard + ((element - cut.range.start) / self.shard_elements) as u32)
@@ -196,7 +196,7 @@ impl Layout {
         (self.elements / BLOCK_ELEMENTS) as u32
     }
 
-    /// The flat elements of a shard. A partition's last shard may be shorter, but is whole blocks.
+    /// Returns the flat elements of a shard. A partition's last shard may be shorter, but is whole blocks.
     pub fn shard_range(&self, shard: ShardId) -> Range<u64> {
         let cut = self.cut_of(shard);
         let start = cut.range.start + u64::from(shard.0 - cut.first_shard) * self.shard_elements;
@@ -208,18 +208,18 @@ impl Layout {
         range.end - range.start
     }
 
-    /// The global ids of a shard's blocks.
+    /// Returns the global ids of a shard's blocks.
     pub fn shard_blocks(&self, shard: ShardId) -> Range<u32> {
         let range = self.shard_range(shard);
         (range.start / BLOCK_ELEMENTS) as u32..(range.end / BLOCK_ELEMENTS) as u32
     }
 
-    /// The flat elements of a parameter, without padding.
+    /// Returns the flat elements of a parameter, without padding.
     pub fn param_range(&self, param: usize) -> Range<u64> {
         self.placed[param].range.clone()
     }
 
-    /// The parts of a flat range that are padding, in order.
+    /// Yields the padding inside a flat range, in order.
     pub fn padding(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let first = self.placed.partition_point(|placed| placed.range.end <= range.start);
         let mut params = self.placed[first..].iter();
@@ -237,14 +237,14 @@ impl Layout {
         })
     }
 
-    /// The parameter holding a flat element, if it is not padding.
+    /// Returns the parameter that holds a flat element, or None for padding.
     pub fn param_at(&self, element: u64) -> Option<usize> {
         let after = self.placed.partition_point(|placed| placed.range.start <= element);
         let index = after.checked_sub(1)?;
         self.placed[index].range.contains(&element).then_some(index)
     }
 
-    /// The parameters that have elements in a range of the flat space.
+    /// Returns the parameters that have elements in a flat range.
     pub fn params_in(&self, range: Range<u64>) -> Range<usize> {
         let first = self.placed.partition_point(|placed| placed.range.end <= range.start);
         let end = self.placed.partition_point(|placed| placed.range.start < range.end);
@@ -255,18 +255,18 @@ impl Layout {
         self.placed[param].group
     }
 
-    /// The parameters that begin in a flat range.
+    /// Returns the parameters that begin in a flat range.
     pub fn params_from(&self, range: Range<u64>) -> Range<usize> {
         let before = |element: u64| self.placed.partition_point(|placed| placed.range.start < element);
         before(range.start)..before(range.end)
     }
 
-    /// A block, cut where a parameter begins, as (elements inside the block, parameter). A gap takes the parameter
-    /// before it.
+    /// Cuts a block where a parameter begins. Returns (elements inside the block, parameter); padding counts to the
+    /// parameter before it.
     pub fn block_params(&self, block: BlockId) -> Vec<(Range<usize>, usize)> {
         let start = u64::from(block.0) * BLOCK_ELEMENTS;
         let begin = self.params_from(start + 1..start + BLOCK_ELEMENTS);
-        // A parameter begins at element 0, so there is one before.
+        // A parameter begins at element 0, so `begin.start` is at least 1.
         let first = begin.start - 1;
         let at = |param: usize| self.placed[param].range.start.saturating_sub(start) as usize;
         let ends = begin.clone().map(at).chain([BLOCK_ELEMENTS as usize]);
@@ -279,8 +279,8 @@ impl Layout {
         (first..begin.end).zip(ends).map(cut).collect()
     }
 
-    /// A block, cut where the param group changes, as (elements inside the block, group). A gap takes the group
-    /// before it.
+    /// Cuts a block where the param group changes. Returns (elements inside the block, group); padding counts to the
+    /// group before it.
     pub fn block_groups(&self, block: BlockId) -> Vec<(Range<usize>, u32)> {
         let start = u64::from(block.0) * BLOCK_ELEMENTS;
         let end = start + BLOCK_ELEMENTS;
@@ -300,7 +300,7 @@ impl Layout {
         cuts
     }
 
-    /// A flat range as slices of shards, in order.
+    /// Returns a flat range as slices of shards, in order.
     pub fn slices(&self, range: Range<u64>) -> Vec<Slice> {
         let mut slices = Vec::new();
         let mut at = range.start;
@@ -314,12 +314,12 @@ impl Layout {
         slices
     }
 
-    /// How many chunks a shard's data have on the wire.
+    /// Returns the number of chunks of a shard's data.
     pub fn chunks(&self, shard: ShardId, dtype: Dtype) -> u32 {
         (self.shard_len(shard) * dtype.bytes()).div_ceil(CHUNK_BYTES as u64) as u32
     }
 
-    /// The bytes of one chunk inside its shard; None beyond the last chunk.
+    /// Returns the bytes of one chunk inside its shard, or None beyond the last chunk.
     pub fn chunk_bytes(&self, shard: ShardId, chunk: ChunkId, dtype: Dtype) -> Option<Range<u64>> {
         let total = self.shard_len(shard) * dtype.bytes();
         let start = u64::from(chunk.0) * CHUNK_BYTES as u64;

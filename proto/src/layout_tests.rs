@@ -11,7 +11,7 @@ fn params(sizes: &[(u64, u32)]) -> Vec<Param> {
     sizes.iter().enumerate().map(param).collect()
 }
 
-/// Partitions that begin at these parameters and at parameter 0. Each has ranks of its own.
+/// Partitions that begin at parameter 0 and at `firsts`, each with its own ranks.
 fn partitions(firsts: &BTreeSet<usize>, params: usize) -> Vec<Partition> {
     let firsts = [0].into_iter().chain(firsts.iter().copied().filter(|&first| first < params));
     let partition = |(index, first)| {

@@ -1,23 +1,24 @@
-//! Parameters that steps leave out because nobody gave them a gradient, and how many steps each has missed. State that comes
-//! from elsewhere may have missed some, too.
+//! Parameters that steps leave out for lack of a gradient, with the number of steps each missed. Uploaded state may
+//! have missed steps, too.
 
 use std::iter::Peekable;
 
 use crate::{fault::Fault, job::JobSpec};
 
-/// A parameter that steps were made without.
+/// A parameter that at least one step left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct LeftOut {
-    /// Its index among the job's parameters.
+    /// Index among the job's parameters.
     pub param: u32,
-    /// The applied steps without it, the commit's own included. Its t is the job's `applied` less this.
+    /// Applied steps without the parameter, including the commit's own. Adam's t for the parameter is the job's
+    /// `applied` minus `steps`.
     pub steps: u64,
-    /// The commit's own step leaves it out.
+    /// The commit's own step leaves the parameter out.
     pub now: bool,
 }
 
-/// What a commit's `left_out` must be. `before` is that of the commit before, and `without` the parameters that got no
-/// gradient, both in ascending order. A step that overflowed changes nothing, so it repeats what was.
+/// Returns the `left_out` of the next commit. `before` is the previous commit's list; `without` holds the parameters
+/// without a gradient. Both are ascending. A skipped step changes nothing and repeats `before`.
 pub fn advance(before: &[LeftOut], without: &[u32], skip: bool) -> Vec<LeftOut> {
     if skip {
         return before.to_vec();
@@ -32,7 +33,7 @@ pub fn advance(before: &[LeftOut], without: &[u32], skip: bool) -> Vec<LeftOut> 
     advanced
 }
 
-/// The smaller of the two next parameters.
+/// Returns the smaller of the two next parameters.
 fn next<'a>(
     known: &mut Peekable<impl Iterator<Item = &'a LeftOut>>,
     without: &mut Peekable<impl Iterator<Item = u32>>,
@@ -43,13 +44,13 @@ fn next<'a>(
     }
 }
 
-/// The parameters that a commit leaves out, in ascending order.
+/// Returns the parameters that the commit's own step leaves out, ascending.
 pub fn now(left_out: &[LeftOut]) -> impl Iterator<Item = u32> {
     left_out.iter().filter(|left_out| left_out.now).map(|left_out| left_out.param)
 }
 
-/// Checks a commit's list by itself, for a job with so many parameters. Whether it follows from the commit before, its
-/// server checks. `may` says whether the commit's step may leave anything out.
+/// Checks a commit's list against the number of parameters. The server separately checks that it follows from the
+/// commit before. `may` permits the commit's step to leave parameters out.
 pub(crate) fn check(left_out: &[LeftOut], params: usize, may: bool) -> Result<(), Fault> {
     let remedy = "make it from the commit before and from Training.Stats";
     check_list(left_out, params, ("commit.left_out", remedy))?;
@@ -62,8 +63,8 @@ pub(crate) fn check(left_out: &[LeftOut], params: usize, may: bool) -> Result<()
     }
 }
 
-/// Checks the list that comes with the state which a job is filled with, and which so many updates made. None is for weights
-/// alone.
+/// Checks the list uploaded with a job's initial state. `applied` is the number of updates that made the state, None
+/// for weights alone.
 pub fn check_uploaded(left_out: &[LeftOut], spec: &JobSpec, applied: Option<u64>) -> Result<(), Fault> {
     let remedy = "name the parameters that fewer updates made than `applied`, with how many fewer";
     check_list(left_out, spec.params.len(), ("left_out", remedy))?;

@@ -1,4 +1,4 @@
-//! Which ranks contribute to which parameters.
+//! Partitions: runs of parameters with the same contributors.
 
 use crate::{
     fault::Fault,
@@ -6,37 +6,36 @@ use crate::{
     limits::{MAX_CONTRIBUTORS, MAX_PARTITIONS},
 };
 
-/// A run of parameters whose gradients come from the same ranks. It ends where the next partition begins, and no shard
-/// has parameters of two. So with ZeRO's partitions, where each rank holds the reduced gradient of a part of the model,
-/// each rank pushes and pulls only that part.
+/// A run of parameters whose gradients come from the same ranks. The partition ends where the next begins; no shard
+/// spans two partitions. With ZeRO's partitions each rank pushes and pulls only its part of the model.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Partition {
-    /// The index of its first parameter.
+    /// Index of the first parameter.
     pub first: u32,
-    /// The contributors, in ascending order. A shard's gradient is the mean of theirs. A frozen partition has none.
+    /// Contributors, ascending. A shard's gradient is the mean over them. Empty if frozen.
     pub ranks: Vec<Rank>,
 }
 
 impl Partition {
-    /// All parameters, with all ranks of a job as contributors.
+    /// Returns one partition of all parameters, with all ranks as contributors.
     pub fn whole(world_size: u32) -> Partition {
         Partition { first: 0, ranks: (0..world_size).map(Rank).collect() }
     }
 
-    /// Parameters that nobody trains, from `first` on.
+    /// Returns a frozen partition that begins at parameter `first`.
     pub fn frozen(first: u32) -> Partition {
         Partition { first, ranks: Vec::new() }
     }
 
-    /// Whether no step changes its parameters. They are kept as weights in the image dtype alone.
+    /// Returns whether no step changes the parameters. Servers keep them as weights in the image dtype alone.
     pub fn is_frozen(&self) -> bool {
         self.ranks.is_empty()
     }
 }
 
-/// Checks a job's partitions: the first begins at parameter 0, each has a parameter, and each rank contributes to one at
-/// least. By its contribution a rank proves that it has read its weights. Those of a rank without any would be
-/// overwritten under it.
+/// Checks a job's partitions: the first begins at parameter 0, and each has a parameter. Each rank contributes to at
+/// least one partition. A contribution proves that the rank has read its weights; without it, images would be
+/// overwritten during its pull.
 pub(crate) fn check(partitions: &[Partition], params: usize, world_size: u32) -> Result<(), Fault> {
     let field = |index: usize, name: &str| format!("spec.partitions[{index}].{name}");
     if partitions.len() > MAX_PARTITIONS {

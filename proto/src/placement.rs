@@ -1,4 +1,4 @@
-//! Which server owns which shard.
+//! Placement: the owner of each shard.
 
 use crate::{
     fault::{Fault, FaultKind},
@@ -9,15 +9,15 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Placement {
     pub epoch: Epoch,
-    /// Addresses, as the workers dial them.
+    /// Addresses that workers dial.
     pub servers: Vec<String>,
-    /// By shard: its owner.
+    /// Owner of each shard, indexed by shard.
     pub owners: Vec<ServerId>,
 }
 
 impl Placement {
-    /// Deals shards in turn, so that all servers work on the first layers at once and none idles during the others'
-    /// part of a forward pass.
+    /// Assigns shards round robin. All servers then work on the first layers at once, and none idles during a
+    /// forward pass.
     pub fn striped(servers: Vec<String>, shards: u32) -> Placement {
         let count = servers.len() as u32;
         let owners = (0..shards).map(|shard| ServerId(shard % count)).collect();
@@ -28,7 +28,7 @@ impl Placement {
         self.owners[shard.index()]
     }
 
-    /// A server's shards, in forward order.
+    /// Returns a server's shards, in forward order.
     pub fn owned(&self, server: ServerId) -> Vec<ShardId> {
         let shards = (0..self.owners.len() as u32).map(ShardId);
         shards.filter(|&shard| self.owner(shard) == server).collect()
@@ -58,7 +58,7 @@ impl Placement {
         self.check_all_own()
     }
 
-    /// Refuses a server without a shard, which would wait for weights that nobody sends.
+    /// Refuses a server without a shard, which would wait for weights that no worker sends.
     fn check_all_own(&self) -> Result<(), Fault> {
         let mut owns = vec![false; self.servers.len()];
         self.owners.iter().for_each(|owner| owns[owner.0 as usize] = true);
@@ -72,7 +72,8 @@ impl Placement {
         Err(Fault::invalid("placement.servers", value, limit, remedy))
     }
 
-    /// Checks a second open of a job. Addresses may change (a server may restart elsewhere), ownership may not.
+    /// Refuses a second open of a job whose shards have other owners. Addresses may change, since a server may
+    /// restart elsewhere.
     pub fn same_owners(&self, other: &Placement) -> Result<(), Fault> {
         if self.owners == other.owners {
             return Ok(());
@@ -116,7 +117,7 @@ mod tests {
             fault.to_string().contains("3 servers, of which server 2 (host2:7070) owns no shard"),
             "{fault}"
         );
-        // A server without a shard may also stand before one that has some.
+        // An idle server may also come before a server that has shards.
         let owners = vec![ServerId(0), ServerId(2)];
         let fault = Placement { owners, ..Placement::striped(servers(3), 2) }.validate(2).unwrap_err();
         assert!(fault.value.contains("server 1 (host1:7070)"), "{fault}");

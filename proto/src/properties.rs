@@ -1,29 +1,29 @@
-//! The properties that follow from a job's tier for those who do not hold its state. Code that waits, retries or restores
-//! asks for these and never for the tier, so that workers describe a new tier here and nowhere else.
+//! Properties that follow from a job's tier, for code that does not hold its state. Workers ask for these properties
+//! instead of the tier, to wait, retry or restore. A new tier is described to workers here alone.
 
 use crate::job::{JobSpec, TierKind};
 
-/// The lifetime of a job's state.
+/// Lifetime of a job's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lifetime {
-    /// It ends with the server's process.
+    /// The state ends with the server's process.
     Process,
-    /// It outlives the process, in memory of the host.
+    /// The state survives the process, in memory of the host.
     Host,
-    /// It outlives the host's power, on drives.
+    /// The state survives a power loss, on drives.
     Drive,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobProperties {
     pub lifetime: Lifetime,
-    /// A commit is answered before its version is durable. So rank 0 waits for that before the next one; a server may come
-    /// back a version behind the others; and the version before can be taken up again.
+    /// A commit is acknowledged before its version is durable. So rank 0 waits for durability before the next commit. A
+    /// server may restart one version behind the others, and the job may step back one version.
     pub durable_later: bool,
 }
 
 impl JobProperties {
-    /// Whether a server that was started again has the state.
+    /// Returns whether a restarted server still has the state.
     pub fn survives_restart(&self) -> bool {
         self.lifetime > Lifetime::Process
     }

@@ -1,4 +1,4 @@
-//! What an operator can do about a job that does not train as it should. The status page and `longshore top` say the same.
+//! Remedies for a job that makes no progress. The status page and `longshore top` print the same text.
 
 pub const FAILED: &str = "see that server's log";
 pub const LOADING: &str = "rank 0 or a restore brings them";
@@ -7,7 +7,7 @@ pub const STALLED: &str =
     "see whether that rank's process runs, and start it again if not: it goes on from here";
 pub const CHECKPOINT_FAILED: &str = "put that right: the next checkpoint takes its place";
 
-/// What to do about a pause for this reason. Nothing is added where the reason says it already.
+/// Returns the remedy for a pause, or nothing if the reason already names the command.
 pub fn of_pause(reason: &str) -> &'static str {
     if reason.contains("longshore resume") { "" } else { PAUSED }
 }

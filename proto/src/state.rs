@@ -1,4 +1,4 @@
-//! The formats in which a job keeps its optimizer state: in memory, on disk and in checkpoints alike.
+//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints.
 
 use std::{fmt, str::FromStr};
 
@@ -8,11 +8,11 @@ use crate::{
     limits::QUANTIZATION_ELEMENTS,
 };
 
-/// One of the arrays that a shard's state consists of.
+/// One array of a shard's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StateArray {
     Master,
-    /// The first moments; also what another rule keeps in its first state slot.
+    /// First moments, or the first state slot of another rule.
     First,
     Second,
 }
@@ -20,17 +20,17 @@ pub enum StateArray {
 impl StateArray {
     pub const ALL: [StateArray; 3] = [StateArray::Master, StateArray::First, StateArray::Second];
 
-    /// The arrays that a rule has.
+    /// Returns the arrays that a rule has.
     pub fn of(rule: Rule) -> &'static [StateArray] {
         &StateArray::ALL[..=rule.state_slots()]
     }
 
-    /// Its place among [`StateArray::ALL`].
+    /// Returns the index in [`StateArray::ALL`].
     pub fn index(self) -> usize {
         self as usize
     }
 
-    /// Whether a rule keeps sums of squares there, which have no sign.
+    /// Returns whether the rule keeps sums of squares in this array, which have no sign.
     pub fn is_squares(self, rule: Rule) -> bool {
         self.index().checked_sub(1).and_then(|slot| rule.moments().get(slot)) == Some(&Moment::Squares)
     }
@@ -50,7 +50,7 @@ impl fmt::Display for StateArray {
     }
 }
 
-/// How a moment is kept: Adam's two, momentum, or sums of squares.
+/// Format of a moment: Adam's two, momentum, or sums of squares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StateFormat {
@@ -59,51 +59,51 @@ pub enum StateFormat {
     F32,
     /// Updates round stochastically. A value beyond the largest finite bf16 may round to infinity.
     Bf16,
-    /// A code of 8 bits for each element and an f32 scale, the largest magnitude, for each [`QUANTIZATION_ELEMENTS`].
-    /// Updates round stochastically.
+    /// 8 bits for each element, and an f32 scale (the largest magnitude) for each [`QUANTIZATION_ELEMENTS`]. Updates
+    /// round stochastically.
     ///
-    /// A group with an element that is not finite gets a NaN scale and decodes to NaN everywhere. A group without a
-    /// normal number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
+    /// A group with a non-finite element gets a NaN scale and decodes to NaN everywhere. A group without a normal
+    /// number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
     Block8,
 }
 
-/// How master weights are kept.
+/// Format of master weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MasterFormat {
     #[default]
     #[serde(rename = "fp32")]
     F32,
-    /// Updates round stochastically. The image is made of the rounded weights, in an update as well as when it is
-    /// made anew from stored ones.
+    /// Updates round stochastically. The image is always cast from the rounded weights, during an update and when
+    /// rebuilt from stored weights.
     Bf16,
 }
 
-/// The formats of one job. All but fp32 trade bits for bytes.
+/// Formats of one job. Formats other than fp32 trade precision for memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Formats {
     pub state: StateFormat,
     pub master: MasterFormat,
-    /// The seed of stochastic rounding, which draws an element's bits from it, the step and the element's index. It
-    /// is unused where all is fp32.
+    /// Seed of stochastic rounding. Random bits depend on seed, step and element index. Unused if all formats are
+    /// fp32.
     pub seed: u64,
 }
 
 impl Formats {
-    /// Whether nothing is ever rounded to fewer bits.
+    /// Returns whether no array is rounded to fewer bits.
     pub fn is_fp32(&self) -> bool {
         self.state == StateFormat::F32 && self.master == MasterFormat::F32
     }
 
-    /// Whether these are the default, which is written to no header, so that an fp32 job's files are as they were
-    /// before there were other formats.
+    /// Returns whether the formats are the default. Headers omit the default, so files of fp32 jobs stay as in
+    /// earlier releases.
     pub(crate) fn is_default(&self) -> bool {
         *self == Formats::default()
     }
 }
 
 impl StateFormat {
-    /// How many bytes `count` elements take, `count` being a multiple of [`QUANTIZATION_ELEMENTS`].
+    /// Returns the bytes of `count` elements, `count` being a multiple of [`QUANTIZATION_ELEMENTS`].
     pub fn bytes(self, count: usize) -> usize {
         match self {
             StateFormat::F32 => 4 * count,
