@@ -9,16 +9,17 @@ pub const READS: &str = "push.reads";
 /// Field of a conflict: another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
 
-/// What a caller may conclude. The gRPC code follows from it in `wire::status`.
+/// Class of a fault, from which a caller decides whether to retry. `wire::status` maps it to a gRPC
+/// code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FaultKind {
-    /// The request is wrong whatever the state.
+    /// The request is invalid in every state.
     Invalid,
-    /// It contradicts something already accepted.
+    /// The request contradicts something already accepted.
     Conflict,
-    /// It names something that is not there.
+    /// The request names something that does not exist.
     NotFound,
-    /// It is wrong in this state; it may be right later or earlier.
+    /// The request is wrong in this state; it may be right later or earlier.
     Precondition,
     /// The caller has not shown who it is.
     Unauthenticated,
@@ -26,9 +27,9 @@ pub enum FaultKind {
     Forbidden,
     /// A newer incarnation has taken the rank.
     Fenced,
-    /// It does not fit.
+    /// The request does not fit.
     Exhausted,
-    /// It did not happen in time.
+    /// The request was not completed in time.
     Deadline,
     /// Bytes differ from their checksum.
     Corrupt,
