@@ -1,4 +1,4 @@
-//! Accepts connections, also while descriptors are short.
+//! Accepts connections, even while file descriptors are short.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -9,11 +9,11 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::connections::{Connections, Origin};
 
-/// The wait after a failure. It doubles with each failure that follows.
+/// Pause after a failure. Each successive failure doubles it.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(320);
 
-/// What connections are accepted from.
+/// A listener whose connections the server accepts.
 pub(crate) trait Accept: Send {
     type Socket: Socket;
 
@@ -31,7 +31,7 @@ impl Accept for TcpListener {
     }
 }
 
-/// The connections that there is a place for.
+/// Yields accepted connections for which there is room.
 pub(crate) fn incoming<L: Accept>(
     listener: L,
     connections: Arc<Connections>,
@@ -65,7 +65,7 @@ async fn next<L: Accept>(listener: &mut L, connections: &Connections) -> Direct<
     }
 }
 
-/// Whether the process or the host runs short, rather than one connection.
+/// Returns whether the process or the host is short of resources, rather than one connection failed.
 fn is_shortage(error: &io::Error) -> bool {
     let short = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     short.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))

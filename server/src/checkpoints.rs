@@ -1,4 +1,4 @@
-//! How each job's last checkpoint went on this server: what `longshore status` shows, without a look at any disk.
+//! Result of each job's last checkpoint on this server. `longshore status` shows it without reading any disk.
 
 use std::{
     collections::BTreeMap,
@@ -9,7 +9,7 @@ use std::{
 use longshore_proto::{Fault, FaultKind, Version};
 use longshore_wire::v1;
 
-/// What happened since the server started.
+/// Checkpoints since the server started.
 #[derive(Default)]
 pub(crate) struct CheckpointLog {
     jobs: Mutex<BTreeMap<String, v1::CheckpointStatus>>,
@@ -26,7 +26,7 @@ impl CheckpointLog {
         self.lock().insert(job.to_string(), status);
     }
 
-    /// Notes a failure. A version that has passed and a name that is taken are none: the caller chooses again.
+    /// Records a failure. A passed version and a taken name do not count: the caller retries with another.
     pub(crate) fn failed(&self, job: &str, name: &str, fault: &Fault) {
         if fault.field == "version" || fault.kind == FaultKind::Conflict {
             return;

@@ -1,5 +1,4 @@
-//! The connections of a server: how many there may be, and which of them is ended when there is no place for the
-//! next.
+//! The connections of a server: their limit, and the order in which they are closed once the limit is reached.
 
 use std::{
     cmp::Reverse,
@@ -15,7 +14,7 @@ use longshore_wire::direct::{Bounds, Direct, Socket, Standing};
 
 use crate::{jobs::Jobs, log::Seldom};
 
-/// Where a connection comes from. The origin with the most connections is the first to lose some.
+/// Origin of a connection. The origin with the most connections loses some first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Origin {
     Host(IpAddr),
@@ -32,20 +31,20 @@ impl Origin {
     }
 }
 
-/// How long a connection is left alone: to make its first call, and after each call.
+/// Time that a connection is safe: for its first call, and after each call.
 const SETTLED: Duration = Duration::from_secs(1);
-/// How long a call is left alone where strangers' calls take all places.
+/// Time that a call is safe while strangers' calls take all places.
 const CALL: Duration = Duration::from_secs(10);
-/// How often expired certificates are looked for.
+/// Interval of the check for expired certificates.
 const LOOK: Duration = Duration::from_secs(1);
-/// One connection in so many is ended at a time, since finding many costs no more than finding one.
+/// One in 16 connections is closed at a time, since finding many costs no more than finding one.
 const SHARE_ENDED: usize = 16;
 
-/// See the module.
+/// Table of open connections. [`crate::accept`] registers each accepted one.
 pub(crate) struct Connections {
     bounds: Arc<Bounds>,
     configured: Option<usize>,
-    /// How many connections the descriptors allow.
+    /// Connections that the limit of descriptors allows.
     possible: usize,
     jobs: Arc<Jobs>,
     entries: Mutex<Vec<Entry>>,
@@ -55,7 +54,7 @@ pub(crate) struct Connections {
 
 struct Entry {
     origin: Origin,
-    /// When its certificate expires.
+    /// Expiry of the client's certificate.
     expires: Option<SystemTime>,
     standing: Weak<Standing>,
 }
@@ -78,7 +77,7 @@ impl Connections {
         })
     }
 
-    /// Takes a new connection; None where there is no place for it.
+    /// Registers a new connection. None if there is no room.
     pub(crate) fn welcome<S: Socket>(&self, socket: S, origin: Origin) -> Option<Direct<S>> {
         let (now, most) = (self.bounds.connections(), self.most());
         if now >= most {
@@ -91,7 +90,7 @@ impl Connections {
                      --max-connections and the limit of descriptors"
                 );
             });
-            // Connections that were ended before may not be gone yet.
+            // Closed connections may still hold their sockets.
             if ended == 0 || now >= most + (most / SHARE_ENDED).max(1) {
                 return None;
             }
@@ -106,7 +105,7 @@ impl Connections {
         Some(direct)
     }
 
-    /// Ends connections as their certificates expire, with their calls. Who has a new certificate connects again with that.
+    /// Closes connections, with their calls, as their certificates expire. Clients with a new certificate reconnect.
     pub(crate) async fn watch_expiry(self: Arc<Self>) -> Infallible {
         loop {
             tokio::time::sleep(LOOK).await;
@@ -123,7 +122,7 @@ impl Connections {
         expired.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
-    /// Says that the host has no descriptor or no memory for one more connection.
+    /// Logs that the host lacks a descriptor or memory for another connection, and closes some.
     pub(crate) fn run_short(&self, error: &std::io::Error) {
         let connections = self.bounds.connections();
         let ended = self.make_room(connections);
@@ -145,7 +144,7 @@ impl Connections {
         wanted.min(self.possible)
     }
 
-    /// Ends some of `all` connections and returns how many.
+    /// Closes some of `all` connections and returns their number.
     fn make_room(&self, all: usize) -> usize {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.retain(|entry| entry.standing.strong_count() > 0);
@@ -159,7 +158,7 @@ impl Connections {
                 found.push((*origin, turn, standing));
             }
         }
-        // Calls are broken off only where no connection without a call is left.
+        // Calls are aborted only if every remaining connection has one.
         if found.iter().any(|(_, turn, _)| *turn < Turn::Calling) {
             found.retain(|(_, turn, _)| *turn < Turn::Calling);
         }
@@ -174,7 +173,7 @@ impl Connections {
     }
 }
 
-/// The order in which connections are ended.
+/// Order in which connections are closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Turn {
     Unused,
@@ -182,7 +181,7 @@ enum Turn {
     Calling,
 }
 
-/// None if the connection stays.
+/// Returns a connection's turn. None: the connection stays.
 fn turn(standing: &Standing) -> Option<Turn> {
     let turn = match (standing.has_calls(), standing.has_called()) {
         (true, _) => Turn::Calling,

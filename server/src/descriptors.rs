@@ -1,8 +1,8 @@
-//! File descriptors: as many as the host allows, shared between connections and everything else.
+//! File descriptors: the limit is raised as far as possible, and divided between connections and the rest.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the limit as far as this process may, and says how high it is.
+/// Raises the limit as far as this process may, and returns it.
 pub(crate) fn raise() -> usize {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum
@@ -15,8 +15,8 @@ pub(crate) fn raise() -> usize {
         .map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
-/// How many connections leave enough descriptors for state files, checkpoints, and links with the memory that comes
-/// over them.
+/// Returns the number of connections that leaves descriptors for the rest. The rest is state files, checkpoints,
+/// and memfd links with their memory.
 pub(crate) fn for_connections(limit: usize) -> usize {
     limit - (limit / 4).clamp(24, 1024).min(limit / 2)
 }

@@ -1,5 +1,5 @@
-//! The directories of stored jobs. They belong to this server alone while it runs, so that a restart finds its own
-//! jobs and no other's.
+//! The directories of stored jobs. The running server locks them, so that a restart finds its own jobs and no
+//! other's.
 
 use std::{
     fs::{self, DirBuilder},
@@ -15,15 +15,15 @@ use crate::config::StorageConfig;
 
 const TMPFS: &str = "/dev/shm";
 
-/// The claims on the directories, held for as long as the server runs.
+/// Locks on the directories, held while the server runs.
 pub(crate) struct Directories {
     pub(crate) shm: Option<PathBuf>,
     _claims: Vec<Claim>,
 }
 
 impl Directories {
-    /// Claims them. Directories that were named must exist. The default folder for the `shm` tier needs a `port`, by
-    /// which it is found again.
+    /// Locks the directories. Named directories must exist. The default folder of the `shm` tier contains `port` in
+    /// its path, so a restart finds it again.
     pub(crate) fn claim(config: &StorageConfig, port: u16) -> Result<Directories, Fault> {
         let state_dirs = config.state_dirs.iter().map(|dir| (dir, "state_dir"));
         let named = state_dirs.chain(config.shm_dir.iter().map(|dir| (dir, "shm_dir")));
@@ -52,8 +52,8 @@ impl Directories {
     }
 }
 
-/// Makes a folder that only this user may enter. Its name can be guessed and everybody may write to /dev/shm, so a
-/// folder that exists already is checked.
+/// Creates a folder that only this user may enter. Its name is predictable and /dev/shm is world-writable, so an
+/// existing folder is checked.
 fn private(dir: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),

@@ -1,9 +1,9 @@
-//! Whether the server has begun to stop.
+//! Flag of a drain, shared by all services.
 
 use longshore_proto::{Fault, FaultKind};
 use tokio::sync::watch;
 
-/// Says whether a drain has begun. Cheap to clone.
+/// Tells whether a drain has begun. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Draining {
     begun: watch::Sender<bool>,
@@ -18,7 +18,7 @@ impl Draining {
         self.begun.send_replace(true);
     }
 
-    /// Refuses what should not begin any more.
+    /// Returns Unavailable once a drain has begun.
     pub(crate) fn refuse(&self) -> Result<(), Fault> {
         if !*self.begun.borrow() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! A server inside another program's process, for runs that name none.
+//! A server inside another program's process, for runs without `--servers`.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -18,22 +18,22 @@ use crate::{
     lifecycle::{Server, ServerError},
 };
 
-/// How long the end of a server waits for calls that work on files, and then for updates under way.
+/// Longest wait for calls that work on files, and then for updates in progress, when a server ends.
 const LET_GO: Duration = Duration::from_secs(10);
 
-/// A server on a free loopback port. It ends when this is dropped, and with the process. What it keeps in folders is
-/// found by the next server that has them, in this process or another, which may have another port.
+/// A server on a free loopback port, ended by drop. Its stored jobs are recovered by the next server with the same
+/// folders. That server may run in another process and on another port.
 pub struct Embedded {
     address: SocketAddr,
-    /// None once it has ended.
+    /// None once ended.
     running: Option<(Server, Runtime)>,
 }
 
 impl Embedded {
-    /// Starts a server with what `change` makes of the defaults.
+    /// Starts a server with the configuration that `change` derives from the defaults.
     ///
     /// # Errors
-    /// Those of a configuration that cannot be, and of [`Server::start`].
+    /// On an invalid configuration, and as [`Server::start`].
     pub fn start(change: impl FnOnce(Config) -> Config) -> Result<Embedded, ServerError> {
         let config = change(Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))));
         config.check()?;
@@ -49,12 +49,12 @@ impl Embedded {
 }
 
 impl Drop for Embedded {
-    /// Waits until nothing uses the jobs' folders any more, since the next server locks them. Whatever is not done by the end of the
-    /// wait goes on by itself.
+    /// Waits until nothing uses the jobs' folders, since the next server locks them. Work that outlasts the wait
+    /// continues in the background.
     fn drop(&mut self) {
         let Some((server, runtime)) = self.running.take() else { return };
-        // The caller may be a runtime's own thread, where waiting would panic. What is to end is handed over once there is a
-        // thread for it.
+        // The caller may be a runtime thread, where blocking would panic. The server is handed over only once the
+        // ending thread exists.
         let (hand_over, handed_over) = mpsc::channel::<(Server, Runtime)>();
         let ending = thread::Builder::new().name("server-end".into()).spawn(move || {
             if let Ok((server, runtime)) = handed_over.recv() {
@@ -74,12 +74,12 @@ impl Drop for Embedded {
     }
 }
 
-/// Ends the server's calls, waits for the threads of its jobs, and only then gives up the claim on their folders.
+/// Ends the server's calls, waits for the threads of its jobs, and then releases the locks on their folders.
 fn end(server: Server, runtime: Runtime) {
     let (jobs, directories) = server.into_parts();
     jobs.open_no_more();
     runtime.shutdown_timeout(LET_GO);
-    // A job's threads end with its last user. They run in no runtime, so another one can wait for them.
+    // A job's threads end with its last user. They belong to no runtime, so a new runtime can wait for them.
     if let Ok(waiting) = Builder::new_current_thread().enable_time().build() {
         let _ = waiting.block_on(async { timeout(LET_GO, Jobs::ended(jobs)).await });
     }

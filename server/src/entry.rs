@@ -1,4 +1,4 @@
-//! The program `longshored`, for its own binary and for the wheel: parse, log, serve, drain.
+//! The program `longshored`, for its binary and for the Python wheel: parse, log, serve, drain.
 
 use std::{ffi::OsString, time::Duration};
 
@@ -11,18 +11,18 @@ use crate::{
     log,
 };
 
-/// How long calls that work on files may go on once the server has stopped.
+/// Longest time that calls on files may take after the server has stopped.
 const LAST_CALLS: Duration = Duration::from_secs(5);
 
-/// Runs the program with these arguments, its name first, until it is told to stop. Returns its exit code: 0 after a drain,
-/// 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
+/// Runs the program with these arguments, its name first, until a stop signal. Returns the exit code: 0 after a drain,
+/// 2 for a wrong flag, variable or configuration key. 1 means that it cannot serve or got a second stop signal.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     few_arenas();
     let parsed = Flags::try_parse_from(arguments);
     let flags = match parsed.map_err(|error| retired::explain(error, &retired::SETTINGS)) {
         Ok(flags) => flags,
         Err(usage) => {
-            // A terminal that is gone cannot be told.
+            // Printing fails only if the terminal is gone.
             let _ = usage.print();
             return usage.exit_code() as u8;
         }
@@ -51,12 +51,12 @@ fn serve(config: Config) -> Result<(), ServerError> {
     let served = runtime.block_on(async {
         let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;
-        // This is the one line on stdout: scripts wait for it, and read the port from it when they asked for 0.
+        // The only line on stdout. Scripts wait for it, and read the port from it after asking for port 0.
         println!("longshored listening on {}", server.address());
         server.run_until(signals).await
     });
-    // After a drain nothing is left that counts, but for what deletes or lists files: that may take a moment, and for ever where a
-    // folder hangs.
+    // After a drain only deletions and listings of files may remain. They may take a moment, and hang on a folder that
+    // hangs.
     runtime.shutdown_timeout(if served.is_ok() { LAST_CALLS } else { Duration::ZERO });
     served
 }

@@ -1,6 +1,6 @@
-//! The optimizer server: configuration, gRPC services, admission of jobs, life and death of the process.
+//! The optimizer server: configuration, gRPC services, admission of jobs, startup and shutdown.
 //!
-//! `longshored` is this library and a `main`; the `longshore` command embeds it for runs without `--servers`.
+//! `longshored` is this library and a `main`. The `longshore` command embeds it for runs without `--servers`.
 
 #![forbid(unsafe_code)]
 
@@ -37,9 +37,10 @@ pub use embedded::Embedded;
 pub use entry::run;
 pub use lifecycle::{Server, ServerError, StopSignals};
 
-/// The runtime of a server's connections, with a thread for every two cores. A connection keeps a core busy at either
-/// end, and more threads wake each other and move connections from core to core: on two cores with a worker beside
-/// the server, a second thread at each end took a push over a Unix socket from 0.91 to 0.81 of a raw socket's speed.
+/// Builds the runtime of a server's connections, with a thread for every two cores. A connection keeps a core busy at
+/// either end. Additional threads wake each other and move connections between cores. On two cores, with a worker
+/// beside the server, a second thread at each end cost speed. A push over a Unix socket fell from 0.91 to 0.81 of a
+/// raw socket.
 pub fn runtime(thread_name: &str) -> io::Result<Runtime> {
     let threads = thread::available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
     Builder::new_multi_thread().worker_threads(threads).thread_name(thread_name).enable_all().build()

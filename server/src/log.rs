@@ -1,7 +1,7 @@
 //! Logs to stderr, as text or one JSON object a line.
 //!
-//! Levels: `error`, a job or the server cannot go on; `warn`, an operator should act; `info`, life of servers and jobs;
-//! `debug`, each refused request; `trace`, each shard's work.
+//! Levels: `error`, a job or the server cannot go on; `warn`, an operator should act; `info`, start and end of servers
+//! and jobs; `debug`, each refused request; `trace`, each shard's work.
 
 use std::{
     io::{self, IsTerminal},
@@ -22,13 +22,13 @@ pub enum LogFormat {
     Json,
 }
 
-/// Another reader of what is logged.
+/// An additional layer that reads log records.
 pub type Reader = Box<dyn Layer<Registry> + Send + Sync>;
 
-/// How long a message that would repeat is not said again.
+/// Minimum interval between repeats of a message.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// Lets a message through at most once a period.
+/// Rate limit of one message: at most once a period.
 #[derive(Default)]
 pub(crate) struct Seldom(Mutex<Option<Instant>>);
 
@@ -44,7 +44,7 @@ impl Seldom {
 }
 
 /// Installs the process's subscriber; a second call does nothing. `filter` is a level, or levels by module as in
-/// `info,longshore_engine=debug`; the `other` reader has a filter of its own.
+/// `info,longshore_engine=debug`. The `other` layer has a filter of its own.
 pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let filter =
         without_guests(filter.parse().unwrap_or_else(|_| Targets::new().with_default(LevelFilter::INFO)));
@@ -56,8 +56,8 @@ pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let _ = tracing_subscriber::registry().with(other).with(stderr).try_init();
 }
 
-/// h2 warns of every connection whose peer resets calls too fast, so that strangers could fill the log. It is heard where the
-/// filter names it, as in `info,h2=warn`, and where it reports an error.
+/// Limits the crate h2 to errors unless `filter` names it, as in `info,h2=warn`. h2 warns of every connection whose
+/// peer resets calls too fast, so strangers could fill the log.
 fn without_guests(filter: Targets) -> Targets {
     if filter.iter().any(|(target, _)| target.starts_with("h2")) {
         return filter;

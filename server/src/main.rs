@@ -1,6 +1,7 @@
 //! `longshored`: parse, log, serve, drain.
 //!
-//! Exit codes: 0 after a drain, 1 when it cannot serve or was told to stop a second time, 2 for a wrong flag, variable or configuration key.
+//! Exit codes: 0 after a drain, 2 for a wrong flag, variable or configuration key. 1 means that it cannot serve or got
+//! a second stop signal.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! Who may use the Unix socket. The file's mode says it too, and the kernel asks that first; this asks for each connection, and so
-//! holds where the mode was loosened, and for processes that keep a group which was taken from their user.
+//! Users who may connect to the Unix socket. The kernel first checks the file's mode; this check runs for each
+//! connection. So it holds if the mode was loosened, and for processes that keep a group taken from their user.
 
 use std::{fs, io};
 
@@ -8,7 +8,7 @@ use rustix::process::geteuid;
 const GROUPS: &str = "/etc/group";
 const USERS: &str = "/etc/passwd";
 
-/// Root, the server's user, and a group's members.
+/// Root, the server's user, and the members of one group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Members {
     own: u32,
@@ -16,10 +16,10 @@ pub(crate) struct Members {
 }
 
 impl Members {
-    /// `group` is a name that /etc/group has, or a number.
+    /// Resolves the group. `group` is a name in /etc/group, or a number.
     ///
     /// # Errors
-    /// Where there is no such name.
+    /// If no such name exists.
     pub(crate) fn of(group: Option<&str>) -> io::Result<Members> {
         let number = |name: &str| match name.parse() {
             Ok(number) => Ok(number),
@@ -36,8 +36,8 @@ impl Members {
         self.group
     }
 
-    /// Whether a process of this user and group may connect. A process keeps groups that were taken from its user, so
-    /// what the files say of the user counts. The process's own group counts for users whom the files do not have.
+    /// Returns whether a process of this user and group may connect. The user's entry in the files decides, since a
+    /// process keeps groups taken from its user. The process's own group decides for users that the files do not list.
     pub(crate) fn admit(&self, user: u32, group: u32) -> bool {
         let is_member = |wanted| {
             let [groups, users] = [GROUPS, USERS].map(|path| fs::read_to_string(path).unwrap_or_default());
@@ -52,8 +52,8 @@ fn number_of(groups: &str, name: &str) -> Option<u32> {
     group.split(':').nth(2)?.parse().ok()
 }
 
-/// Whether the user is one of the group: by the user's own line, or by a name that the group lists. None where the files have
-/// no such user.
+/// Returns whether the user belongs to the group, by primary group or as a listed member. None if the files have no
+/// such user.
 fn is_member(groups: &str, users: &str, group: u32, user: u32) -> Option<bool> {
     let [group, user] = [group, user].map(|number| number.to_string());
     let number = |line: &str| line.split(':').nth(2).map(str::to_string);

@@ -1,4 +1,4 @@
-//! Places for connections that whoever reaches an address can take: where all are taken, the origin that has the most gives one up.
+//! Limited places for connections by strangers. Once full, the origin with the most connections gives one up.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use tokio::task::{AbortHandle, Id};
 
 use crate::connections::Origin;
 
-/// The tasks of connections, oldest first.
+/// Tasks of connections, oldest first.
 pub(crate) struct Places {
     taken: Vec<Place>,
     most: usize,
@@ -18,7 +18,7 @@ struct Place {
 }
 
 impl Places {
-    /// `most` is how many there are; one at least.
+    /// Creates the table. `most` is the limit, at least 1.
     pub(crate) fn new(most: usize) -> Places {
         Places { taken: Vec::new(), most: most.max(1) }
     }
@@ -27,8 +27,9 @@ impl Places {
         self.most
     }
 
-    /// Gives the task a place. Returns whether an earlier task was ended for it: that one lets go of its socket when it is its turn,
-    /// so that the caller should yield. Otherwise a flood is accepted 128 at a time in between, and as many sockets more are open.
+    /// Assigns a place to the task. Returns whether an earlier task was aborted for it. That task closes its socket
+    /// only when scheduled, so the caller should yield. Otherwise a flood is accepted 128 at a time, and as many extra
+    /// sockets are open.
     pub(crate) fn take(&mut self, origin: Origin, task: AbortHandle) -> bool {
         let full = self.taken.len() >= self.most;
         if full && let Some(oldest) = self.oldest_of_the_most() {
@@ -38,7 +39,7 @@ impl Places {
         full
     }
 
-    /// Takes back the place of a task that has ended.
+    /// Frees the place of a task that has ended.
     pub(crate) fn give_back(&mut self, task: Id) {
         self.taken.retain(|place| place.task.id() != task);
     }
@@ -77,13 +78,13 @@ mod tests {
         for _ in 0..100 {
             take(&mut places, 2);
         }
-        // The flood has the places that nobody else has, and no more.
+        // The flood holds only places that no other origin uses.
         assert_eq!(origins(&places), [host(1), host(2), host(2)]);
         assert!(take(&mut places, 3).0, "none was ended for it");
         assert_eq!(origins(&places), [host(1), host(2), host(3)]);
         take(&mut places, 4);
         assert_eq!(origins(&places), [host(2), host(3), host(4)]);
-        // That one was ended, so its place is another's by now.
+        // That task was aborted, so its place belongs to another by now.
         places.give_back(reader);
         assert_eq!(places.taken.len(), 3);
         let last = places.taken[2].task.id();

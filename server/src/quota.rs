@@ -1,18 +1,18 @@
-//! The most that the owner of jobs may have of this server, whoever keeps the list of owners.
+//! Quotas of job owners on this server, independent of the source of the owners' list.
 
 use longshore_proto::{Fault, FaultKind};
 
-/// The most that an owner may have at once. None: as much as there is.
+/// Limits of an owner. None: unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Quota {
     pub(crate) jobs: Option<u64>,
-    /// Bytes, as `drives` too.
+    /// Bytes, like `drives`.
     pub(crate) memory: Option<u64>,
     pub(crate) drives: Option<u64>,
     pub(crate) connections: Option<u64>,
 }
 
-/// What jobs take.
+/// Resources that jobs take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) jobs: u64,
@@ -20,23 +20,23 @@ pub(crate) struct Usage {
     pub(crate) drives: u64,
 }
 
-/// One owner, for those who ask.
+/// One owner as listed in status and metrics.
 pub(crate) struct Listed {
     pub(crate) name: String,
     pub(crate) quota: Quota,
     pub(crate) connections: u64,
 }
 
-/// The list of owners as it is now.
+/// The current list of owners.
 pub(crate) trait Owners: Send + Sync {
-    /// An owner's quota. An owner who is not on the list any more has no limit.
+    /// Returns an owner's quota. An unlisted owner has no limit.
     fn quota(&self, owner: &str) -> Quota;
 
     fn list(&self) -> Vec<Listed>;
 }
 
 impl Quota {
-    /// Checks that the owner, who has `has`, may have `wants` as well.
+    /// Checks that an owner with usage `has` may also take `wants`.
     ///
     /// # Errors
     /// For the first limit that would be exceeded.
@@ -60,7 +60,7 @@ impl Quota {
             ),
         ] {
             let Some(most) = most else { continue };
-            // What takes nothing more of it is not held up by a limit that was lowered since.
+            // A request of nothing more passes even if the limit was lowered below current usage.
             if wants == 0 || has.checked_add(wants).is_some_and(|both| both <= most) {
                 continue;
             }
@@ -71,7 +71,7 @@ impl Quota {
         Ok(())
     }
 
-    /// Checks that the owner, who has `has` connections, may have one more.
+    /// Checks that an owner with `has` connections may open one more.
     pub(crate) fn admit_connection(&self, owner: &str, has: u64) -> Result<(), Fault> {
         match self.connections {
             Some(most) if has >= most => {
@@ -113,7 +113,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is admitted keeps every limit of which it takes something, and what is refused would not.
+        /// Admitted requests keep every limit that they draw on, and refused requests would break one.
         #[test]
         fn admits_what_fits_and_nothing_else(has in usage(), wants in usage(), most in usage(), limited in 0..8u8) {
             let some = |bit: u8, most: u64| (limited & bit > 0).then_some(most);

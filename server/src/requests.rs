@@ -1,7 +1,7 @@
-//! Requests on their way: room for large ones, and an end to those that never come whole.
+//! Incoming request messages: memory for large ones, and a deadline for incomplete ones.
 //!
-//! Generated code keeps a message until it is whole. A rank's messages are counted when its job is admitted;
-//! strangers' messages share what room there is.
+//! Generated code buffers a message until it is complete. A rank's messages are counted when its job is
+//! admitted; strangers' messages share a common limit.
 
 use std::{
     convert::Infallible,
@@ -27,10 +27,10 @@ use tower_service::Service;
 
 use crate::refusals;
 
-/// What comes before each message: whether it is compressed, and its length.
+/// Length of gRPC's message prefix: a compression flag and the message's length.
 const PREFIX_BYTES: usize = 5;
 
-/// A service whose requests are watched while they come.
+/// A service whose request bodies are metered on arrival.
 #[derive(Clone)]
 pub(crate) struct Metered<S> {
     service: S,
@@ -57,7 +57,7 @@ impl<S: Service<Request<Body>, Error = Infallible>> Service<Request<Body>> for M
     }
 
     fn call(&mut self, request: Request<Body>) -> S::Future {
-        // Pushed payloads are not kept, and their stream may wait for the next one as long as it likes.
+        // Push payloads are not buffered, and the stream may wait for the next one indefinitely.
         if request.uri().path() == PUSH {
             return self.service.call(request);
         }
@@ -67,7 +67,7 @@ impl<S: Service<Request<Body>, Error = Infallible>> Service<Request<Body>> for M
     }
 }
 
-/// A request as it comes.
+/// A request body with its metering.
 struct Metering {
     body: Body,
     bounds: Arc<Bounds>,
@@ -77,15 +77,15 @@ struct Metering {
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-/// How far the request is in its messages.
+/// Position in the stream of messages.
 #[derive(Debug, Default)]
 struct Message {
     prefix: [u8; PREFIX_BYTES],
     have: usize,
-    /// How many of the message's bytes are still to come.
+    /// Bytes of the message still to come.
     left: usize,
     received: usize,
-    /// The first message is whole.
+    /// The first message is complete.
     begun: bool,
 }
 
@@ -94,7 +94,7 @@ impl Message {
         !self.begun || self.have > 0
     }
 
-    /// Follows bytes. Returns how many of an unfinished message have come.
+    /// Advances by `bytes`. Returns the received bytes of an incomplete message.
     fn follow(&mut self, mut bytes: &[u8]) -> usize {
         while !bytes.is_empty() {
             if self.have < PREFIX_BYTES {
@@ -142,7 +142,7 @@ impl Metering {
         if held { Ok(()) } else { Err(no_room(unfinished)) }
     }
 
-    /// Ready once what is waited for should have come.
+    /// Ready once the awaited message has passed its deadline.
     fn poll_late(&mut self, context: &mut Context<'_>) -> Poll<Status> {
         if !self.message.is_waited_for() {
             return Poll::Pending;

@@ -1,23 +1,23 @@
-//! Checkpoints that no client asked for, written on drain. No client seals them either: where servers share the folder, the
-//! last server finds all parts and seals.
+//! Checkpoints written on drain, without a client. No client seals them: if servers share the folder, the last server
+//! finds all parts and seals.
 
 use std::{sync::Arc, time::Instant};
 
 use longshore_engine::{checkpoint::Store, job::Job};
 use longshore_proto::{Fault, FaultKind, Version};
 
-/// How many checkpoints may share a name, told apart by a number.
+/// Most checkpoints of one name, told apart by a number.
 const MOST_NAMES: u32 = 100;
 
-/// This server's part of one.
+/// This server's part of a checkpoint.
 pub(crate) struct Written {
     pub(crate) name: String,
     pub(crate) version: Version,
-    /// How many servers' parts make the checkpoint.
+    /// Servers whose parts make the checkpoint.
     pub(crate) servers: u32,
 }
 
-/// Writes this server's part, with a name that begins with `why`. Blocks.
+/// Writes this server's part, under a name that begins with `why`. Blocks.
 pub(crate) fn write(store: &Store, job: &Arc<Job>, why: &str, deadline: Instant) -> Result<Written, Fault> {
     let version = job.progress().version;
     let (name, part) = first_free(&format!("{why}-{:08}", version.0), |name| {
@@ -26,7 +26,7 @@ pub(crate) fn write(store: &Store, job: &Arc<Job>, why: &str, deadline: Instant)
     Ok(Written { name, version, servers: part.servers })
 }
 
-/// Seals it where all parts are there, and removes checkpoints beyond those to keep. Returns whether it is sealed now.
+/// Seals the checkpoint if all parts exist, and prunes old ones beyond `keep`. Returns whether it is sealed now.
 pub(crate) fn seal(store: &Store, job: &Job, written: &Written, keep: Option<usize>) -> Result<bool, Fault> {
     let job = &job.spec().name;
     let sealed = store.seal_if_whole(job, &written.name, written.servers)?;
@@ -36,8 +36,8 @@ pub(crate) fn seal(store: &Store, job: &Job, written: &Written, keep: Option<usi
     Ok(sealed)
 }
 
-/// Writes under the name. Where another state has taken it, as after the job went back, it writes under the first of
-/// name.2, name.3, ... that is free. Servers that share a folder find the same names taken.
+/// Writes under `name`. If another state has taken it, as after a step back, writes under the first free of name.2,
+/// name.3, ... Servers that share a folder find the same names taken.
 fn first_free<T>(name: &str, mut write: impl FnMut(&str) -> Result<T, Fault>) -> Result<(String, T), Fault> {
     let mut number = 1;
     loop {

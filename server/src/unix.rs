@@ -1,4 +1,5 @@
-//! A Unix socket for workers on the same host: half the CPU time of loopback TCP, and no port that others can reach.
+//! A Unix socket for workers on the same host: half the CPU time of loopback TCP, and no port reachable from other
+//! hosts.
 
 use std::{
     fs, io,
@@ -13,10 +14,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 
 use crate::{accept::Accept, connections::Origin, log::Seldom, members::Members};
 
-/// How many connections may wait to be accepted: those of a host's ranks that start at the same moment.
+/// Connections that may wait to be accepted, as when all ranks of a host start at the same moment.
 const BACKLOG: i32 = 1024;
 
-/// A socket file that goes with the server.
+/// A socket file, removed on drop.
 pub(crate) struct SocketFile {
     path: PathBuf,
 }
@@ -29,7 +30,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// A listener whose connections are of those who may use it.
+/// A listener that accepts only permitted users.
 pub(crate) struct Local {
     listener: tokio::net::UnixListener,
     members: Members,
@@ -47,7 +48,7 @@ impl Accept for Local {
             if self.members.admit(user, group) {
                 return Ok((socket, Origin::Local));
             }
-            // Strangers could fill the log.
+            // Rate-limited, since strangers could fill the log.
             self.strangers.say(|| {
                 let (who, why) = (format!("user {user}, group {group}"), "neither the server's user nor of --unix-group");
                 tracing::info!(target: "audit", who, call = "a connection to the Unix socket", outcome = "refused", why);
@@ -56,17 +57,17 @@ impl Accept for Local {
     }
 }
 
-/// Binds a socket that only these may connect to. It replaces a file that a killed server left. It does not
-/// replace one that somebody answers on, or that is no socket.
+/// Binds a socket that only `members` may connect to. A stale file of a killed server is replaced. A live socket, or
+/// a file that is no socket, is refused.
 pub(crate) fn listen_on(path: &Path, members: Members) -> io::Result<(Local, SocketFile)> {
     remove_stale(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     bind(&socket, &SocketAddrUnix::new(path)?)?;
     let file = SocketFile { path: path.to_path_buf() };
-    // Nobody can connect before it listens, so that at no moment it is open to all.
+    // Owner and mode are set before `listen`, so the socket is never open to all.
     if let Some(group) = members.group()
-        // A service whose group it is may be forbidden to change any file's owner.
+        // `chown` is skipped if the group is right already: a service may lack permission to change owners.
         && fs::symlink_metadata(path)?.gid() != group
     {
         let why = |error| {
@@ -108,7 +109,7 @@ mod tests {
     async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("longshored.sock");
-        // The file is left behind: a listener that closes does not remove it.
+        // A closed listener leaves its file behind.
         drop(UnixListener::bind(&path).unwrap());
         let members = Members::of(None).unwrap();
         let (_listener, file) = listen_on(&path, members).unwrap();

@@ -1,4 +1,4 @@
-//! What a configuration is refused for.
+//! Reasons why a configuration is refused.
 
 use std::{net::SocketAddr, path::PathBuf};
 

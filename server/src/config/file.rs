@@ -1,4 +1,4 @@
-//! The TOML file: the flags' names with underscores. Unknown keys are refused.
+//! The TOML file. Keys are the flags' names with underscores; unknown keys are refused.
 
 use std::{
     fs,

@@ -99,7 +99,7 @@ pub struct Flags {
 
 const PREFIX: &str = "LONGSHORED_";
 
-/// Refuses a variable of this server's that belongs to no flag.
+/// Refuses a `LONGSHORED_` variable that belongs to no flag.
 pub(super) fn check_environment(names: impl IntoIterator<Item = String>) -> Result<(), ConfigError> {
     let flags = Flags::command();
     let known: Vec<&str> = flags.get_arguments().filter_map(|flag| flag.get_env()?.to_str()).collect();

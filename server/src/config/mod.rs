@@ -18,35 +18,35 @@ pub use storage::{Spill, StorageConfig, StorageIo};
 
 use crate::log::LogFormat;
 
-/// What the server runs with.
+/// Settings of the server after flags, environment, file and defaults are merged.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
-    /// A Unix socket to serve on as well.
+    /// Additional Unix socket to serve on.
     pub listen_unix: Option<PathBuf>,
-    /// The group whose members may connect there, by name or number.
+    /// Group whose members may connect to `listen_unix`, by name or number.
     pub unix_group: Option<String>,
-    /// Where the status page and metrics are served.
+    /// Address of the status page and metrics.
     pub http: Option<SocketAddr>,
-    /// Serve them beyond loopback.
+    /// Serve the status page and metrics beyond loopback.
     pub http_open: bool,
-    /// Serve them over TLS, to identities that have all jobs.
+    /// Serve the status page and metrics over TLS, to identities that have all jobs.
     pub http_tls: bool,
-    /// The memory, in bytes, that jobs may be admitted to.
+    /// Memory budget for jobs, in bytes.
     pub memory: u64,
     /// Update threads.
     pub threads: usize,
     pub storage: StorageConfig,
-    /// Where checkpoints go. Without it the Checkpoint call is refused.
+    /// Folder of checkpoints. None: the Checkpoint call is refused.
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_on_drain: bool,
     /// Sealed checkpoints kept of each job; 0 keeps all.
     pub checkpoint_keep: usize,
-    /// The longest time that a drain waits for the step in hand.
+    /// Longest time that a drain waits for the current step.
     pub drain_deadline: Duration,
-    /// How many connections there may be at once. None: as many as the jobs' ranks need, and some more.
+    /// Most connections at once. None: as many as the jobs' ranks need, and 1024 more.
     pub max_connections: Option<usize>,
-    /// The folder of the server's certificate, and of who may call. With it TCP is encrypted.
+    /// Folder of the server's certificate and of `identities.toml`. Some: TCP is encrypted.
     pub tls_dir: Option<PathBuf>,
     /// Serve beyond loopback without encryption or authentication.
     pub insecure: bool,
@@ -57,7 +57,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// The defaults: loopback, 80% of the memory this process may use, all its cores.
+    /// Returns the defaults: loopback, 80% of the memory this process may use, all its cores.
     pub fn default_on(listen: SocketAddr) -> Config {
         Config {
             listen,

@@ -1,12 +1,11 @@
-//! Names that are not known, and the known one that each of them is nearest to.
+//! Unknown names of settings, and the known name nearest to each.
 
 use super::{
     error::ConfigError,
     retired::{self, Retired},
 };
 
-/// Refuses a name that starts with `prefix` and is not known: otherwise a mistyped variable would be ignored in
-/// silence.
+/// Refuses an unknown name that starts with `prefix`, so that a mistyped variable is not silently ignored.
 pub fn check_variables(
     prefix: &str,
     (known, retired): (&[&str], &[Retired]),
@@ -20,7 +19,7 @@ pub fn check_variables(
     })
 }
 
-/// The candidate nearest to a mistyped name, if it is near enough to be meant.
+/// Returns the candidate nearest to a mistyped name, if its similarity exceeds 0.5.
 pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let scored = candidates
         .into_iter()

@@ -1,33 +1,33 @@
-//! Settings that earlier releases had. Each is refused with a sentence that says what does its work now.
+//! Settings of earlier releases. Each is refused with a sentence that names its replacement.
 //!
-//! Flags, keys and variables of one setting share its row. Rows stay for one release.
+//! Flag, key and variable of one setting share its row. A row stays for one release.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// A flag's name without its dashes, and what to do instead.
+/// Flag name without dashes, and its replacement.
 pub type Retired = (&'static str, &'static str);
 
-/// Settings of `longshored`.
+/// Retired settings of `longshored`.
 pub(crate) const SETTINGS: [Retired; 3] = [
     ("durability", DURABILITY),
     ("idle-limit", IDLE_LIMIT),
     ("otlp", "scrape the metrics of --http, or write one process's stages with `longshore train --trace`"),
 ];
 
-/// Also for `longshore plan`.
+/// `longshore plan` prints this text, too.
 pub const DURABILITY: &str =
     "leave it out: each version is durable; open jobs whose state need not be with the tier memory";
-/// Also for `identities.toml`.
+/// `identities.toml` is refused with this text, too.
 pub(crate) const IDLE_LIMIT: &str = "leave it out: `longshore status` and the metric longshore_job_idle_seconds say for how long a job idles; \
                                      `longshore checkpoint`, then `longshore delete`, give its memory back";
 
-/// The sentence for a key or a flag, if it is retired.
+/// Returns the sentence for a retired key or flag.
 pub(super) fn instead(name: &str, retired: &[Retired]) -> Option<&'static str> {
     let name = name.trim_start_matches('-').to_lowercase().replace('_', "-");
     retired.iter().find(|(flag, _)| *flag == name).map(|(_, instead)| *instead)
 }
 
-/// Adds the sentence to the parser's error about a flag that is retired. Other errors stay as they are.
+/// Adds the sentence to the parser's error about a retired flag. Other errors are returned unchanged.
 pub fn explain(error: clap::Error, retired: &[Retired]) -> clap::Error {
     let flag = match (error.kind(), error.get(ContextKind::InvalidArg)) {
         (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) => flag,

@@ -1,4 +1,4 @@
-//! Byte sizes as people write them, and how much memory this process may use.
+//! Byte sizes in text, and the memory this process may use.
 
 use std::{fs, path::Path, str::FromStr};
 
@@ -58,27 +58,27 @@ fn meminfo(field: &str) -> Option<u64> {
     rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// How many bytes this process may use: the smaller of the host's available memory and the cgroup's limit.
+/// Returns the bytes this process may use: the smaller of the host's available memory and the cgroup's limit.
 pub fn available_memory() -> u64 {
     let host = meminfo("MemAvailable:").unwrap_or(1 << 30);
     group_memory().map_or(host, |group| group.min(host))
 }
 
-/// How many bytes there are: the smaller of the host's memory and the cgroup's limit. None where the kernel does not
-/// say.
+/// Returns the total bytes: the smaller of the host's memory and the cgroup's limit. None if the kernel reports
+/// neither.
 pub fn total_memory() -> Option<u64> {
     let host = meminfo("MemTotal:");
     host.into_iter().chain(group_memory()).min()
 }
 
-/// The lowest limit of this process's cgroup and of those around it.
+/// Returns the lowest limit of this process's cgroup and its ancestors.
 fn group_memory() -> Option<u64> {
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let own = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
     let root = Path::new("/sys/fs/cgroup");
     let groups = root.join(own);
     let second = groups.ancestors().filter(|path| path.starts_with(root)).map(|path| path.join("memory.max"));
-    // This is the file in cgroups of the first version.
+    // Path of the limit in cgroups version 1.
     let first = root.join("memory/memory.limit_in_bytes");
     second.chain([first]).filter_map(|path| fs::read_to_string(path).ok()?.trim().parse().ok()).min()
 }

@@ -1,4 +1,4 @@
-//! Where and how a server stores jobs whose tier outlives it.
+//! Storage of jobs whose tier outlives the server's process.
 
 use std::{path::PathBuf, str::FromStr};
 
@@ -7,24 +7,24 @@ use longshore_proto::Fault;
 
 use super::error::ConfigError;
 
-/// The settings of the tiers `nvme` and `shm`.
+/// Settings of the tiers `nvme` and `shm`.
 #[derive(Clone, Debug)]
 pub struct StorageConfig {
-    /// Where `nvme` jobs keep their state, striped over all of them.
+    /// Folders of `nvme` jobs' state, striped over all of them.
     pub state_dirs: Vec<PathBuf>,
-    /// DRAM for the shards that an `nvme` job keeps resident.
+    /// DRAM for the resident shards of an `nvme` job.
     pub resident: u64,
     pub io: StorageIo,
     /// Shards of an `nvme` job that are read, updated or written at once.
     pub buffers: usize,
     pub spill: Spill,
-    /// How many bytes the drives may be written with; 0 if that is not known.
+    /// Bytes that the drives may be written with over their lifetime; 0 if unknown.
     pub drive_endurance: u64,
-    /// Where `shm` jobs keep their state. None: a folder named after user and port.
+    /// Folder of `shm` jobs' state. None: a folder named after user and port.
     pub shm_dir: Option<PathBuf>,
 }
 
-/// Which system calls move the bytes.
+/// System calls for reads and writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StorageIo {
@@ -34,7 +34,7 @@ pub enum StorageIo {
     Threads,
 }
 
-/// What of an `nvme` job lives on the drives.
+/// Parts of an `nvme` job that live on the drives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Spill {
@@ -94,7 +94,7 @@ impl StorageConfig {
         Ok(())
     }
 
-    /// The same as the engine takes it, with the folder that `shm` jobs have.
+    /// Converts the settings for the engine, with the folder of `shm` jobs.
     pub(crate) fn to_engine(&self, shm_dir: Option<PathBuf>, share_images: bool) -> tier::Storage {
         tier::Storage {
             dirs: self.state_dirs.clone(),

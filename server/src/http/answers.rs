@@ -1,4 +1,4 @@
-//! What each path of the HTTP address answers.
+//! Responses for each path of the HTTP address.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::service::Services;
 
-/// How many answers are made at once: threads that block are there for jobs, too.
+/// Responses built at once. Jobs share the pool of blocking threads with them.
 const MAKING: usize = 2;
 const TEXT: &str = "text/plain; charset=utf-8";
 const PAGE: &str = include_str!("page/index.html");
@@ -32,10 +32,10 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; c
 
 pub(super) struct Answers {
     services: Services,
-    /// Where workers reach this server.
+    /// Address at which workers reach this server.
     listen: Listen,
-    /// Each answer that is being made has one, until it is made. A connection that ends leaves its answer under way, and
-    /// the next one could ask for another.
+    /// One permit for each response being built. A closed connection leaves its response in progress, so connections do
+    /// not bound the number.
     making: Arc<Semaphore>,
 }
 
@@ -44,7 +44,7 @@ impl Answers {
         Answers { services, listen, making: Arc::new(Semaphore::new(MAKING)) }
     }
 
-    /// `admitted` says whether the reader may see names of jobs.
+    /// Returns the response to a request. `admitted` permits the reader to see names of jobs.
     pub(super) async fn to(
         &self,
         method: &Method,
@@ -86,7 +86,7 @@ impl Answers {
         }
     }
 
-    /// Ready when every job that is kept here is served, and no drain has begun.
+    /// Answers ready if every stored job is served and no drain has begun.
     fn ready(&self, names: bool) -> Response<Full<Bytes>> {
         let mut reasons = String::new();
         if let Err(fault) = self.services.draining.refuse() {
@@ -101,14 +101,14 @@ impl Answers {
         answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, if names { reasons } else { "not ready\n".into() })
     }
 
-    /// An answer for which jobs' locks are taken, so that no network thread waits for them.
+    /// Builds a response on a blocking thread, since it takes jobs' locks and must not stall network threads.
     async fn made(
         &self,
         content_type: &'static str,
         make: impl FnOnce(Services) -> String + Send + 'static,
     ) -> Response<Full<Bytes>> {
         let services = self.services.clone();
-        // Nobody closes it.
+        // The semaphore is never closed.
         let permit = Arc::clone(&self.making).acquire_owned().await;
         let made = spawn_blocking(move || {
             let _permit = permit;
@@ -124,12 +124,12 @@ impl Answers {
     }
 }
 
-/// The answer to a request that came without TLS, where the address speaks TLS alone.
+/// Answers a request without TLS on an address that speaks TLS alone.
 pub(super) fn unencrypted() -> Response<Full<Bytes>> {
     answer(StatusCode::BAD_REQUEST, TEXT, "this address speaks TLS: ask https://\n")
 }
 
-/// A browser that is told of Basic asks for a name and a password, and sends a token so.
+/// Answers a refused reader. A browser offered Basic prompts for name and password, and sends a token that way.
 fn refusal(fault: &Fault) -> Response<Full<Bytes>> {
     if fault.kind != FaultKind::Unauthenticated {
         return answer(StatusCode::FORBIDDEN, TEXT, format!("{fault}\n"));

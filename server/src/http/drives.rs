@@ -1,4 +1,4 @@
-//! The metrics of drives: what they were asked, how long they took, what they owe, and how often DRAM spared them a read.
+//! Metrics of drives: requests, latencies, requests in flight, and shards taken from DRAM instead of a drive.
 
 use std::fmt;
 

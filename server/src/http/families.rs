@@ -1,4 +1,4 @@
-//! Metric families with one or two labels, written as their samples are looked up.
+//! Metric families with one or two labels, written while their samples are looked up.
 
 use std::fmt;
 
@@ -8,21 +8,21 @@ use prometheus_client::{
     registry::Unit,
 };
 
-/// The labels of one sample.
+/// Labels of one sample.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
-/// The sample of a family that has one, without labels.
+/// Returns the only sample of a family without labels.
 pub(super) fn one<V>(value: V) -> [(Labels, V); 1] {
     [(Labels::new(), value)]
 }
 
-/// The labels with one more.
+/// Returns the labels with one more.
 pub(super) fn with(mut labels: Labels, name: &'static str, value: impl ToString) -> Labels {
     labels.push((name, value.to_string()));
     labels
 }
 
-/// Writes families, one after the other. The first failure ends it.
+/// Writer of families in sequence. The first failure ends the scrape.
 pub(super) struct Families<'a> {
     pub(super) encoder: DescriptorEncoder<'a>,
 }
@@ -42,7 +42,7 @@ impl Families<'_> {
         })
     }
 
-    /// `name` is without the suffix `_total`.
+    /// Writes a counter. `name` is without the suffix `_total`.
     pub(super) fn counter<V: EncodeCounterValue>(
         &mut self,
         name: &str,
@@ -67,7 +67,7 @@ impl Families<'_> {
         samples.into_iter().try_for_each(|(labels, value)| value.encode(family.encode_family(&labels)?))
     }
 
-    /// Histograms that were counted elsewhere: each one's sum, and its buckets with their upper ends.
+    /// Writes histograms counted elsewhere: each has a sum, and buckets with their upper bounds.
     pub(super) fn buckets(
         &mut self,
         name: &str,

@@ -1,4 +1,4 @@
-//! Connections to the HTTP address: how many, and for how long.
+//! Connections to the HTTP address, with limits on their number and lifetime.
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
@@ -22,22 +22,22 @@ use super::{
 };
 use crate::{accept::Accept, log::Seldom, places::Places, service::Services, trust::Readers};
 
-/// Connections at once. One that comes beyond it ends the oldest of the origin that has the most, so that who holds all of them keeps
-/// no probe waiting.
+/// Connections at once. One more ends the oldest connection of the origin with the most, so a flood does not block
+/// probes.
 const MOST: usize = 32;
-/// The longest wait for a request's headers, and for the next request of a connection.
+/// Longest wait for a request's headers, and for the next request of a connection.
 const HEADERS: Duration = Duration::from_secs(10);
-/// The longest life of a connection. One that is at an answer by then may finish it.
+/// Longest life of a connection. A response in progress may then finish within `GRACE`.
 const LIFE: Duration = Duration::from_secs(60);
 const GRACE: Duration = Duration::from_secs(5);
-/// The memory of a connection's headers. With [`MOST`] connections that is 1 MiB, and what browsers send is below 8 KiB.
+/// Memory of a connection's headers. With [`MOST`] connections this is 1 MiB; browsers send less than 8 KiB.
 const HEADER_BYTES: usize = 32 * 1024;
-/// The wait after a connection could not be accepted.
+/// Pause after a failed accept.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The first byte of a TLS record of a handshake.
+/// First byte of a TLS handshake record.
 const TLS_HANDSHAKE: u8 = 0x16;
 
-/// Serves until it is dropped.
+/// Serves until dropped.
 pub(crate) async fn serve(
     mut listener: TcpListener,
     services: Services,
@@ -70,13 +70,13 @@ pub(crate) async fn serve(
     }
 }
 
-/// Without `readers` the connection is not encrypted, and everybody reads. With them it has TLS, and they alone read the pages.
+/// Serves one connection. `readers` None: plain HTTP for everyone. Some: TLS, and pages for these readers alone.
 async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Readers>) {
     let Some(readers) = readers else {
         return speak(socket, |request| answered(answers, request, Ok(()))).await;
     };
     let mut first = [0];
-    // Who only asks whether the port is open has begun no handshake.
+    // A port probe sends no byte and begins no handshake.
     match timeout(HANDSHAKE_DEADLINE, socket.peek(&mut first)).await {
         Ok(Ok(1..)) if first[0] != TLS_HANDSHAKE => {
             return speak(socket, |_| async { answers::unencrypted() }).await;
@@ -84,7 +84,7 @@ async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Read
         Ok(Ok(1..)) => {}
         _ => return,
     }
-    // A handshake that fails concerns the reader alone, who is told by TLS.
+    // A failed handshake is not logged: TLS reports it to the reader.
     if let Ok(Ok(Reader { socket, certificate })) = timeout(HANDSHAKE_DEADLINE, readers.accept(socket)).await
     {
         let certificate = certificate.as_deref();
@@ -105,7 +105,7 @@ async fn answered(
     answers.to(request.method(), request.uri(), accept, admitted).await
 }
 
-/// Speaks HTTP/1.1 until the connection has lived for long enough.
+/// Speaks HTTP/1.1 until the connection's lifetime ends.
 async fn speak<S, F>(socket: S, answered: impl Fn(Request<Incoming>) -> F)
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -119,7 +119,7 @@ where
         .max_buf_size(HEADER_BYTES)
         .serve_connection(TokioIo::new(socket), service);
     let mut connection = std::pin::pin!(connection);
-    // How a reader's connection ends concerns the reader alone.
+    // Errors of a reader's connection are not logged.
     if timeout(LIFE, connection.as_mut()).await.is_err() {
         connection.as_mut().graceful_shutdown();
         let _ = timeout(GRACE, connection).await;

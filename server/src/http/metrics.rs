@@ -1,9 +1,9 @@
-//! `/metrics`: text made when it is asked for. Steps pay for a few counters, and nothing for their text.
+//! `/metrics`, rendered at each scrape. Steps pay for a few counters, and nothing for the text.
 //!
-//! Who asks for OpenMetrics, as Prometheus does, gets that. Everybody else gets Prometheus' older text format.
+//! Readers that accept OpenMetrics, such as Prometheus, get it. Others get Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 55 a job, 19 of them its histogram's; for each of a job's first [`RANKS`] ranks one, and two for
-//! each way that its payload came; 4 an identity; 56 a folder of `--state-dir`.
+//! The number of samples is bounded: about 55 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
+//! adds one, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
 
 use std::fmt;
 
@@ -24,7 +24,7 @@ use crate::{
     service::Services,
 };
 
-/// How the metrics are written.
+/// Format of the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     OpenMetrics,
@@ -32,7 +32,7 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// What a reader accepts, by its `Accept` header.
+    /// Returns the format for an `Accept` header.
     pub(super) fn of(accept: &str) -> Format {
         if accept.contains("application/openmetrics-text") { Format::OpenMetrics } else { Format::Text }
     }
@@ -45,8 +45,8 @@ impl Format {
     }
 }
 
-/// How many ranks of a job have samples of their own. In a larger job the counts by state tell that a rank is away, and
-/// `longshore status` tells which.
+/// Ranks of a job with samples of their own. In a larger job the counts by state show a missing rank, and `longshore
+/// status` names it.
 const RANKS: usize = traffic::RANKS;
 
 pub(super) fn text(services: Services, format: Format) -> String {
@@ -58,8 +58,8 @@ pub(super) fn text(services: Services, format: Format) -> String {
     if format == Format::Text { older(&text) } else { text }
 }
 
-/// OpenMetrics as the older format: there counters' families are named with `_total` as their samples are, and neither
-/// units nor an end are written.
+/// Converts OpenMetrics to the older format. There a counter's family is named with `_total`, like its samples; units
+/// and an end are not written.
 fn older(text: &str) -> String {
     let mut lines = Vec::new();
     for line in text.lines() {
@@ -101,7 +101,7 @@ impl Collector for Scrape {
     }
 }
 
-/// The samples of a family with one a job.
+/// Returns one sample for each job.
 fn each<'a, V>(jobs: &'a [Seen], value: impl Fn(&'a Seen) -> V) -> impl Iterator<Item = (Labels, V)> {
     jobs.iter().map(move |job| (job.labels(), value(job)))
 }
@@ -232,7 +232,7 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     families.gauge("job_elements", elements, None, each(jobs, Seen::elements))
 }
 
-/// The identities are those that `identities.toml` lists, and former ones that still have jobs.
+/// Writes the samples of identities: those in `identities.toml`, and removed ones that still have jobs.
 fn owners(families: &mut Families<'_>, services: &Services) -> fmt::Result {
     let owners = services.jobs.owners();
     let each = |value: fn(&(Listed, Usage)) -> u64| {

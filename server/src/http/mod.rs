@@ -1,4 +1,5 @@
-//! The HTTP address: metrics for Prometheus, health for orchestrators, and a status page for people. It changes nothing.
+//! The HTTP address: metrics for Prometheus, health for orchestrators, and a status page for people. All requests are
+//! read-only.
 
 mod answers;
 mod drives;

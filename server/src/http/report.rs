@@ -1,4 +1,4 @@
-//! `/status.json`: what the status page draws.
+//! `/status.json`: the data of the status page.
 
 use std::{net::SocketAddr, time::UNIX_EPOCH};
 
@@ -13,15 +13,16 @@ use super::{
 };
 use crate::{jobs::Decided, service::Services};
 
-/// How many ranks of a job are told one by one; those that the job waits for come first.
+/// Ranks of a job in the report. Ranks with the oldest last step, which the job waits for, come
+/// first.
 const RANKS: usize = 256;
 
-/// Where workers reach this server over TCP.
+/// Address at which workers reach this server over TCP.
 #[derive(Clone, Copy, Serialize)]
 pub(crate) struct Listen {
-    /// Perhaps one that names no host, such as 0.0.0.0.
+    /// The address may be unspecified, such as 0.0.0.0.
     pub(crate) address: SocketAddr,
-    /// Whether the connection is encrypted.
+    /// The connection is encrypted.
     pub(crate) tls: bool,
 }
 
@@ -35,7 +36,7 @@ struct Report {
     #[serde(flatten)]
     room: Room,
     jobs: Vec<Job>,
-    /// Jobs that are kept here and not served.
+    /// Jobs that this server stores and does not serve.
     away: Vec<Away>,
 }
 
@@ -48,12 +49,12 @@ struct Away {
 #[derive(Serialize)]
 struct Job {
     name: String,
-    /// Whose it is, where identities are listed.
+    /// Owner of the job. None without identities.
     owner: Option<String>,
     state: &'static str,
-    /// Why it is paused or has failed; how far it is filled.
+    /// Reason of a pause or failure; progress of a load.
     reason: String,
-    /// What to do about the state; about a wait while it trains, should that last.
+    /// Remedy for the state. While the job trains, the remedy for a stalled rank.
     remedy: &'static str,
     waiting_for: String,
     version: u64,
@@ -73,14 +74,14 @@ struct Job {
     drive_bytes: u64,
     pushed_bytes: u64,
     pulled_bytes: u64,
-    /// What one update moves through memory.
+    /// Memory traffic of one update.
     update_bytes: u64,
     written_bytes: u64,
     sum_seconds: f64,
     update_seconds: f64,
     ranks: Vec<Rank>,
     checkpoint: Option<Checkpoint>,
-    /// The steps after the one asked for, oldest first; those of the last 512.
+    /// Decided steps after the requested one, oldest first, from the last 512.
     steps: Vec<Decided>,
 }
 
@@ -98,7 +99,7 @@ struct Checkpoint {
     version: u64,
     sealed_unix_ms: u64,
     failure: String,
-    /// What to do about a failure.
+    /// Remedy for a failure.
     remedy: &'static str,
 }
 
@@ -118,7 +119,7 @@ pub(super) fn json(services: &Services, listen: Listen, wanted: &Wanted) -> Stri
             .map(|(name, fault)| Away { name: name.to_string(), reason: fault.to_string() })
             .collect(),
     };
-    // Numbers and strings alone: there is nothing in it that JSON cannot say.
+    // The report has only numbers and strings, so serialization does not fail.
     serde_json::to_string(&report).unwrap_or_default()
 }
 

@@ -1,4 +1,4 @@
-//! Where a server's memory and drives go, as the status page shows it: of the whole, of each drive and of owners.
+//! Use of a server's memory and drives for the status page: in total, by drive and by owner.
 
 use std::{
     path::Path,
@@ -32,7 +32,7 @@ struct Memory {
 #[derive(Serialize)]
 struct Drive {
     folder: String,
-    /// The size of its file system, and what is free there for anybody. None where the kernel does not say.
+    /// Size of the file system, and its free space for unprivileged users. None if the kernel does not tell.
     bytes: Option<u64>,
     free_bytes: Option<u64>,
 }
@@ -46,7 +46,7 @@ struct Identity {
     connections: Used,
 }
 
-/// What somebody has of something, and the most that it may be. No limit: as much as there is.
+/// Amount in use and its limit. No limit: bounded by the server alone.
 #[derive(Serialize)]
 struct Used {
     now: u64,
@@ -68,10 +68,10 @@ impl Room {
     }
 }
 
-/// Held by whoever asks a file system. One over a network may not answer: that keeps one reader waiting, and takes one thread.
+/// Held during `statvfs`. A network file system may hang: then one reader waits, and one thread is lost.
 static ASKING: Mutex<()> = Mutex::new(());
 
-/// Where another reader asks at this moment, the room is not known.
+/// Returns a folder's drive. Its sizes are None while another reader asks.
 fn drive(folder: &Path) -> Drive {
     let asking = match ASKING.try_lock() {
         Ok(asking) => Some(asking),

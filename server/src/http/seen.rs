@@ -1,4 +1,4 @@
-//! A job as it is seen at one moment by those who ask over HTTP.
+//! Snapshot of a job for one HTTP request.
 
 use std::{fs, sync::Arc};
 
@@ -26,22 +26,22 @@ impl Seen {
         vec![("job", self.name().to_string())]
     }
 
-    /// How many elements the shards here have, padding included.
+    /// Returns the elements of this server's shards, padding included.
     pub(super) fn elements(&self) -> u64 {
         self.handle.elements()
     }
 
-    /// Whom the next step waits for. Empty where no rank is there, so that nobody waits.
+    /// Names the ranks that the next step waits for. Empty if no rank has joined.
     pub(super) fn waiting_for(&self) -> String {
         if self.is_idle() { String::new() } else { self.handle.job.waiting_for().unwrap_or_default() }
     }
 
-    /// No rank has joined, or all have left. A rank that was killed counts as there.
+    /// Returns true if no rank has joined or all have left. A killed rank counts as joined.
     fn is_idle(&self) -> bool {
         self.ranks.iter().all(|rank| standing(rank) != "joined")
     }
 
-    /// What the job is doing here, in a word.
+    /// Returns the state of the job on this server, in a word.
     pub(super) fn state(&self) -> &'static str {
         match self.progress.phase {
             _ if self.handle.job.check_alive().is_err() => "failed",
@@ -53,7 +53,7 @@ impl Seen {
     }
 }
 
-/// Whether a rank takes part, in a word or two.
+/// Returns the state of a rank, in a word or two.
 pub(super) fn standing(rank: &RankProgress) -> &'static str {
     match (rank.incarnation, rank.left) {
         (None, _) => "never joined",
@@ -62,7 +62,7 @@ pub(super) fn standing(rank: &RankProgress) -> &'static str {
     }
 }
 
-/// The resident set of this process. None where the kernel does not say.
+/// Returns the resident set of this process, or None if the kernel does not tell.
 pub(super) fn resident_bytes() -> Option<u64> {
     let statm = fs::read_to_string("/proc/self/statm").ok()?;
     let pages: u64 = statm.split_whitespace().nth(1)?.parse().ok()?;

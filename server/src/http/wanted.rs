@@ -1,9 +1,9 @@
-//! Which steps of which job a reader of `/status.json` does not have yet.
+//! Steps of each job that a reader of `/status.json` lacks.
 
 use std::collections::HashMap;
 
-/// After which step the steps of each job's history are wanted. `?after=STEP` says it of all jobs, `?after=JOB:STEP` of one; of a job of
-/// which nothing is said all are wanted.
+/// The last step that the reader has, for each job. `?after=STEP` sets it for all jobs, `?after=JOB:STEP` for one. A
+/// job without either is reported from its first kept step.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Wanted {
     all: u64,
@@ -11,11 +11,11 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// What it does not understand is left out: then more steps come than were asked for.
+    /// Parses a query. Invalid values are ignored, so the reader gets more steps than asked for.
     pub(super) fn of(query: &str) -> Wanted {
         let mut wanted = Wanted::default();
         for value in query.split('&').filter_map(|pair| pair.strip_prefix("after=")) {
-            // Browsers write the colon as %3A. A job's name has nothing that is written otherwise.
+            // Browsers escape the colon as %3A. Characters of a job's name are never escaped.
             match value.split_once(':').or_else(|| value.split_once("%3A")) {
                 Some((job, step)) => {
                     wanted.of.extend(step.parse().ok().map(|step| (job.to_string(), step)));

@@ -1,4 +1,4 @@
-//! A job that this server keeps and cannot serve now.
+//! A stored job that this server cannot serve now.
 
 use longshore_engine::{
     admission::Need,
@@ -9,9 +9,9 @@ use longshore_proto::Fault;
 use super::JobEntry;
 
 pub(super) struct Away {
-    /// Why the job cannot be served: it is being recovered, or that has failed.
+    /// Reason why the job is not served: recovery in progress, or failed.
     pub(super) fault: Fault,
-    /// None if the job's folder cannot be read.
+    /// None if the job's folder is unreadable.
     pub(super) kept: Option<Kept>,
 }
 
@@ -19,7 +19,7 @@ pub(super) struct Away {
 #[derive(Clone)]
 pub(super) struct Kept {
     pub(super) stored: StoredJob,
-    /// Bytes. They follow from the whole layout, so they are computed once, and not at each question about an owner's usage.
+    /// Bytes on drives. Computed once from the whole layout, since each question about an owner's usage needs it.
     pub(super) drives: u64,
 }
 

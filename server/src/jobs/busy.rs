@@ -1,4 +1,4 @@
-//! How long a job's compute thread was at what, and how much waits for it.
+//! Busy time of a job's compute thread by kind of work, and the length of its queue.
 
 use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -7,20 +7,19 @@ use std::{
 
 use longshore_engine::step::Work;
 
-/// The times of a job's works since it was opened here. Reading the clock around a work costs 50 ns, and a work takes
-/// milliseconds.
+/// Busy times since the job was opened here. Two clock reads cost 50 ns, and a work takes milliseconds.
 #[derive(Default)]
 pub(crate) struct Busy {
     sums: AtomicU64,
     updates: AtomicU64,
     /// Works in the compute thread's own queue.
     queued: AtomicUsize,
-    /// Works that were handed to it, and that it has not put there yet.
+    /// Works sent to the compute thread and not yet received.
     handed: AtomicUsize,
 }
 
 impl Busy {
-    /// Performs what `next` is the first of, and counts its time.
+    /// Runs `perform` and counts its time by the kind of `next`, the first queued work.
     pub(crate) fn count<T>(&self, next: Option<&Work>, perform: impl FnOnce() -> T) -> T {
         let nanos = match next {
             Some(Work::Update { .. }) => &self.updates,
@@ -32,32 +31,32 @@ impl Busy {
         done
     }
 
-    /// In sums, with the statistics that are taken with them.
+    /// Returns the time of sums, including their statistics.
     pub(crate) fn sums(&self) -> Duration {
         Duration::from_nanos(self.sums.load(Relaxed))
     }
 
-    /// In updates. On `nvme` a wait for the drives counts as well.
+    /// Returns the time of updates. On `nvme` it includes waits for drives.
     pub(crate) fn updates(&self) -> Duration {
         Duration::from_nanos(self.updates.load(Relaxed))
     }
 
-    /// A work was handed to the compute thread.
+    /// Counts a work sent to the compute thread.
     pub(super) fn handed(&self) {
         self.handed.fetch_add(1, Relaxed);
     }
 
-    /// The compute thread has taken one of those.
+    /// Counts a work received by the compute thread.
     pub(super) fn taken(&self) {
         self.handed.fetch_sub(1, Relaxed);
     }
 
-    /// So many works are with the compute thread.
+    /// Sets the length of the compute thread's queue.
     pub(super) fn has(&self, works: usize) {
         self.queued.store(works, Relaxed);
     }
 
-    /// How many works wait for the compute thread or are with it.
+    /// Returns the works that wait for the compute thread or run there.
     pub(crate) fn queued(&self) -> u64 {
         (self.queued.load(Relaxed) + self.handed.load(Relaxed)) as u64
     }

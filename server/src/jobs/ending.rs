@@ -1,4 +1,4 @@
-//! How jobs end here: deleted, opened anew at the version before, or left with the server.
+//! Ends of a job on this server: deletion, step back to the version before, or shutdown.
 
 use std::{
     sync::{Arc, PoisonError, TryLockError, atomic::Ordering},
@@ -19,22 +19,22 @@ use super::{
     directories, not_found, recovering, unreadable,
 };
 
-/// The longest wait for the users of a job that is opened anew. A chunk on its way may be silent for 10 s, and an
-/// update runs to its end.
+/// Longest wait for the users of a job that steps back. A chunk in flight may be silent for 10 s, and an update runs to
+/// its end.
 const LET_GO: Duration = Duration::from_secs(60);
 
-/// How often the end of a server looks whether a job is still being opened.
+/// Interval at which a shutdown checks whether a job is still being opened.
 const OPENING: Duration = Duration::from_millis(10);
 
 impl Jobs {
-    /// Opens no job from now on.
+    /// Refuses every later open.
     pub(crate) fn open_no_more(&self) {
         self.is_ending.store(true, Ordering::Relaxed);
     }
 
-    /// Ends once nobody uses any job any more. By then the caller has ended all calls, and has said that no more jobs are opened.
+    /// Returns once no job has users. The caller has ended all calls and has called `open_no_more`.
     pub(crate) async fn ended(jobs: Arc<Jobs>) {
-        // One that is just being opened is not listed before it is open.
+        // A job is listed only once it is open.
         while jobs.opening.try_lock().is_err_and(|error| matches!(error, TryLockError::WouldBlock)) {
             sleep(OPENING).await;
         }
@@ -45,8 +45,8 @@ impl Jobs {
         }
     }
 
-    /// Forgets a job and removes what its tier keeps of it. A job that is kept here and cannot be read is removed
-    /// only where the caller says so, since a drive that is missing now may come back.
+    /// Closes a job and deletes its stored state. An unreadable job is deleted only with `discard_unreadable`, since a
+    /// missing drive may come back.
     pub(crate) fn delete(&self, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
         let handle = match self.get(name) {
             Ok(handle) => handle,
@@ -56,14 +56,15 @@ impl Jobs {
         self.lock().remove(&stored.spec.name);
         handle.close(not_found(name));
         handle.job.discard().inspect_err(|fault| {
-            // What is left can be deleted by another call. Another job may have the name by now.
+            // A failed deletion leaves an away entry, so that another call can retry. The name may belong to another
+            // job by now.
             let kept = Kept::new(stored.clone(), &self.storage);
             let away = Away::entry(fault.clone(), Some(kept));
             self.lock().entry(stored.spec.name).or_insert(away);
         })
     }
 
-    /// `fault` says why the job is not open.
+    /// Deletes a job that is not open. `fault` is the reason.
     fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
         if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
             return Err(fault);
@@ -73,7 +74,7 @@ impl Jobs {
         }
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         if let Ok(handle) = self.get(name.as_str()) {
-            // It was opened meanwhile, so it is readable after all.
+            // The job was opened meanwhile, so it is readable after all.
             drop(handle);
             return self.delete(name.as_str(), false);
         }
@@ -82,7 +83,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Opens a job anew at the version before its newest. Blocks until its users have let go of it and its state is read.
+    /// Reopens a job at the version before its newest. Blocks until its users drop it and its state is read.
     pub(crate) fn step_back(
         &self,
         name: &str,
@@ -112,7 +113,7 @@ impl Jobs {
         Ok(handle)
     }
 
-    /// Ends the service of a job, so that it can be opened again.
+    /// Closes a job for reopening and returns its stored form.
     fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
@@ -124,15 +125,14 @@ impl Jobs {
     }
 }
 
-/// Waits for the other users of a job that was closed. If they do not let go, the folders' lock makes the next open fail
-/// and say so.
+/// Waits until the other users of a closed job drop it. If they do not, the folders' lock refuses the next open.
 fn let_go(handle: Arc<JobHandle>) {
     let changes = handle.changes();
     drop(handle);
     let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
 }
 
-/// Ends when the job is dropped, since the sender of its changes goes with it.
+/// Returns when the job is dropped, which drops the sender of `changes`.
 async fn gone(mut changes: watch::Receiver<u64>) {
     while changes.changed().await.is_ok() {}
 }

@@ -1,4 +1,5 @@
-//! One job as calls use it: its compute thread, and waits with a deadline for it to move.
+//! A job as gRPC calls use it: the engine's job with its compute thread, counters and waits with a deadline. Each
+//! handle owns one thread, named `job-NAME`.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -33,7 +34,7 @@ use super::{
     waits::Decisions,
 };
 
-/// What the compute thread is asked to do.
+/// Message to the compute thread.
 enum Task {
     Perform(Work),
     /// Count a chunk that has reached the drives.
@@ -46,14 +47,14 @@ pub(crate) struct JobHandle {
     tasks: Arc<mpsc::Sender<Task>>,
     pub(super) changed: watch::Receiver<u64>,
     pub(super) decisions: Decisions,
-    /// What every waiter is told once the job is not served any more.
+    /// Fault for every waiter once the job is no longer served.
     pub(super) closed: watch::Sender<Option<Fault>>,
-    /// The last step to which contributions are taken, once a drain has begun.
+    /// Last step that accepts contributions once a drain has begun.
     last_step: AtomicU64,
-    /// Who opened it; None where callers show no identity.
+    /// Identity that opened the job. None without identities.
     pub(crate) owner: Option<String>,
     pub(crate) idle: Idle,
-    /// How each rank's calls come.
+    /// Transport of each rank's calls.
     transports: Mutex<BTreeMap<Rank, &'static str>>,
     pub(crate) watchers: Arc<Watchers>,
     pub(crate) pace: Pace,
@@ -66,19 +67,19 @@ pub(crate) struct JobHandle {
 }
 
 impl JobHandle {
-    /// How many elements the shards here have, padding included.
+    /// Returns the elements of this server's shards, padding included.
     pub(crate) fn elements(&self) -> u64 {
         self.job.owned().iter().map(|&shard| self.job.layout().shard_len(shard)).sum()
     }
 
-    /// Notes a decision in the history, with what the counters are at it.
+    /// Appends a decision to the history, with the counters at this moment.
     pub(crate) fn note(&self, decided: Decided) {
         let (pushed_bytes, pulled_bytes) = self.job.traffic();
         let update_seconds = self.busy.updates().as_secs_f64();
         self.history.note(Decided { pushed_bytes, pulled_bytes, update_seconds, ..decided });
     }
 
-    /// Opens the job, whatever phase it is in, and has its compute thread finish what an earlier process had decided.
+    /// Opens the job in any phase. Its compute thread then finishes the updates that an earlier process had decided.
     pub(super) fn start(
         job: StoredJob,
         budget: &Budget,
@@ -91,7 +92,7 @@ impl JobHandle {
         let job = Arc::new(Job::open(spec, placement, server, budget, storage, compute, observer)?);
         let (tasks, inbox) = mpsc::channel();
         let tasks = Arc::new(tasks);
-        // The compute thread, which holds the job, ends with the handle's sender.
+        // The callback holds a weak sender: the compute thread owns the job and must end with the handle's sender.
         let collect = Arc::downgrade(&tasks);
         job.on_arrival(Box::new(move || {
             let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
@@ -130,7 +131,7 @@ impl JobHandle {
         Ok(handle)
     }
 
-    /// The form in which the job's tier keeps it.
+    /// Returns the form in which tiers store the job.
     pub(super) fn stored(&self) -> StoredJob {
         let (job, owner) = (&self.job, self.owner.clone());
         StoredJob {
@@ -141,8 +142,8 @@ impl JobHandle {
         }
     }
 
-    /// Hands work to the compute thread. That thread is gone only once the job has failed, and every later call
-    /// reports the failure.
+    /// Sends work to the compute thread. A send fails only after the job has failed, and every later call reports
+    /// that failure.
     pub(crate) fn perform(&self, work: Option<Work>) {
         if let Some(work) = work {
             self.busy.handed();
@@ -150,7 +151,7 @@ impl JobHandle {
         }
     }
 
-    /// The block hashes of the current version.
+    /// Returns the block hashes of the current version.
     pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {
         let mut closing = self.closing();
         let closed =
@@ -162,12 +163,12 @@ impl JobHandle {
         }
     }
 
-    /// Notes that a rank has joined over this transport.
+    /// Records the transport over which a rank has joined.
     pub(crate) fn came_by(&self, rank: Rank, transport: &'static str) {
         self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, transport);
     }
 
-    /// The rank's transport; empty for a rank that has not joined this process.
+    /// Returns the rank's transport, empty for a rank that has not joined this process.
     pub(crate) fn transport_of(&self, rank: Rank) -> &'static str {
         self.transports.lock().unwrap_or_else(PoisonError::into_inner).get(&rank).copied().unwrap_or_default()
     }
@@ -176,7 +177,7 @@ impl JobHandle {
         self.closed.borrow().is_some()
     }
 
-    /// From now on takes contributions to the step in hand only, if one has begun. Returns the version to wait for.
+    /// Stops contributions beyond the current step, if that has begun. Returns the version to wait for.
     pub(crate) fn finish_step_in_hand(&self) -> Version {
         let version = self.job.progress().version;
         let last = version.0 + u64::from(self.job.is_step_begun());
@@ -184,7 +185,7 @@ impl JobHandle {
         Version(last)
     }
 
-    /// Looks whether the job was used, and says for how long it has not been.
+    /// Returns how long the job has been unused.
     pub(crate) fn look(&self) -> Duration {
         self.idle.look(&self.job, self.restores.begun())
     }
@@ -198,35 +199,35 @@ impl JobHandle {
         Err(Fault::new(FaultKind::Unavailable, "step", step.0, format!("at most {last}"), remedy))
     }
 
-    /// Makes every waiter fail with this fault.
+    /// Fails every waiter with this fault.
     pub(super) fn close(&self, fault: Fault) {
         self.job.end_snapshots(&fault);
         self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
         self.job.close_load();
-        // They look again, find the job closed, and let go of it.
+        // Woken waiters find the job closed and drop it.
         self.job.nudge();
     }
 
-    /// Lets a caller learn that the job is not served any more, and why, without keeping it alive.
+    /// Returns a channel that yields the fault once the job is closed. The channel does not keep the job alive.
     pub(crate) fn closing(&self) -> watch::Receiver<Option<Fault>> {
         self.closed.subscribe()
     }
 
-    /// Lets a caller learn when the job's last user has dropped it.
+    /// Returns a channel that closes when the job's last user has dropped it.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.clone()
     }
 }
 
-/// What is seen of the compute thread's work.
+/// Counters of the compute thread's work.
 struct Seen {
     busy: Arc<Busy>,
     stages: Arc<Stages>,
 }
 
-/// The compute thread. It does works in the order they come, and appends the work that follows from one to those
-/// already waiting, so that the sums of a delayed job's next step are formed between the updates of this one. It ends
-/// with the job's last user, or with its first failure.
+/// Body of the compute thread. Works run in order of arrival. Follow-up work queues behind waiting work, so a delayed
+/// job's next sums run between this step's updates. The thread ends with the job's last user, or with its first
+/// failure.
 fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, seen: &Seen) -> Result<(), Fault> {
     job.compute().pool().adopt_caller();
     let mut works = VecDeque::new();

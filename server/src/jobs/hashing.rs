@@ -1,5 +1,5 @@
-//! State hashes for all who ask, one at a time. Every block of a version is hashed once, however many wait for the
-//! hash; and where many ask again and again, hashing takes a small part of the time.
+//! State hashes, computed once for all concurrent callers. Each block of a version is hashed once. Repeated
+//! requests by many callers are throttled to a small part of the time.
 
 use std::{
     sync::{
@@ -17,14 +17,14 @@ use tokio::{
     time::{Instant, sleep_until, timeout_at},
 };
 
-/// A crowd waits for the hashes of another version this many times as long as it took to take the last ones.
+/// Factor of the pause between hashes for many callers: 9 times the duration of the last hashing.
 const REST: u32 = 9;
-/// The longest such wait, since an operator may be among the crowd.
+/// Longest such pause, since an operator may be among the callers.
 const LONGEST_REST: Duration = Duration::from_secs(2);
-/// The most that ask at once when people look. More are a crowd.
+/// Most concurrent callers without a pause. People rarely exceed 4.
 const FEW: usize = 4;
 
-/// The hashes of one version of a job, in owned order.
+/// Block hashes of one version of a job, in owned order.
 #[derive(Clone)]
 pub(crate) struct Hashes {
     pub(crate) info: SnapshotInfo,
@@ -33,12 +33,12 @@ pub(crate) struct Hashes {
 
 #[derive(Default)]
 pub(crate) struct Hashing {
-    /// Locked while hashes are taken, so that whoever else asks waits for them.
+    /// Locked during hashing, so that concurrent callers wait for its result.
     last: Mutex<Option<Last>>,
     asking: AtomicUsize,
 }
 
-/// One who asks, counted while this lives.
+/// Guard that counts a caller during its request.
 struct Asking<'a>(&'a AtomicUsize);
 
 impl<'a> Asking<'a> {
@@ -61,7 +61,7 @@ struct Last {
 }
 
 impl Hashing {
-    /// The hashes of the current version.
+    /// Returns the hashes of the current version.
     pub(crate) async fn hashes(&self, job: &Arc<Job>, deadline: Instant) -> Result<Hashes, Fault> {
         let (hashed, late) = (Arc::clone(job), deadline.into_std());
         let take = move || {
@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
 
-    /// Takes the hashes of this version once it is told to.
+    /// Returns a hashing function that counts its calls and waits for `word`.
     fn slow(taken: Arc<AtomicUsize>, word: Receiver<()>) -> impl FnOnce() -> Result<Hashes, Fault> {
         move || {
             let version = Version(taken.fetch_add(1, Ordering::SeqCst) as u64);
@@ -147,7 +147,7 @@ mod tests {
                     .all(|hashes| hashes.as_ref().is_ok_and(|found| found.info.version == Version(0)))
             );
             assert_eq!(taken.load(Ordering::SeqCst), 1, "hashed again for each of them");
-            // The hashes of the next version are others.
+            // The next version has hashes of its own.
             let (say, word) = channel();
             say.send(()).expect("somebody who listens");
             let next = hashing.shared(soon, || Version(1), slow(taken, word)).await.expect("hashes");

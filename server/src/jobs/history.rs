@@ -1,4 +1,4 @@
-//! The last steps of a job as this server saw them decided: what a chart of its training shows.
+//! Recent decided steps of a job, for the charts of the status page.
 
 use std::{
     collections::VecDeque,
@@ -10,13 +10,13 @@ use longshore_proto::Commit;
 use longshore_wire::v1;
 use prometheus_client::metrics::histogram::Histogram;
 
-/// How many steps are kept: an hour of steps of 7 s. With 120 bytes each they take 60 KiB of a job.
+/// Steps kept: an hour of steps of 7 s. With 120 bytes each they take 60 KiB of a job.
 const KEPT: usize = 512;
-/// The bounds of step times, in seconds. Each is twice the one before it but for rounding.
+/// Bucket bounds of step times, in seconds. Each is about twice the previous.
 const BOUNDS: [f64; 16] =
     [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0];
 
-/// The steps decided since the job was opened here.
+/// Steps decided since the job was opened here.
 pub(crate) struct History {
     seen: Mutex<Seen>,
     seconds: Histogram,
@@ -34,21 +34,21 @@ struct Seen {
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct Decided {
     pub(crate) step: u64,
-    /// When it was decided, in milliseconds since 1970.
+    /// Time of the decision, in milliseconds since 1970.
     pub(crate) at_ms: u64,
-    /// Since the decision before it. None for the first one here.
+    /// Seconds since the previous decision. None for the first one here.
     pub(crate) seconds: Option<f64>,
     pub(crate) skipped: bool,
     pub(crate) norm: f64,
     pub(crate) clip_coefficient: f64,
     pub(crate) loss_scale: f64,
-    /// The learning rate of the first param group.
+    /// Learning rate of the first param group.
     pub(crate) learning_rate: f64,
-    /// As rank 0 saw it, if its trainer says so.
+    /// Loss as rank 0 reported it. None if its trainer reports none.
     pub(crate) loss: Option<f64>,
-    /// How long offloading held up rank 0's trainer, in the step before this one. None where rank 0 does not say.
+    /// Exposed time of rank 0's trainer in the previous step. None if rank 0 reports none.
     pub(crate) exposed_seconds: Option<f64>,
-    /// What the job's counters were when it was decided, those since the job was opened here. Steps beside each other give speeds.
+    /// Counters of the job at the decision, from its opening here. Differences of successive steps give rates.
     pub(crate) pushed_bytes: u64,
     pub(crate) pulled_bytes: u64,
     pub(crate) update_seconds: f64,
@@ -61,7 +61,8 @@ impl Default for History {
 }
 
 impl Decided {
-    /// What rank 0 reports is shown and nothing else, so it is taken as it comes; only numbers that are none are left out.
+    /// Returns a step decided now. Rank 0's report is only displayed, so it is unchecked; non-finite numbers are
+    /// dropped.
     pub(crate) fn now(commit: &Commit, report: Option<v1::StepReport>) -> Decided {
         let report = report.unwrap_or_default();
         let timed = report.wall_seconds > 0.0 && report.exposed_seconds.is_finite();
@@ -84,7 +85,7 @@ impl Decided {
 }
 
 impl History {
-    /// Notes a decision. One that takes the place of a step that was taken back also takes its place here.
+    /// Appends a decision. A step that was taken back is replaced.
     pub(crate) fn note(&self, decided: Decided) {
         let now = Instant::now();
         let mut seen = self.lock();
@@ -106,13 +107,13 @@ impl History {
         seen.steps.push_back(Decided { seconds, ..decided });
     }
 
-    /// How many steps were applied and skipped since the job was opened here.
+    /// Returns the applied and the skipped steps since the job was opened here.
     pub(crate) fn counts(&self) -> (u64, u64) {
         let seen = self.lock();
         (seen.applied, seen.skipped)
     }
 
-    /// The steps kept after this one, oldest first.
+    /// Returns the kept steps after `step`, oldest first.
     pub(crate) fn after(&self, step: u64) -> Vec<Decided> {
         self.lock().steps.iter().filter(|decided| decided.step > step).copied().collect()
     }
@@ -121,7 +122,7 @@ impl History {
         self.lock().steps.back().copied()
     }
 
-    /// The times from decision to decision.
+    /// Returns the histogram of times between decisions.
     pub(crate) fn seconds(&self) -> &Histogram {
         &self.seconds
     }

@@ -1,4 +1,4 @@
-//! For how long nobody has used a job.
+//! Idle time of a job.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -11,19 +11,19 @@ use longshore_engine::{
 };
 use longshore_proto::Version;
 
-/// What a look at a job finds changed if it was used since the last one. Looks are a second apart, so that calls need not
-/// note anything.
+/// Fingerprint of a job's use. A changed fingerprint means that the job was used since the last look. Looks are a
+/// second apart, so calls need no bookkeeping.
 #[derive(PartialEq)]
 struct Sign {
     /// Payload pushed and pulled.
     traffic: (u64, u64),
     version: Version,
     phase: Phase,
-    /// How far it is filled.
+    /// Shards that wait for weights.
     missing: usize,
     restoring: Option<Restoring>,
     ranks: Vec<RankProgress>,
-    /// How many restores have begun. Those that only verify change nothing else.
+    /// Restores begun. A restore that only verifies changes nothing else.
     restores: u64,
 }
 
@@ -47,7 +47,7 @@ impl Idle {
         Idle(Mutex::new(State { sign: Sign::of(job, 0), since: Instant::now() }))
     }
 
-    /// Looks, and says for how long the job has been unused. It is told how many restores have begun, and whether one is under way.
+    /// Returns how long the job has been unused. The pair holds the restores begun, and whether one is in progress.
     pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
         let sign = Sign::of(job, restores);
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,7 +75,7 @@ mod tests {
 
     use super::*;
 
-    /// A job of one block that has its weights.
+    /// Returns a job of one block, filled with weights.
     fn job() -> Arc<Job> {
         let spec = JobSpec {
             shard_elements: BLOCK_ELEMENTS,

@@ -1,4 +1,4 @@
-//! The jobs of this server: opened by workers, found again in its state directories, deleted.
+//! The jobs of this server: opened by workers, recovered from state directories, deleted.
 
 mod away;
 mod busy;
@@ -45,15 +45,15 @@ use crate::quota::Owners;
 /// All jobs of a server.
 pub(crate) struct Jobs {
     jobs: Mutex<BTreeMap<JobName, JobEntry>>,
-    /// Held while a job is created, so that two opens of one name are not both admitted. Calls to other jobs go on
-    /// meanwhile: touching a large job's memory takes minutes.
+    /// Held while a job is created, so that two opens of one name are not both admitted. Other jobs stay available:
+    /// touching a large job's memory takes minutes.
     opening: Mutex<()>,
     budget: Budget,
     storage: Storage,
     compute: Arc<Compute>,
-    /// None where callers show no identity.
+    /// None if callers show no identity.
     owners: Option<Arc<dyn Owners>>,
-    /// No job is opened any more.
+    /// Set at shutdown: no further job is opened.
     is_ending: AtomicBool,
 }
 
@@ -72,14 +72,14 @@ pub(crate) fn not_found(name: &str) -> Fault {
     )
 }
 
-/// The fault while a job is recovered. It passes, and workers try again.
+/// Fault of a job in recovery. Workers retry it.
 fn recovering(name: &JobName) -> Fault {
     let remedy = "wait: its state is read and checked first";
     Fault::new(FaultKind::Unavailable, "job", format!("{name}, being recovered"), "open", remedy)
 }
 
 impl Jobs {
-    /// Also looks for the jobs that an earlier process kept. They are away until `recover` has opened them.
+    /// Creates the table, with an away entry for each stored job. `recover` opens the returned jobs.
     pub(crate) fn new(
         budget: Budget,
         storage: Storage,
@@ -104,7 +104,7 @@ impl Jobs {
         (Jobs { jobs, opening, budget, storage, compute, owners, is_ending }, stored.jobs)
     }
 
-    /// Opens the jobs that were found. Blocks while their state is read.
+    /// Opens the stored jobs. Blocks while their state is read.
     pub(crate) fn recover(&self, stored: Vec<StoredJob>) {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         for job in stored {
@@ -123,7 +123,7 @@ impl Jobs {
         }
     }
 
-    /// Opens a job, and notes under its name the job or the reason why it cannot be opened.
+    /// Opens a job, and stores the open job or its fault under the name.
     fn start(&self, job: StoredJob, storage: &Storage) -> Result<Arc<JobHandle>, Fault> {
         let name = job.spec.name.clone();
         if self.is_ending.load(Ordering::Relaxed) {
@@ -146,7 +146,7 @@ impl Jobs {
             Err(fault) => {
                 let kept = Kept::new(job, &self.storage);
                 let mut jobs = self.lock();
-                // A job that was never kept here leaves nothing.
+                // A job without stored state leaves no entry.
                 if let Some(entry) = jobs.get_mut(&name) {
                     *entry = Away::entry(fault.clone(), Some(kept));
                 }
@@ -172,7 +172,7 @@ impl Jobs {
         }
     }
 
-    /// The jobs that are served.
+    /// Returns the open jobs.
     pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
         let open = |entry: &JobEntry| {
             if let JobEntry::Open(handle) = entry { Some(Arc::clone(handle)) } else { None }
@@ -180,7 +180,7 @@ impl Jobs {
         self.lock().values().filter_map(open).collect()
     }
 
-    /// The jobs that are kept here and ought to be served, with the reason why they are not.
+    /// Returns the stored jobs that are not open, with the reason.
     pub(crate) fn away(&self) -> Vec<(JobName, Fault)> {
         let away = |(name, entry): (&JobName, &JobEntry)| match entry {
             JobEntry::Away(away) => Some((name.clone(), away.fault.clone())),
@@ -189,12 +189,12 @@ impl Jobs {
         self.lock().iter().filter_map(away).collect()
     }
 
-    /// The names of all jobs, including those that are away.
+    /// Returns the names of all jobs, away ones included.
     pub(crate) fn names(&self) -> Vec<String> {
         self.lock().keys().map(JobName::to_string).collect()
     }
 
-    /// Finds the job or creates it. Blocks while memory is touched. Returns true when it was created.
+    /// Returns the job of this name, created if absent. Blocks while memory is touched. True: created.
     pub(crate) fn open(&self, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
         let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
@@ -203,18 +203,18 @@ impl Jobs {
                 check_same(kept, &wanted)
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
             }
-            // What is kept here stays its owner's.
+            // A stored job keeps its owner.
             let owner = kept.as_ref().map_or(wanted.owner, |kept| kept.owner.clone());
             let wanted = StoredJob { owner, ..wanted };
             self.admit(&wanted)?;
-            // A job whose recovery has failed is tried again: the disk may be back.
+            // A job whose recovery failed is retried: the disk may be back.
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
         check_same(&handle.stored(), &wanted)?;
         Ok((false, handle))
     }
 
-    /// A job that could not be recovered.
+    /// Returns a job whose recovery failed.
     fn stored(&self, name: &str) -> Option<StoredJob> {
         match self.lock().get(&JobName::parse("job", name).ok()?)? {
             JobEntry::Away(away) => away.kept.as_ref().map(|kept| kept.stored.clone()),
@@ -222,10 +222,10 @@ impl Jobs {
         }
     }
 
-    /// The job of this name in the state directories. One whose folder could not be read is looked for again: the disk may be back.
+    /// Returns the job of this name in the state directories. An unreadable folder is read again: the disk may be back.
     ///
     /// # Errors
-    /// Where it still cannot be read. What is kept is not hidden behind another job of its name.
+    /// If the folder is still unreadable: a new job must not hide stored state of the same name.
     fn kept(&self, name: &JobName) -> Result<Option<StoredJob>, Fault> {
         if let Some(stored) = self.stored(name.as_str()) {
             return Ok(Some(stored));
@@ -240,7 +240,7 @@ impl Jobs {
         }
     }
 
-    /// What somebody is told who wants to begin another job in place of one that is kept here and not open.
+    /// Returns the fault for opening a different job under the name of a stored one that is not open.
     fn kept_otherwise(&self, differs: Fault, name: &JobName) -> Fault {
         let why = match self.lock().get(name) {
             Some(JobEntry::Away(away)) => away.fault.to_string(),
@@ -261,7 +261,7 @@ fn unreadable(name: &JobName, fault: &Fault) -> Fault {
     Fault::new(FaultKind::Precondition, "job", value, "readable", remedy)
 }
 
-/// Refuses to take a job for another one of its name.
+/// Refuses a spec, placement or server index that differs from the job's.
 fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
     job.spec.same_as(&wanted.spec)?;
     job.placement.same_owners(&wanted.placement)?;
@@ -272,7 +272,7 @@ fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
     Ok(())
 }
 
-/// All directories in which jobs are kept.
+/// Returns all directories in which jobs are stored.
 fn directories(storage: &Storage) -> Vec<PathBuf> {
     storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }

@@ -1,4 +1,4 @@
-//! Who owns the jobs of this server, what they take, and whether an owner may have more.
+//! Owners of jobs on this server: usage and quota checks.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::{JobEntry, Jobs};
 use crate::quota::{Listed, Quota, Usage};
 
 impl Jobs {
-    /// Refuses a job that would exceed its owner's quota. What is kept of it here counts already.
+    /// Refuses a job that would exceed its owner's quota. Stored state of the job counts already.
     pub(super) fn admit(&self, wanted: &StoredJob) -> Result<(), Fault> {
         let Some(owner) = &wanted.owner else { return Ok(()) };
         let quota = self.owners.as_ref().map(|owners| owners.quota(owner)).unwrap_or_default();
@@ -27,7 +27,7 @@ impl Jobs {
         quota.admit(owner, has, wants)
     }
 
-    /// What the jobs of each owner take.
+    /// Returns the usage of each owner's jobs.
     fn usages(&self) -> BTreeMap<String, Usage> {
         let mut usages = BTreeMap::<String, Usage>::new();
         for entry in self.lock().values() {
@@ -38,7 +38,7 @@ impl Jobs {
         usages
     }
 
-    /// All owners that are listed here or have jobs, by name, and what they have.
+    /// Returns all owners that are listed or have jobs, by name, with their usage.
     pub(crate) fn owners(&self) -> Vec<(Listed, Usage)> {
         let mut usages = self.usages();
         let listed = self.owners.iter().flat_map(|owners| owners.list());
@@ -63,7 +63,7 @@ impl JobEntry {
         }
     }
 
-    /// What a job takes. One that is away takes no memory, and its place on the drives.
+    /// Returns a job's usage. An away job takes space on drives and no memory.
     fn usage(&self) -> Usage {
         match self {
             JobEntry::Open(handle) => {

@@ -1,11 +1,11 @@
-//! How fast a job's steps are decided and what they write, from which the wear of its drives is forecast.
+//! Rate of a job's steps and of their writes, for the forecast of drive wear.
 
 use std::{
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-/// The steps decided since the job was opened here.
+/// First and last decided step since the job was opened here.
 #[derive(Default)]
 pub(crate) struct Pace {
     first_and_last: Mutex<Option<(Mark, Mark)>>,
@@ -18,7 +18,7 @@ struct Mark {
     written: u64,
 }
 
-/// From the first of them to the last.
+/// Difference between the first and the last mark.
 #[derive(Default)]
 pub(crate) struct Span {
     pub(crate) steps: u64,
@@ -27,7 +27,7 @@ pub(crate) struct Span {
 }
 
 impl Pace {
-    /// `written` is how many bytes the drives were given until now.
+    /// Records a decided step. `written` counts the bytes written to drives so far.
     pub(crate) fn decided(&self, step: u64, written: u64) {
         let now = Mark { at: Instant::now(), step, written };
         let mut marks = self.first_and_last.lock().unwrap_or_else(PoisonError::into_inner);

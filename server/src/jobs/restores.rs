@@ -1,5 +1,5 @@
-//! Restores of one job. They run one at a time, and whoever asks for the one under way waits for it instead of being
-//! refused. So after a lost answer or an early deadline a client only has to ask again.
+//! Restores of one job, one at a time. A caller of the restore in progress joins it instead of being refused. So
+//! after a lost answer or an early deadline a client simply calls again.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
@@ -13,7 +13,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-/// What is done to the job.
+/// Stage of a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
     Verify,
@@ -47,17 +47,17 @@ pub(crate) struct Restores {
     begun: AtomicU64,
 }
 
-/// What a caller waits for.
+/// Outcome that a caller waits for.
 enum Turn {
-    /// The caller's own act, begun by this call or by one before it.
+    /// The caller's own act, begun by this call or an earlier one.
     Mine(watch::Receiver<Outcome>),
     /// Another act on the same checkpoint, which must end first.
     Before(watch::Receiver<Outcome>),
 }
 
 impl Restores {
-    /// Runs `work` on a blocking thread, unless it is running already, and waits for its end. It goes on after
-    /// `deadline`.
+    /// Runs `work` on a blocking thread, or joins the equal act in progress, and waits for its end. The work
+    /// continues after `deadline`.
     pub(crate) async fn run(
         &self,
         act: Act,
@@ -75,7 +75,7 @@ impl Restores {
         }
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until no restore is in progress.
     pub(crate) async fn end(&self, act: &Act, deadline: Instant) -> Result<(), Fault> {
         let under_way = {
             let last = self.lock();
@@ -107,7 +107,7 @@ impl Restores {
         Ok(Turn::Mine(outcome))
     }
 
-    /// How many have begun, and whether one is under way.
+    /// Returns the number of restores begun, and whether one is in progress.
     pub(super) fn begun(&self) -> (u64, bool) {
         let under_way = self.lock().as_ref().is_some_and(Run::is_under_way);
         (self.begun.load(Relaxed), under_way)
@@ -118,7 +118,7 @@ impl Restores {
     }
 }
 
-/// None if the thread that did it has panicked.
+/// Waits for an act's outcome. None if its thread has panicked.
 async fn wait(act: &Act, mut outcome: watch::Receiver<Outcome>, deadline: Instant) -> Result<Outcome, Fault> {
     match timeout_at(deadline, outcome.wait_for(Option::is_some)).await {
         Ok(outcome) => Ok(outcome.ok().and_then(|outcome| outcome.clone())),
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(restores.begun(), (1, true));
         let again = restores.run(hold, soon(), never);
         let start = restores.run(act("a", Stage::Start), soon(), || Ok(info(8)));
-        // The act goes on once both have asked: one that is over cannot be joined.
+        // The act continues only after both have called: a finished act cannot be joined.
         let word = async { go.send(()).expect("the one that waits") };
         let (again, start, ()) = tokio::join!(again, start, word);
         assert_eq!(

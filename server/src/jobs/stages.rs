@@ -1,4 +1,4 @@
-//! Where the time of a job's steps goes on this server.
+//! Time of a job's steps by stage, as this server sees it.
 
 use std::{
     mem,
@@ -11,16 +11,16 @@ use std::{
 
 use longshore_proto::{Step, Version};
 
-/// The stages of a step in their order. Stages of different steps overlap in a delayed job.
+/// Stages of a step in their order. In a delayed job stages of different steps overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StepStage {
-    /// From the first chunk of gradients to the last. Workers' backward passes are in it.
+    /// First to last chunk of gradients, including workers' backward passes.
     Receive,
-    /// From the last chunk to the decision: the last sums, the statistics' way to rank 0, and its commit's way back.
+    /// Last chunk to decision: the last sums, statistics to rank 0, and its commit.
     Decide,
-    /// From the decision to the last update.
+    /// Decision to last update.
     Update,
-    /// From the first slice of the version's weights to the last, to all ranks.
+    /// First to last slice of the version's weights, over all ranks.
     Pull,
 }
 
@@ -38,23 +38,24 @@ impl StepStage {
     }
 }
 
-/// How many steps are watched at once: a delayed job receives one, decides the one before and sends weights of that before it.
+/// Steps tracked at once. A delayed job receives one step, decides the previous, and sends the weights of the one
+/// before that.
 const WATCHED: usize = 4;
 
-/// How long each stage took, over all steps since the job was opened here. A chunk or slice, of a MiB mostly, pays for a look at the
-/// clock and for a lock that hardly anyone else wants. Callers look at the clock before they take the lock, so that times may come
-/// out of order: no time counts twice then.
+/// Total time of each stage since the job was opened here. Each chunk or slice, mostly 1 MiB, pays one clock read and
+/// an almost uncontended lock. Callers read the clock before they lock, so times may arrive out of order; no interval
+/// counts twice.
 #[derive(Default)]
 pub(crate) struct Stages {
     steps: Mutex<[Marks; WATCHED]>,
     nanos: [AtomicU64; StepStage::ALL.len()],
 }
 
-/// When a step's stages began, and how far they have come.
+/// Start and progress of a step's stages.
 #[derive(Clone, Copy, Default)]
 struct Marks {
     step: u64,
-    /// The first chunk and the last until now.
+    /// Arrival of the first and of the latest chunk.
     received: Option<(Instant, Instant)>,
     decided: bool,
     updated: Option<Instant>,
@@ -62,11 +63,11 @@ struct Marks {
 }
 
 impl Stages {
-    /// A chunk of the step's gradients is in its slot.
+    /// Records that a chunk of the step's gradients is stored.
     pub(crate) fn stored(&self, step: Step, now: Instant) {
         self.mark(step.0, |marks| {
             if marks.decided {
-                // The step was taken back, and is made again.
+                // The step was taken back, and is repeated.
                 *marks = Marks { step: step.0, ..Marks::default() };
             }
             let (first, last) = marks.received.unwrap_or((now, now));
@@ -74,7 +75,7 @@ impl Stages {
         });
     }
 
-    /// The step is decided.
+    /// Records the decision on the step.
     pub(crate) fn decided(&self, step: Step, now: Instant) {
         self.mark(step.0, |marks| {
             if let Some((first, last)) = marks.received {
@@ -85,22 +86,23 @@ impl Stages {
         });
     }
 
-    /// One of the step's updates is done.
+    /// Records that one of the step's updates is done.
     pub(crate) fn updated(&self, step: Step, now: Instant) {
         self.mark(step.0, |marks| self.go_on(StepStage::Update, &mut marks.updated, now));
     }
 
-    /// A slice of the version's weights leaves.
+    /// Records that a slice of the version's weights is sent.
     pub(crate) fn pulled(&self, version: Version, now: Instant) {
         self.mark(version.0, |marks| match marks.pulled.is_some() {
             true => self.go_on(StepStage::Pull, &mut marks.pulled, now),
             false if marks.decided => marks.pulled = Some(now),
-            // Its step was decided before this process, or is none: the first weights.
+            // The step was decided before this process started, or the version is the initial weights.
             false => {}
         });
     }
 
-    /// A process has come anew. What it pulls is its own start, and no stage of a step that others have made.
+    /// Forgets all tracked steps when a process joins. The joining process pulls weights for its own start, outside any
+    /// stage.
     pub(crate) fn joined(&self) {
         self.lock().iter_mut().for_each(|marks| *marks = Marks::default());
     }
@@ -109,7 +111,7 @@ impl Stages {
         Duration::from_nanos(self.nanos[stage as usize].load(Relaxed)).as_secs_f64()
     }
 
-    /// Marks a step. One that was watched before it gives its place to a newer one.
+    /// Applies `note` to a step's marks. A newer step takes over the entry of an older one.
     fn mark(&self, step: u64, note: impl FnOnce(&mut Marks)) {
         let marks = &mut self.lock()[step as usize % WATCHED];
         if marks.step < step {
@@ -120,7 +122,7 @@ impl Stages {
         }
     }
 
-    /// Counts what has passed since the stage was last seen, if it has begun.
+    /// Adds the time since the stage was last seen, if it has begun.
     fn go_on(&self, stage: StepStage, last: &mut Option<Instant>, now: Instant) {
         if let Some(last) = last {
             self.add(stage, now - mem::replace(last, now.max(*last)));
@@ -142,7 +144,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// A step whose stages take 1, 2, 3 and 4 seconds. Returns what is counted for each.
+    /// Runs a step whose stages take 1, 2, 3 and 4 seconds. Returns the time counted for each.
     fn step(stages: &Stages, step: u64, begins: Instant) -> [f64; 4] {
         let before = StepStage::ALL.map(|stage| stages.seconds(stage));
         stages.stored(Step(step), begins);
@@ -179,16 +181,16 @@ mod tests {
     fn what_no_step_here_explains_is_not_counted() {
         let (stages, now) = (Stages::default(), Instant::now());
         let pull = |version, at| stages.pulled(Version(version), at);
-        // Weights that were there before this process.
+        // Weights from before this process.
         [0, 7].into_iter().for_each(|version| {
             pull(version, now);
             pull(version, now + SECOND);
         });
-        // A step of which nothing came, as where this server was restarted, and a late repeat of an older one.
+        // A step without contributions, as after a restart of this server, and a late repeat of an older step.
         stages.decided(Step(8), now);
         stages.stored(Step(4), now);
         assert_eq!(StepStage::ALL.map(|stage| stages.seconds(stage)), [0.0; 4]);
-        // A process that comes long after a step pulls its weights.
+        // A new process pulls weights long after their step.
         step(&stages, 9, now);
         stages.joined();
         pull(9, now + 1000 * SECOND);

@@ -1,17 +1,18 @@
-//! What each rank has pushed and pulled, by the way that it came.
+//! Bytes that each rank has pushed and pulled, by transport.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use longshore_proto::Rank;
 
-/// The ways that payloads come.
+/// Transports of payloads.
 pub(crate) const TRANSPORTS: [&str; 4] = ["tcp", "tls", "unix", "memfd"];
-/// How many ranks are counted apart.
+/// Ranks counted separately.
 pub(crate) const RANKS: usize = 64;
 
 type Counts = [AtomicU64; TRANSPORTS.len()];
 
-/// The payload of a job's first ranks since the job was opened here. A chunk or slice, of a MiB mostly, costs one addition.
+/// Payload bytes of a job's first ranks since the job was opened here. Each chunk or slice, mostly 1 MiB, costs one
+/// addition.
 #[derive(Default)]
 pub(crate) struct Traffic {
     pushed: Vec<Counts>,
@@ -32,7 +33,7 @@ impl Traffic {
         add(&self.pulled, rank, transport, bytes);
     }
 
-    /// The rank, the transport and the bytes, of those that have any.
+    /// Yields rank, transport and bytes, for nonzero counts.
     pub(crate) fn all_pushed(&self) -> impl Iterator<Item = (usize, &'static str, u64)> {
         counted(&self.pushed)
     }

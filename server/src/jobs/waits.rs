@@ -1,4 +1,4 @@
-//! Waits of calls until their job moves. Each has a deadline.
+//! Waits of gRPC calls for a change of their job, each with a deadline.
 
 use std::{
     pin::pin,
@@ -14,13 +14,13 @@ use tokio::{
 
 use super::JobHandle;
 
-/// How often a call that waits for a version looks at the job although its step was not decided: the job may have failed, or been
-/// restored.
+/// Interval at which a call that waits for a version checks the job without a decision. The job may have failed, or
+/// been restored.
 const LOOK: Duration = Duration::from_millis(100);
-/// Calls wait for versions in so many places. Those that wait in one are woken together.
+/// Number of wait queues, by version modulo this number. Calls in one queue wake together.
 const PLACES: usize = 64;
 
-/// The newest version whose step was decided, and the calls that wait for later ones.
+/// Newest version whose step was decided, and the calls that wait for later versions.
 pub(super) struct Decisions {
     newest: AtomicU64,
     waiting: [Notify; PLACES],
@@ -47,13 +47,13 @@ impl Decisions {
 }
 
 impl JobHandle {
-    /// Notes that a step was decided. Whoever waits for its version looks from now on.
+    /// Records that a step was decided, and wakes the calls that wait for its version.
     pub(crate) fn decided(&self, version: Version) {
         self.decisions.decided(version);
     }
 
-    /// Does what [`JobHandle::until`] does, for a check that waits for a version. Such a call is not woken before the version's step
-    /// is decided: nine hundred of them, which readers had open, were woken ten times a step and took a tenth of a core.
+    /// Acts as [`JobHandle::until`], for a check that waits for a version. The call sleeps until the version's step is
+    /// decided. Without that, 900 open calls of readers woke ten times a step and took a tenth of a core.
     pub(crate) async fn until_version<T>(
         &self,
         version: Version,
@@ -91,13 +91,13 @@ impl JobHandle {
         }
         let value = check()?;
         if value.is_none() {
-            // Where the store has failed, no change will come.
+            // A job with a failed store changes no more.
             self.job.check_alive()?;
         }
         Ok(value)
     }
 
-    /// Calls `check` now and after every change, until it gives an answer or an error, or until `deadline` passes.
+    /// Calls `check` now and after every change. Returns its first answer or error, or `late` at the deadline.
     pub(crate) async fn until<T>(
         &self,
         deadline: Instant,
@@ -130,7 +130,7 @@ impl JobHandle {
         self.until(deadline, durable, late).await
     }
 
-    /// The fault of a wait that came to its deadline.
+    /// Returns the fault of a wait that passed its deadline.
     pub(crate) fn late(&self, field: &str, value: impl std::fmt::Display) -> Fault {
         let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
         let remedy = format!("the job waits for {waiting}: see that worker, or raise the deadline");
@@ -153,7 +153,7 @@ mod tests {
         assert!(next.as_mut().enable() && !later.as_mut().enable());
         decisions.decided(Version(8));
         assert!(!later.as_mut().enable(), "the same decision again");
-        // A server that was away learns of many at once.
+        // A server that was unreachable learns of many versions at once.
         decisions.decided(Version(1000));
         assert!(later.as_mut().enable() && decisions.have(Version(1000)));
         decisions.decided(Version(9));

@@ -1,5 +1,5 @@
-//! Which ranks' processes are there: those that have a Watch open. Whoever waits for a rank asks this, since a process that
-//! evaluates or writes a checkpoint says nothing for minutes, and one that died never will again.
+//! Live processes of ranks: those with an open Watch. Waits for a rank check this, since an evaluating process sends
+//! nothing for minutes. A dead process never sends anything again.
 
 use std::{
     collections::BTreeMap,
@@ -8,11 +8,11 @@ use std::{
 
 use longshore_proto::{Incarnation, Rank};
 
-/// How many watches each process of a rank has open.
+/// Open watches of each rank's process.
 #[derive(Default)]
 pub(crate) struct Watchers(Mutex<BTreeMap<(Rank, Incarnation), u32>>);
 
-/// One open Watch of a rank's process.
+/// Guard of one open Watch of a rank's process.
 pub(crate) struct Watching {
     among: Arc<Watchers>,
     who: (Rank, Incarnation),
