@@ -1,6 +1,12 @@
-//! A drain (SIGTERM, SIGINT or Admin.Drain) first says NOT_SERVING, then takes contributions to the step in hand only, waits
-//! until that step is decided and updated, writes checkpoints if configured, and then stops serving. All jobs are told before any is
-//! waited for, and share one deadline, so that a drain waits no longer for many jobs than for one.
+//! A drain, started by SIGTERM, SIGINT or Admin.Drain. Its steps run on the network runtime, in this order:
+//!
+//! 1. report NOT_SERVING
+//! 2. accept contributions to the current step alone
+//! 3. wait until that step is decided and updated
+//! 4. write checkpoints if configured
+//! 5. stop serving
+//!
+//! All jobs begin step 2 before any is waited for, and share one deadline. So many jobs drain in the time of one.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,11 +23,11 @@ use crate::{
     unasked::{self, Written},
 };
 
-/// How long open streams may finish once a drain is over.
+/// Time for open streams to finish once a drain is over.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
 impl Server {
-    /// Finishes the step in hand, writes checkpoints if configured, and stops.
+    /// Finishes the current step, writes checkpoints if configured, and stops.
     pub async fn drain(mut self) -> Result<(), ServerError> {
         self.services.draining.begin();
         self.health.set_not_serving::<TrainingServer<Services>>().await;
@@ -34,20 +40,20 @@ impl Server {
         let checkpointed = self.write_checkpoints(&handles).await;
         self.stop.send_replace(true);
         if timeout(STOP_GRACE, &mut self.serving).await.is_err() {
-            // Some clients wait long and do not hang up.
+            // Some clients keep long calls open and do not hang up.
             self.serving.abort();
         }
         tracing::info!("stopped");
         Ok(checkpointed?)
     }
 
-    /// Writes one of each job, one after the other: a disk is slower with several. Returns the last failure.
+    /// Writes one checkpoint of each job, in sequence: a disk is slower with several. Returns the last failure.
     async fn write_checkpoints(&self, handles: &[Arc<JobHandle>]) -> Result<(), Fault> {
         let mut written = Ok(());
         if !self.config.checkpoint_on_drain {
             return written;
         }
-        // It is for updates that were not finished. Those who have none wait for nothing, however late it is.
+        // The deadline bounds waits for unfinished updates. A job without any waits for nothing, however late it is.
         let deadline = std::time::Instant::now() + self.config.drain_deadline;
         for handle in handles {
             if let Err(fault) = self.checkpoint(handle, deadline).await {
@@ -75,7 +81,7 @@ impl Server {
     }
 }
 
-/// Waits for the step in hand. A job whose workers are gone is left as it is.
+/// Waits for the current step. A job whose workers are gone stays as it is.
 async fn finish(handle: &Arc<JobHandle>, last: Version, deadline: Instant) {
     let done = || {
         let progress = handle.job.progress();

@@ -1,4 +1,4 @@
-//! Why a server does not start or does not stop well.
+//! Errors of a server's start and stop.
 
 use std::{net::SocketAddr, path::PathBuf};
 

@@ -14,7 +14,7 @@ use crate::{
 pub(super) struct Listening {
     pub(super) tcp: TcpListener,
     pub(super) address: SocketAddr,
-    /// For the status page and metrics, with its address.
+    /// Listener of the status page and metrics, with its bound address.
     pub(super) page: Option<(TcpListener, SocketAddr)>,
     pub(super) unix: Option<Local>,
     socket_file: Option<SocketFile>,
@@ -42,7 +42,7 @@ impl Listening {
         self.page.as_ref().map(|(_, address)| *address)
     }
 
-    /// It is removed when the answer is dropped.
+    /// Takes the socket file, which is removed on drop.
     pub(super) fn take_socket_file(&mut self) -> Option<SocketFile> {
         self.socket_file.take()
     }

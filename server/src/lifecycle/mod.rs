@@ -1,4 +1,4 @@
-//! Start, serve, drain, stop.
+//! Life of a server: start, serve, drain, stop.
 
 mod drain;
 mod error;
@@ -33,7 +33,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Binds, starts the update threads and serves. Must be called inside a tokio runtime.
+    /// Binds, starts the update threads and serves. The caller must be inside a tokio runtime.
     pub async fn start(config: Config) -> Result<Server, ServerError> {
         wire::frame::keep_buffers();
         let descriptors = descriptors::raise();
@@ -52,8 +52,8 @@ impl Server {
             tracing::info!(url = %format_args!("{scheme}://{http}/"), "status page and metrics");
         }
         tracing::info!(%address, threads = config.threads, %isa, memory = config.memory, "serving");
-        // Recovery runs while calls are answered, so that whoever waits for a job is told what it waits for. It has a
-        // thread of its own, so that a server which is told to stop does not wait for it.
+        // Recovery runs while calls are answered, so that clients learn why they wait. Its own thread keeps a stopping
+        // server from waiting for it.
         let jobs = services.jobs.clone();
         std::thread::Builder::new()
             .name("recover".into())
@@ -67,7 +67,7 @@ impl Server {
         self.address
     }
 
-    /// What is left once nothing serves any more: jobs, and the claim on the folders that they lie in.
+    /// Returns the jobs, and the locks on their folders, after serving has ended.
     pub(crate) fn into_parts(self) -> (Arc<Jobs>, Directories) {
         (self.services.jobs, self.directories)
     }
@@ -75,7 +75,8 @@ impl Server {
     /// Serves until a signal or Admin.Drain, then drains.
     ///
     /// # Errors
-    /// When serving or the drain fails, and at once when a signal comes during the drain; some of it may still run then.
+    /// If serving or the drain fails. A second signal during the drain returns at once, while parts of the drain may
+    /// still run.
     pub async fn run_until(mut self, mut signals: StopSignals) -> Result<(), ServerError> {
         let draining = self.services.draining.clone();
         tokio::select! {
@@ -83,7 +84,7 @@ impl Server {
             () = draining.wait() => {}
             ended = &mut self.serving => return Err(ServerError::Serve(format!("{ended:?}"))),
         }
-        // The drain is a task of its own: dropped here, it would wait for what it drains.
+        // The drain is a task of its own: dropping it here would block on the work that it drains.
         let drain = tokio::spawn(self.drain());
         tokio::select! {
             drained = drain => drained.unwrap_or_else(|error| Err(ServerError::Serve(error.to_string()))),

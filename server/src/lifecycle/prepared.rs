@@ -1,4 +1,4 @@
-//! What a server has before it listens: memory, threads, folders, jobs that an earlier process kept.
+//! Resources acquired before a server listens: memory, threads, folders and stored jobs.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ use crate::{
 
 pub(super) struct Prepared {
     pub(super) services: Services,
-    /// The jobs to open again.
+    /// Stored jobs to recover.
     pub(super) stored: Vec<StoredJob>,
     pub(super) directories: Directories,
     pub(super) register: Option<Arc<Register>>,
@@ -68,8 +68,8 @@ impl Prepared {
     }
 }
 
-/// Checks the checkpoint folder. One that cannot be used is an operator's mistake, best told at once; a full one may
-/// be emptied while the server runs.
+/// Checks the checkpoint folder. An unusable folder is an operator's mistake and fails the start. A full folder may
+/// be emptied later, so it only warns.
 fn check_checkpoints(store: &Store) -> Result<(), Fault> {
     match store.check_folder() {
         Ok(free) => {
@@ -84,7 +84,7 @@ fn check_checkpoints(store: &Store) -> Result<(), Fault> {
     }
 }
 
-/// Warns at start of limits that would otherwise be noticed only when they are hit.
+/// Warns at start of limits that would otherwise surface only when hit.
 pub(super) fn warn_of_limits(config: &Config, descriptors: usize) {
     if let Some(total) = total_memory().filter(|&total| config.memory > total) {
         let memory = config.memory;

@@ -1,4 +1,4 @@
-//! The services of one listener, and what HTTP/2 grants a peer there.
+//! The services of one listener, and its HTTP/2 settings.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,13 +18,12 @@ use crate::{
     trust::{Guard, Trust},
 };
 
-/// The largest HTTP/2 DATA frame, which holds a chunk. 1 MiB takes the least CPU time of both ends for a push: 0.38
-/// s/GB on loopback TCP, where 64 KiB take 0.52. With the default of 16 KiB a payload costs 64 writes and as many
-/// reads.
+/// Largest HTTP/2 DATA frame, which holds a chunk. At 1 MiB a push takes the least CPU time of both ends: 0.38 s/GB
+/// on loopback TCP. At 64 KiB it takes 0.52. At the default of 16 KiB a payload costs 64 writes and as many reads.
 const FRAME_BYTES: u32 = 1024 * 1024;
-/// A dead peer is noticed after this and as much again.
+/// A dead peer is detected after this interval to twice as much.
 const KEEPALIVE: Duration = Duration::from_secs(20);
-/// How many calls a peer may open beyond its number or against the protocol before its connection is ended.
+/// Calls beyond the limit or against the protocol that a peer may open before its connection is closed.
 const MAX_REFUSED_CALLS: usize = 1024;
 pub(super) fn router(
     services: Services,
@@ -38,7 +37,7 @@ pub(super) fn router(
     };
     let failed = |error: tonic_reflection::server::Error| ServerError::Serve(error.to_string());
     let reflection = descriptors().build_v1().map_err(failed)?;
-    // Python's client asks for the older reflection service.
+    // Python's client uses the older reflection service.
     let older_reflection = descriptors().build_v1alpha().map_err(failed)?;
     let mut builder = tonic::transport::Server::builder()
         .max_frame_size(Some(FRAME_BYTES))

@@ -1,4 +1,4 @@
-//! What runs while a server serves: its listeners, and what looks after links, certificates and connections.
+//! Tasks of a running server: its listeners, and background tasks for links, certificates and connections.
 
 use std::sync::Arc;
 
@@ -26,12 +26,12 @@ pub(super) struct Serving {
     pub(super) services: Services,
     pub(super) register: Option<Arc<Register>>,
     pub(super) linking: Option<Listener>,
-    /// How many this process may have open.
+    /// File descriptors that this process may have open.
     pub(super) descriptors: usize,
 }
 
 impl Serving {
-    /// Serves until `stopped` says so. The reporter answers the health service.
+    /// Serves until `stopped` is true. The returned reporter controls the health service.
     pub(super) async fn start(
         self,
         config: &Config,
@@ -81,7 +81,7 @@ impl Serving {
         let linking = linking.map(|listener| memfd::serve(listener, Arc::clone(&services.links), jobs));
         let page = listening.page.map(|(listener, _)| http::serve(listener, services, listen, readers));
         let serving = tokio::spawn(async move {
-            // Links end with the calls that refer to them.
+            // Calls refer to links, so both end together.
             let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
             tokio::select! {
                 served = both => served,
@@ -95,7 +95,7 @@ impl Serving {
     }
 }
 
-/// Ends when serving is to stop.
+/// Resolves when serving must stop.
 fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> {
     let mut stopped = stopped.clone();
     async move {

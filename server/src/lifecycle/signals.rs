@@ -4,8 +4,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::error::ServerError;
 
-/// SIGTERM and SIGINT. They are caught from here on, so that one which comes while the server starts still ends in a
-/// drain. SIGHUP is caught as well, which would otherwise end a server that has nothing to reload.
+/// SIGTERM and SIGINT, caught from here on, so that a signal during startup still ends in a drain. SIGHUP is caught
+/// as well: its default would end a server that has nothing to reload.
 pub struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
@@ -13,7 +13,7 @@ pub struct StopSignals {
 }
 
 impl StopSignals {
-    /// Must be called inside a tokio runtime.
+    /// Installs the handlers. The caller must be inside a tokio runtime.
     pub fn catch() -> Result<StopSignals, ServerError> {
         Ok(StopSignals {
             terminate: signal(SignalKind::terminate()).map_err(ServerError::Signals)?,

@@ -1,5 +1,5 @@
-//! The server's end of a link: one process of one rank, and the memory that it may refer to. Every number that it
-//! sends is checked here.
+//! The server's end of a link: one process of one rank, and the memory that it may refer to. Every number that
+//! the process sends is checked here.
 
 use std::{
     fmt,
@@ -26,7 +26,7 @@ pub(crate) struct Link {
     memories: Mutex<Vec<Arc<Foreign>>>,
 }
 
-/// A payload in a worker's memory. It lies inside that memory to its last byte.
+/// A payload in a worker's memory, checked to lie inside it to its last byte.
 pub(crate) struct Payload {
     memory: Arc<Foreign>,
     offset: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Payload {
 }
 
 impl fmt::Debug for Link {
-    /// The id is left out, since it is a secret of the two ends.
+    /// The id is omitted, since it is a secret between both ends.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.rank, self.incarnation)
     }
@@ -49,7 +49,7 @@ impl Link {
         self.rank == rank && Weak::ptr_eq(&self.job, &Arc::downgrade(handle))
     }
 
-    /// Takes a worker's memory and gives it a number.
+    /// Stores a worker's memory and returns its number.
     pub(super) fn take(&self, memory: Foreign) -> Result<u32, Fault> {
         let mut memories = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
         if memories.len() >= MAX_MEMORIES {
@@ -67,7 +67,7 @@ impl Link {
         Ok(memories.len() as u32 - 1)
     }
 
-    /// Finds a chunk's payload. The link must be of the very process whose chunk it is.
+    /// Returns a chunk's payload. The link must belong to the process that sends the chunk.
     pub(crate) fn payload(&self, place: &MemfdPlace, chunk: &ContributionChunk) -> Result<Payload, Fault> {
         let rank = chunk.contribution.rank;
         if rank != self.rank {
@@ -97,12 +97,12 @@ impl Payload {
         self.bytes
     }
 
-    /// The payload as something to compute with where it lies.
+    /// Returns the payload as memory that kernels can read in place.
     pub(crate) fn into_lent(self) -> Arc<dyn Lent> {
         Arc::new(self)
     }
 
-    /// Copies what is `from` bytes into the payload, as it is at this moment.
+    /// Copies the payload's bytes from offset `from` into `target`. The worker may write them concurrently.
     pub(crate) fn copy(&self, from: usize, target: &mut [u8]) {
         self.memory.source(self.offset + from as u64, target.len() as u64).copy_to(target);
     }

@@ -1,8 +1,7 @@
-//! Payloads through shared memory: the links with workers of this host, and what each may refer to.
+//! Payloads through shared memory: links with workers of this host, and the memory each may refer to.
 //!
-//! A worker's gradients stay in its own memory until the server has copied them into their slot and checked the copy;
-//! from then on the worker may write there what it likes. Images go the other way round: the worker maps the
-//! server's.
+//! A worker keeps its gradients unchanged until the server has copied them into their slot and checked the copy.
+//! Afterwards the worker may overwrite them. In the other direction the worker maps the server's images.
 
 mod link;
 mod serve;
@@ -24,15 +23,15 @@ pub(crate) use self::{
 };
 use crate::jobs::{JobHandle, Jobs};
 
-/// All links of a server, by the id that the other end calls them by.
+/// All links of a server, by the id that the worker uses.
 pub(crate) struct Links {
     links: Mutex<HashMap<u64, Arc<Link>>>,
     offer: Option<v1::MemfdOffer>,
 }
 
 impl Links {
-    /// Also listens for links, unless `wanted` is false or this host cannot have them. It must be called inside a
-    /// tokio runtime.
+    /// Creates the table and listens for links, unless `wanted` is false or this host lacks support. The caller must
+    /// be inside a tokio runtime.
     pub(crate) fn new(wanted: bool) -> (Arc<Links>, Option<Listener>) {
         let made = wanted.then(listen).and_then(|made| {
             made.inspect_err(|error| tracing::info!(%error, "no payloads through shared memory")).ok()
@@ -41,7 +40,7 @@ impl Links {
         (Arc::new(Links { links: Mutex::default(), offer }), listener)
     }
 
-    /// What a worker that joins is told.
+    /// Returns the offer for a worker that joins.
     pub(crate) fn offer(&self) -> Option<v1::MemfdOffer> {
         self.offer.clone()
     }
@@ -50,7 +49,7 @@ impl Links {
         self.links.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a link for a rank's current process. A link that the rank had before is gone.
+    /// Opens a link for a rank's current process. An earlier link of the rank is removed.
     fn open(&self, jobs: &Jobs, hello: &v1::MemfdHello) -> Result<(Arc<Link>, Arc<JobHandle>), Fault> {
         let handle = jobs.get(&hello.job)?;
         let (rank, incarnation) = (Rank(hello.rank), Incarnation(hello.incarnation));
@@ -66,14 +65,14 @@ impl Links {
         self.lock().remove(&link.id);
     }
 
-    /// The link that a request names. It must be of the job that the request is about.
+    /// Returns the link with this id. The link must belong to the job of `handle`.
     pub(crate) fn find(&self, id: u64, handle: &Arc<JobHandle>) -> Result<Arc<Link>, Fault> {
         let link = self.lock().get(&id).cloned();
         link.filter(|link| Weak::ptr_eq(&link.job, &Arc::downgrade(handle)))
             .ok_or_else(|| stale(id, "an open link of this job"))
     }
 
-    /// Whether this process of a rank has a link.
+    /// Returns whether the rank's process has a link.
     pub(crate) fn linked(&self, handle: &Arc<JobHandle>, rank: Rank) -> bool {
         self.lock().values().any(|link| link.is_of(handle, rank))
     }
@@ -88,7 +87,7 @@ fn listen() -> std::io::Result<(v1::MemfdOffer, Listener)> {
     Ok((v1::MemfdOffer { socket: socket.into(), boot_id, uid: uid() }, listener))
 }
 
-/// A number that no one else will think of; never 0.
+/// Returns an unguessable number, never 0.
 fn random() -> Result<u64, Fault> {
     let mut bytes = [0; 8];
     let flags = rustix::rand::GetRandomFlags::empty();

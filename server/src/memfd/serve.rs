@@ -17,12 +17,11 @@ use crate::{
     log::Seldom,
 };
 
-/// How many sockets there may be at once; further ones are closed. Each costs a descriptor, and a process has some
-/// thousands.
+/// Sockets at once; further ones are closed. Each costs a descriptor, and a process has some thousands.
 const MAX_SOCKETS: usize = 512;
-/// The longest wait for a message. A worker says hello as soon as it is connected, and takes its answers at once.
+/// Longest wait for a message. A worker says hello on connecting, and reads answers at once.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The wait after the process has run out of descriptors.
+/// Pause after the process has run out of descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves links until dropped.
@@ -63,7 +62,7 @@ async fn attend(socket: &Socket, links: &Links, jobs: &Jobs) -> io::Result<()> {
     let open = Open { links, link };
     tracing::info!(job = %handle.job.spec().name, transport = "memfd", link = ?open.link, "rank linked");
     welcome(socket, &open.link, &handle).await?;
-    // A deleted job can go although a worker is still connected.
+    // A deleted job can be freed although a worker is still connected.
     drop(handle);
     while let Some(packet) = socket.receive::<MemfdRequest>().await? {
         match memory(packet).and_then(|memory| open.link.take(memory)) {
@@ -74,7 +73,7 @@ async fn attend(socket: &Socket, links: &Links, jobs: &Jobs) -> io::Result<()> {
     Ok(())
 }
 
-/// Closes the link with its socket.
+/// Guard that closes the link with its socket.
 struct Open<'a> {
     links: &'a Links,
     link: Arc<Link>,
@@ -108,7 +107,7 @@ async fn welcome(socket: &Socket, link: &Link, handle: &JobHandle) -> io::Result
     answer(socket, Answer::Welcome(MemfdWelcome { link: link.id, image_bytes }), images).await
 }
 
-/// The memory that came with a message.
+/// Maps the memory passed with a message.
 fn memory(packet: Packet<MemfdRequest>) -> Result<Foreign, Fault> {
     let Some(Request::Memory(memory)) = packet.message.request else {
         return Err(Fault::invalid(

@@ -24,7 +24,7 @@ use crate::{
     trust::Caller,
 };
 
-/// The longest time that a snapshot waits for updates already decided.
+/// Returns the deadline of a snapshot's wait for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }

@@ -88,7 +88,8 @@ fn unsealed(name: String, part: &Part) -> Result<v1::UnsealedPart, Fault> {
     Ok(v1::UnsealedPart { name, part: part.to_json()?, server, servers, version })
 }
 
-/// `reached` is the job's version. A checkpoint beyond it was left behind when the job went back.
+/// Converts a listed checkpoint. `reached` is the job's version; a checkpoint beyond it is stale
+/// since a step back.
 fn info(listed: Listed, reached: Option<Version>) -> v1::CheckpointInfo {
     let beyond = reached.is_some_and(|version| listed.version > version);
     v1::CheckpointInfo {

@@ -1,4 +1,4 @@
-//! Engine types to wire messages.
+//! Conversion of engine types to wire messages.
 
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
 use longshore_wire::{Wire, left_outs_to_wire, v1};

@@ -1,4 +1,4 @@
-//! Weights for readers that are no workers: one version of them, rounded as asked, or all state, while training goes on.
+//! Export of one version while training goes on: its weights, rounded as asked, or all state. Readers are not workers.
 
 use std::{
     ops::Range,
@@ -27,17 +27,17 @@ use tonic::Status;
 use super::{Services, blocking, refuse};
 use crate::jobs::JobHandle;
 
-/// How many messages are made ahead of the network: 4 MiB for each export.
+/// Messages built ahead of the network: 4 MiB for each export.
 const MESSAGES_AHEAD: usize = 4;
-/// The longest wait for a reader to take one message. Training does not wait for the reader, but the memory of what
-/// was copied for it does.
+/// Longest wait for a reader to take one message. Training does not wait for the reader, but the copies for it stay in
+/// memory.
 const STALL: Duration = Duration::from_secs(10);
-/// How often the export checks, while it waits for a reader, that the job is still there.
+/// Interval at which an export that waits for its reader checks that the job still exists.
 const LOOK: Duration = Duration::from_millis(100);
 
 type Message = Result<v1::ExportResponse, Status>;
 
-/// The messages, then how the export ended. The end also reaches a reader who let messages pile up.
+/// Stream of messages, then the export's outcome. The outcome reaches even a reader that let messages pile up.
 pub(crate) struct Messages {
     parts: mpsc::Receiver<v1::ExportResponse>,
     last: Option<oneshot::Receiver<Message>>,
@@ -53,12 +53,12 @@ impl Stream for Messages {
         let Some(last) = &mut self.last else { return Poll::Ready(None) };
         let last = ready!(Pin::new(last).poll(context));
         self.last = None;
-        // Without an end the export's task is gone, and the server with it.
+        // The outcome is missing only if the export's task has ended with the server.
         Poll::Ready(last.ok())
     }
 }
 
-/// Starts an export. What goes wrong after this is the stream's last message.
+/// Starts an export. Later failures are the stream's last message.
 pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<Messages, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let exported = exported(&request)?;
@@ -71,7 +71,7 @@ pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<M
         let reader = sender.clone();
         let exported = tokio::select! {
             exported = export(handle, snapshot, exported, deadline, sender) => exported,
-            // This drops all that the export holds; one that is being sent ends by itself.
+            // Returning drops all that the export holds. A message in flight is still sent.
             () = reader.closed() => return,
         };
         let message = |info: SnapshotInfo| v1::ExportResponse {
@@ -80,7 +80,7 @@ pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<M
             end: true,
             ..Default::default()
         };
-        // A reader who left needs to be told nothing.
+        // A reader that has left receives no outcome.
         let _ = end.send(exported.map(message).map_err(|fault| refuse("Export", &request.job, fault)));
     });
     Ok(Messages { parts, last: Some(last) })
@@ -97,7 +97,7 @@ fn exported(request: &v1::ExportRequest) -> Result<Exported, Fault> {
     }
 }
 
-/// Waits for the version without a thread, then sends it from one of its own.
+/// Waits for the version without occupying a thread, then sends it from a blocking thread.
 async fn export(
     handle: Arc<JobHandle>,
     snapshot: Snapshot,
@@ -114,7 +114,7 @@ async fn export(
     };
     handle.until(deadline, reached, late).await?;
     let (arrays, layout) = (exported.arrays(&handle.job), handle.job.layout().clone());
-    // From here on only the snapshot refers to the job, and it does not keep it alive.
+    // From here on only the snapshot refers to the job, and does not keep it alive.
     drop(handle);
     let (runtime, ended) = (Handle::current(), snapshot.ended());
     let info = blocking(move || {
@@ -131,7 +131,7 @@ async fn export(
     Ok(info)
 }
 
-/// What a piece has of each array, in messages of whole blocks.
+/// Yields a piece's part of each array, in messages of whole blocks.
 fn messages<'a>(
     piece: &'a Piece,
     arrays: &'static [StateArray],
@@ -159,7 +159,7 @@ fn messages<'a>(
         .map(move |(run, index)| message(run, index))
 }
 
-/// Runs on the export's own thread.
+/// Sends a message. Runs on the export's blocking thread.
 fn send(
     runtime: &Handle,
     sender: &mpsc::Sender<v1::ExportResponse>,

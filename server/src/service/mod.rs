@@ -1,4 +1,4 @@
-//! The gRPC services: messages in, domain calls, messages out. No decision is made here.
+//! The gRPC services: messages in, domain calls, messages out. Decisions are left to the engine.
 
 mod admin;
 mod checkpoint;
@@ -32,45 +32,47 @@ use crate::{
     refusals,
 };
 
-/// What every service works on. Cheap to clone.
+/// Shared state of all services. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
     pub(crate) checkpoint_log: Arc<CheckpointLog>,
-    /// How many sealed checkpoints are kept of each job; None keeps all.
+    /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
-    /// What strangers share of this server's memory.
+    /// Limits of the memory that strangers share.
     pub(crate) bounds: Arc<Bounds>,
-    /// The transport of these calls: tcp, tls or unix.
+    /// Transport of these calls: tcp, tls or unix.
     pub(crate) transport: &'static str,
-    /// How many bytes the drives may be written with; 0 if that is not known.
+    /// Bytes that the drives may be written with over their lifetime; 0 if unknown.
     pub(crate) drive_endurance: u64,
-    /// What the drives of the state directories were asked.
+    /// Request counters of the state directories' drives.
     pub(crate) drives: Arc<Drives>,
 }
 
 impl Services {
-    /// How a rank's payloads come: tcp, unix or memfd; empty until it joined this process.
+    /// Returns the transport of a rank's payloads: tcp, tls, unix or memfd. Empty until the rank joins this
+    /// process.
     pub(crate) fn transport_of(&self, handle: &Arc<JobHandle>, rank: Rank) -> &'static str {
         if self.links.linked(handle, rank) { "memfd" } else { handle.transport_of(rank) }
     }
 }
 
-/// Logs and counts a refused request once, here at the edge, and turns it into a status.
+/// Logs and counts a refused request once, at the edge, and returns its status.
 fn refuse(call: &'static str, job: &str, fault: Fault) -> Status {
     tracing::debug!(call, job, kind = fault.kind.name(), %fault, "refused");
     refusals::status(&fault)
 }
 
-/// The deadline of a wait for which the caller named none.
+/// Returns the deadline of a wait without a caller's deadline.
 fn default_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }
 
-/// Pauses or resumes a job. Its tier keeps that with the job's current version, once the version is durable.
+/// Pauses or resumes a job. Its tier stores the change with the current version, once that version is
+/// durable.
 async fn stand(
     handle: &Arc<JobHandle>,
     change: impl Fn(&Job) -> Result<bool, Fault> + Send + Sync + 'static,
@@ -86,7 +88,7 @@ async fn stand(
     }
 }
 
-/// Runs engine work that may take long away from the network threads.
+/// Runs long engine work on a blocking thread, away from network threads.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {

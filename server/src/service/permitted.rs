@@ -1,11 +1,11 @@
-//! Messages whose caller may send them.
+//! Permission check for messages that name a job.
 
 use longshore_wire::v1;
 use tonic::{Request, Status};
 
 use crate::{refusals, trust::Caller};
 
-/// A message that names the job it is about.
+/// A message that names its job.
 pub(super) trait OfJob {
     fn job(&self) -> &str;
 }
@@ -46,7 +46,7 @@ impl OfJob for v1::OpenJobRequest {
     }
 }
 
-/// The message of a call that its caller may make on its job.
+/// Returns the message if its caller may make this call on its job.
 pub(super) fn permitted<T: OfJob>(request: Request<T>) -> Result<T, Status> {
     let permitted =
         Caller::of(request.extensions()).and_then(|caller| caller.permit(request.get_ref().job()));

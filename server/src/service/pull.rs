@@ -1,9 +1,9 @@
-//! Images for workers, slice by slice, each as soon as its shard has the version asked for.
+//! Pull: images for workers, slice by slice, each sent once its shard has the requested version.
 //!
-//! A worker that marks its call is sent them from where the update wrote them: copying them first, in the pass that
-//! takes their checksum, cost as much as sending them through a Unix socket. The update never waits for a slow reader.
-//! Such a reader gets bytes that do not match their checksum, asks again, and is told that the version is gone. Other
-//! clients are sent copies, since HTTP/2 reads what it sends in this process, where an update may write meanwhile.
+//! Marked calls send images from the update's own output, without a copy. A copy combined with the checksum cost as
+//! much as a send through a Unix socket. The update never waits for a slow reader. A slow reader gets bytes that fail
+//! their checksum, asks again, and learns that the version is gone. Other clients get copies, since HTTP/2 reads its
+//! payloads in this process, where an update may overwrite them.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -33,16 +33,15 @@ use tonic::{Status, body::Body};
 use super::{Services, refuse, room::Room};
 use crate::{jobs::JobHandle, trust::Caller};
 
-/// How many messages are made ahead of the network: one being sent, one ready. The checksum's pass brings a message
-/// into cache, and with more of them it would have left the cache before the socket reads it. A stranger's second message is
-/// made when the first one was taken.
+/// Messages built ahead of the network: one in flight, one ready. The checksum brings a message into cache, and more of
+/// them would be evicted before the socket reads them. A stranger's second message is built once the first was taken.
 const MESSAGES_AHEAD: usize = 2;
 
-/// How many messages' weights are read from drives ahead of the one that is being made. A drive is near its best with four
-/// requests of a MiB.
+/// Messages whose weights are read from drives ahead of the current one. A drive is near its best with four requests of
+/// a MiB.
 const READS_AHEAD: usize = 4;
 
-/// `taps` are those of the call's connection.
+/// Answers a Pull call. `taps` are those of the call's connection.
 pub(super) async fn answer(
     services: &Services,
     caller: &Caller,
@@ -52,8 +51,8 @@ pub(super) async fn answer(
     let (request, mark) = request(body).await?;
     let job = request.job.clone();
     caller.permit(&job).map_err(|fault| refuse("Pull", &job, fault))?;
-    // A rank may pull on a connection on which it has not pushed yet, and is not to wait there for readers that take nothing. TLS
-    // alone shows who it is; without TLS a rank's weights are lent, and need no room.
+    // A rank may pull on a connection before it pushes there, and must not wait for readers that stall. TLS alone
+    // identifies a rank. Without TLS a rank's weights are lent, and need no room.
     if let Some(taps) = taps.filter(|_| caller.trains(&job)) {
         taps.vouch();
     }
@@ -77,15 +76,15 @@ async fn request(body: Body) -> Result<(v1::PullRequest, Option<Mark>), Status> 
 struct Pull {
     handle: Arc<JobHandle>,
     rank: Rank,
-    /// How payloads leave.
+    /// Transport of the payloads.
     transport: &'static str,
     slices: Vec<Slice>,
     dtype: Dtype,
     version: Version,
     wait: Duration,
-    /// Only say where slices lie in the images' memory, which the reader has mapped.
+    /// Answers only place slices in the images' memory, which the reader has mapped.
     in_place: bool,
-    /// For payloads that are copies.
+    /// Room for copied payloads.
     room: Room,
 }
 
@@ -104,7 +103,7 @@ impl Pull {
             elements: slice.elements,
         };
         let slices: Vec<Slice> = request.slices.into_iter().map(slice).collect();
-        // All slices are checked before the first byte leaves.
+        // All slices are checked before the first byte is sent.
         slices.iter().try_for_each(|slice| handle.job.check_slice(slice, dtype))?;
         let in_place = request.link != 0 && {
             services.links.find(request.link, &handle)?;
@@ -114,10 +113,10 @@ impl Pull {
         Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room })
     }
 
-    /// By `payloads`, bytes of images go out past HTTP/2, where they can.
+    /// Sends all slices. With `payloads`, bytes of images bypass HTTP/2 if possible.
     async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
-        // The larger a slice, the later a reader of its start can go on. In shared memory a shard is ready as a
-        // whole. Frozen weights are sent, since they lie with the state.
+        // A larger slice delays a reader that waits for its start. In shared memory a shard is ready as a whole. Frozen
+        // weights are sent, since they are stored with the state.
         let job = &self.handle.job;
         let most = |slice: &Slice| match self.in_place && !job.layout().is_frozen(slice.shard) {
             true => u64::MAX,
@@ -145,7 +144,7 @@ impl Pull {
             if sender.send(piece).await.is_err() || failed {
                 return;
             }
-            // When the server made four messages for each call, fifty strangers a second who took none of them had it copy 1.3 GB/s.
+            // With four messages ahead, 50 strangers a second that read none made the server copy 1.3 GB/s.
             if let Some(taken) = taken.filter(|_| is_first) {
                 tokio::select! {
                     _ = taken => (),
@@ -158,8 +157,8 @@ impl Pull {
         }
     }
 
-    /// Makes a message of the first slice, once its shard has the version. The others follow. `past` says whether its
-    /// payload may go out past HTTP/2.
+    /// Builds a message of the first slice, once its shard has the version. The other slices come next. `past` permits
+    /// the payload to bypass HTTP/2.
     async fn message(&self, slices: &[Slice], past: bool) -> Result<Outgoing, Fault> {
         match (self.in_place, past) {
             (true, _) => match self.place(slices[0]).await? {
@@ -171,7 +170,7 @@ impl Pull {
         }
     }
 
-    /// Says where a slice lies. None if its bytes must be sent instead.
+    /// Returns a message with the slice's place. None if its bytes must be sent instead.
     async fn place(&self, slice: Slice) -> Result<Option<Piece>, Fault> {
         let check = || self.handle.job.place_image(&slice, self.version);
         let ImagePlace::At { at, stamp } = self.once_ready(slice, check).await? else {
@@ -187,13 +186,13 @@ impl Pull {
         self.handle.stages.pulled(self.version, std::time::Instant::now());
     }
 
-    /// The fields of an answer beside the weights.
+    /// Returns the fields of an answer beside the weights.
     fn head(&self, slice: Slice) -> v1::PullResponse {
         let (shard, offset, decided_by) = (slice.shard.0, slice.offset, self.decided_by());
         v1::PullResponse { shard, offset, decided_by, ..Default::default() }
     }
 
-    /// Called once the version is there.
+    /// Returns the version's `decided_by`. The version must exist.
     fn decided_by(&self) -> u64 {
         self.handle.job.decided_by(self.version).0
     }
@@ -218,7 +217,7 @@ impl Pull {
             ImageBytes::Read(bytes) => Ok(self.owned(&head, bytes, room)),
             ImageBytes::Here(bytes) => {
                 let piece = frame::encode_with(&head, blank(&bytes));
-                // The job's memory counts as used until the bytes are sent.
+                // The payload holds the job, so its memory counts as used until the bytes are sent.
                 let payload = Some(bytes.holding(Arc::clone(&self.handle) as _));
                 Ok(Outgoing { payload, ..Outgoing::whole(piece) })
             }
@@ -235,20 +234,20 @@ impl Pull {
         Ok(self.owned(&head, bytes, room))
     }
 
-    /// Whether reading the weights may take a drive's time, and memory for the copy. Frozen weights lie with the state,
-    /// which a tier may keep on drives.
+    /// Returns whether reading the weights may need a drive, and memory for the copy. Frozen weights are stored with
+    /// the state, which a tier may keep on drives.
     fn reads_drives(&self, slice: Slice) -> bool {
         self.handle.job.reads_state(slice.shard)
     }
 
-    /// Reads the first slice, and has those that follow read ahead.
+    /// Reads the first slice, and prefetches the others.
     async fn read<T>(
         &self,
         slices: &[Slice],
         read: impl Fn() -> Result<Option<T>, Fault>,
     ) -> Result<T, Fault> {
         let slice = slices[0];
-        // A drive takes longer than other calls of this thread may wait.
+        // A drive read takes longer than other calls of this thread may wait.
         let waits = self.reads_drives(slice);
         let read = || {
             slices.iter().for_each(|slice| self.handle.job.read_ahead(slice, self.version));
@@ -269,11 +268,11 @@ impl Pull {
     }
 }
 
-/// A message, and the bytes that take the place of its payload, if any do.
+/// A message, and the bytes that replace its payload, if any.
 struct Outgoing {
     piece: Piece,
     payload: Option<SharedBytes>,
-    /// A stranger's message takes up room until it has left or is given up. This ends then.
+    /// Resolves once a stranger's message has been sent or dropped. Until then the message occupies room.
     taken: Option<oneshot::Receiver<()>>,
 }
 
@@ -283,12 +282,12 @@ impl Outgoing {
     }
 }
 
-/// A part of an image on its way. Its job's memory counts as used for as long.
+/// A copied part of an image. Its job's memory counts as used meanwhile.
 struct Copied {
     bytes: Vec<u8>,
     _handle: Arc<JobHandle>,
     _room: Option<Held>,
-    /// Dropped with the message, which ends [`Outgoing::taken`].
+    /// Dropped with the message, which resolves [`Outgoing::taken`].
     _taking: Option<oneshot::Sender<()>>,
 }
 
@@ -298,7 +297,7 @@ impl AsRef<[u8]> for Copied {
     }
 }
 
-/// Cuts a slice into pieces of at most so many elements.
+/// Cuts a slice into pieces of at most `most` elements.
 fn pieces(slice: Slice, most: u64) -> impl Iterator<Item = Slice> {
     (0..slice.elements.div_ceil(most)).map(move |piece| {
         let offset = slice.offset + piece * most;

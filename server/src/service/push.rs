@@ -1,10 +1,11 @@
-//! Contributions in, acknowledgements out.
+//! Push: contributions in, acknowledgements out.
 //!
-//! A chunk's fields come before its payload. So the chunk is admitted first, and the connection's task then reads its
-//! payload from the socket straight into its slot; the payload of a call without a mark is copied there from HTTP/2's
-//! frames. Nothing more of a stream is taken while that slot is busy: a fast rank is held back by HTTP/2 flow
-//! control, and the server holds nothing beside the slots but what its window allows. Over a link the payload is used
-//! where it lies in the worker's memory, or is copied from there once its slot is free.
+//! A chunk's fields precede its payload. So the chunk is admitted first. The connection's task then reads the payload
+//! from the socket straight into its slot. Without a mark the payload is copied there from HTTP/2's frames.
+//!
+//! The stream is not read further while that slot is busy: HTTP/2 flow control holds a fast rank back. Beside the
+//! slots the server buffers only the HTTP/2 window. Over a link the payload is used in the worker's memory, or is
+//! copied from there once its slot is free.
 
 mod place;
 mod receiving;
@@ -33,13 +34,14 @@ use self::{
 use super::{Services, refuse};
 use crate::trust::Caller;
 
-/// How long an acknowledgement waits for others. No worker waits for one: a commit frees what the worker retains.
+/// Longest time that an acknowledgement waits for others. No worker waits for an acknowledgement: a commit releases
+/// the gradients that the worker retains.
 const RESULTS_DELAY: Duration = Duration::from_millis(1);
-/// Silence in the middle of a chunk is noticed after this to twice as much. Until it ends, no new process can take
-/// the chunk's rank.
+/// Timeout of silence in the middle of a chunk, detected after 10 to 20 s. Until then no new process can take the
+/// chunk's rank.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
-/// `taps` are those of the call's connection.
+/// Answers a Push call. `taps` are those of the call's connection.
 pub(super) fn answer(services: Services, caller: Caller, taps: Option<Taps>, body: Body) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
     let receiving = Receiving::new(services, caller, taps.clone());
@@ -58,20 +60,20 @@ pub(super) fn answer(services: Services, caller: Caller, taps: Option<Taps>, bod
     frame::answer(pieces)
 }
 
-/// One Push call: what waits and answers.
+/// State of one Push call, owned by its task.
 struct Stream {
     intake: SharedIntake<PushRequest, Receiving>,
     body: Body,
-    /// Present until the first bytes have come, since those show whether the call is marked.
+    /// Some until the first bytes have come, which show whether the call is marked.
     taps: Option<Taps>,
-    /// What h2 gave and the intake has not taken yet.
+    /// Bytes from h2 that the intake has not taken yet.
     rest: Bytes,
-    /// The stream's place among those past h2, if it is marked.
+    /// The stream's claim to bypass h2, if it is marked.
     following: Option<Claim>,
     claim: Option<Claim>,
     ended: bool,
     answers: Pieces,
-    /// When acknowledgements must leave.
+    /// Time at which acknowledgements must be sent.
     due: Option<Instant>,
 }
 
@@ -80,7 +82,7 @@ struct Over;
 
 impl Stream {
     async fn run(mut self) {
-        // A call that is broken off is dropped, and a chunk that was on its way gives its slot back.
+        // An aborted call is dropped, and an unfinished chunk releases its slot.
         let Err(Over) = self.receive().await;
     }
 
@@ -130,7 +132,7 @@ impl Stream {
         }
     }
 
-    /// Begins with the chunk that was held back, once the results before it have left.
+    /// Starts the chunk that was held back, once the earlier results are sent.
     fn take_held_back(&self) -> bool {
         let has_place = {
             let mut intake = self.intake.lock();
@@ -144,7 +146,7 @@ impl Stream {
         true
     }
 
-    /// Waits until something has come, or until it is time to act.
+    /// Waits for bytes, or for the next deadline.
     async fn more(&mut self) -> Result<(), Over> {
         let (received, closing) = {
             let intake = self.intake.lock();
@@ -180,11 +182,11 @@ impl Stream {
         Ok(())
     }
 
-    /// Ends the call, after the results that wait.
+    /// Sends the waiting results, then ends the call.
     async fn over(&mut self, status: Option<Status>) -> Result<std::convert::Infallible, Over> {
         self.acknowledge().await?;
         if let Some(status) = status {
-            // The peer went away, or sent what is no message; nothing of it was stored.
+            // The peer disconnected, or sent an invalid message. Nothing of the message was stored.
             tracing::debug!(%status, "push stream ended");
             let _ = self.answers.send(Err(status)).await;
         }
@@ -203,7 +205,7 @@ impl Stream {
     /// Waits for the chunk's slot.
     async fn place(&mut self, waiting: Waiting) -> Result<Result<Destination, Fault>, Over> {
         let Waiting { handle, chunk, payload, patience } = waiting;
-        // This may take a step, so the worker is told first of what came before.
+        // The wait may take a whole step, so earlier results are acknowledged first.
         self.acknowledge().await?;
         let late = || handle.late("push", chunk.contribution);
         tokio::select! {

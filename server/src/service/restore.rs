@@ -1,4 +1,4 @@
-//! Restore. Each of its modes is one act, which may be asked for again.
+//! Restore. Each of its modes is one act, which a client may repeat.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::{Services, blocking, convert};
 use crate::jobs::{Act, JobHandle, Stage};
 
-/// One call, past its first checks.
+/// One Restore call after its first checks.
 struct Restore {
     store: Arc<Store>,
     job: JobName,
@@ -86,7 +86,7 @@ impl Restore {
 
     async fn start(self, handle: &Arc<JobHandle>, held: RestoreInfo) -> Result<v1::RestoreResponse, Fault> {
         let job = Arc::clone(&handle.job);
-        // It goes on where the caller is gone.
+        // The act continues even if the caller is gone.
         let start = move || {
             job.start_held(&held.id)?;
             Ok(held)

@@ -1,4 +1,4 @@
-//! Room for payloads that a call keeps until its reader takes them.
+//! Memory for payloads that a call keeps until its reader takes them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -6,11 +6,11 @@ use longshore_proto::{Fault, FaultKind, limits::MAX_UNFINISHED_BYTES};
 use longshore_wire::direct::{Bounds, Held, Taps};
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// How long the call whose turn it is waits before it looks again. What holds the room is sent meanwhile, 1 MiB of it in a
-/// millisecond where its reader takes it. When all that wait looked so often, 4096 calls took a core.
+/// Polling interval of the call whose turn it is. A reader takes 1 MiB in a millisecond, so room frees up meanwhile.
+/// Without turns, 4096 polling calls took a core.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// What strangers share. A rank's connection has room of its own, which was counted when its job was admitted.
+/// Memory that strangers share. A rank's connection has memory of its own, counted when its job was admitted.
 pub(super) struct Room {
     bounds: Arc<Bounds>,
     connection: Option<Taps>,
@@ -22,7 +22,7 @@ impl Room {
         Room { bounds: Arc::clone(bounds), connection: connection.cloned() }
     }
 
-    /// Takes room for a payload, once there is any; None on a rank's connection.
+    /// Reserves room for a payload once available. None on a rank's connection.
     ///
     /// # Errors
     /// `Unavailable` at the deadline.
@@ -75,7 +75,7 @@ mod tests {
         assert!(Instant::now() >= deadline, "it did not wait");
         let deadline = Instant::now() + Duration::from_secs(60);
         let waits = tokio::spawn(async move { room.hold(1, deadline).await.unwrap().is_none() });
-        // It waits behind another stranger by now, and not for what that one waits for.
+        // The rank waits behind another stranger by now, and must not wait for that stranger's room.
         let stranger = Room::new(&bounds, None);
         let behind = tokio::spawn(async move { stranger.hold(1, deadline).await.is_ok() });
         tokio::task::yield_now().await;

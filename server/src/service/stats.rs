@@ -1,4 +1,4 @@
-//! The gradient statistics of a step's shards, sent as they become complete.
+//! Gradient statistics of a step's shards, sent as they become complete.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(super) fn stream(
     let step = Step(request.step);
     let (sender, receiver) = mpsc::channel(4);
     tokio::spawn(async move {
-        // Backward makes the last shards first. It makes no gradient of frozen ones.
+        // Backward computes the last shards first. Frozen shards have no gradient.
         let trained = |shard: &&longshore_proto::ShardId| !handle.job.layout().is_frozen(**shard);
         for &shard in handle.job.owned().iter().rev().filter(trained) {
             let stats = shard_stats(&handle, shard, step, deadline).await;

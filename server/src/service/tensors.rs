@@ -1,4 +1,4 @@
-//! The data plane's calls, each in a module of its own: Push and Pull below the codec, the others through generated
+//! The data plane's calls, each in its own module: Push and Pull below the codec, the others through generated
 //! code.
 
 use std::{
@@ -24,8 +24,7 @@ use tower_service::Service;
 use super::{Services, pull, push, refuse, upload};
 use crate::trust::Caller;
 
-/// `longshore.v1.Tensors`. A caller sees no difference between calls that are served by hand and those served by
-/// generated code.
+/// Service `longshore.v1.Tensors`. Push and Pull are served by hand, and look to callers like the generated calls.
 #[derive(Clone)]
 pub(crate) struct DataPlane {
     services: Services,

@@ -1,4 +1,4 @@
-//! Training: open, join, commit, pause, leave; statistics and watch are streams of their own.
+//! Training: open, join, commit, pause, leave. Statistics and watch have modules of their own.
 
 use std::{sync::Arc, time::Duration};
 
@@ -23,8 +23,8 @@ use crate::{
     trust::Caller,
 };
 
-/// The longest wait for the folder of checkpoints when a job is opened. A file server that restarts is silent for some seconds,
-/// and workers wait 60 for a job to open.
+/// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
+/// and workers wait 60 s for a job to open.
 const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
 
 #[tonic::async_trait]
@@ -130,7 +130,7 @@ impl Services {
         Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) })
     }
 
-    /// Refuses a job without state here where a checkpoint has its state since an earlier release closed it.
+    /// Refuses a job without state here if an earlier release evicted its state to a checkpoint.
     async fn check_not_evicted(&self, name: &JobName) -> Result<(), Fault> {
         let has_state = |handle: Arc<JobHandle>| handle.job.progress().phase != Phase::Loading;
         let Some(store) =
@@ -158,10 +158,11 @@ impl Services {
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
             return Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: None });
         }
-        // It is busy only while a last chunk of the process before is copied, which takes microseconds.
+        // Join is busy only while a last chunk of the previous process is copied, which takes microseconds.
         let join = || {
-            // A step may be decided before this is answered, above all while a drive is waited for. A rank that took the newer version for
-            // the one that it joined at would be waited for in vain, where another server has lost that step: it has no gradient of it.
+            // A step may be decided before this call is answered, above all during a wait for a drive. The answer
+            // must still name the version at the join. With the newer version, a server that lost that step would
+            // wait in vain: the rank has no gradient of it.
             let progress = handle.job.progress();
             Ok(handle.job.join(rank, incarnation)?.then_some(progress))
         };
@@ -180,15 +181,14 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
         let (step, skip, pause) = (commit.step, commit.skip, commit.pause_reason.clone());
-        // Without this wait the commit would be refused, since its update would overwrite the last version that no
-        // crash can take back.
+        // Without this wait the commit would be refused: its update would overwrite the newest durable version.
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
         let decided = Decided::now(&commit, request.report);
         let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         if !duplicate {
-            // Before any of its updates can be done.
+            // Recorded before any of its updates can be done.
             handle.stages.decided(step, std::time::Instant::now());
         }
         handle.perform(work);

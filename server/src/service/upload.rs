@@ -1,4 +1,4 @@
-//! Initial weights in, and optimizer state with them.
+//! Upload of initial weights and of optimizer state.
 
 use longshore_engine::job::UploadChunk;
 use longshore_proto::{ChunkId, Fault, FaultKind, ShardId, checksum::crc32};
@@ -8,7 +8,7 @@ use tonic::{Status, Streaming};
 use super::{Services, blocking, refuse};
 use crate::trust::Caller;
 
-/// Stores chunks until the stream ends, and says how many it took.
+/// Stores chunks until the stream ends, and returns their number.
 pub(super) async fn receive(
     services: &Services,
     caller: &Caller,
@@ -44,6 +44,6 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
         crc32: request.crc32,
     };
     let handle = services.jobs.get(&request.job)?;
-    // The last chunk also makes the first image of every shard.
+    // The last chunk also builds the first image of every shard.
     blocking(move || handle.job.upload_chunk(incarnation, part, &request.payload)).await
 }

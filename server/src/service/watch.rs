@@ -1,4 +1,4 @@
-//! Commits, pauses and resumes as they happen.
+//! Watch: a stream of commits, pauses and resumes.
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,7 +14,7 @@ use tonic::Status;
 use super::{Services, refuse};
 use crate::jobs::JobHandle;
 
-/// What a watcher has been told.
+/// Events already sent to a watcher.
 struct Told {
     step: Step,
     pauses: u64,
@@ -27,7 +27,7 @@ pub(super) fn stream(
 ) -> Result<ReceiverStream<Result<v1::Event, Status>>, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let (pauses, resumes, _) = handle.job.pauses();
-    // If the job is paused now, that is told first.
+    // A current pause is sent first.
     let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
     let (sender, receiver) = mpsc::channel(4);
     let rank = Rank(request.rank);
@@ -38,7 +38,7 @@ pub(super) fn stream(
         loop {
             let events = tokio::select! {
                 events = next_events(&handle, &told) => events,
-                // The watcher hung up: without this a job that never moves would keep the task for ever.
+                // Detects a watcher that hung up: a job that never moves would keep the task forever.
                 () = sender.closed() => return,
             };
             let events = match events {
@@ -70,14 +70,15 @@ impl Told {
     }
 }
 
-/// Waits for news. A watcher has no deadline of its own, so this takes the longest one.
+/// Waits for new events. A watcher has no deadline of its own, so the wait takes the longest.
 async fn next_events(handle: &Arc<JobHandle>, told: &Told) -> Result<Vec<event::Event>, Fault> {
     let deadline = Instant::now() + Duration::from_millis(MAX_DEADLINE_MS);
     let check = || news(handle, told).map(|events| (!events.is_empty()).then_some(events));
     handle.until(deadline, check, || handle.late("watch", "silent")).await
 }
 
-/// Tells a pause before the commit it comes with, so that no rank starts the next step on that commit's loss scale.
+/// Returns new events. A pause precedes the commit it comes with, so no rank starts the next step on that commit's
+/// loss scale.
 fn news(handle: &JobHandle, told: &Told) -> Result<Vec<event::Event>, Fault> {
     let commits = handle.job.commits_after(told.step).ok_or_else(|| {
         let limit = "a step whose successors are still kept";

@@ -1,4 +1,4 @@
-//! A line for the record (target `audit`) of each operator's call, and of each call that an identity may not make.
+//! Audit lines (target `audit`): one for each operator's call, and one for each call that an identity may not make.
 
 use http::HeaderMap;
 use longshore_proto::Fault;
@@ -6,21 +6,21 @@ use tonic::{Code, Status};
 
 use super::caller::Caller;
 
-/// A call on its way to its answer. Where it is dropped before, its caller has given it up or the server has ended its connection, which
-/// ends no work that it has begun.
+/// Audit record of a call in progress. A drop before the answer means that the caller gave up or the server closed the
+/// connection. Work already begun continues.
 pub(super) struct Record {
     caller: Caller,
     noted: bool,
 }
 
-/// What became of a call.
+/// Outcome of a call.
 enum Outcome<'a> {
     Answered,
-    /// With the reason.
+    /// Refused, with the reason.
     Refused(&'a str),
-    /// It ended before anything was done.
+    /// Ended before the call had any effect.
     GivenUp,
-    /// It ended before its answer, for this reason. What it had begun may be done, or still go on.
+    /// Ended before the answer, for this reason. Its effects may be done, or still in progress.
     Unknown(&'a str),
 }
 
@@ -29,7 +29,7 @@ impl Record {
         Record { caller: caller.clone(), noted: false }
     }
 
-    /// Notes what became of the call, by the headers of its answer. A stream that fails later was answered.
+    /// Logs the outcome from the answer's headers. A stream that fails later counts as answered.
     pub(super) fn answered(mut self, answer: &HeaderMap) {
         self.noted = true;
         let status = Status::from_header_map(answer).filter(|status| status.code() != Code::Ok);
@@ -41,7 +41,7 @@ impl Record {
         }
     }
 
-    /// Notes that the call was ended, since its caller may make it no longer.
+    /// Logs that the call was ended, since its caller lost the permission.
     pub(super) fn revoked(mut self, fault: &Fault) {
         self.noted = true;
         denied(&self.caller, &fault.to_string());
@@ -63,12 +63,12 @@ impl Drop for Record {
     }
 }
 
-/// Notes a call that was refused before anything of it was read.
+/// Logs a call refused before any of its message was read.
 pub(super) fn refused(caller: &Caller, fault: &Fault) {
     line(caller, Outcome::Refused(&fault.to_string()));
 }
 
-/// Notes that a message of a stream was refused for who sent it, once a stream: the stream's answer says so to the caller alone.
+/// Logs once a stream that a message was refused for its sender. The stream's answer tells the caller alone.
 pub(crate) fn note_refused_message(caller: &Caller, fault: &Fault) {
     if caller.is_first_refusal() {
         denied(caller, &fault.to_string());
@@ -76,13 +76,13 @@ pub(crate) fn note_refused_message(caller: &Caller, fault: &Fault) {
 }
 
 fn denied(caller: &Caller, why: &str) {
-    // What was permitted before may have been done.
+    // Earlier permitted messages may have taken effect.
     line(caller, if caller.was_permitted() { Outcome::Unknown(why) } else { Outcome::Refused(why) });
 }
 
 fn line(caller: &Caller, outcome: Outcome<'_>) {
     let (who, call) = (caller.who(), caller.call());
-    // An attacker names jobs too: the name is quoted.
+    // Attackers choose job names too, so the name is quoted.
     let job = caller.job().unwrap_or_default();
     let (outcome, why) = match outcome {
         Outcome::Answered => ("answered", None),

@@ -1,4 +1,4 @@
-//! Who makes a call, and whether that identity may.
+//! Identity of a caller, and its permission checks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +12,7 @@ use super::{
     register::Register,
 };
 
-/// Whoever makes one call. A clone is cheap, and of the same call.
+/// Caller of one call. A clone is cheap, and refers to the same call.
 #[derive(Clone)]
 pub(crate) struct Caller(Arc<Calling>);
 
@@ -22,23 +22,23 @@ struct Calling {
     asked: Mutex<Asked>,
 }
 
-/// What a call has asked for so far.
+/// Requests of a call so far.
 #[derive(Default)]
 struct Asked {
-    /// The job of its last message.
+    /// Job of the last message.
     job: Option<String>,
-    /// It was permitted on that job once, so that something may have been done.
+    /// The call was permitted on that job once, so it may have taken effect.
     permitted: bool,
-    /// That a message was refused stands on the record.
+    /// A refused message is already in the audit log.
     noted: bool,
 }
 
-/// Who may call.
+/// Kind of caller.
 #[derive(Clone)]
 pub(super) enum Who {
-    /// Everybody, since nothing is encrypted.
+    /// Everyone, since nothing is encrypted.
     Anybody,
-    /// This server's user, or whom it admits to its Unix socket.
+    /// This server's user, or a user admitted to the Unix socket.
     User,
     Listed {
         register: Arc<Register>,
@@ -51,10 +51,10 @@ impl Caller {
         Caller(Arc::new(Calling { who, call, asked: Mutex::default() }))
     }
 
-    /// That of a call.
+    /// Returns the caller of a call.
     ///
     /// # Errors
-    /// Where nobody has found out who calls, which is a defect.
+    /// If no [`super::Guard`] has identified the caller, which is a defect.
     pub(crate) fn of(extensions: &Extensions) -> Result<Caller, Fault> {
         extensions.get::<Caller>().cloned().ok_or_else(|| {
             let remedy = "see the server's log; this is a defect";
@@ -62,24 +62,24 @@ impl Caller {
         })
     }
 
-    /// Checks, with the identities as they are now, that the call may be made on this job.
+    /// Checks, with the current identities, that the call may be made on this job.
     pub(crate) fn permit(&self, job: &str) -> Result<(), Fault> {
         let mut asked = self.asked();
         if asked.job.as_deref() != Some(job) {
             (asked.job, asked.permitted) = (Some(job.to_string()), false);
         }
-        // Whoever takes the job away meanwhile finds its name here by then.
+        // The job's name is set before the check, so that a concurrent revocation sees it.
         let checked = self.check(Some(job));
         asked.permitted |= checked.is_ok();
         checked
     }
 
-    /// Whether the call was permitted on its job once, so that something of it may have been done.
+    /// Returns whether the call was permitted on its job once, so that it may have taken effect.
     pub(super) fn was_permitted(&self) -> bool {
         self.asked().permitted
     }
 
-    /// Returns true the first time that it is called.
+    /// Returns true on its first call.
     pub(super) fn is_first_refusal(&self) -> bool {
         !std::mem::replace(&mut self.asked().noted, true)
     }
@@ -88,12 +88,13 @@ impl Caller {
         self.0.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the caller is told that there is such a job.
+    /// Returns whether the caller may learn that the job exists.
     pub(crate) fn sees(&self, job: &str) -> bool {
         self.check(Some(job)).is_ok()
     }
 
-    /// Whether the caller's identity trains the job, so that its connections are a rank's. Nobody knows that of a caller without an identity.
+    /// Returns whether the caller's identity trains the job, so that its connections are a rank's. False for a caller
+    /// without an identity.
     pub(crate) fn trains(&self, job: &str) -> bool {
         let Who::Listed { register, credential } = &self.0.who else { return false };
         let known = register.now();
@@ -101,23 +102,23 @@ impl Caller {
         identity.is_some_and(|identity| identity.has_one_of(&[Role::Worker]) && identity.has_job(job))
     }
 
-    /// Who owns what the caller makes; None where callers show no identity.
+    /// Returns the owner of jobs that the caller opens. None without identities.
     pub(crate) fn owner(&self) -> Option<String> {
         let Who::Listed { register, credential } = &self.0.who else { return None };
         register.now().identities.find(credential).map(|identity| identity.name.clone())
     }
 
-    /// Whether the caller is told what this identity has here.
+    /// Returns whether the caller may see this identity's usage.
     pub(crate) fn sees_owner(&self, owner: &str) -> bool {
         let Who::Listed { register, credential } = &self.0.who else { return true };
         let known = register.now();
         known.identities.find(credential).is_some_and(|of| of.name == owner || of.has_all_jobs())
     }
 
-    /// Counts the connection among those of the caller's identity.
+    /// Counts the connection for the caller's identity.
     ///
     /// # Errors
-    /// Where the identity has as many as it may have, and this one is not among them.
+    /// If the identity has reached its quota of connections, and this one is not counted yet.
     pub(super) fn be_present(&self, connection: Option<&Connection>) -> Result<(), Fault> {
         let (Who::Listed { register, credential }, Some(connection)) = (&self.0.who, connection) else {
             return Ok(());
@@ -127,7 +128,7 @@ impl Caller {
         register.presences.admit(connection, &identity.name, &identity.quota)
     }
 
-    /// Checks the caller's role, and the job where the call is about one: before a message has come there is none.
+    /// Checks the caller's role, and the job if known. No job is known before the first message.
     pub(super) fn check(&self, job: Option<&str>) -> Result<(), Fault> {
         let Who::Listed { register, credential } = &self.0.who else { return Ok(()) };
         let (known, call) = (register.now(), self.0.call);
@@ -149,7 +150,7 @@ impl Caller {
         }
     }
 
-    /// Ends once the call, which was permitted, is so no longer.
+    /// Resolves once the permitted call is no longer permitted.
     pub(super) async fn revoked(&self) -> Fault {
         let Who::Listed { register, .. } = &self.0.who else { return std::future::pending().await };
         let mut changes = register.changes();
@@ -164,7 +165,7 @@ impl Caller {
         }
     }
 
-    /// The job that the call is about, once its message has come.
+    /// Returns the job of the call, once its message has come.
     pub(super) fn job(&self) -> Option<String> {
         self.asked().job.clone()
     }
@@ -177,7 +178,7 @@ impl Caller {
         self.0.call.name()
     }
 
-    /// Who it is, in words.
+    /// Returns the identity in words.
     pub(super) fn who(&self) -> String {
         match &self.0.who {
             Who::Anybody => "anybody: nothing is encrypted".into(),
@@ -189,7 +190,7 @@ impl Caller {
         }
     }
 
-    /// Whether it may be taken away while the call is under way.
+    /// Returns whether the permission may be revoked during the call.
     pub(super) fn is_listed(&self) -> bool {
         matches!(self.0.who, Who::Listed { .. })
     }

@@ -1,15 +1,15 @@
-//! Every call that a server answers: which roles may make it, and on what it acts.
+//! Every gRPC call of a server, with its roles and its scope.
 
 use super::identities::Role::{self, Operator, Reader, Worker};
 
-/// What a call acts on.
+/// Scope of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
-    /// One job, which its message names.
+    /// One job, named in the message.
     Job,
     /// All jobs: only an identity with the jobs `*` may make it.
     AllJobs,
-    /// None: what it says of jobs is what the identity may see.
+    /// No job: answers list only jobs that the identity may see.
     Nothing,
 }
 
@@ -17,10 +17,10 @@ pub(super) enum Scope {
 #[derive(Debug)]
 pub(super) struct Call {
     path: &'static str,
-    /// One of these is enough.
+    /// Roles, of which one is enough.
     pub(super) roles: &'static [Role],
     pub(super) scope: Scope,
-    /// A line is logged of it for the record.
+    /// The call is logged for audit.
     pub(super) audited: bool,
 }
 
@@ -33,7 +33,7 @@ const fn call(path: &'static str, roles: &'static [Role]) -> Call {
     Call { path, roles, scope: Scope::Job, audited: false }
 }
 
-/// A call of an operator, whoever makes it.
+/// Returns an audited call on a job.
 const fn act(path: &'static str, roles: &'static [Role]) -> Call {
     Call { path, roles, scope: Scope::Job, audited: true }
 }
@@ -42,11 +42,11 @@ const fn without_job(path: &'static str) -> Call {
     Call { path, roles: ALL, scope: Scope::Nothing, audited: false }
 }
 
-/// To read the HTTP address, whose pages show all jobs. It is no call of gRPC, so that no path leads to it.
+/// Reading the HTTP address, whose pages show all jobs. The path is no gRPC path, so no call matches it.
 pub(super) static PAGES: Call = Call { path: "/http", roles: ALL, scope: Scope::AllJobs, audited: false };
 
-/// Rank 0 of a job writes checkpoints, steps back and restores in the course of training, so these need no operator. What
-/// gives up state does.
+/// Rank 0 writes checkpoints, steps back and restores during training, so these need no operator. Calls that give up
+/// state do.
 static CALLS: &[Call] = &[
     without_job("/longshore.v1.Admin/ListJobs"),
     call("/longshore.v1.Admin/Describe", ALL),
@@ -79,12 +79,12 @@ static CALLS: &[Call] = &[
 ];
 
 impl Call {
-    /// None for what no server answers.
+    /// Returns the call of a path, or None for an unknown path.
     pub(super) fn at(path: &str) -> Option<&'static Call> {
         CALLS.iter().find(|call| call.path == path)
     }
 
-    /// Its name without its service's.
+    /// Returns the name without its service.
     pub(super) fn name(&self) -> &'static str {
         self.path.rsplit('/').next().unwrap_or(self.path)
     }

@@ -1,4 +1,4 @@
-//! Finds out who makes each call before anything of it is read, and ends calls whose caller may make them no longer.
+//! Identifies the caller of each call before any message is read, and ends calls whose permission is revoked.
 
 use std::{
     convert::Infallible,
@@ -25,18 +25,18 @@ use super::{
 };
 use crate::{log::Seldom, refusals};
 
-/// Whom a listener trusts.
+/// Callers that a listener trusts.
 #[derive(Clone)]
 pub(crate) enum Trust {
-    /// Everybody: it is loopback, or an operator has said so.
+    /// Everyone: the address is loopback, or an operator has chosen so.
     Anybody,
-    /// Whoever was admitted to the Unix socket.
+    /// Users admitted to the Unix socket.
     User,
-    /// Who is listed.
+    /// Listed identities.
     Listed(Arc<Register>),
 }
 
-/// A service whose callers are known.
+/// A service that knows its callers.
 #[derive(Clone)]
 pub(crate) struct Guard<S> {
     service: S,
@@ -49,7 +49,7 @@ impl<S> Guard<S> {
         Guard { service, trust: trust.clone(), strangers: Arc::default() }
     }
 
-    /// Who makes the call, if that identity may make such calls at all.
+    /// Returns the caller, if its identity may make such calls at all.
     fn admit(&self, request: &Request<Body>, call: &'static Call) -> Result<Caller, Fault> {
         let admitted = self.trust.who(request).and_then(|who| {
             let caller = Caller::new(who, call);
@@ -63,7 +63,7 @@ impl<S> Guard<S> {
             caller.be_present(Connection::of(request.extensions()))?;
             Ok(caller)
         });
-        // Strangers could fill the log.
+        // Rate-limited, since strangers could fill the log.
         if let Err(fault) = admitted.as_ref()
             && fault.kind == FaultKind::Unauthenticated
         {
@@ -93,7 +93,7 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let Some(call) = Call::at(request.uri().path()) else {
-            // Nobody serves it, and the service says so.
+            // The inner service refuses unknown paths.
             return Box::pin(self.service.call(Request::new(Body::empty())));
         };
         let caller = match self.admit(&request, call) {
@@ -101,12 +101,12 @@ where
             Err(fault) => return Box::pin(std::future::ready(Ok(refusals::status(&fault).into_http()))),
         };
         request.extensions_mut().insert(caller.clone());
-        // It is dropped with the call, also before that is looked at for the first time.
+        // The record drops with the call, even before its first poll.
         let record = Record::of(&caller);
         let answer = self.service.call(request);
         Box::pin(async move {
             let answer = tokio::select! {
-                // What was done is on the record as done. Nothing of the answer leaves if the caller may not have it.
+                // A finished answer is logged as done. A revoked caller gets nothing of the answer.
                 biased;
                 answer = answer => answer?,
                 fault = caller.revoked() => {
@@ -143,7 +143,7 @@ impl Trust {
     }
 }
 
-/// The token of an Authorization header. The scheme's name may be written either way.
+/// Returns the token of an Authorization header. The scheme's name is case-insensitive.
 pub(super) fn bearer(value: &[u8]) -> Option<&[u8]> {
     let (scheme, token) = value.split_at_checked(b"Bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
@@ -160,7 +160,7 @@ fn not_a_bearer() -> Fault {
     Fault::new(FaultKind::Unauthenticated, "authorization", "of another kind", limit, "send a token so")
 }
 
-/// An answer that ends, with the reason, when its caller may have no more of it.
+/// An answer that ends, with the reason, when its caller's permission is revoked.
 struct Guarded {
     body: Body,
     revoked: Pin<Box<dyn Future<Output = Fault> + Send>>,
@@ -186,7 +186,7 @@ impl http_body::Body for Guarded {
         }
         if let Poll::Ready(fault) = self.revoked.as_mut().poll(context) {
             self.over = true;
-            // What still makes the answer is told by this that nobody takes it.
+            // Dropping the body tells its producer that no reader is left.
             self.body = Body::empty();
             let mut trailers = HeaderMap::new();
             refusals::status(&fault).add_header(&mut trailers)?;

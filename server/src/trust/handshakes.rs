@@ -1,4 +1,4 @@
-//! Connections with TLS: handshakes go on beside each other, so that one silent stranger keeps nobody waiting.
+//! TLS connections. Handshakes run concurrently, so that a silent stranger delays no one else.
 
 use std::{io, sync::Arc};
 
@@ -13,7 +13,7 @@ use tokio::{
 use super::{register::Register, unencrypted};
 use crate::{accept::Accept, connections::Origin, log::Seldom, places::Places};
 
-/// A listener whose connections have shaken hands.
+/// A listener of connections that have completed the handshake.
 pub(crate) struct Handshakes {
     listener: TcpListener,
     register: Arc<Register>,
@@ -24,15 +24,15 @@ pub(crate) struct Handshakes {
 }
 
 impl Handshakes {
-    /// `possible` is how many connections the descriptors allow.
+    /// `possible` is the number of connections that the descriptors allow.
     pub(crate) fn new(listener: TcpListener, register: Arc<Register>, possible: usize) -> Handshakes {
-        // Connections that have shaken hands keep the better part.
+        // Three quarters of the connections are left to those past the handshake.
         let places = Places::new(MAX_HANDSHAKES.min(possible / 4));
         let (full, failed) = (Seldom::default(), Seldom::default());
         Handshakes { listener, register, under_way: JoinSet::new(), places, full, failed }
     }
 
-    /// Returns whether an earlier handshake was ended for it.
+    /// Starts a handshake. Returns whether an earlier handshake was ended for it.
     fn begin(&mut self, socket: TcpStream, origin: Origin) -> bool {
         let tls = self.register.now().tls.clone();
         let task = self.under_way.spawn(async move {
@@ -44,7 +44,7 @@ impl Handshakes {
                         Err(unencrypted::turn_away(socket).await)
                     }
                     Ok(1..) => tls.accept(socket).await.map(Some),
-                    // Who only asks whether the port is open has begun no handshake.
+                    // A port probe sends no byte and begins no handshake.
                     _ => Ok(None),
                 }
             };
@@ -74,7 +74,7 @@ impl Accept for Handshakes {
                         match shaken {
                             Ok(Some(socket)) => return Ok((socket, origin)),
                             Ok(None) => tracing::debug!(?origin, "a connection was closed before its first byte"),
-                            // It is no failure of accepting, after which there would be a pause.
+                            // A failed handshake is no failure of `accept`, which would cause a pause.
                             Err(error) => {
                                 tracing::debug!(?origin, %error, "a handshake failed");
                                 self.failed.say(|| tracing::info!(?origin, %error, "a handshake failed"));

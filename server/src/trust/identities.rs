@@ -1,4 +1,4 @@
-//! Who may call a server, and what: the file `identities.toml` of the TLS folder.
+//! Identities that may call a server, with roles and jobs: the file `identities.toml` of the TLS folder.
 
 use std::fmt;
 
@@ -12,11 +12,11 @@ use crate::{
     quota::Quota,
 };
 
-/// The file. It holds nothing that lets a reader of it in: of tokens it has the SHA-256 alone.
+/// The file. Its readers gain no access: it contains only SHA-256 hashes of tokens.
 ///
 /// ```toml
 /// [[identity]]
-/// name = "trainer"             # also what its certificate says: the first DNS name in it
+/// name = "trainer"             # also the first DNS name of its certificate
 /// roles = ["worker"]           # operator, worker, reader: one or several
 /// jobs = ["gpt-*", "probe"]    # names of jobs; * stands for any characters, ? for one
 /// tokens_sha256 = ["2c26b4..."]  # of tokens that show this identity instead of a certificate; may be left out
@@ -39,7 +39,7 @@ struct Entry {
     tokens_sha256: Vec<String>,
     #[serde(default)]
     quota: Most,
-    /// Retired, as `share` is: see [`Entry::check_retired`].
+    /// Retired, like `share`: see [`Entry::check_retired`].
     idle_limit: Option<IgnoredAny>,
     share: Option<IgnoredAny>,
 }
@@ -53,7 +53,7 @@ struct Most {
     connections: Option<u64>,
 }
 
-/// What an identity may do to its jobs.
+/// Permission of an identity on its jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Role {
@@ -65,7 +65,7 @@ pub(super) enum Role {
     Reader,
 }
 
-/// Who somebody is.
+/// A listed identity.
 #[derive(Debug)]
 pub(super) struct Identity {
     pub(super) name: String,
@@ -74,22 +74,22 @@ pub(super) struct Identity {
     pub(super) quota: Quota,
 }
 
-/// What a caller has shown.
+/// Proof of identity that a caller has shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Credential {
-    /// A certificate's first DNS name.
+    /// First DNS name of a certificate.
     Certificate(String),
-    /// The hash of a token.
+    /// Hash of a token.
     Token(Sha256),
 }
 
 pub(super) type Sha256 = [u8; 32];
 
-/// All that the file has.
+/// Content of the file.
 #[derive(Debug)]
 pub(super) struct Identities {
     identities: Vec<Identity>,
-    /// Hashes of tokens, and whose they are.
+    /// Hashes of tokens, with the index of their identity.
     tokens: Vec<(Sha256, u32)>,
 }
 
@@ -122,7 +122,7 @@ impl Identity {
 }
 
 impl Entry {
-    /// Refuses keys of release 0.1, and says for each what does its work now.
+    /// Refuses keys of release 0.1, and names the replacement of each.
     fn check_retired(&self) -> Result<(), Fault> {
         let retired = [
             ("idle_limit", &self.idle_limit, IDLE_LIMIT),
@@ -146,8 +146,10 @@ impl From<Most> for Quota {
 }
 
 impl Identities {
+    /// Parses the file.
+    ///
     /// # Errors
-    /// For what is not such a file, and for names, hashes or patterns that cannot be meant.
+    /// If the file is malformed, or has invalid names, hashes or patterns.
     pub(super) fn parse(text: &str) -> Result<Identities, Fault> {
         let file: File = toml::from_str(text).map_err(|error| wrong("the file", error.message()))?;
         let (mut identities, mut tokens) = (Vec::<Identity>::new(), Vec::new());
@@ -193,8 +195,8 @@ impl Identities {
         }
     }
 
-    /// Whose token it is. All hashes are compared, whichever is right, each in a time that does not depend on where they
-    /// differ.
+    /// Returns the index of the token's identity. All hashes are compared, each in constant time, so timing reveals no
+    /// match.
     fn owner(&self, hash: &Sha256) -> Option<u32> {
         let (mut owner, mut found) = (0, Choice::from(0));
         for (known, whose) in &self.tokens {
@@ -231,10 +233,10 @@ fn parse_hash(text: &str) -> Option<Sha256> {
     Some(hash)
 }
 
-/// Whether a name is of a pattern, in which `*` stands for any characters and `?` for one.
+/// Returns whether a name matches a pattern, in which `*` stands for any characters and `?` for one.
 fn is_match(pattern: &[u8], name: &[u8]) -> bool {
     let (mut at, mut of) = (0, 0);
-    // Where the last star was, and how much of the name it has taken.
+    // Index of the last star, and of the name's bytes that it has matched.
     let mut star = None;
     while of < name.len() {
         match pattern.get(at) {
@@ -274,7 +276,7 @@ mod tests {
     fn who_shows_what_is_listed_is_found() {
         let identities = Identities::parse(TWO).unwrap();
         let name = |credential: Credential| identities.find(&credential).map(|found| found.name.as_str());
-        // That is the hash of `foo`.
+        // SHA-256 of `foo` in the file.
         assert_eq!(name(Credential::of_token(b"foo")), Some("dashboard"));
         assert_eq!(name(Credential::of_token(b"fop")), None);
         assert_eq!(name(Credential::of_token(b"")), None);

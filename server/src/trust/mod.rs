@@ -1,8 +1,8 @@
-//! Who a caller is, and what that identity may do: checked for every call, also on a connection that is open already.
+//! Authentication and authorization of callers: checked for every call, even on an open connection.
 //!
-//! With a TLS folder a caller on TCP has shown a certificate, or shows a token. Its name is looked up for each call in the
-//! identities as they are now, so that one which was taken from the file is refused at once. Whoever is admitted
-//! to the Unix socket may do everything, as this server's user may; so may everybody where nothing is encrypted.
+//! With a TLS folder a caller on TCP shows a certificate or a token. Its name is looked up in the current identities at
+//! each call, so a removed identity is refused at once. Users admitted to the Unix socket may do everything, like this
+//! server's user. Without encryption everyone may.
 
 mod audit;
 mod caller;

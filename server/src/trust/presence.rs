@@ -1,4 +1,4 @@
-//! On how many connections each identity has called.
+//! Connections of each identity, for its quota.
 
 use std::{
     collections::BTreeMap,
@@ -10,11 +10,12 @@ use longshore_wire::direct::Connection;
 
 use crate::quota::Quota;
 
-/// How many connections each identity has. One that has shown several identities, by tokens, counts for each of them.
+/// Number of connections of each identity. A connection that has shown several identities, by tokens, counts for
+/// each.
 #[derive(Default)]
 pub(super) struct Presences(Mutex<BTreeMap<String, u64>>);
 
-/// An identity on one connection, which keeps this.
+/// Guard of an identity on one connection, stored with the connection.
 struct Presence {
     among: Arc<Presences>,
     name: String,
@@ -25,14 +26,14 @@ impl Presences {
         self.lock().get(name).copied().unwrap_or_default()
     }
 
-    /// Counts the connection, unless it is counted already.
+    /// Counts the connection once for this identity.
     pub(super) fn admit(
         self: &Arc<Self>,
         connection: &Connection,
         name: &str,
         quota: &Quota,
     ) -> Result<(), Fault> {
-        // It is held meanwhile, so that two calls on one connection count it once.
+        // The lock is held meanwhile, so that two calls on one connection count it once.
         let mut kept = connection.kept();
         let here = |presence: &Presence| presence.name == name;
         if kept.iter().filter_map(|kept| kept.downcast_ref()).any(here) {

@@ -1,4 +1,4 @@
-//! Who may read the HTTP address where it has TLS: identities that have all jobs, since its pages show all of them.
+//! Readers of the HTTP address with TLS: identities that have all jobs, since its pages show all of them.
 
 use std::{io, sync::Arc};
 
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::log::Seldom;
 
-/// The identities that may read.
+/// Identities that may read.
 pub(crate) struct Readers {
     register: Arc<Register>,
     refused: Seldom,
@@ -29,16 +29,18 @@ impl Readers {
         Readers { register, refused: Seldom::default() }
     }
 
-    /// Shakes hands, with the certificate that the folder has now. It has no deadline of its own.
+    /// Performs the handshake with the folder's current certificate, without a deadline.
     ///
     /// # Errors
-    /// Where the reader leaves, speaks otherwise, or shows a certificate that is not accepted.
+    /// If the reader disconnects, does not speak TLS, or shows a certificate that is not accepted.
     pub(crate) async fn accept(&self, socket: TcpStream) -> io::Result<Reader> {
         self.register.now().pages.accept(socket).await
     }
 
+    /// Admits a reader by its token or certificate.
+    ///
     /// # Errors
-    /// `Unauthenticated` where the reader has shown no identity that is listed, and `Forbidden` where that identity does not have all jobs.
+    /// `Unauthenticated` without a listed identity, and `Forbidden` if the identity does not have all jobs.
     pub(crate) fn admit(&self, certificate: Option<&str>, headers: &HeaderMap) -> Result<(), Fault> {
         let admitted = credential(certificate, headers).and_then(|credential| {
             let who = Who::Listed { register: Arc::clone(&self.register), credential };
@@ -59,7 +61,7 @@ impl Readers {
     }
 }
 
-/// What the reader shows: a token before a certificate, as with other calls.
+/// Returns the reader's credential: a token before a certificate, as in gRPC calls.
 fn credential(certificate: Option<&str>, headers: &HeaderMap) -> Result<Credential, Fault> {
     let shown = match headers.get(AUTHORIZATION) {
         Some(value) => token(value.as_bytes()).map(|token| Credential::of_token(&token)),
@@ -71,7 +73,7 @@ fn credential(certificate: Option<&str>, headers: &HeaderMap) -> Result<Credenti
     })
 }
 
-/// The token of an Authorization header: itself, or where a browser has asked for a name and a password, the password.
+/// Returns the token of an Authorization header: a Bearer token, or the password of Basic from a browser.
 fn token(value: &[u8]) -> Option<Vec<u8>> {
     if let Some(token) = bearer(value) {
         return Some(token.to_vec());

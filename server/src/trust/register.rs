@@ -1,4 +1,4 @@
-//! The TLS folder as it is now: taken up again when its files change, while connections stay.
+//! The current TLS folder, reloaded when its files change. Open connections stay.
 
 use std::{
     fs, io,
@@ -17,22 +17,22 @@ use tokio::{
 use super::{identities::Identities, presence::Presences};
 use crate::quota::{Listed, Owners, Quota};
 
-/// How often the files are looked at. A change is taken up once two looks have found the same, since several files are
-/// seldom replaced at one instant.
+/// Interval between reads of the files. A change is taken up once two reads agree, since several files are seldom
+/// replaced at one instant.
 const LOOK: Duration = Duration::from_millis(500);
 const FILES: [&str; 4] = [CA, SERVER_CERTIFICATE, SERVER_KEY, IDENTITIES];
 
-/// A server's certificate, the authorities of its clients' certificates, and who may do what.
+/// A server's certificate, the authorities of its clients' certificates, and the identities.
 pub(crate) struct Register {
     dir: PathBuf,
     now: RwLock<Arc<Known>>,
-    /// What was found last and is not in use: files that are just being replaced, or that cannot be used.
+    /// Last contents read that are not in use: still changing, or unusable.
     seen: Mutex<Option<Seen>>,
     changes: watch::Sender<()>,
     pub(super) presences: Arc<Presences>,
 }
 
-/// What was read at one time.
+/// Contents of one read.
 pub(super) struct Known {
     contents: Contents,
     pub(super) identities: Identities,
@@ -42,16 +42,18 @@ pub(super) struct Known {
 
 struct Seen {
     contents: Contents,
-    /// It cannot be used, and that was said.
+    /// The contents are unusable, and a warning was logged.
     refused: bool,
 }
 
-/// The bytes of all files; None for one that cannot be read.
+/// Bytes of all files; None for an unreadable file.
 type Contents = Vec<Option<Vec<u8>>>;
 
 impl Register {
+    /// Reads the folder.
+    ///
     /// # Errors
-    /// Where a file is missing or cannot be used.
+    /// If a file is missing or unusable.
     pub(crate) fn open(dir: &Path) -> Result<Arc<Register>, Fault> {
         let now = RwLock::new(Arc::new(read(dir, contents(dir))?));
         Ok(Arc::new(Register {
@@ -67,15 +69,15 @@ impl Register {
         Arc::clone(&self.now.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Is told of each change from now on.
+    /// Returns a channel that signals each later change.
     pub(super) fn changes(&self) -> watch::Receiver<()> {
         self.changes.subscribe()
     }
 
-    /// Takes up changes until it is dropped, and at once on SIGHUP.
+    /// Returns a future that takes up changes until dropped, and at once on SIGHUP.
     ///
     /// # Errors
-    /// Where the signal cannot be caught.
+    /// If the signal cannot be caught.
     pub(crate) fn watch(self: &Arc<Self>) -> io::Result<impl Future<Output = ()> + Send + use<>> {
         let mut hang_up = signal(SignalKind::hangup())?;
         let register = Arc::clone(self);
@@ -86,7 +88,7 @@ impl Register {
                     () = tokio::time::sleep(LOOK) => false,
                 };
                 let register = Arc::clone(&register);
-                // Files may lie on a network's drive.
+                // Files may be on a network drive.
                 let _ = tokio::task::spawn_blocking(move || register.look(at_once)).await;
             }
         })
@@ -105,7 +107,7 @@ impl Register {
         *seen = Some(Seen { contents: found, refused });
     }
 
-    /// Returns false where it stays as it was.
+    /// Takes up the contents. Returns false if they are unusable and the old ones stay.
     fn take_up(&self, found: Contents) -> bool {
         match read(&self.dir, found) {
             Ok(known) => {

@@ -1,4 +1,4 @@
-//! What a TLS port answers to HTTP/2 that is not encrypted: HTTP/2's own error for that, since such a client cannot read TLS's.
+//! Answer of a TLS port to unencrypted HTTP/2: HTTP/2's own error, since such a client cannot read TLS alerts.
 
 use std::{io, time::Duration};
 
@@ -8,44 +8,44 @@ use tokio::{
     time::timeout,
 };
 
-/// The first byte of HTTP/2's preface, and of HTTP/1's POST. A TLS record of a handshake begins with 0x16.
+/// First byte of HTTP/2's preface, and of HTTP/1's POST. A TLS handshake record begins with 0x16.
 const FIRST_BYTE: u8 = b'P';
-/// The connection's preface (RFC 9113, 3.4), and the header of each frame behind it.
+/// Length of the connection's preface (RFC 9113, 3.4), and of each frame header behind it.
 const PREFACE_BYTES: usize = 24;
 const HEADER_BYTES: usize = 9;
-/// The type of the frame that begins a call, and the most that a frame has unless the other end was allowed more.
+/// Type of the frame that begins a call, and the default limit of a frame's length.
 const HEADERS: u8 = 1;
 const MOST_FRAME_BYTES: u64 = 16 * 1024;
-/// How long the first call is waited for. A client whose call is on its way learns why it failed; one that has not called yet would
-/// learn only that the connection is gone.
+/// Longest wait for the first call. A client with a call in flight learns why it failed. A client without a call would
+/// only see the connection close.
 const FOR_A_CALL: Duration = Duration::from_secs(1);
 const WHY: &[u8] = b"this server speaks TLS";
-/// GOAWAY's error code for it (RFC 9113, 7).
+/// GOAWAY error code INADEQUATE_SECURITY (RFC 9113, 7).
 const INADEQUATE_SECURITY: u8 = 0xc;
 
-/// Whether a connection that begins with this byte is one that is not encrypted.
+/// Returns whether a connection that begins with this byte is unencrypted.
 pub(super) fn is_unencrypted(first: u8) -> bool {
     first == FIRST_BYTE
 }
 
-/// Says so to the other end, and returns the error for the log. It goes on until the other end hangs up, or for a while: a socket that
-/// is closed with unread bytes takes back what it has sent.
+/// Sends the error to the peer, and returns the error for the log. Then reads until the peer hangs up, for at most 2 s.
+/// Closing a socket with unread bytes would discard the sent error.
 pub(super) async fn turn_away(mut socket: TcpStream) -> io::Error {
     let said = async {
         socket.write_all(&SETTINGS).await?;
-        // Without a call it is said all the same.
+        // Without a call the error is sent all the same.
         let _ = timeout(FOR_A_CALL, first_call(&mut socket)).await;
         socket.write_all(&goaway()).await?;
         socket.shutdown().await?;
         while socket.read(&mut [0; 256]).await? > 0 {}
         io::Result::Ok(())
     };
-    // How it ends says less than how it began.
+    // The outcome of sending is not logged; the first byte already tells the cause.
     let _ = timeout(2 * FOR_A_CALL, said).await;
     io::Error::new(io::ErrorKind::InvalidData, "the other end speaks without TLS")
 }
 
-/// Empty SETTINGS, with which each end of HTTP/2 begins. Some clients call only once they have come.
+/// Empty SETTINGS, which each end of HTTP/2 sends first. Some clients call only after receiving them.
 const SETTINGS: [u8; HEADER_BYTES] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
 
 fn goaway() -> Vec<u8> {

@@ -1,4 +1,4 @@
-//! Where the payload of one chunk goes, and what becomes of the chunk.
+//! Destination of a chunk's payload, and the fate of the chunk.
 
 use std::{sync::Arc, time::Instant};
 
@@ -10,14 +10,14 @@ use longshore_proto::{
 
 use crate::{jobs::JobHandle, memfd::Payload};
 
-/// Where a payload goes.
+/// Destination of a payload.
 pub(super) enum Destination {
     Slot(Arc<JobHandle>, Writing<Arc<Job>>),
-    /// The payload is not wanted. Only its own checksum is compared.
+    /// The payload is discarded. Only its checksum is compared.
     Nowhere(Fate, Crc32),
 }
 
-/// What became of a chunk that was not refused.
+/// Fate of a chunk that was not refused.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
     Stored,
@@ -27,19 +27,19 @@ pub(super) enum Fate {
 }
 
 impl Destination {
-    /// Brings in the payload, if it lies in the worker's memory.
+    /// Lends or copies a payload that lies in the worker's memory.
     pub(super) fn holding(mut self, payload: Option<Payload>, lent: bool) -> Result<Destination, Fault> {
         match (payload, &mut self) {
             (None, _) => {}
             (Some(payload), Destination::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
-            // The chunk is held already, and nothing was moved that could be damaged.
+            // The chunk is stored already, and no bytes were moved that could be damaged.
             (Some(_), Destination::Nowhere(..)) if lent => {}
             (Some(payload), place) => place.fetch(&payload),
         }
         Ok(self)
     }
 
-    /// Takes a payload that lies in the worker's memory.
+    /// Copies a payload that lies in the worker's memory.
     fn fetch(&mut self, payload: &Payload) {
         match self {
             Destination::Slot(_, writing) => writing.fetch(&mut |from, target| payload.copy(from, target)),
@@ -56,7 +56,7 @@ impl Destination {
     }
 }
 
-/// None while the slot is busy.
+/// Returns the chunk's destination, or None while the slot is busy.
 pub(super) fn place_now(
     handle: &Arc<JobHandle>,
     chunk: &ContributionChunk,
@@ -70,7 +70,7 @@ pub(super) fn place_now(
     })
 }
 
-/// `crc32` is None for a lent payload.
+/// Completes a chunk and returns its fate. `crc32` is None for a lent payload.
 pub(super) fn finish(place: Destination, crc32: Option<u32>, transport: &str) -> Result<Fate, Fault> {
     match place {
         Destination::Slot(handle, writing) => {

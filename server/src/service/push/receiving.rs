@@ -1,4 +1,5 @@
-//! Chunks on their way into their slots, on whichever task they come, and what became of each.
+//! Receipt of chunks into their slots, and their results. Runs on the connection's task for marked calls, else on the
+//! call's task.
 
 use std::{
     io, mem,
@@ -25,33 +26,31 @@ use crate::{
     trust::{Caller, note_refused_message},
 };
 
-/// How many acknowledgements go into one message. HTTP/2 peers would take many small messages for abuse, and each
-/// costs a write of 5 to 10 microseconds at both ends, against 200 for a chunk.
+/// Acknowledgements in one message. HTTP/2 peers take many small messages for abuse. Each message costs a write of 5 to
+/// 10 microseconds at both ends, against 200 for a chunk.
 pub(super) const RESULTS_BATCHED: usize = 16;
-/// How many results may wait to leave on one stream of a rank. Each takes 300 bytes, so that the 128 streams of a connection
-/// hold 10 MB.
+/// Results that may wait on one stream of a rank. Each takes 300 bytes, so the 128 streams of a connection hold 10 MB.
 const RESULTS_MOST: usize = 256;
-/// Puts chunks into their slots, on whichever task they come.
+/// Sink that puts a stream's chunks into their slots.
 pub(super) struct Receiving {
     services: Services,
-    /// It is asked about for each chunk, since a stream lasts as long as the job.
+    /// Checked for each chunk, since a stream lasts as long as the job.
     caller: Caller,
-    /// The connection, while it is a stranger's: until a rank's chunk has come on it.
+    /// The connection while it is a stranger's, until a rank's chunk has come on it.
     stranger: Option<Taps>,
-    /// The job of the last chunk, which mostly is the next one's too. It is weak, so that an idle stream keeps no job
+    /// Job of the previous chunk, usually the next one's too. The reference is weak, so an idle stream keeps no job
     /// alive.
     held: Weak<JobHandle>,
-    /// Why that job is not served any more. A worker that has nothing to send must learn of it too, since what it had
-    /// sent may be wanted again.
+    /// Fault of that job once closed. An idle worker must learn it, since gradients that it sent may be needed again.
     pub(super) closing: Option<watch::Receiver<Option<Fault>>>,
     pub(super) chunk: Option<(PushRequest, Result<Destination, Fault>)>,
     /// A chunk whose slot is busy.
     pub(super) waiting: Option<(PushRequest, Waiting)>,
-    /// A chunk that came while too many results waited to leave, and the length of its payload.
+    /// A chunk that arrived while too many results waited, and the length of its payload.
     pub(super) held_back: Option<(PushRequest, usize)>,
-    /// The last chunk that was given a slot.
+    /// The previous chunk that got a slot.
     last: Option<ContributionChunk>,
-    /// Results that are not acknowledged yet.
+    /// Results not acknowledged yet.
     pub(super) results: Vec<PushResult>,
 }
 
@@ -94,7 +93,7 @@ impl Sink for Receiving {
 
 impl MessageSink<PushRequest> for Receiving {
     fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
-        // What a peer sends who takes no answers stays on its connection.
+        // Chunks of a peer that reads no answers stay on its connection.
         let most = if self.stranger.is_some() { STRANGER_RESULTS } else { RESULTS_MOST };
         if self.results.len() >= most {
             self.held_back = Some((request, bytes));
@@ -109,7 +108,7 @@ impl MessageSink<PushRequest> for Receiving {
         let transport = if request.place.is_some() { "memfd" } else { self.services.transport };
         let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32), transport));
         self.results.push(result(request, outcome));
-        // The first result makes the task begin to count the time.
+        // The first result starts the task's timer.
         Ok(self.results.len() == 1 || self.results.len() >= RESULTS_BATCHED)
     }
 }
@@ -133,7 +132,7 @@ impl Receiving {
         }
     }
 
-    /// Finds the chunk's slot. Returns false while that is busy.
+    /// Finds the chunk's slot. Returns false while the slot is busy.
     pub(super) fn start(&mut self, request: PushRequest, bytes: usize) -> bool {
         let place = self.identify(&request, bytes).and_then(|waiting| {
             let place = place_now(&waiting.handle, &waiting.chunk)?;
@@ -188,8 +187,7 @@ impl Receiving {
         Ok(Waiting { handle, chunk, payload: Some(payload), patience })
     }
 
-    /// Checks that the micro-steps of a step ascend on a stream: two streams on which they did not might wait for
-    /// each other.
+    /// Checks that a step's micro-steps ascend on a stream. Otherwise two streams might wait for each other.
     fn check_order(&self, chunk: &ContributionChunk) -> Result<(), Fault> {
         let now = chunk.contribution;
         let ahead = |last: &ContributionChunk| {
