@@ -1,4 +1,5 @@
-//! The newest decided versions, each with the loss scale of the steps that read it.
+//! The newest decided versions, each with the loss scale of the steps that read it. The trainer, the driver and
+//! the watcher share a board.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use crate::{
     error::Result,
 };
 
-/// How many versions are kept: one being read, one decided, one delayed, and one for a slow reader of this board.
+/// Number of versions kept: one being read, one decided, one delayed, and one for a slow reader of this board.
 const KEPT: u64 = 4;
 
 pub(super) struct Board {
@@ -22,8 +23,8 @@ impl Board {
         Board { scales: watch::Sender::new(known.into_iter().collect()) }
     }
 
-    /// Notes that a version is decided, and the loss scale of steps that read it. If it was posted before, nothing
-    /// changes.
+    /// Posts a decided version, with the loss scale of the steps that read it. A version that was posted before is
+    /// unchanged.
     pub(super) fn post(&self, version: Version, loss_scale: f64) {
         self.scales.send_modify(|scales| {
             scales.entry(version).or_insert(loss_scale);
@@ -41,14 +42,14 @@ impl Board {
         self.scales.borrow().keys().next_back().copied().unwrap_or_default()
     }
 
-    /// Waits until `version` is decided, also while the job is paused, and returns its loss scale.
+    /// Waits until `version` is decided, also while the job is paused. Returns its loss scale.
     pub(super) async fn wait(&self, cluster: &Cluster, version: Version) -> Result<f64> {
         let mut scales = self.scales.subscribe();
         let known = async { scales.wait_for(|scales| scales.contains_key(&version)).await.map(|_| ()) };
         let what = format!("the decision that makes {version}");
         let known = cluster.patiently(known);
         match cluster.watched(&what, known).await {
-            // The sender is `self`, so the wait ends only with the version known.
+            // The sender is `self`, so this wait ends only with the version on the board.
             Ok(_) => Ok(self.scale(version).unwrap_or(1.0)),
             Err(Impatience::Failed(error)) => Err(error),
             Err(Impatience::Elapsed(waited)) => {

@@ -4,14 +4,15 @@ use std::{fmt, str::FromStr};
 
 use longshore_proto::{Fault, JobSpec};
 
-/// How the images that delayed steps read differ from the master weights. docs/delay.md has the measurements.
+/// The difference between the images that delayed steps read and the master weights. docs/delay.md has the
+/// measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DelayCorrection {
-    /// Images are ahead of the master weights by the known part of the next step. It is for rules with momentum: AdamW, Adam
-    /// and SGD.
+    /// Images are ahead of the master weights by the known part of the next step, for rules with momentum: AdamW,
+    /// Adam, SGD.
     #[default]
     LookAhead,
-    /// Images are the master weights.
+    /// Images equal the master weights.
     None,
 }
 

@@ -1,5 +1,5 @@
-//! Decides steps on rank 0, in order and beside the trainer: it takes gradient statistics, sends commits, and pauses
-//! the job at the smallest loss scale.
+//! Decides steps on rank 0, in order, in a task beside the trainer. The driver takes gradient statistics, sends
+//! commits, and pauses the job at the smallest loss scale.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,23 +22,23 @@ use crate::{
     session::resume_on,
 };
 
-/// How long this waits beyond the longest wait of what it waits for. So an error of the wait itself comes first: it knows best
-/// who is missing. Where there is none by then, whoever the servers wait for is named here.
+/// The driver's extra time beyond the longest wait of a task. The task's own error comes first, since it names the
+/// missing rank. Without one, the driver's error names the rank that the servers wait for.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// A step to decide.
+/// A step that awaits its decision.
 pub(super) struct StepToDecide {
     pub(super) step: Step,
-    /// The loss scale of the step's gradients.
+    /// Loss scale of the step's gradients.
     pub(super) loss_scale: f64,
-    /// The step's span, whose context goes with the commit.
+    /// The step's span. Its context goes with the commit.
     pub(super) span: Span,
     pub(super) stats: Task<Result<Collected>>,
-    /// What the trainer says once it has finished the step.
+    /// The trainer's message at the end of the step.
     pub(super) finished: oneshot::Receiver<Finished>,
 }
 
-/// What the trainer leaves of a step: its own bytes, and what charts show.
+/// The trainer's part of a commit: its own bytes, and a report for charts.
 pub(super) struct Finished {
     pub(super) trainer_state: Vec<u8>,
     pub(super) report: StepReport,
@@ -52,10 +52,10 @@ pub(super) struct Driver {
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
     pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
-    /// The parameters that the steps so far, or the state that the job was filled with, left out.
+    /// Parameters that the steps so far left out, or that the job's initial state left out.
     pub(super) left_out: Vec<LeftOut>,
-    /// A task that ends when the last commit is durable on every server. The next commit waits for it. So after a crash
-    /// of any server there is a version that all hold, and at most one step to be sent again.
+    /// Ends when the last commit is durable on every server. The next commit waits for that. So after the crash of
+    /// any server all servers have one version in common, and at most one step is sent again.
     pub(super) durable: Option<Task<Result<()>>>,
 }
 
@@ -68,7 +68,7 @@ pub(super) async fn durable_everywhere(cluster: Arc<Cluster>, version: Version) 
 }
 
 impl Driver {
-    /// Runs until the pipeline goes, or a step cannot be decided.
+    /// Runs until the pipeline is dropped, or a step cannot be decided.
     pub(super) async fn run(mut self) {
         while let Some(work) = self.work.recv().await {
             let span = work.span.clone();
@@ -124,12 +124,12 @@ impl Driver {
             },
         );
         self.gradients.committed(step);
-        // This comes last: whoever waits for this version finds all the rest done.
+        // The post comes last: a reader that waits for this version finds all the rest done.
         self.shared.board.post(step.version(), loss_scale);
         Ok(())
     }
 
-    /// Gives the scaler the loss scale of the version before, since an operator may have chosen another one.
+    /// Sets the scaler to the loss scale of the version before: an operator may have changed it.
     async fn follow(&mut self, step: Step) -> Result<()> {
         let chosen = self.shared.board.wait(&self.cluster, Version(step.0 - 1)).await?;
         if chosen != self.scaler.scale() {
@@ -164,7 +164,7 @@ impl Driver {
         let before = Version(step.0 - 1);
         let envelope = Envelope {
             scaler: self.scaler.clone(),
-            // The board knows it, since this rank decided that version or joined at it.
+            // The board has this version: this rank decided it, or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
             origins: origins.values().copied().collect(),
             trainer,
@@ -177,7 +177,7 @@ impl Driver {
             correction: self.options.correction_of(step),
             left_out: Vec::new(),
             groups: (self.options.hyper)(step),
-            // JSON has no infinity. That the norm was not finite is told by `skip`.
+            // JSON has no infinity. `skip` says that the norm was not finite.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
@@ -186,8 +186,8 @@ impl Driver {
         }
     }
 
-    /// Waits until the first server is resumed after the pause that came with a commit. Then it resumes the others, and
-    /// returns the loss scale to go on with.
+    /// Waits until server 0 is resumed after the pause of a commit, resumes the other servers, and returns the
+    /// loss scale to continue with.
     async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
         self.cluster.waits.paused(&commit.pause_reason);
         let version = commit.step.version();
@@ -199,7 +199,8 @@ impl Driver {
     }
 }
 
-/// Why a job is paused at the smallest loss scale. A smaller one would not help: a person must look, and the job waits.
+/// Returns the reason of a pause at the smallest loss scale. A smaller scale would not help: a person must look,
+/// and the job waits.
 fn at_floor(step: Step, scale: f64, tensor: &str) -> String {
     let mut reason = format!(
         "{step} overflowed at the smallest loss scale, {scale}: first in {tensor}. The step was skipped and nothing is lost. \

@@ -1,4 +1,4 @@
-//! The feeds of the step in hand and of the next step, whose weights are asked for as early as possible.
+//! Feeds of the current step and of the next step. Weights are requested as early as possible.
 
 use longshore_proto::{Step, Version};
 
@@ -13,15 +13,15 @@ use crate::{
 pub(super) struct Feeds {
     now: Option<Feed>,
     next: Option<Feed>,
-    /// How the versions that are pulled on demand are read, each from its first pull on, the oldest first.
+    /// Readings of versions that are pulled on demand, from the first pull of each on, oldest first.
     readings: Vec<Reading>,
 }
 
-/// How many versions are read at once on demand: those of the step in hand, and the next step's.
+/// The most versions read on demand at once: those of the current step, and the next step's.
 const READINGS: usize = 4;
 
 impl Feeds {
-    /// How a version is read on demand. All pulls of it share this, also those that are made before its step begins.
+    /// Returns the reading that all pulls of a version share, also pulls before its step begins.
     pub(super) fn shared_reading(&mut self, version: Version) -> Reading {
         if let Some(reading) = self.readings.iter().find(|reading| reading.version() == version) {
             return reading.clone();
@@ -33,12 +33,12 @@ impl Feeds {
         reading
     }
 
-    /// The feed of a whole version, if there is one.
+    /// Returns the feed of a whole version, if there is one.
     pub(super) fn of(&self, version: Version) -> Option<&Feed> {
         [&self.now, &self.next].into_iter().flatten().find(|feed| feed.version() == version)
     }
 
-    /// Gives up the feeds. What is pulled of their versions from now on is read as they were.
+    /// Drops the feeds. Later pulls of their versions share the feeds' readings.
     pub(super) fn clear(&mut self) {
         for feed in [self.next.take(), self.now.take()].into_iter().flatten() {
             self.readings.retain(|reading| reading.version() != feed.version());
@@ -54,8 +54,8 @@ impl Feeds {
         self.next.as_ref()
     }
 
-    /// Makes the feed of `version` the one of the step in hand. It was kept from the step before or opened ahead, or it
-    /// is opened now.
+    /// Makes the feed of `version` the current step's: the feed kept from the step before, the feed opened ahead,
+    /// or a new one.
     pub(super) fn take(&mut self, session: &Session, weights: &Weights, version: Version) -> Result<()> {
         let of = |feed: &Feed| feed.version() == version;
         if self.now.as_ref().is_some_and(of) {
@@ -69,12 +69,12 @@ impl Feeds {
         Ok(())
     }
 
-    /// Drops the step's feed unless it is of `version`, so that its memory serves the next one.
+    /// Drops the current feed unless its version is `version`, so that its memory serves the next feed.
     pub(super) fn keep_only(&mut self, version: Version) {
         self.now = self.now.take().filter(|feed| feed.version() == version);
     }
 
-    /// Starts pulling `version` for the next step: the servers hold the pull until the version is there.
+    /// Starts to pull `version` for the next step. The servers hold the pull until the version is made.
     pub(super) fn open_ahead(
         &mut self,
         session: &Session,
@@ -98,14 +98,15 @@ impl Feeds {
     }
 }
 
-/// Whether the next step's weights can come while this one's gradient is made and kept.
+/// Returns true if the next step's weights fit in the host budget beside this step's gradient.
 pub(super) fn has_room_ahead(session: &Session) -> bool {
     let spec = session.spec();
     let both = spec.image_dtype.bytes() + spec.gradient_dtype.bytes();
     session.cluster.options.host_budget.free() >= session.layout().elements() * both
 }
 
-/// Waits until no gradient is lent any more, so that its memory can be used again. If that fails, the memory is given up.
+/// Waits until no gradient is lent any more, so that its memory can be used again. After a failure that memory is
+/// given up.
 pub(super) fn await_updates(session: &Session, version: Version) {
     if !session.gradients.is_lending() {
         return;

@@ -1,5 +1,5 @@
-//! A worker's steps, one after the other. Each step's weights arrive, its gradient leaves and its decision is made in
-//! the background, as far as the schedule allows.
+//! A rank's steps, one after the other. Weights arrive, gradients leave and decisions are made in the background,
+//! as far as the schedule allows. The trainer's thread calls the pipeline.
 
 mod ahead;
 mod board;
@@ -51,32 +51,32 @@ use crate::{
     session::{Joined, Session},
 };
 
-/// The steps of one rank, from the version that it joined at. A pipeline is not shared between threads; feeds and
-/// assemblers may go to others.
+/// The steps of one rank, from the version that it joined at. A pipeline stays on its thread; feeds and assemblers
+/// may go to other threads.
 pub struct Pipeline {
     /// Declared before `session`, so that the tasks end first.
     tasks: Tasks,
     session: Session,
     options: PipelineOptions,
     shared: Arc<PipelineInner>,
-    /// The way to rank 0's driver.
+    /// Sends steps to rank 0's driver.
     work: Option<mpsc::UnboundedSender<StepToDecide>>,
-    /// The trainer's bytes in the commit of the version that this rank joined at.
+    /// Trainer bytes in the commit of the version that this rank joined at.
     resumed: Option<Vec<u8>>,
-    /// The last step finished here.
+    /// The last step that this rank finished.
     last: Step,
     current: Option<Current>,
-    /// What the meters showed when the last step was finished. What moves after that counts for the next step, also where
-    /// its weights are read before it begins.
+    /// Meter readings at the end of the last step. Later bytes count for the next step, also if its weights are
+    /// read before it begins.
     meters: Meters,
-    /// How long the last step finished here held the trainer up.
+    /// Timing of the last finished step.
     timed: Option<Timing>,
     feeds: Feeds,
-    /// Where this rank adds up the micro-steps of a step, if servers do not.
+    /// Sums of a step's micro-steps, if this rank adds them up.
     accumulator: Option<Arc<Mutex<Accumulator>>>,
 }
 
-/// Background tasks, which are ended on drop.
+/// Background tasks. Dropping the value aborts them.
 struct Tasks(Vec<AbortHandle>);
 
 impl Drop for Tasks {
@@ -86,10 +86,10 @@ impl Drop for Tasks {
 }
 
 impl Pipeline {
-    /// Continues from what `Session::join` returned, once every server trains.
+    /// Makes a pipeline that continues from the result of `Session::join`, once every server trains.
     ///
     /// # Errors
-    /// `Invalid` for options that contradict the job, or resume data of another program.
+    /// `Invalid` for options that contradict the job, or for resume data of another program.
     pub fn new(session: Session, joined: &Joined, options: PipelineOptions) -> Result<Pipeline> {
         options.validate(session.spec())?;
         let accumulator = options.accumulate.accumulator(&session)?;
@@ -120,7 +120,7 @@ impl Pipeline {
         let mut tasks = Tasks(vec![cluster.runtime.spawn(watcher.run())]);
         let work = (session.rank() == Rank(0)).then(|| {
             let (sender, work) = mpsc::unbounded_channel();
-            // What an earlier rank 0 decided last may still be on its way to a server's drives.
+            // The last decision of an earlier rank 0 may still be on its way to a server's drives.
             let durable = driver::durable_everywhere(cluster.clone(), joined);
             let driver = Driver {
                 cluster: cluster.clone(),
@@ -154,13 +154,13 @@ impl Pipeline {
         })
     }
 
-    /// The trainer's own bytes in the commit of the version that this rank joined at. They are None in a fresh job.
+    /// The trainer's own bytes in the commit of the version that this rank joined at. None in a fresh job.
     pub fn resumed(&self) -> Option<&[u8]> {
         self.resumed.as_deref()
     }
 
-    /// Starts the next step. It waits until the version that the step reads is decided, also while the job is paused,
-    /// and asks for that version's weights.
+    /// Begins the next step. Waits until the version that the step reads is decided, also while the job is paused,
+    /// and requests that version's weights.
     pub fn begin(&mut self) -> Result<StepInputs> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -200,7 +200,7 @@ impl Pipeline {
         Ok(plan)
     }
 
-    /// Tells rank 0's driver of a step, and starts collecting the step's gradient statistics.
+    /// Sends a step to rank 0's driver, and starts to collect its gradient statistics.
     fn announce(
         &self,
         plan: StepInputs,
@@ -211,13 +211,13 @@ impl Pipeline {
         let (trainer, finished) = oneshot::channel();
         let collect = stats::collect(self.session.cluster.clone(), plan.step, finished_at);
         let stats = self.cluster().runtime.spawn_joined(collect);
-        // A driver that has ended has left the session's failure, which the next call returns.
+        // A driver that has ended left the session's failure, and the next call returns it.
         let (step, loss_scale, span) = (plan.step, plan.loss_scale, span.clone());
         let _ = work.send(StepToDecide { step, loss_scale, span, stats, finished });
         Some(trainer)
     }
 
-    /// Tells the servers the loss of the step in hand, as this rank sees it, for charts. Only rank 0's is kept.
+    /// Reports the current step's loss on this rank to the servers, for charts. Only rank 0's loss is kept.
     ///
     /// # Errors
     /// `Misuse` outside a step.
@@ -226,9 +226,11 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Ends the step. `trainer_state` is what the trainer needs to resume after it; only rank 0's is kept. If the next
-    /// step reads this one's version, this waits until the step is decided. Otherwise it returns at once, and if the
-    /// decision fails, a later call returns the error.
+    /// Ends the step. `trainer_state` holds the trainer's data for a resume after this step; only rank 0's is
+    /// kept.
+    ///
+    /// If the next step reads this step's version, the call waits for the decision. Otherwise it returns at once,
+    /// and a later call returns an error of the decision.
     pub fn finish(&mut self, trainer_state: Vec<u8>) -> Result<()> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -248,7 +250,7 @@ impl Pipeline {
             true => self.await_decision(next).map(drop),
             false => Ok(()),
         });
-        // Where the wait was interrupted, too: the step is decided in any case, and then it has an outcome.
+        // An interrupted wait records this half too: the step is decided in any case, and then has an outcome.
         let meters = Meters::read(&self.session);
         let made = current.made(meters, started.elapsed());
         self.timed = Some(made.timing);
@@ -270,8 +272,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Starts pulling the version that `next` reads, if this rank has finished the step that makes it. In a delayed job
-    /// it has, even while it is still at the step before `next`.
+    /// Starts to pull the version that `next` reads, if this rank has finished the step that makes it. In a
+    /// delayed job that is so one step earlier.
     fn open_ahead(&mut self, next: Step) -> Result<()> {
         let version = self.options.schedule.reads(next);
         if version.0 <= self.last.0 {
@@ -280,8 +282,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Waits until every finished step is decided, and returns the version then reached. That does not change which
-    /// version the next step reads: the schedule alone says so.
+    /// Waits until every finished step is decided, and returns the version then reached. The version that the next
+    /// step reads depends on the schedule alone.
     pub fn drain(&mut self) -> Result<Version> {
         let version = Version(self.last.0);
         self.await_decision(version)?;
@@ -289,14 +291,13 @@ impl Pipeline {
         Ok(version)
     }
 
-    /// Drains, and waits until no crash of a server can take the version back. A server that died with the last step
-    /// may have to be sent it again, or the step may have to be made again: the latter is an error here, as it is in a
-    /// step.
+    /// Drains, and waits until no crash of a server can take the version back. A server that died with the last
+    /// step may need it again. If the step must be computed anew, this is an error, as it is within a step.
     pub fn settle(&mut self) -> Result<Version> {
         let version = self.drain()?;
         let cluster = self.cluster();
         let durable = driver::durable_everywhere(self.session.cluster.clone(), version);
-        // A server that has lost the version gets it from rank 0.
+        // A server that lost the version gets it from rank 0.
         let durable = cluster.patiently_for(|rank| rank == Rank(0), durable);
         let durable = cluster.watched("the last version to be durable", durable);
         cluster.runtime.block_on(async {
@@ -310,7 +311,7 @@ impl Pipeline {
         })
     }
 
-    /// The steps decided and finished since the last call, oldest first.
+    /// Returns the steps that were decided and finished since the last call, oldest first.
     pub fn outcomes(&mut self) -> Vec<StepOutcome> {
         self.shared.outcomes.take()
     }
@@ -320,7 +321,7 @@ impl Pipeline {
         self.shared.board.newest()
     }
 
-    /// The last step finished here.
+    /// The last step that this rank finished.
     pub fn last_step(&self) -> Step {
         self.last
     }
@@ -329,7 +330,7 @@ impl Pipeline {
         &self.session
     }
 
-    /// Settles, and gives the session back, so that the caller can leave.
+    /// Settles, and returns the session, so that the caller can leave the job.
     pub fn close(mut self) -> Result<Session> {
         let version = self.settle()?;
         feeds::await_updates(&self.session, version);
@@ -338,7 +339,7 @@ impl Pipeline {
         Ok(session)
     }
 
-    /// The loss scale of the steps that read `version`, once it is decided.
+    /// Waits until `version` is decided. Returns the loss scale of the steps that read it.
     fn await_decision(&self, version: Version) -> Result<f64> {
         self.cluster().runtime.block_on(self.shared.board.wait(self.cluster(), version))
     }

@@ -1,4 +1,4 @@
-//! How a run makes its steps: schedule, clipping, loss scale, hyperparameters, and which weights it wants when.
+//! Options of a pipeline: schedule, clipping, loss scale, hyperparameters, and the weights that it requests.
 
 use std::{
     fmt,
@@ -11,13 +11,13 @@ use longshore_proto::{Correction, Fault, Hyper, JobSpec, Step, limits::MAX_MICRO
 use super::correction::DelayCorrection;
 use crate::{error::Result, loss_scale::LossScaler, push::Accumulator, schedule::Schedule, session::Session};
 
-/// The hyperparameters of a step, one for each param group. It is called on rank 0 only.
+/// Returns the hyperparameters of a step, one set for each param group. Called on rank 0 only.
 pub type HyperOf = Arc<dyn Fn(Step) -> Vec<Hyper> + Send + Sync>;
 
-/// What `begin` has pulled, or starts to pull.
+/// The weights that `begin` requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Weights {
-    /// The whole model, in forward order: one feed for forward and backward (stage 2).
+    /// The whole model in forward order: one feed for forward and backward (stage 2).
     Whole,
     /// These flat ranges, in this order.
     Ranges(Vec<Range<u64>>),
@@ -25,18 +25,20 @@ pub enum Weights {
     OnDemand,
 }
 
-/// Where the gradients of a step's micro-steps are added up, in fp32 either way.
+/// The place where gradients of a step's micro-steps are added up, in fp32 either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accumulate {
     /// On the servers: each micro-step's gradient is a contribution, as many as the job's `micro_steps`.
     OnServers,
-    /// On each worker, in 4 bytes of host memory for each parameter that the rank contributes to. One contribution leaves: the mean over the micro-steps,
-    /// rounded to the wire's type. The job's own `micro_steps` is 1 then.
+    /// On each worker, with 4 bytes of host memory per parameter element that the rank contributes to.
+    ///
+    /// The worker sends one contribution: the mean over the micro-steps, rounded to the wire's type. The job's own
+    /// `micro_steps` is 1.
     OnWorker { micro_steps: u32 },
 }
 
 impl Accumulate {
-    /// Where the worker adds up the micro-steps of a step, if servers do not.
+    /// Returns the accumulator, if the worker adds up the micro-steps of a step.
     pub(super) fn accumulator(self, session: &Session) -> Result<Option<Arc<Mutex<Accumulator>>>> {
         let Accumulate::OnWorker { micro_steps: micro_steps @ 2.. } = self else { return Ok(None) };
         let (budget, dtype) = (&session.cluster.options.host_budget, session.spec().gradient_dtype);
@@ -44,7 +46,7 @@ impl Accumulate {
         Ok(Some(Arc::new(Mutex::new(accumulator))))
     }
 
-    /// How many micro-steps a step has here.
+    /// Number of micro-steps of a step on this rank.
     pub(super) fn micro_steps(self, spec: &JobSpec) -> u32 {
         match self {
             Accumulate::OnServers => spec.micro_steps,
@@ -80,7 +82,7 @@ pub struct PipelineOptions {
     pub clip: Option<f64>,
     /// The scaler at version 0. A resumed job continues with the scaler of its last commit.
     pub scaler: LossScaler,
-    /// The correction of the delay of a delayed schedule.
+    /// Correction of a delayed schedule's delay.
     pub correction: DelayCorrection,
     pub accumulate: Accumulate,
     pub hyper: HyperOf,
@@ -88,7 +90,7 @@ pub struct PipelineOptions {
 }
 
 impl PipelineOptions {
-    /// Options for exact steps without clipping, with the whole model.
+    /// Options for exact steps of the whole model, without clipping.
     pub fn new(
         scaler: LossScaler,
         hyper: impl Fn(Step) -> Vec<Hyper> + Send + Sync + 'static,
@@ -104,7 +106,8 @@ impl PipelineOptions {
         }
     }
 
-    /// Whether a job can be trained so. [`Pipeline::new`](super::Pipeline::new) asks this, too, but then the job is there.
+    /// Checks that a job can be trained with these options. [`Pipeline::new`](super::Pipeline::new) checks again,
+    /// but by then the job exists.
     ///
     /// # Errors
     /// `Invalid` for options that contradict each other or the job.
@@ -136,13 +139,13 @@ impl PipelineOptions {
         Ok(())
     }
 
-    /// Whether the images of the version that a step makes are corrected: if delayed steps read them.
+    /// Returns true if the images that a step makes are corrected: delayed steps read them.
     pub(super) fn corrects(&self, step: Step) -> bool {
         let is_delayed = self.schedule.reads(Step(step.0 + 1)) != step.version();
         is_delayed && !matches!(self.correction, DelayCorrection::None)
     }
 
-    /// The correction of the images that `step` makes. There is none if the next step is exact and so reads them.
+    /// Returns the correction of the images that `step` makes. An exact next step reads these images uncorrected.
     pub(super) fn correction_of(&self, step: Step) -> Correction {
         if !self.corrects(step) {
             return Correction::None;

@@ -1,4 +1,4 @@
-//! What became of each step: the trainer knows one half of it and the decision the other.
+//! Outcomes of steps. The trainer knows one half of an outcome, and the decision the other.
 
 use std::{
     collections::BTreeMap,
@@ -14,46 +14,46 @@ use crate::loss_scale;
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutcome {
     pub step: Step,
-    /// The version its gradient was computed with, at least by the first micro-steps.
+    /// The version that the gradient was computed with, at least in the first micro-steps.
     pub read: Version,
-    /// Overflow: nothing was updated.
+    /// True on overflow: nothing was updated.
     pub skip: bool,
-    /// The global gradient norm before clipping. On ranks other than 0 it is zero for a skipped step.
+    /// Global gradient norm before clipping. On ranks other than 0, zero for a skipped step.
     pub norm: f64,
-    /// It is 1 when the gradient was not clipped.
+    /// 1 if the gradient was not clipped.
     pub clip_coefficient: f64,
-    /// What this step's loss was multiplied by.
+    /// The factor of this step's loss.
     pub loss_scale: f64,
-    /// The loss scale of steps that read this step's version.
+    /// Loss scale of steps that read this step's version.
     pub loss_scale_next: f64,
-    /// The parameter and element that overflowed first, on rank 0.
+    /// The first parameter and element that overflowed, on rank 0.
     pub overflow: Option<String>,
-    /// What the loss scaler did, on rank 0.
+    /// The effect on the loss scaler, on rank 0.
     pub scaler: Option<loss_scale::Event>,
     pub timing: Timing,
 }
 
-/// Where a step held up the trainer's thread.
+/// The times that a step held up the trainer's thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timing {
     /// From `begin` to the return of `finish`.
     pub wall: Duration,
-    /// The time spent waiting for decisions that the step needs, in `begin`.
+    /// In `begin`: the wait for decisions that the step needs.
     pub begin: Duration,
-    /// The time for weights that had not arrived.
+    /// The wait for weights that had not arrived.
     pub weights: Duration,
-    /// The time in `put`, for room in the connections' queues.
+    /// In `put`: the wait for room in the connections' queues.
     pub push: Duration,
-    /// The time in `finish`, for this step's decision when the next step is exact.
+    /// In `finish`: the wait for this step's decision, if the next step is exact.
     pub commit: Duration,
-    /// The sum of the four: what offloading costs this step.
+    /// The sum of the four waits: the cost of offloading in this step.
     pub exposed: Duration,
     pub pushed_bytes: u64,
-    /// How many bytes of payload arrived during the step, whichever version they are of.
+    /// Payload bytes that arrived during the step, of any version.
     pub pulled_bytes: u64,
 }
 
-/// The decision's half.
+/// The decision's half of an outcome.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) skip: bool,
@@ -64,7 +64,7 @@ pub(super) struct Decided {
     pub(super) scaler: Option<loss_scale::Event>,
 }
 
-/// The trainer's half.
+/// The trainer's half of an outcome.
 #[derive(Clone, Debug)]
 pub(super) struct Made {
     pub(super) read: Version,
@@ -79,7 +79,7 @@ pub(super) struct Outcomes {
 
 type Halves = (Option<Decided>, Option<Made>);
 
-/// How many outcomes that nobody asks for are kept.
+/// The most outcomes kept for a trainer that does not ask for them.
 const MAX_UNREAD: usize = 10_000;
 
 impl Outcomes {
@@ -99,7 +99,7 @@ impl Outcomes {
         }
     }
 
-    /// Takes the steps that are decided and finished, oldest first.
+    /// Takes the outcomes of steps that are decided and finished, oldest first.
     pub(super) fn take(&self) -> Vec<StepOutcome> {
         let mut halves = self.halves.lock().unwrap_or_else(PoisonError::into_inner);
         let mut taken = Vec::new();

@@ -1,15 +1,16 @@
-//! What a pipeline takes from the commit of the version that its rank joined at, to go on as if nothing had happened.
+//! Data of the commit at which a rank joined, from which its pipeline continues.
 
 use longshore_proto::Version;
 
 use super::options::PipelineOptions;
 use crate::{envelope::Envelope, error::Result, loss_scale::LossScaler, session::Joined};
 
-/// Where to go on from.
+/// The state from which a pipeline continues.
 pub(super) struct Resume {
     pub(super) scaler: LossScaler,
     pub(super) scales: Vec<(Version, f64)>,
-    /// If the job is paused at the smallest loss scale: the version that waits for an operator, and its loss scale.
+    /// The version that waits for an operator, and its loss scale, if the job is paused at the smallest loss
+    /// scale.
     pub(super) floor: Option<(Version, f64)>,
     pub(super) trainer: Option<Vec<u8>>,
 }
@@ -23,7 +24,7 @@ impl Resume {
         };
         let envelope = Envelope::decode(&commit.trainer_state)?;
         let Envelope { mut scaler, previous_loss_scale, trainer, .. } = envelope;
-        // The server's scale counts, since an operator may have resumed with another one.
+        // The server's scale wins: an operator may have resumed with another scale.
         if scaler.scale() != commit.loss_scale {
             scaler.set_scale(commit.loss_scale)?;
         }

@@ -1,4 +1,4 @@
-//! The gradient statistics of a step, collected from every server while backward still runs.
+//! Collects the gradient statistics of a step from every server, while backward still runs. Rank 0 only.
 
 use std::{sync::Arc, time::Instant};
 
@@ -16,16 +16,16 @@ use crate::{
     rank::{check_not_fenced, is_undecided},
 };
 
-/// When the trainer finished the step. Statistics can be late only from then on.
+/// The time at which the trainer finished the step. Statistics can be late only from then on.
 pub(super) type Finished = watch::Receiver<Option<Instant>>;
 
-/// What a step is decided from.
+/// The basis of a step's decision.
 pub(super) struct Collected {
-    /// Every block's statistics, in the order of the flat space.
+    /// Statistics of every block, in the order of the flat space.
     pub(super) blocks: Vec<BlockStats>,
-    /// The parameters that nobody gave a gradient, in ascending order.
+    /// Parameters without a gradient from any rank, in ascending order.
     pub(super) left_out: Vec<u32>,
-    /// For each server, the origin of the gradients that they were taken of.
+    /// For each server, the origin of the gradients that its statistics describe.
     pub(super) origins: ByServer<Origin>,
 }
 
@@ -58,8 +58,8 @@ struct ShardStatistics {
 
 type ServerStatistics = Vec<ShardStatistics>;
 
-/// Collects the statistics of one server's shards. A broken stream is opened again, and the server then repeats what it
-/// has.
+/// Collects the statistics of one server's shards. A broken stream is opened again, and the server then repeats
+/// its statistics.
 async fn of_server(
     cluster: &Cluster,
     server: ServerId,
@@ -67,7 +67,7 @@ async fn of_server(
     finished: Finished,
 ) -> Result<ServerStatistics> {
     let mut owned = cluster.placement.owned(server);
-    // Nobody has a gradient of frozen shards.
+    // Frozen shards have no gradient.
     owned.retain(|&shard| !cluster.layout.is_frozen(shard));
     let mut statistics = ServerStatistics::with_capacity(owned.len());
     let mut backoff = Backoff::new();
@@ -82,8 +82,8 @@ async fn of_server(
         };
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
-            // The server has restarted, and lacks the last commit until it is sent again. If it cannot say whether
-            // the step is decided, it is asked again.
+            // The server has restarted, and lacks the last commit until it is sent again. A server that cannot say
+            // whether the step is decided is asked again.
             FaultKind::Precondition => {
                 fault.field == "step" && is_undecided(cluster, server, step).await.unwrap_or(true)
             }
@@ -91,7 +91,7 @@ async fn of_server(
         };
         let again = passes && !late;
         if !again {
-            // Somebody else decided the step, most likely a newer rank 0. A server that is gone cannot say so.
+            // Another process decided the step, most likely a newer rank 0. A dead server cannot say so.
             if let Err(fenced @ Error::Fenced(_)) = check_not_fenced(cluster, server).await {
                 return Err(fenced);
             }

@@ -1,4 +1,4 @@
-//! The step in hand: what it must do, what of it is pushed, and how long it held the trainer up.
+//! The current step: its inputs, the micro-steps pushed so far, and the time that it held the trainer up.
 
 use std::{
     sync::{
@@ -24,13 +24,13 @@ use crate::{
     session::Session,
 };
 
-/// What a step must do.
+/// The inputs of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepInputs {
     pub step: Step,
     /// The version to compute with.
     pub reads: Version,
-    /// What the loss must be multiplied by.
+    /// The factor of the loss.
     pub loss_scale: f64,
 }
 
@@ -39,25 +39,25 @@ pub(super) struct Current {
     pub(super) plan: StepInputs,
     /// Ends once the step is finished here and, on rank 0, decided.
     pub(super) span: Span,
-    /// What the pulls of the version in use have in common.
+    /// The reading that all pulls of the current version share.
     pub(super) reading: Reading,
     pub(super) started: Instant,
-    /// The time spent in `begin`.
+    /// Time spent in `begin`.
     pub(super) begin: Duration,
-    /// Which micro-steps have got their assembler.
+    /// Micro-steps that have their assembler.
     pub(super) assembled: Vec<bool>,
-    /// How many micro-steps are wholly pushed.
+    /// Number of micro-steps that are wholly pushed.
     pub(super) finished: Arc<AtomicU32>,
-    /// What the trainer says of its loss, for charts.
+    /// The loss that the trainer reported, for charts.
     pub(super) loss: Option<f64>,
     pub(super) trainer: Option<oneshot::Sender<Finished>>,
     pub(super) finished_at: watch::Sender<Option<Instant>>,
     pub(super) before: Meters,
-    /// What the meters showed at the end of the step before.
+    /// Meter readings at the end of the step before.
     pub(super) moved_before: Meters,
 }
 
-/// What the meters of pulls and of pushes show.
+/// Readings of the two meters: pulls and pushes.
 #[derive(Clone, Copy)]
 pub(super) struct Meters {
     pulls: Shown,
@@ -71,7 +71,7 @@ impl Meters {
 }
 
 impl Current {
-    /// Notes that a micro-step gets its assembler. Each gets one.
+    /// Notes that a micro-step gets its only assembler.
     pub(super) fn assemble(&mut self, micro_step: u32) -> Result<()> {
         match self.assembled.get_mut(micro_step as usize) {
             Some(assembled) if !*assembled => *assembled = true,
@@ -90,7 +90,7 @@ impl Current {
         self.finished.load(Relaxed) as usize >= self.assembled.len()
     }
 
-    /// What charts show. `before` is the timing of the step before.
+    /// Returns the report for charts. `before` is the timing of the step before.
     pub(super) fn report(&self, before: Option<Timing>) -> StepReport {
         let before = before.unwrap_or_default();
         StepReport {
@@ -100,7 +100,7 @@ impl Current {
         }
     }
 
-    /// The trainer's half of the step's outcome. `commit` is the time in `finish`.
+    /// Returns the trainer's half of the step's outcome. `commit` is the time in `finish`.
     pub(super) fn made(&self, meters: Meters, commit: Duration) -> Made {
         let (pulls, pushes) =
             (meters.pulls.since(self.before.pulls), meters.pushes.since(self.before.pushes));

@@ -1,4 +1,5 @@
-//! Listens to server 0: ranks other than 0 learn of commits by it, and all ranks learn of pauses and resumes.
+//! Listens to server 0 in a background task. Ranks other than 0 learn of commits, and all ranks learn of pauses
+//! and resumes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -27,33 +28,33 @@ pub(super) struct Watcher {
     pub(super) shared: Arc<PipelineInner>,
     /// The version that this rank joined at.
     pub(super) joined: Version,
-    /// The last step that was heard of. Only later ones are asked for.
+    /// The last step that was heard of. The watch asks for later ones.
     pub(super) seen: Step,
-    /// The newest commits that were heard of, and who decided each. A step that is decided again after a step back has
-    /// another decider.
+    /// The newest commits that were heard of, and the incarnation that decided each. A step decided again after a
+    /// step back has another decider.
     pub(super) decided: BTreeMap<Step, Incarnation>,
-    /// The version and loss scale of a commit that paused the job. The version is posted only when the job goes on,
-    /// since it may go on with another scale.
+    /// Version and loss scale of a commit that paused the job. The version is posted when the job goes on, since
+    /// an operator may change the scale.
     pub(super) floor: Option<(Version, f64)>,
-    /// What became of the step that made that version. It is told when the job goes on, with the scale that counts
-    /// then. It is None on rank 0, whose driver tells it.
+    /// Outcome of the step that made the `floor` version. The outcome is posted when the job goes on, with the
+    /// final scale. None on rank 0, whose driver posts it.
     pub(super) held: Option<Decided>,
 }
 
 impl Watcher {
-    /// Runs until the pipeline is dropped, or the session has failed: the others must not take this process for one that
-    /// will go on.
+    /// Runs until the pipeline is dropped or the session has failed. Other ranks must not take a failed process
+    /// for a live one.
     pub(super) async fn run(self) {
         let cluster = Arc::clone(&self.cluster);
         let watching = async {
             self.watch().await;
             Ok(())
         };
-        // Whoever waits is told of the failure.
+        // The session keeps the failure, and every wait ends with it.
         let _ = cluster.waits.unless_failed(watching).await;
     }
 
-    /// Opens a lost connection again and again: whoever waits has a deadline.
+    /// Opens a lost watch again and again: every wait has a deadline of its own.
     async fn watch(mut self) {
         let mut backoff = Backoff::new();
         loop {
@@ -73,7 +74,7 @@ impl Watcher {
         }
     }
 
-    /// Listens until the connection breaks. It returns Ok only if the session has failed.
+    /// Listens until the connection breaks. Returns Ok only if the session has failed.
     async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
         let after = self.seen;
         let request = WatchRequest {
@@ -100,7 +101,7 @@ impl Watcher {
         Err(tonic::Status::unavailable("the server closed the watch"))
     }
 
-    /// Catches up with a pause that began or ended while nobody listened.
+    /// Catches up with a pause that began or ended while no watch was open.
     async fn catch_up(&mut self) -> Result<()> {
         let was_paused = self.cluster.waits.is_paused();
         let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
@@ -118,8 +119,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// The loss scale after a pause. A delayed job may have decided one more step since the pause ended, and that
-    /// commit says what counted before it.
+    /// Returns the loss scale after a pause. A delayed job may have decided one more step since, whose commit
+    /// names the scale before it.
     fn scale_after_pause(&self, last: &v1::Commit) -> Result<f64> {
         let after = self.floor.is_some_and(|(version, _)| last.step == version.0 + 1);
         if after {
@@ -129,9 +130,11 @@ impl Watcher {
         }
     }
 
-    /// Skips to the newest commit. A server that restarted knows only that one. The commit also says which loss scale
-    /// the version before has, and an earlier version is never missing: a step is decided only once this rank has
-    /// pushed it, and this rank pushes it only once it knows the version that the step reads, at most two before.
+    /// Skips to the newest commit, the only one that a restarted server knows. The newest commit also names the
+    /// loss scale of the version before.
+    ///
+    /// No earlier version can be missing: a step is decided only after this rank has pushed it. This rank pushes
+    /// it only after it knows the version that the step reads, at most two before.
     async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
         let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
         let last = answer.progress.and_then(|progress| progress.last_commit);
@@ -175,7 +178,8 @@ impl Watcher {
             self.floor = Some((commit.step.version(), commit.loss_scale));
         }
         if self.cluster.options.rank == Rank(0) {
-            // This rank made the commit. Its driver may wait for the end of a pause that ended before this was heard.
+            // This rank made the commit. Its driver may wait for the end of a pause that ended before this commit
+            // was heard.
             if !paused {
                 self.shared.resumed.post(commit.step.version(), commit.loss_scale);
             }
@@ -200,7 +204,7 @@ impl Watcher {
     }
 
     fn note(&mut self, commit: &Commit) {
-        /// How many commits are remembered. A server is never more than one version behind what it had decided.
+        /// Number of commits remembered. A server is at most one version behind its own decisions.
         const KEPT: usize = 4;
         self.decided.insert(commit.step, commit.decided_by);
         while self.decided.len() > KEPT {
@@ -208,7 +212,8 @@ impl Watcher {
         }
     }
 
-    /// Compares a commit with one that was seen before. If another decision made it, this rank must start over.
+    /// Compares a commit with the one seen before for this step. Fails if another decision made it: this rank must
+    /// join again.
     fn compare(&self, commit: &Commit, earlier: Incarnation) -> Result<()> {
         if commit.decided_by == earlier {
             return Ok(());
@@ -219,15 +224,15 @@ impl Watcher {
         Err(self.cluster.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
-    /// Notes a resume. A `loss_scale` of 0 keeps the old one. Servers take another one only in a pause that came with a
-    /// decision: in any other pause it would reach the ranks at different steps.
+    /// Notes a resume. A `loss_scale` of 0 keeps the old scale. Servers accept a new scale only in a pause that
+    /// came with a decision: in any other pause ranks would apply the scale at different steps.
     fn resumed(&mut self, loss_scale: f64) {
         if let Some((version, old)) = self.floor.take() {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };
             if let Some(decided) = self.held.take() {
                 self.shared.outcomes.decided(Step(version.0), Decided { loss_scale_next: scale, ..decided });
             }
-            // A version that this process decided counts only once the driver has finished the step.
+            // Rank 0's own version counts only once the driver has finished the step.
             let decided_here = self.cluster.options.rank == Rank(0) && version > self.joined;
             let board = if decided_here { &self.shared.resumed } else { &self.shared.board };
             board.post(version, scale);
