@@ -1,4 +1,4 @@
-//! What the readers of a feed and its fetches share: what has arrived, and why more does not.
+//! State that the readers of a feed and its fetches share: arrivals, and the reasons of delays.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -20,11 +20,11 @@ pub(super) struct FeedInner {
     pub(super) pulls: Arc<Pulls>,
     pub(super) reading: Reading,
     pub(super) store: Store,
-    /// Whether somebody waits.
+    /// Set while a reader waits.
     pub(super) hurry: Arc<Hurry>,
     changed: Notify,
     failure: Mutex<Option<Error>>,
-    /// What a server said last instead of sending.
+    /// The last fault that a server sent instead of weights.
     noted: Mutex<Option<(ServerId, Fault)>>,
 }
 
@@ -67,7 +67,7 @@ impl FeedInner {
         }
     }
 
-    /// Why a wait for `segments` ended at its deadline.
+    /// Returns the error of a wait for `segments` that reached its deadline.
     pub(super) fn late(&self, segments: &[Segment], waited: Duration) -> Error {
         let cluster = &self.pulls.cluster;
         let segment = segments.iter().find(|segment| !segment.is_whole());

@@ -1,4 +1,4 @@
-//! The weights of one version as they arrive: a reader waits for a range, then reads it.
+//! The weights of one version as they arrive. A reader waits for a range, then reads it.
 
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -19,8 +19,8 @@ use crate::{
     error::{Error, Outdated, Result},
 };
 
-/// Flat ranges of one version's image that arrive in the background. Clones share the memory. With the last clone it
-/// goes back to the session's pool, and a pull that is still under way ends.
+/// Flat ranges of one version's image that arrive in the background. Clones share the memory. Dropping the last
+/// clone returns the memory to the session's pool, and ends a pull that is still under way.
 #[derive(Clone)]
 pub struct Feed {
     handle: Arc<Handle>,
@@ -43,7 +43,7 @@ impl Drop for Handle {
 /// A run of flat elements in the memory of a server of this host, and the address of its first byte.
 pub type Lent = (Range<u64>, usize);
 
-/// Where the bytes of a part of a flat range lie in the range's.
+/// Returns the byte range of `part` inside `range`. Elements are `size` bytes.
 fn of_part(range: &Range<u64>, part: &Range<u64>, size: u64) -> Range<usize> {
     ((part.start - range.start) * size) as usize..((part.end - range.start) * size) as usize
 }
@@ -66,7 +66,7 @@ impl Feed {
         });
         let version = shared.reading.version();
         let start = |(server, connection, pieces): (ServerId, usize, Pieces)| {
-            // Nothing comes of what is read where it lies, so that it needs no turn.
+            // Weights read in the server's memory use no bandwidth, so they need no turn.
             let bytes = pieces.iter().map(|(_, range)| (range.end - range.start) * dtype.bytes()).sum();
             let turn = (!in_place[server])
                 .then(|| pulls.turns(server, connection).enter(version, bytes, &shared.hurry).into());
@@ -81,7 +81,7 @@ impl Feed {
         self.handle.shared.reading.version()
     }
 
-    /// The version that these weights are of, for the gradient that is computed with them.
+    /// The reading of these weights, for the gradient that is computed with them.
     pub(crate) fn reading(&self) -> &Reading {
         &self.handle.shared.reading
     }
@@ -90,17 +90,18 @@ impl Feed {
         self.handle.shared.store.dtype
     }
 
-    /// Whether these flat elements are among those that this feed brings.
+    /// Returns true if this feed brings all of these flat elements.
     pub(crate) fn covers(&self, range: &Range<u64>) -> bool {
         range.is_empty() || self.handle.shared.store.covering(range).is_some()
     }
 
-    /// Whether servers of this host lend all of it where it lies in their memory. Then nothing comes of it before it is read.
+    /// Returns true if servers of this host lend all of this feed in their memory. Such weights are not
+    /// transferred.
     pub fn is_lent(&self) -> bool {
         self.handle.shared.store.is_lent
     }
 
-    /// Whether these flat elements are there, without waiting.
+    /// Returns true if these flat elements have arrived, without waiting.
     pub fn is_ready(&self, range: Range<u64>) -> bool {
         self.handle
             .shared
@@ -109,15 +110,17 @@ impl Feed {
             .is_some_and(|segments| segments.iter().all(Segment::is_whole))
     }
 
-    /// Blocks until these flat elements are there.
+    /// Blocks until these flat elements have arrived.
     ///
     /// # Errors
-    /// `TimedOut` naming server, shard and version; `StateLost`; `Invalid` for a range this feed does not pull.
+    /// `TimedOut` naming server, shard and version; `StateLost`; `Invalid` for a range that this feed does not
+    /// pull.
     pub fn wait(&self, range: Range<u64>) -> Result<()> {
         self.segments(&range).map(|_| ())
     }
 
-    /// Blocks until the first of these flat elements are there. Returns where what is there in a row ends.
+    /// Blocks until the first of these flat elements have arrived. Returns the end of the contiguous run that is
+    /// there.
     ///
     /// # Errors
     /// Those of [`Feed::wait`].
@@ -131,7 +134,7 @@ impl Feed {
         Ok(there.range.end.min(range.end))
     }
 
-    /// Waits, then converts these flat elements to f32. `target` holds exactly as many.
+    /// Waits for these flat elements, then converts them to f32. `target` holds exactly as many.
     pub fn read(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start))?;
         let dtype = self.dtype();
@@ -141,7 +144,7 @@ impl Feed {
         })
     }
 
-    /// Waits, then copies the bytes of these flat elements, in the feed's element type.
+    /// Waits for these flat elements, then copies their bytes, in the feed's element type.
     pub fn read_raw(&self, range: Range<u64>, target: &mut [u8]) -> Result<()> {
         let size = self.dtype().bytes();
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start) * size)?;
@@ -151,12 +154,13 @@ impl Feed {
         })
     }
 
-    /// Waits, then shows all bytes: `visit(elements from the range's start, bytes)`. Those that lie in the memory of a
-    /// server of this host are shown as copies, 16 KiB at a time, so that they stay as they are while they are looked at.
+    /// Waits, then passes all bytes to `visit(elements from the range's start, bytes)`. Bytes in a server's memory
+    /// are passed as copies of 16 KiB, so that they do not change under `visit`.
     ///
     /// # Errors
-    /// As [`Feed::wait`]; `Outdated` when a server of this host, in whose memory they lie, has overwritten them: then
-    /// what was visited is void. It does so once this rank has pushed the whole gradient of two steps later.
+    /// Those of [`Feed::wait`]; `Outdated` if a server of this host has overwritten the bytes in its memory. All
+    /// visited bytes are then void. A server does so once this rank has pushed the whole gradient of two steps
+    /// later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
         let size = self.dtype().bytes();
         self.sources(range, |at, bytes| {
@@ -164,7 +168,7 @@ impl Feed {
         })
     }
 
-    /// Does what [`Feed::pieces`] does, without copying what lies in a server's memory.
+    /// Same as [`Feed::pieces`], without copies of bytes in a server's memory.
     fn sources(&self, range: Range<u64>, mut visit: impl FnMut(u64, Source<'_, u8>)) -> Result<()> {
         for segment in self.segments(&range)? {
             let start = segment.range.start.max(range.start);
@@ -174,15 +178,16 @@ impl Feed {
         Ok(())
     }
 
-    /// The bytes of a segment that belong to a range.
+    /// Returns the byte range of a segment that belongs to a flat range.
     fn within(&self, segment: &Segment, range: &Range<u64>) -> Range<usize> {
         let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
         of_part(&segment.range, &part, self.dtype().bytes())
     }
 
-    /// Waits, then says where these flat elements lie in the memory of servers of this host: runs of them, in their order, each with
-    /// its address. None if some lie elsewhere. Whoever reads there, as a device that copies them, calls
-    /// [`Feed::check_lent`] once that is done.
+    /// Waits, then returns the runs of these flat elements in the memory of servers of this host, in order, with
+    /// addresses. None if some elements lie elsewhere.
+    ///
+    /// A reader of these addresses, such as a device that copies them, calls [`Feed::check_lent`] afterwards.
     ///
     /// # Errors
     /// Those of [`Feed::wait`].
@@ -202,10 +207,10 @@ impl Feed {
         Ok(Some(runs))
     }
 
-    /// Whether what was read at [`Feed::addresses`] of these flat elements until now counts.
+    /// Checks that reads at [`Feed::addresses`] of these flat elements until now are valid.
     ///
     /// # Errors
-    /// `Outdated` where the server has begun to overwrite them, as with [`Feed::pieces`].
+    /// `Outdated` if the server has begun to overwrite them, as with [`Feed::pieces`].
     pub fn check_lent(&self, range: Range<u64>) -> Result<()> {
         for segment in self.segments(&range)? {
             segment.read(0..0, |_| ()).map_err(|Overwritten| self.overwritten(segment.shard))?;
@@ -213,8 +218,8 @@ impl Feed {
         Ok(())
     }
 
-    /// The failure of a reader who was too late: the weights lay in the server's memory, and the server has gone on,
-    /// with what this rank or an earlier process of it had pushed.
+    /// Returns the error of a reader that was too late. The weights lay in the server's memory, and the server has
+    /// gone on with gradients of this rank, or of an earlier process of it.
     fn overwritten(&self, shard: ShardId) -> Error {
         let cluster = &self.handle.shared.pulls.cluster;
         let limit = "kept by its server";
@@ -237,7 +242,7 @@ impl Feed {
         Err(Fault::invalid("feed.target's length", given, limit, "size the target to the range").into())
     }
 
-    /// The segments of a range, if all of them are whole.
+    /// Waits until the segments of a range are whole, and returns them.
     fn segments(&self, range: &Range<u64>) -> Result<&[Segment]> {
         let shared = &self.handle.shared;
         let Some(segments) = shared.store.covering(range) else { return Err(self.foreign(range)) };
@@ -263,10 +268,10 @@ impl Feed {
     }
 }
 
-/// A connection's slices, with their flat ranges, in the order wanted.
+/// Slices of a connection, with their flat ranges, in the requested order.
 type Pieces = Vec<(Slice, Range<u64>)>;
 
-/// Deals the slices of a server over its connections in the order wanted, so that all bring the first layers.
+/// Deals the slices of a server over its connections in turn, so that every connection brings first layers first.
 fn deal(cluster: &Cluster, pieces: Pieces) -> ByServer<Vec<Pieces>> {
     let connections = cluster.options.connections;
     let mut dealt = ByServer::new(cluster.servers().len(), |_| vec![Pieces::new(); connections]);

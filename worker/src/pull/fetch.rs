@@ -1,4 +1,4 @@
-//! One connection's part of a feed: it pulls slices, checks and stores them, and asks again for what is missing.
+//! A connection's part of a feed: pulls slices, checks and stores them, and asks again for missing ones.
 
 use std::{
     io, mem,
@@ -26,23 +26,23 @@ use super::{
 };
 use crate::{cluster::Backoff, error::Shortage, memfd::Link};
 
-/// How often a damaged chunk is asked for again before it is an error: packets rot, but not three times in a row.
+/// Attempts for a damaged chunk before an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;
 
 pub(super) struct Fetch {
     pub(super) shared: Arc<FeedInner>,
     pub(super) server: ServerId,
     pub(super) connection: usize,
-    /// In the order wanted.
+    /// Slices with their flat ranges, in the requested order.
     pub(super) pieces: Vec<(Slice, Range<u64>)>,
-    /// None where nothing has to come over the connection.
+    /// None if nothing is transferred over the connection.
     pub(super) turn: Option<Arc<Turn>>,
 }
 
 impl Fetch {
-    /// Runs until everything is there, or until a failure that trying again would not mend. Transport failures and
-    /// the server's own deadline are tried again for ever: whoever waits has a deadline, and dropping the feed ends
-    /// the task.
+    /// Runs until all slices have arrived, or until a failure that another attempt would not mend. Transport
+    /// failures and the server's own deadline are retried for ever: readers have a deadline, and dropping the feed
+    /// ends the task.
     pub(super) async fn run(self) {
         let Pulls { cluster, rank, .. } = &*self.shared.pulls;
         let mut backoff = Backoff::new();
@@ -63,7 +63,7 @@ impl Fetch {
             damaged += u32::from(fault.kind == FaultKind::Corrupt);
             let again = match fault.kind {
                 FaultKind::Unavailable | FaultKind::Deadline => true,
-                // The version is too new for a server that has not heard of the last commit yet: rank 0 tells them
+                // The version is too new for a server that lacks the last commit: rank 0 sends commits to servers
                 // one by one.
                 FaultKind::Precondition if fault.field == STALE => {
                     rank.forget_link(self.server);
@@ -81,13 +81,13 @@ impl Fetch {
         }
     }
 
-    /// The ranges that have not come yet, as slices of at most one request.
+    /// Returns the missing ranges, as slices of at most one request.
     fn missing(&self) -> Vec<v1::Slice> {
         let store = &self.shared.store;
         let mut slices = Vec::new();
         for (slice, range) in &self.pieces {
             let segments = store.covering(range).unwrap_or_default();
-            // Segments fill in order, so one run from the first unfinished segment on is all that is missing.
+            // Segments fill in order, so the missing part is one run from the first unfinished segment on.
             let Some(first) = segments.iter().find(|segment| !segment.is_whole()) else { continue };
             let start = first.missing(store.dtype).start;
             let offset = slice.offset + (start - range.start);
@@ -117,7 +117,7 @@ impl Fetch {
         let intake = SharedIntake::new(landing);
         let mark = Mark::of_answer();
         let mut connection = peer.data(self.connection);
-        // Once this is dropped with the call, what still comes is discarded.
+        // Dropping the claim with the call discards later payloads.
         let _claim = connection.taps.expect(mark, Box::new(intake.clone()));
         let request = mark.put(frame::encode(&request));
         let poured = async {
@@ -127,7 +127,7 @@ impl Fetch {
         let poured = poured.await;
         let intake = intake.lock();
         *progress = intake.sink.progress;
-        // What was wrong with the messages says more than how the call ended.
+        // A fault in the messages says more than the status of the call.
         intake.fault().cloned().map_or(Ok(()), Err)?;
         poured.map_err(|status| fault_from_status(&status, &peer.address))?;
         intake.finish()?;
@@ -140,18 +140,18 @@ impl Fetch {
     }
 }
 
-/// The messages of one call, on their way into the store.
+/// Sink that stores the messages of one call.
 struct Landing {
     shared: Arc<FeedInner>,
-    /// It ends with the fetch, whoever still holds this.
+    /// Weak: the turn ends with the fetch, even while this sink is held.
     turn: Option<Weak<Turn>>,
     link: Option<Arc<Link>>,
     payload: Option<Payload>,
-    /// The call has brought something that counts.
+    /// The call has brought valid data.
     progress: bool,
 }
 
-/// A payload that is arriving. Readers see none of it before its checksum was found right.
+/// An arriving payload. Readers see it only after its checksum was verified.
 struct Payload {
     place: Cursor,
     sum: Crc32,
@@ -220,7 +220,7 @@ impl Landing {
         Ok(Payload { place, sum: Crc32::new(), crc32: head.crc32, bytes })
     }
 
-    /// The flat element at which a message's slice begins.
+    /// Returns the flat element at which a message's slice begins.
     fn flat(&self, head: &PullResponse) -> Option<u64> {
         let layout = &self.shared.pulls.cluster.layout;
         let known = head.shard < layout.shards();

@@ -1,5 +1,5 @@
-//! The way of weights: one version's image is pulled over several connections into pooled host memory, and can be
-//! read as it arrives.
+//! Pulls weights: one version's image arrives over several connections in pooled host memory, and is read as it
+//! arrives.
 
 mod arriving;
 mod feed;

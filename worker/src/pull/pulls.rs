@@ -1,4 +1,4 @@
-//! What all pulls of a session share: the servers, their memory where they share it, and host memory for what arrives.
+//! State that all pulls of a session share: the cluster, servers' image memory, and a pool of host memory.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub(crate) struct Pulls {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(crate) meter: Meter,
-    /// By connection.
+    /// Queues of turns by server and connection.
     turns: ByServer<Vec<Arc<Turns>>>,
 }
 
@@ -30,33 +30,33 @@ impl Pulls {
         Pulls { cluster, rank, pool, meter: Meter::default(), turns }
     }
 
-    /// The order of pulls over a connection.
+    /// Returns the queue of pulls of a connection.
     pub(super) fn turns(&self, server: ServerId, connection: usize) -> &Arc<Turns> {
         &self.turns[server][connection]
     }
 
-    /// The most bytes of weights that this host's memory held since the session began or [`Pulls::start_over`].
+    /// The most bytes of weights in this host's memory since the session began or [`Pulls::start_over`].
     pub(crate) fn most_held(&self) -> u64 {
         self.pool.most()
     }
 
-    /// Gives up the memory of weights that nobody reads any more.
+    /// Frees the memory of weights that have no reader any more.
     pub(crate) fn start_over(&self) {
         self.pool.empty();
     }
 
-    /// Whether all weights can be read where they lie in servers' memory, so that they take none here.
+    /// Returns true if all weights are readable in servers' memory, so that they take none here.
     pub(crate) fn are_lent(&self) -> bool {
         self.cluster.servers().all(|server| self.lends(server))
     }
 
-    /// The memory of servers of this host that weights lie in.
+    /// Memory of servers of this host that holds weights.
     pub(crate) fn image_memory(&self) -> Vec<ImageMemory> {
         let images = |server| self.rank.link(server).and_then(|link| link.images.clone());
         self.cluster.servers().filter_map(images).map(ImageMemory::new).collect()
     }
 
-    /// Whether a server's weights can be read where they lie in its memory.
+    /// Returns true if a server's weights are readable in its memory.
     pub(super) fn lends(&self, server: ServerId) -> bool {
         self.rank.link(server).is_some_and(|link| link.images.is_some())
     }

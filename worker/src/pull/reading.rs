@@ -1,4 +1,4 @@
-//! Which version is being read: its number, and which decision made it, as the servers say.
+//! The version being read: its number, and the decision that made it, as servers report.
 
 use std::sync::{
     Arc,
@@ -7,12 +7,12 @@ use std::sync::{
 
 use longshore_proto::{Fault, FaultKind, Incarnation, Reads, Version, fault::READS};
 
-/// All pulls of one step share it, and so does the gradient that is computed with what they bring. A number is given
-/// again where a step was taken back, so this sees to it that no two slices of one reading come from two decisions.
+/// Shared by all pulls of one step, and by the gradient computed with their weights. A step back reuses a
+/// version's number. So a reading makes sure that no two slices come from two decisions.
 #[derive(Clone, Debug)]
 pub(crate) struct Reading {
     version: Version,
-    /// 0 until a server has said it.
+    /// Incarnation of the decider; 0 until a server has reported it.
     decided_by: Arc<AtomicU64>,
 }
 
@@ -25,15 +25,15 @@ impl Reading {
         self.version
     }
 
-    /// What the contributions say that are computed with this version.
+    /// Returns the `reads` field of contributions that are computed with this version.
     pub(crate) fn reads(&self) -> Reads {
         Reads { version: self.version, decided_by: Incarnation(self.decided_by.load(Relaxed)) }
     }
 
-    /// Notes which decision a server says made what it sends; 0 where the server does not know.
+    /// Notes the decider that a server reports for its slices; 0 if the server does not know.
     ///
     /// # Errors
-    /// `Conflict` when another decision made what came before.
+    /// `Conflict` if another decision made the earlier slices.
     pub(super) fn found(&self, decided_by: u64) -> Result<(), Fault> {
         let first = match decided_by {
             0 => return Ok(()),

@@ -1,5 +1,5 @@
-//! The host memory of one feed: segments of at most a chunk. One fetch writes each segment, which can be read once it
-//! is whole.
+//! Host memory of one feed, in segments of at most a chunk. A single fetch writes a segment, which is readable
+//! once it is whole.
 
 use std::{
     io,
@@ -22,7 +22,7 @@ use crate::{
     error::Shortage,
 };
 
-/// The most bytes read at a time, so that their checksum is taken while they are in the core's L2 cache.
+/// The most bytes per read: their checksum is taken while they are in the core's L2 cache.
 const READ_BYTES: usize = 256 * 1024;
 
 /// A run of flat elements inside one shard.
@@ -35,16 +35,17 @@ pub(super) struct Segment {
 
 struct Filling {
     body: Body,
-    /// How many bytes were received so far, from the start.
+    /// Number of bytes received so far, from the start.
     filled: usize,
 }
 
 enum Body {
     Buffer(PooledBuffer),
-    /// Nothing yet. The weights will be found in shared memory, or a buffer is taken if they are sent after all.
+    /// Empty so far. The weights will be found in shared memory; if a server sends them after all, a buffer is
+    /// taken.
     Expected,
     InPlace(View),
-    /// The feed is gone: a fetch that has not ended yet must not keep the memory from the next feed.
+    /// The feed is gone. A fetch that still runs must not keep memory from the next feed.
     Gone,
 }
 
@@ -52,20 +53,20 @@ enum Body {
 #[derive(Clone)]
 pub(super) struct View {
     pub(super) images: Arc<Foreign>,
-    /// Where the first byte is, and the version stamp that holds 1 + the version.
+    /// Offset of the first byte, and offset of the version stamp, which holds 1 + the version.
     pub(super) at: u64,
     pub(super) stamp: u64,
     pub(super) version: Version,
 }
 
 impl View {
-    /// Whether the server has not begun to write the version after next there.
+    /// Returns true until the server begins to write the version after next there.
     pub(super) fn is_current(&self) -> bool {
         self.images.stamp(self.stamp) == self.version.0 + 1
     }
 }
 
-/// The weights were overwritten while they were read, or before.
+/// The weights were overwritten before or during the read.
 pub(super) struct Overwritten;
 
 impl Segment {
@@ -73,26 +74,26 @@ impl Segment {
         self.whole.load(Acquire)
     }
 
-    /// The flat elements still to come.
+    /// Returns the flat elements that have not arrived.
     pub(super) fn missing(&self, dtype: Dtype) -> Range<u64> {
         let filled = self.filling.read().unwrap_or_else(PoisonError::into_inner).filled as u64;
         self.range.start + filled / dtype.bytes()..self.range.end
     }
 
-    /// Whether bytes from `at` continue what has come.
+    /// Returns true if elements from `at` continue the received ones.
     fn continues(&self, at: u64, dtype: Dtype) -> bool {
         self.missing(dtype).start == at && !self.is_whole()
     }
 
-    /// Writes bytes beyond what counts as received, and takes their checksum on the way.
+    /// Writes bytes after the received ones without making them count, and updates their checksum.
     fn put(&self, start: usize, payload: &[u8], sum: &mut Crc32) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
-        // The feed is gone, and what still comes is discarded.
+        // The feed is gone: later bytes are discarded.
         let Body::Buffer(buffer) = &mut filling.body else { return };
         sum.copy(payload, &mut buffer.as_mut()[start..start + payload.len()]);
     }
 
-    /// Does what [`Segment::put`] does, with bytes that one call of `read` brings to their place.
+    /// Same as [`Segment::put`], for bytes that one call of `read` writes in place.
     fn read_from(
         &self,
         start: usize,
@@ -111,7 +112,7 @@ impl Segment {
         Ok(count)
     }
 
-    /// Makes what was put up to byte `end` count.
+    /// Makes the bytes up to `end` count as received.
     fn commit(&self, end: usize) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         filling.filled = end;
@@ -119,7 +120,7 @@ impl Segment {
         self.whole.store(whole, Release);
     }
 
-    /// Takes a buffer, because a payload comes where weights in shared memory were expected.
+    /// Takes a buffer for a payload, if weights in shared memory were expected.
     fn expect_payload(&self, pool: &BufferPool, dtype: Dtype) -> Result<(), Shortage> {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         if matches!(filling.body, Body::Expected) {
@@ -129,7 +130,7 @@ impl Segment {
         Ok(())
     }
 
-    /// Notes that the whole segment is where `view` says.
+    /// Notes that the whole segment lies at `view`.
     fn find(&self, view: View) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         if !matches!(filling.body, Body::Gone) {
@@ -138,15 +139,15 @@ impl Segment {
         }
     }
 
-    /// Where some bytes of a whole segment lie in a server's memory, if they do. Whoever reads there asks [`Segment::read`] afterwards
-    /// whether they were still these.
+    /// Returns the address of some bytes of a whole segment in a server's memory; None if they lie elsewhere. A
+    /// reader of that address calls [`Segment::read`] afterwards, to learn whether the bytes were still valid.
     pub(super) fn address(&self, within: Range<usize>) -> Option<usize> {
         let filling = self.filling.read().unwrap_or_else(PoisonError::into_inner);
         let Body::InPlace(view) = &filling.body else { return None };
         Some(view.images.address(view.at + within.start as u64, within.len() as u64))
     }
 
-    /// Hands some bytes of a whole segment to `read`, whose results are void unless this succeeds.
+    /// Passes some bytes of a whole segment to `read`. The results of `read` are void unless this succeeds.
     pub(super) fn read(
         &self,
         within: Range<usize>,
@@ -164,7 +165,7 @@ impl Segment {
                     return Err(Overwritten);
                 }
             }
-            // A reader holds the feed, and waited until the segment was whole.
+            // Unreachable: a reader holds the feed, and waited until the segment was whole.
             Body::Expected | Body::Gone => return Err(Overwritten),
         }
         Ok(())
@@ -175,12 +176,12 @@ impl Segment {
 pub(super) struct Store {
     pub(super) dtype: Dtype,
     pub(super) segments: Vec<Segment>,
-    /// Whether all of them will be found in their servers' memory.
+    /// True if all segments will be found in their servers' memory.
     pub(super) is_lent: bool,
     pool: BufferPool,
 }
 
-/// The flat ranges wanted, in their order and cut at shards, as (slice, its flat range).
+/// Cuts the requested flat ranges at shards, in order. Returns each slice with its flat range.
 pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, Range<u64>)>, Fault> {
     let mut pieces = Vec::new();
     for (index, range) in order.iter().enumerate() {
@@ -210,7 +211,8 @@ pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, R
 }
 
 impl Store {
-    /// `in_place` says whether a shard's weights will be found in its server's memory, so that they need none here.
+    /// `in_place` returns true if a shard's weights will be found in its server's memory, so that they need none
+    /// here.
     pub(super) fn new(
         dtype: Dtype,
         pieces: &[(Slice, Range<u64>)],
@@ -241,14 +243,14 @@ impl Store {
         Ok(Store { dtype, segments, is_lent, pool: pool.clone() })
     }
 
-    /// Gives all memory back.
+    /// Frees all memory.
     pub(super) fn empty(&self) {
         for segment in &self.segments {
             segment.filling.write().unwrap_or_else(PoisonError::into_inner).body = Body::Gone;
         }
     }
 
-    /// The segments that hold a flat range; None when a part of it is not in this feed.
+    /// Returns the segments that hold a flat range; None if a part of it is not in this feed.
     pub(super) fn covering(&self, range: &Range<u64>) -> Option<&[Segment]> {
         self.span(range).map(|span| &self.segments[span])
     }
@@ -265,7 +267,7 @@ impl Store {
         Some(first..last)
     }
 
-    /// Where `elements` flat elements from `at` go. None when they were not asked for, or are not next.
+    /// Returns the place of `elements` flat elements from `at`. None if they were not requested, or are not next.
     pub(super) fn place(&self, at: u64, elements: u64) -> Result<Option<Cursor>, Shortage> {
         let Some(range) = self.next(at, elements) else { return Ok(None) };
         let segments = &self.segments[range.clone()];
@@ -276,7 +278,7 @@ impl Store {
         Ok(Some(Cursor { first: range.start, index: range.start, end: range.end, at: start as usize }))
     }
 
-    /// Writes the next bytes of a payload. They are not readable yet.
+    /// Writes the next bytes of a payload. These bytes are not readable yet.
     pub(super) fn put(&self, place: &mut Cursor, mut payload: &[u8], sum: &mut Crc32) {
         while let Some((segment, room)) = self.segment(place).filter(|_| !payload.is_empty()) {
             let (now, later) = payload.split_at(payload.len().min(room));
@@ -286,7 +288,7 @@ impl Store {
         }
     }
 
-    /// Has the next bytes of a payload read to their place, at most `most`, with one call of `read`.
+    /// Reads the next bytes of a payload into place, at most `most`, with one call of `read`.
     pub(super) fn read_from(
         &self,
         place: &mut Cursor,
@@ -300,7 +302,7 @@ impl Store {
         Ok(count)
     }
 
-    /// Where the next byte goes, and how many may follow it there.
+    /// Returns the segment of the next byte, and the bytes left in it.
     fn segment(&self, place: &mut Cursor) -> Option<(&Segment, usize)> {
         while place.index < place.end {
             let segment = &self.segments[place.index];
@@ -313,7 +315,7 @@ impl Store {
         None
     }
 
-    /// Makes all that was put count.
+    /// Makes all written bytes count as received.
     pub(super) fn commit(&self, place: Cursor) {
         for segment in &self.segments[place.first..place.index] {
             segment.commit(self.bytes(segment));
@@ -327,8 +329,8 @@ impl Store {
         ((segment.range.end - segment.range.start) * self.dtype.bytes()) as usize
     }
 
-    /// Notes that `elements` flat elements from `at` are where `view` says. Returns false when they were not asked
-    /// for, are not next, or do not end with a segment.
+    /// Notes that `elements` flat elements from `at` lie at `view`. Returns false if they were not requested, are
+    /// not next, or do not end with a segment.
     pub(super) fn find(&self, at: u64, elements: u64, view: &View) -> bool {
         let Some(range) = self.next(at, elements) else { return false };
         let segments = &self.segments[range];
@@ -336,7 +338,7 @@ impl Store {
             return false;
         }
         for segment in segments {
-            // A segment that was begun in another way is found from its start on.
+            // A segment that was begun by a payload is found from its start on.
             let before = at.saturating_sub(segment.range.start) * self.dtype.bytes();
             let after = segment.range.start.saturating_sub(at) * self.dtype.bytes();
             segment.find(View { at: view.at - before + after, ..view.clone() });
@@ -344,7 +346,7 @@ impl Store {
         true
     }
 
-    /// The segments of `elements` flat elements from `at`, if these are what comes next in each of them.
+    /// Returns the segments of `elements` flat elements from `at`, if these come next in each segment.
     fn next(&self, at: u64, elements: u64) -> Option<Range<usize>> {
         let range = self.span(&(at..at.checked_add(elements)?))?;
         let segments = &self.segments[range.clone()];
@@ -355,11 +357,11 @@ impl Store {
     }
 }
 
-/// Where a message's payload goes, over one or more segments of a store.
+/// The place of a message's payload, over one or more segments of a store.
 pub(super) struct Cursor {
     first: usize,
     end: usize,
-    /// The segment being written, and the byte inside it where the next one goes.
+    /// The segment being written, and the offset of the next byte in it.
     index: usize,
     at: usize,
 }

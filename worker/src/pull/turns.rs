@@ -1,5 +1,5 @@
-//! The order in which pulls over one connection are asked for. Units that are pulled ahead are needed one after the other. If
-//! they came side by side, each would get a part of the link, and the first one would come no earlier than the last.
+//! Orders the pulls of a connection. Units pulled ahead are needed one after the other. If they arrived side by
+//! side, each would get a part of the link, and the first unit would arrive no earlier than the last.
 
 use std::{
     collections::BTreeMap,
@@ -12,13 +12,15 @@ use std::{
 use longshore_proto::Version;
 use tokio::sync::Notify;
 
-/// How much may be missing of all that comes before a pull when it is asked for: enough to keep the link busy until its first
-/// bytes come, and so little that it takes nothing from those before it. On a link of 100 MB/s whose other direction carries gradients a
-/// request takes some 40 ms, behind what its socket and the link hold of them: with 2 MiB the link stood still for 22 ms before each unit.
+/// A pull is requested when at most this many bytes of earlier pulls are missing. So the link stays busy until its
+/// first bytes arrive, and the earlier pulls lose almost nothing.
+///
+/// On a 100 MB/s link that carries gradients the other way, a request takes some 40 ms, queued behind those
+/// gradients. With 2 MiB the link stood still for 22 ms before each unit.
 const OVERLAP_BYTES: u64 = 4 << 20;
 
-/// The pulls over one connection to one server. Only those of the same weights wait for each other: a version that is still
-/// to be made keeps nobody from one that is there.
+/// Pulls over one connection to one server. Only pulls of the same version wait for each other: a version that is
+/// not made yet delays no pull of a finished one.
 #[derive(Default)]
 pub(super) struct Turns {
     waiting: Mutex<BTreeMap<u64, Waiting>>,
@@ -30,15 +32,15 @@ struct Waiting {
     missing: u64,
 }
 
-/// A pull's place in the order, until it is dropped.
+/// A pull's place in the order, held until dropped.
 pub(super) struct Turn {
     turns: Arc<Turns>,
     number: u64,
-    /// Somebody waits for what the feed brings.
+    /// Set when a reader waits for the feed.
     hurry: Arc<Hurry>,
 }
 
-/// Whether a feed's weights are needed now, whatever was asked for before it.
+/// True once a reader waits for a feed's weights: its pulls then skip the order.
 #[derive(Default)]
 pub(super) struct Hurry {
     needed: AtomicBool,
@@ -53,7 +55,7 @@ impl Hurry {
 }
 
 impl Turns {
-    /// Takes the place behind all others.
+    /// Enters a pull behind all others.
     pub(super) fn enter(self: &Arc<Self>, version: Version, bytes: u64, hurry: &Arc<Hurry>) -> Turn {
         let mut waiting = self.lock();
         let number = waiting.last_key_value().map_or(0, |(last, _)| last + 1);
@@ -61,14 +63,14 @@ impl Turns {
         Turn { turns: self.clone(), number, hurry: hurry.clone() }
     }
 
-    // Nothing under this lock can leave what it guards half changed.
+    // No code under this lock can leave the map half changed.
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Waiting>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Turn {
-    /// Returns once what comes before has come, but for the last of it; or once somebody needs what this pull brings.
+    /// Returns once earlier pulls lack at most `OVERLAP_BYTES`, or once a reader waits for this pull.
     pub(super) async fn come(&self) {
         loop {
             let (changed, hurried) = (self.turns.changed.notified(), self.hurry.changed.notified());
@@ -92,7 +94,7 @@ impl Turn {
         before.map(|(_, before)| before.missing).sum::<u64>() <= OVERLAP_BYTES
     }
 
-    /// Notes that so many bytes have come.
+    /// Notes that `bytes` have arrived.
     pub(super) fn arrived(&self, bytes: u64) {
         if let Some(mine) = self.turns.lock().get_mut(&self.number) {
             mine.missing = mine.missing.saturating_sub(bytes);
@@ -119,7 +121,7 @@ mod tests {
     const VERSION: Version = Version(3);
     const UNIT: u64 = 8 << 20;
 
-    /// Whether the turn has come, without waiting.
+    /// Returns true if the turn has come, without waiting.
     fn has_come(turn: &Turn) -> bool {
         let waker = std::task::Waker::noop();
         pin!(turn.come()).poll(&mut std::task::Context::from_waker(waker)) == Poll::Ready(())
@@ -175,7 +177,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes, the first of the pulls that are left may come: nothing waits for ever.
+        /// After any events, the first of the remaining pulls may start: no pull waits for ever.
         #[test]
         fn the_first_one_may_always_come(events in prop::collection::vec((0..4u8, 0..8usize, 0..2u64, 0..3 * UNIT), 1..60)) {
             let (turns, calm) = (Arc::new(Turns::default()), Arc::new(Hurry::default()));

@@ -1,4 +1,4 @@
-//! Where weights go, from which servers, and which of them are read in place.
+//! Places of weights: the segments they arrive in, and the segments that are read in a server's memory.
 
 use longshore_proto::{Param, Partition, limits::BLOCK_ELEMENTS};
 
