@@ -1,4 +1,4 @@
-//! Adds up the gradients of several micro-steps on the worker, so that one gradient leaves for all of them.
+//! Adds up the gradients of several micro-steps on the worker, which then sends one gradient for all of them.
 
 use std::ops::Range;
 
@@ -12,18 +12,18 @@ use crate::{
 };
 
 const SUMS: &str = "fp32 sums of the gradients of a step's micro-steps";
-/// How many elements are added at a time. Their wire bytes and their values stay in the L2 cache.
+/// Elements added at a time. Their wire bytes and their values stay in the L2 cache.
 const TILE: usize = 16 * 1024;
 
 /// The fp32 sum of each gradient element over the micro-steps so far. Each gradient is first rounded to the wire's
-/// type, as it is if servers add it up. So it does not matter whether a framework hands out 16 or 32 bits.
+/// type, as it is when servers add it up. So 16-bit and 32-bit gradients of a framework give the same result.
 pub(crate) struct Accumulator {
     dtype: Dtype,
     micro_steps: u32,
-    /// The flat ranges that the rank contributes to, in order. Their sums lie end to end.
+    /// Flat ranges that the rank contributes to, in order. Their sums lie end to end.
     ranges: Vec<Range<u64>>,
     sums: Vec<f32>,
-    /// One tile as it came, and its values.
+    /// A tile: its wire bytes, and its values.
     wire: Vec<u8>,
     values: Vec<f32>,
     _lease: Lease,
@@ -56,7 +56,7 @@ impl Accumulator {
         micro_step + 1 == self.micro_steps
     }
 
-    /// Where the sums of a flat range are. The rank contributes to it, which the caller has checked.
+    /// Returns the range of the sums of a flat range. The caller has checked that the rank contributes to it.
     fn place(&self, flat: Range<u64>) -> Range<usize> {
         let mut before = 0;
         for range in &self.ranges {
@@ -69,10 +69,11 @@ impl Accumulator {
         unreachable!("element {} is of no partition of this rank", flat.start)
     }
 
-    /// Adds a parameter that lies at `flat` in the flat space. `write` gives a range of its elements in the wire's type.
+    /// Adds a parameter's gradient to the sums at `flat`. `write` provides a range of its elements in the wire's
+    /// type.
     ///
     /// # Errors
-    /// Those of `write`; the sums are of no use then.
+    /// Those of `write`; the sums are then useless.
     pub(crate) fn add(&mut self, micro_step: u32, flat: Range<u64>, write: &mut Write<'_>) -> Result<()> {
         let width = self.dtype.bytes() as usize;
         let place = self.place(flat);
@@ -92,13 +93,13 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Whether nothing was added so far that would change the sum of an element of the flat space.
+    /// Returns true if no gradient was added so far to an element: its sum is still -0.
     pub(crate) fn is_nothing_at(&self, element: u64) -> bool {
         self.sums[self.place(element..element + 1).start].to_bits() == (-0.0f32).to_bits()
     }
 
-    /// Turns elements of the last micro-step, which begin at element `first` of the flat space, into the mean over all
-    /// micro-steps.
+    /// Turns elements of the last micro-step into the mean over all micro-steps. `first` is their first element in
+    /// the flat space.
     pub(crate) fn finish(&mut self, first: u64, wire: &mut [u8]) {
         let width = self.dtype.bytes() as usize;
         let share = 1.0 / self.micro_steps as f32;
@@ -118,7 +119,7 @@ fn add(sums: &mut [f32], values: &[f32]) {
     }
 }
 
-/// Makes `values` the mean of themselves and of what `sums` holds.
+/// Replaces `values` by the mean of themselves and the sums.
 fn mean(values: &mut [f32], sums: &[f32], share: f32) {
     for (value, sum) in values.iter_mut().zip(sums) {
         *value = (sum + *value) * share;
@@ -164,7 +165,7 @@ mod tests {
         assert_eq!(budget.used(), own * 4);
         assert!(own < layout.elements(), "the other rank's partitions take no room");
         let places = [1, 3].map(|param| layout.param_range(param));
-        // Twice, so that nothing of the first step is left in the second.
+        // Two steps: the second must not contain sums of the first.
         for _ in 0..2 {
             for micro_step in 0..2 {
                 assert!(!accumulator.is_last(micro_step));

@@ -1,5 +1,5 @@
-//! Takes the gradients of one micro-step in any order, and cuts them into chunks, which leave as soon as they are
-//! complete.
+//! Assembles the gradients of one micro-step, put in any order, into chunks. A complete chunk leaves at once.
+//! Trainers put gradients from their own thread.
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ use crate::{
     pull::Feed,
 };
 
-/// What says how chunks are cut, and the pool of their buffers. It is the same for all micro-steps.
+/// The layout of chunks, and the pool of their buffers. The same for all micro-steps.
 pub(crate) struct ChunkSource<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) layout: &'a Layout,
@@ -29,7 +29,7 @@ pub(crate) struct ChunkSource<'a> {
 }
 
 impl ChunkSource<'_> {
-    /// How many parameter elements a chunk has; the rest is padding.
+    /// Returns the number of parameter elements of a chunk; the rest is padding.
     fn expected(&self, start: u64, end: u64) -> u64 {
         let params = self.spec.params.len();
         let mut param = first_at_or_after(self.layout, params, start);
@@ -45,7 +45,7 @@ impl ChunkSource<'_> {
         expected
     }
 
-    /// Writes zeros to the padding of a chunk. To write all of it would cost as much as the copy of the gradient.
+    /// Zeroes the padding of a chunk alone. Zeroing the whole chunk would cost as much as copying the gradient.
     fn clear_padding(&self, chunk: Range<u64>, bytes: &mut [u8]) {
         let width = self.spec.gradient_dtype.bytes();
         let mut clear = |padding: Range<u64>| {
@@ -66,7 +66,7 @@ impl ChunkSource<'_> {
     }
 }
 
-/// The first parameter that ends after a flat element.
+/// Returns the first parameter that ends after a flat element.
 fn first_at_or_after(layout: &Layout, params: usize, element: u64) -> usize {
     let (mut low, mut high) = (0, params);
     while low < high {
@@ -79,21 +79,21 @@ fn first_at_or_after(layout: &Layout, params: usize, element: u64) -> usize {
 /// A chunk being filled.
 struct Open {
     buffer: PooledBuffer,
-    /// How many parameter elements are still to come.
+    /// Number of parameter elements that are not put yet.
     missing: u64,
 }
 
-/// Collects one micro-step of the partitions that this rank contributes to. A chunk is complete when every parameter
-/// element in it has been put. Padding is zero.
+/// Collects one micro-step of the partitions that this rank contributes to. A chunk is complete when all its
+/// parameter elements have been put. Padding is zero.
 pub(crate) struct Collector {
     pub(crate) step: Step,
     pub(crate) micro_step: MicroStep,
     open: HashMap<(ShardId, ChunkId), Open>,
     rank: Rank,
-    /// By parameter: whether its gradient is to come. It is None where the rank does not contribute.
+    /// By parameter: true until its gradient is put. None if the rank does not contribute.
     awaited: Vec<Option<bool>>,
     left: usize,
-    /// By shard: how its gradient leaves.
+    /// By shard: the way its gradient leaves.
     ways: Vec<Way>,
 }
 
@@ -111,7 +111,8 @@ impl Collector {
         Collector { step, micro_step, open: HashMap::new(), rank, awaited, left, ways }
     }
 
-    /// Has `write` fill in a parameter's gradient, which has so many `elements`, and hands complete chunks to `outbox`.
+    /// Puts the gradient of a parameter with `elements` elements, which `write` fills in. Complete chunks go to
+    /// `outbox`.
     ///
     /// # Errors
     /// Those of `write` and of `outbox`; `Gradient`, and then nothing was put.
@@ -153,7 +154,7 @@ impl Collector {
         Ok(())
     }
 
-    /// How many elements of a shard leave together.
+    /// Returns the number of elements of a shard that leave together.
     fn unit(&self, plan: &ChunkSource<'_>, shard: ShardId) -> u64 {
         match self.ways[shard.index()] {
             Way::Chunks => CHUNK_BYTES as u64 / plan.spec.gradient_dtype.bytes(),
@@ -181,7 +182,7 @@ impl Collector {
         }
     }
 
-    /// Writes the elements that lie in one chunk. Returns the chunk when it is complete.
+    /// Writes the elements of one chunk. Returns the chunk once it is complete.
     fn fill(
         &mut self,
         plan: &ChunkSource<'_>,
@@ -213,8 +214,8 @@ impl Collector {
         Ok(complete.map(|open| (key, payload(open.buffer))))
     }
 
-    /// Fails unless every parameter of the rank's partitions was put. If all were put, every chunk has left: padding is never
-    /// as long as a chunk, so each chunk holds an element of some parameter.
+    /// Fails unless every parameter of the rank's partitions was put. Then every chunk has left: padding is
+    /// shorter than a chunk, so each chunk holds an element of some parameter.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
         match self.awaited.iter().position(|&awaited| awaited == Some(true)) {
             Some(first) => {
@@ -237,18 +238,18 @@ fn begin(plan: &ChunkSource<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> R
     Ok(Open { buffer, missing })
 }
 
-/// The gradient of one (step, micro-step), on its way to the shards' owners.
+/// Takes the gradient of one (step, micro-step), and sends it to the shards' owners.
 #[must_use = "call `finish` after the last `put`"]
 pub struct Assembler {
     collector: Collector,
     outbox: Outbox,
-    /// The weights that backward computes with, until this has seen all of them.
+    /// The weights that backward computes with, until all of them have arrived.
     feed: Option<Feed>,
     sums: Option<Sums>,
 }
 
-/// What a micro-step needs if the worker adds up the micro-steps. Its gradient is added to the sums. The last
-/// micro-step sends the mean instead.
+/// Data of a micro-step whose sum the worker makes. Its gradient is added to the sums; the last micro-step sends
+/// the mean.
 pub(crate) struct Sums {
     pub(crate) accumulator: Arc<Mutex<Accumulator>>,
     pub(crate) micro_step: u32,
@@ -264,9 +265,9 @@ impl Assembler {
         Assembler { collector, outbox, feed, sums }
     }
 
-    /// Takes back what was lent for the step that made these weights, and for steps before it, once all the weights are
-    /// here: servers do not read it any more. Mostly that is so when the first gradient comes, which then gets this
-    /// memory.
+    /// Takes lent gradients back once all weights of this feed are here: servers no longer read the gradients of
+    /// the step that made these weights, nor earlier ones. Mostly that is so at the first `put`, whose gradient
+    /// then gets this memory.
     fn take_back(&mut self) {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();
@@ -275,12 +276,12 @@ impl Assembler {
         }
     }
 
-    /// Takes the gradient of parameter `param`, already multiplied by the step's loss scale. Parameters may come in
-    /// any order, each once. Blocks when the connections are behind.
+    /// Takes the gradient of parameter `param`, already multiplied by the step's loss scale. Parameters come in
+    /// any order, each once. Blocks while the connections are behind.
     ///
     /// # Errors
-    /// `Gradient` for a wrong length, a second put or an unknown parameter; `Shortage` when the host budget is used up;
-    /// the session's failure, if there is one.
+    /// `Gradient` for a wrong length, a second put or an unknown parameter; `Shortage` if the host budget is used
+    /// up; the session's failure, if there is one.
     pub fn put(&mut self, param: usize, gradient: &[f32]) -> Result<()> {
         let dtype = self.outbox.gradients().cluster.spec().gradient_dtype;
         self.put_with(param, gradient.len() as u64, &mut |range, target| {
@@ -288,9 +289,9 @@ impl Assembler {
         })
     }
 
-    /// Does what [`Assembler::put`] does, but `write` puts the gradient straight into the memory that it is sent from,
-    /// as a device's copy can. `write` gets a range of the `elements` and the memory for them, in the job's gradient
-    /// type. Where it writes nothing, old bytes stay.
+    /// Same as [`Assembler::put`], but `write` fills the memory that is sent, as a device's copy can. `write` gets
+    /// a range of the `elements` and their memory, in the job's gradient type. Memory that `write` skips keeps old
+    /// bytes.
     ///
     /// # Errors
     /// Those of [`Assembler::put`].
@@ -306,8 +307,8 @@ impl Assembler {
         })
     }
 
-    /// Does what [`Assembler::put_with`] does with a `write` that may fail, as a device may. The micro-step cannot go on after that:
-    /// some of the gradient has left.
+    /// Same as [`Assembler::put_with`], with a `write` that may fail, as a device's copy may. After a failure the
+    /// micro-step cannot go on: a part of the gradient has left.
     ///
     /// # Errors
     /// Those of `write`, and of [`Assembler::put`].
@@ -323,8 +324,9 @@ impl Assembler {
         })
     }
 
-    /// Says that parameter `param` got no gradient in this micro-step. A job that leaves such parameters out does so in a
-    /// step in which no rank and no micro-step has one for it. In any other job zeros count.
+    /// Notes that parameter `param` got no gradient in this micro-step. A job with `leave_out` leaves the
+    /// parameter out of a step in which no rank and no micro-step has a gradient for it. Any other job counts
+    /// zeros.
     ///
     /// # Errors
     /// Those of [`Assembler::put`].
@@ -363,7 +365,7 @@ impl Assembler {
                 let nothing = begins && sums.is_nothing_at(first) && nothing::is_at(dtype, target);
                 sums.finish(first, target);
                 if begins && !nothing {
-                    // A mean may vanish.
+                    // A mean of gradients may be -0, which would read as no gradient.
                     nothing::deny(dtype, target);
                 }
                 Ok(())
@@ -374,7 +376,7 @@ impl Assembler {
         sums.add(*micro_step, place, write)
     }
 
-    /// Whether the micro-step can end.
+    /// Checks that the micro-step can end.
     ///
     /// # Errors
     /// `Gradient` naming the first parameter without a gradient.

@@ -22,7 +22,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
     }
 }
 
-/// Distinct values, some of which overflow f16.
+/// Distinct values, of which some overflow f16.
 fn gradient(param: usize, elements: u64) -> Vec<f32> {
     (0..elements).map(|index| (param as f32 + 1.0) * 0.37 * (index as f32 - 1000.0)).collect()
 }
@@ -51,7 +51,7 @@ fn naive(spec: &JobSpec, layout: &Layout) -> Chunks {
     chunks
 }
 
-/// The bytes that leave, with lent gradients cut into chunks.
+/// Returns the bytes that leave, with lent gradients cut into chunks.
 fn assemble(spec: &JobSpec, layout: &Layout, pool: &BufferPool, order: &[usize], ways: &[Way]) -> Chunks {
     let plan = ChunkSource { spec, layout, pool };
     let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (spec, layout), ways.to_vec());
@@ -92,7 +92,7 @@ proptest! {
         let spec = spec(&sizes, shard_blocks, dtype);
         let layout = spec.validate().unwrap();
         let pool = BufferPool::new(Budget::unlimited("test"), "test");
-        // The buffers are dirty, so that padding must be zeroed.
+        // Dirty buffers, so that unzeroed padding shows.
         for shard in 0..layout.shards() {
             let whole = layout.shard_len(ShardId(shard)) * dtype.bytes();
             pool.take(whole as usize).unwrap().as_mut().fill(0xAB);
@@ -133,7 +133,7 @@ fn wrong_puts_are_refused_by_name() {
     assert_eq!(put(1, 200), (None, Ok(())));
 }
 
-/// What a device could not copy does not leave.
+/// A gradient that a device could not copy does not leave.
 #[test]
 fn a_chunk_whose_writing_failed_does_not_leave() {
     let spec = spec(&[100], 1, Dtype::Bf16);

@@ -1,5 +1,4 @@
-//! This rank's gradients: the memory they are put into, the chunks that are retained until no server can need them, and
-//! the queues of the lanes that they leave over.
+//! This rank's gradients: the pool of their memory, the retained chunks, and the queues of the lanes.
 
 use std::sync::{Arc, OnceLock};
 
@@ -17,12 +16,12 @@ use crate::{
 
 const RETAINED: &str = "gradients retained until their step is committed";
 
-/// How a shard's gradient leaves.
+/// The way of a shard's gradient to its server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// It leaves chunk by chunk, as chunks are complete.
+    /// In chunks, each sent once it is complete.
     Chunks,
-    /// It is lent: it leaves all at once, and its server uses it where it lies.
+    /// Lent as a whole: the server reads it in this process's memory.
     Lent,
 }
 
@@ -31,7 +30,7 @@ pub(crate) struct Gradients {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(super) retained: Retained,
-    /// It is empty until the rank has joined.
+    /// Empty until the rank has joined.
     pub(super) queues: OnceLock<Queues>,
     pub(crate) meter: Meter,
 }
@@ -47,12 +46,12 @@ impl Gradients {
         Gradients { cluster, rank, pool, retained, queues, meter }
     }
 
-    /// Memory for a chunk. Servers of this host may read it, if the transport allows that.
+    /// Takes memory for a chunk. Servers of this host can read it, if the transport allows.
     pub(crate) fn buffer(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
         self.pool.take(bytes)
     }
 
-    /// The memory of these buffers, for a device that copies gradients into it; None where no server may read it.
+    /// Memory of these buffers, for a device that copies gradients into it; None if no server may read it.
     pub(crate) fn memory(&self) -> Option<GradientMemory> {
         self.pool.kept()
     }
@@ -61,8 +60,8 @@ impl Gradients {
         self.queues.get().ok_or(Misuse("join before pushing"))
     }
 
-    /// How each shard's gradient leaves. It is lent to a server of this host, if this rank pulls all weights: by these
-    /// it sees when the server has done its updates and reads the gradient no more.
+    /// Returns each shard's way. A gradient is lent to a server of this host if this rank pulls all weights. By
+    /// those weights the rank sees that the server's updates are done, and that the gradient is read no more.
     pub(crate) fn ways(&self, sees_all_weights: bool) -> Vec<Way> {
         let cluster = &self.cluster;
         let lends = |server| sees_all_weights && self.rank.link(server).is_some();
@@ -71,10 +70,11 @@ impl Gradients {
         (0..cluster.layout.shards()).map(|shard| by_server[cluster.owner(ShardId(shard))]).collect()
     }
 
-    /// Frees the gradients that no server can need any more, now that `step` is committed. The gradients of `step`
-    /// itself are kept in two cases. With tier `nvme` a server may come back one version behind, since a step is
-    /// committed once the one before is durable everywhere. And a rank other than 0 hears of a commit from one server,
-    /// while another server may not have it yet.
+    /// Frees the gradients that no server can need, now that `step` is committed.
+    ///
+    /// The gradients of `step` itself stay in two cases. An `nvme` server may come back one version behind, since
+    /// a step is committed once the one before is durable everywhere. And a rank other than 0 hears of a commit
+    /// from one server, while another server may lack it.
     pub(crate) fn committed(&self, step: Step) {
         let cluster = &self.cluster;
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;
@@ -82,18 +82,18 @@ impl Gradients {
         self.retained.release(Step(step.0.saturating_sub(lag)));
     }
 
-    /// All weights of the version that `step` made were seen. So its updates and earlier ones are done, and no server
-    /// reads what was lent for them.
+    /// Notes that all weights made by `step` were seen. The updates up to `step` are done, and no server reads the
+    /// gradients lent for them.
     pub(crate) fn updated(&self, step: Step) {
         self.retained.updated(step);
     }
 
-    /// Whether servers may be reading gradients here.
+    /// Returns true if servers may be reading gradients in this process.
     pub(crate) fn is_lending(&self) -> bool {
         self.retained.is_lending()
     }
 
-    /// How many chunks no server has acknowledged yet.
+    /// Number of chunks that no server has acknowledged yet.
     pub(crate) fn unacknowledged(&self) -> usize {
         self.retained.unacknowledged()
     }

@@ -1,9 +1,9 @@
-//! Names for a chunk of a rank's gradients and for the connection that it leaves over.
+//! Keys of a rank's gradient chunks, and of the connections that carry them.
 
 use longshore_proto::{ChunkId, MicroStep, ServerId, ShardId, Step};
 use longshore_wire::v1::PushResult;
 
-/// Names a chunk of this rank.
+/// Key of a chunk of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkKey {
     pub step: Step,

@@ -1,5 +1,5 @@
-//! One data connection's push stream. It sends queued chunks, takes acknowledgements, and after a break finds out
-//! what the server still knows before it sends again.
+//! The push stream of one data connection, as a background task. A lane sends queued chunks and takes
+//! acknowledgements. After a break it first asks what the server still has, and then sends again.
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
@@ -26,10 +26,10 @@ use crate::{
     rank::recover,
 };
 
-/// How many requests are handed to the transport ahead of its own window: one being framed, one ready.
+/// Requests given to the transport ahead of its own window: one being framed, one ready.
 const READY_REQUESTS: usize = 2;
 
-/// Opens every lane. This is called once, after the rank has joined.
+/// Opens every lane. Called once, after the rank has joined.
 pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
     let cluster = &gradients.cluster;
     gradients.queues.get_or_init(|| {
@@ -48,11 +48,11 @@ struct Lane {
     queue: mpsc::Receiver<ChunkKey>,
 }
 
-/// How one stream ended.
+/// The end of a stream.
 enum End {
     /// The session is over.
     Closed,
-    /// The transport failed, or a refusal passes, and everything goes out again.
+    /// The transport failed, or a refusal passes: all sent chunks go out again.
     Broken(Fault),
     Failed(Error),
 }
@@ -76,8 +76,8 @@ impl Lane {
             if answered {
                 backoff.reset();
             }
-            // A healthy server says nothing on a lane over which nothing was sent. So the lane counts as broken only
-            // while the server owes it an answer.
+            // A healthy server is silent on a lane without chunks. So the lane counts as broken only while its
+            // server owes an answer.
             if answered || !retained.owes(self.id) {
                 broken = None;
             }
@@ -96,14 +96,14 @@ impl Lane {
             }
             let begun = Instant::now();
             let recovered = recover(cluster, rank, server).await;
-            // That has a deadline of its own: the server may have had all of its state to read.
+            // `recover` has a deadline of its own: the server may have had all of its state to read.
             broken = Some(since + begun.elapsed());
             match recovered {
                 Ok(()) => {}
                 // No step was made yet, so no state is lost. Rank 0 opens the job again and uploads the weights.
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}
-                // The server was called for as long as a push may wait, so the error is reported as that of the push,
-                // with its step.
+                // `recover` called the server for as long as a push may wait, so the error is a push's, with its
+                // step.
                 Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
                     let step = Some(Step(retained.newest()));
                     return cluster.waits.fail(cluster.explain(server, "Push", step, failed.fault));
@@ -114,7 +114,7 @@ impl Lane {
         }
     }
 
-    /// Makes the link again if it broke. Without a link payloads go inline, so a failure only makes them slower.
+    /// Makes a broken link again. Without a link payloads go inline, so a failure only costs speed.
     async fn relink(&self) {
         let Gradients { cluster, rank, .. } = &*self.gradients;
         if let Err(fault) = rank.relink(cluster, self.id.server).await {
@@ -122,13 +122,13 @@ impl Lane {
         }
     }
 
-    /// Runs one stream to its end. Sending and receiving go on together from the first message, since a server need
-    /// not answer before it has one.
+    /// Runs one stream to its end. Sending and receiving start together, since a server need not answer before the
+    /// first message.
     async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
         let (gradients, id) = (self.gradients.clone(), self.id);
         let queue = &mut self.queue;
-        // Over a link the stream carries no payload, so it needs no mark.
+        // With a link the stream carries no payload, so it needs no mark.
         let mut mark = gradients.rank.link(id.server).is_none().then(Mark::of_request);
         let send = async {
             for key in resend {
@@ -147,7 +147,8 @@ impl Lane {
     }
 }
 
-/// Hands a chunk to the transport, unless its step has been committed meanwhile. The first one takes the stream's mark.
+/// Passes a chunk to the transport, unless its step has been committed meanwhile. The first message carries the
+/// stream's mark.
 async fn offer(
     gradients: &Gradients,
     server: ServerId,
@@ -180,17 +181,16 @@ async fn offer(
             None => message,
         };
         if ready.send(Ok(message)).await.is_err() {
-            // The call has ended, and the receiving side is about to say why.
+            // The call has ended; the receiving side returns the reason.
             std::future::pending::<()>().await;
         }
     };
-    // A payload that the server cannot read where it lies goes out from the retained bytes themselves: they are not
-    // copied before the socket.
+    // Inline payloads are sent from the retained bytes, without a copy before the socket.
     let bytes = &chunk.payload.bytes;
     if place.is_some() {
         send(frame::encode(&head(key.chunk.0, chunk.crc32, place))).await;
     } else if chunk.is_lent() {
-        // The gradient was lent over a link that is gone now, so it goes in chunks.
+        // The gradient was lent over a link that is gone, so it goes in chunks.
         for (index, start) in (0..bytes.len()).step_by(CHUNK_BYTES).enumerate() {
             let part = bytes.slice(start..bytes.len().min(start + CHUNK_BYTES));
             send(frame::encode_with(&head(index as u32, crc32(&part), None), part)).await;
@@ -200,7 +200,7 @@ async fn offer(
     }
 }
 
-/// The place where the server can read a payload. It is None if the payload must be sent.
+/// Returns the place where the server can read a payload; None if the payload must be sent.
 async fn place(gradients: &Gradients, server: ServerId, chunk: &Chunk) -> Option<MemfdPlace> {
     let (extent, offset) = chunk.payload.place.as_ref()?;
     let link = gradients.rank.link(server)?;
@@ -236,7 +236,7 @@ async fn receive(
                 Err(status) => return ended(cluster, server, &status),
             }
         };
-        // Settling a refusal may mean to wait for the server. If the server dies meanwhile, the wait must end.
+        // Settling a refusal may wait for the server. If the server dies meanwhile, the wait must end.
         let broken = async {
             loop {
                 if let Err(status) = more(&mut answers, &mut results).await {
@@ -256,7 +256,7 @@ async fn receive(
     }
 }
 
-/// Takes the next results as they come.
+/// Receives the next results.
 async fn more(
     answers: &mut Incoming<PushResponse>,
     results: &mut VecDeque<PushResult>,
@@ -277,7 +277,7 @@ fn ended(cluster: &Cluster, server: ServerId, status: &Status) -> End {
     }
 }
 
-/// Does what the server's result for one chunk asks for.
+/// Acts on the server's result for one chunk.
 async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> Result<(), End> {
     let Gradients { cluster, retained, .. } = gradients;
     let key = ChunkKey::from(&result);
@@ -287,7 +287,7 @@ async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> 
         return Ok(());
     };
     if !retained.contains(&key) {
-        // It was sent again just as its step was committed.
+        // The chunk was sent again just as its step was committed.
         return Ok(());
     }
     match refusal::judge(gradients, server, key, fault_from_wire(refusal)).await {

@@ -1,5 +1,5 @@
-//! Sends gradients: they are assembled into chunks, retained until their step is committed, and sent over several
-//! connections to each server.
+//! Sends gradients: assembles them into chunks, retains the chunks until their step is committed, and sends them
+//! over several connections to each server.
 
 mod accumulator;
 mod assembler;
@@ -25,6 +25,6 @@ pub(crate) use retained::Payload;
 
 use crate::error::Result;
 
-/// Puts a range of a gradient's elements into the memory for them, in the wire's type. Where it fails, the chunk that they are in
-/// does not leave.
+/// Writes a range of a gradient's elements into the given memory, in the wire's type. After a failure the chunk of
+/// these elements does not leave.
 pub type Write<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;

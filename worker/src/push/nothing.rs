@@ -1,24 +1,24 @@
-//! What is sent of a parameter that got no gradient, in a job that leaves such parameters out: -0 in every element, which
-//! changes nothing where it is added. A sum that begins with -0 has no other parts.
+//! The wire form of a parameter without a gradient, in a job that leaves such parameters out: -0 in every element.
+//! Adding -0 changes nothing, and only a sum of -0 alone begins with -0.
 
 use longshore_proto::Dtype;
 
-/// The last byte of a -0 in every type of the wire; the others are 0.
+/// The last byte of -0 in every wire type; the others are 0.
 const SIGN: u8 = 0x80;
 
-/// Writes it.
+/// Fills `target` with -0.
 pub(super) fn fill(dtype: Dtype, target: &mut [u8]) {
     target.fill(0);
     target.chunks_exact_mut(dtype.bytes() as usize).for_each(sign);
 }
 
-/// Whether a gradient begins as it does.
+/// Returns true if a gradient begins with -0.
 pub(super) fn is_at(dtype: Dtype, gradient: &[u8]) -> bool {
     let first = &gradient[..dtype.bytes() as usize];
     first.split_last().is_some_and(|(&last, others)| last == SIGN && others.iter().all(|&byte| byte == 0))
 }
 
-/// Has a gradient begin otherwise, if it is a gradient: +0 says as much to any rule.
+/// Replaces a leading -0 of a real gradient by +0, which means the same to any rule.
 pub(super) fn deny(dtype: Dtype, gradient: &mut [u8]) {
     if is_at(dtype, gradient) {
         gradient[..dtype.bytes() as usize].fill(0);

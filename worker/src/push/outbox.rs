@@ -1,5 +1,4 @@
-//! Takes complete chunks: it retains each, and queues it for one of the owner's connections. If that queue is full, the
-//! caller waits.
+//! Retains complete chunks, and queues each for one of its owner's connections. A full queue blocks the caller.
 
 use std::{
     sync::{
@@ -24,7 +23,7 @@ pub(crate) struct Outbox {
     loss_scale: f64,
     /// The version that the gradient is computed with.
     reading: Reading,
-    /// How many micro-steps of the step are wholly pushed.
+    /// Number of micro-steps of the step that are wholly pushed.
     finished: Arc<AtomicU32>,
 }
 
@@ -50,7 +49,7 @@ impl Outbox {
         self.finished.fetch_add(1, Relaxed);
     }
 
-    /// The lane of a chunk. Chunks of a shard take turns over the owner's connections, and the same chunk always
+    /// Returns the lane of a chunk. Chunks of a shard take turns over the owner's connections, and a chunk always
     /// takes the same one.
     fn lane(&self, key: &ChunkKey) -> LaneId {
         let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);

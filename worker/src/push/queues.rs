@@ -1,4 +1,4 @@
-//! The queues of chunks that wait to be sent, one for each data connection.
+//! Queues of chunks to send, one for each data connection.
 
 use longshore_proto::ServerId;
 use tokio::sync::mpsc;
@@ -9,7 +9,7 @@ use crate::cluster::ByServer;
 pub(super) struct Queues(ByServer<Vec<mpsc::Sender<ChunkKey>>>);
 
 impl Queues {
-    /// `open` starts the lane that takes from a queue, and returns the queue's other end.
+    /// `open` starts the lane that takes from a queue, and returns the queue's sender.
     pub(super) fn new(
         servers: impl Iterator<Item = ServerId>,
         connections: usize,

@@ -1,9 +1,9 @@
-//! What a refused chunk means. Some refusals pass (a pause, a damaged packet, a server that has not heard of the last
-//! commit yet). All others are the session's failure.
+//! Judges refused chunks. Some refusals pass: a pause, a damaged packet, a server that lacks the last commit. All
+//! others fail the session.
 //!
-//! After a refusal that passes, all that the stream had sent goes out again over a new stream, in order. If one chunk
-//! went alone, it could overtake a chunk of an earlier micro-step, wait for it at the server, and hold up the stream
-//! that brings it.
+//! After a refusal that passes, every chunk that the stream had sent goes out again over a new stream, in order. A
+//! chunk sent alone could overtake a chunk of an earlier micro-step. Such a chunk would wait at the server, and
+//! hold up the stream that brings the earlier chunk.
 
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ use crate::{
 pub(super) enum Verdict {
     /// The step is committed: the chunk is not needed any more.
     Decided,
-    /// The chunk must go out again over a new stream, with all that this stream sent.
+    /// The chunk must go out again over a new stream, with all chunks of this stream.
     SendAgain(Fault),
 }
 
@@ -36,8 +36,8 @@ pub(super) async fn judge(
 ) -> Result<Verdict> {
     let cluster = &*gradients.cluster;
     match fault.kind {
-        // Unavailable means that the server drains. Deadline means that the server waited for another rank, which the
-        // fault names, before it could take the chunk.
+        // Unavailable means that the server drains. Deadline means that the server waited for another rank, which
+        // the fault names, before it could take the chunk.
         FaultKind::Unavailable | FaultKind::Deadline => Ok(Verdict::SendAgain(fault)),
         FaultKind::Corrupt if is_sound(gradients, &key) => {
             tracing::warn!(server = cluster.address(server), ?key, %fault, "a chunk arrived damaged");
@@ -48,12 +48,12 @@ pub(super) async fn judge(
             gradients.rank.forget_link(server);
             Ok(Verdict::SendAgain(fault))
         }
-        // The server has restarted since it was joined.
+        // The server has restarted since this rank joined it.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
-        // The chunk has overtaken one of an earlier micro-step. Over the new stream they go in order.
+        // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends them in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
-        // The other rank's process is gone, and its next one will say what it computes with.
+        // The other rank's process is gone. Its next process will say which version it computes with.
         FaultKind::Conflict if fault.field == READS_VERSION && !cluster.everybody_is_there().await => {
             Ok(Verdict::SendAgain(fault))
         }
@@ -67,13 +67,14 @@ pub(super) async fn judge(
     }
 }
 
-/// Whether the payload still has its own checksum, which is checked before the network is blamed.
+/// Returns true if the payload still has its own checksum. Otherwise this host's memory is at fault, not the
+/// network.
 fn is_sound(gradients: &Gradients, key: &ChunkKey) -> bool {
     let sound = |chunk: Chunk| chunk.is_lent() || crc32(&chunk.payload.bytes) == chunk.crc32;
     gradients.retained.send(key).is_some_and(sound)
 }
 
-/// Waits until the server can take a chunk that came too early: while it is paused, or while it lacks the last commit.
+/// Waits until the server can take a chunk that came too early: the server is paused, or lacks the last commit.
 /// Ranks other than 0 hear of a commit from server 0, and another server may get it a moment later.
 async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: Fault) -> Result<Verdict> {
     let pauses = cluster.waits.pauses();
@@ -86,8 +87,8 @@ async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: F
             backoff.pause(Instant::now() + cluster.options.deadline).await;
             version = version_when_running(cluster, server).await?;
         }
-        // By now the server has caught up, or its pause has ended. If that happened before it was asked, only the fault
-        // tells what it had waited for.
+        // By now the server has caught up, or its pause has ended. If that happened before the first question,
+        // only the fault tells the reason.
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };

@@ -1,5 +1,5 @@
-//! Retains gradient chunks until no server can need them, so that they can be sent again after a break or to a server
-//! that restarted.
+//! Retains gradient chunks until no server can need them, so that they can be sent again after a break, or to a
+//! server that restarted.
 
 use std::{
     collections::BTreeMap,
@@ -15,12 +15,12 @@ use longshore_proto::{ChunkId, MicroStep, Reads, ShardId, Step};
 use super::ids::{ChunkKey, LaneId};
 use crate::{device::PooledBuffer, memfd::Extent};
 
-/// A chunk's bytes, and where servers of this host find them.
+/// A chunk's bytes, and their place for servers of this host.
 #[derive(Clone)]
 pub(crate) struct Payload {
     pub(crate) bytes: Bytes,
     pub(crate) place: Option<(Arc<Extent>, u64)>,
-    /// Only a lent payload has this flag. It is set once no server reads the payload any more.
+    /// Set once no server reads a lent payload any more. None for other payloads.
     over: Option<Arc<AtomicBool>>,
 }
 
@@ -32,7 +32,7 @@ impl From<PooledBuffer> for Payload {
 }
 
 impl Payload {
-    /// A payload that servers use where it lies.
+    /// Makes a payload that servers read in this process's memory.
     pub(super) fn lent(buffer: PooledBuffer) -> Payload {
         let (place, over) = (buffer.place(), Arc::new(AtomicBool::new(false)));
         let lent = Lent { buffer: Some(buffer), over: Arc::clone(&over) };
@@ -40,9 +40,9 @@ impl Payload {
     }
 }
 
-/// A buffer that servers may be reading. It goes back to its pool only once none does.
+/// A buffer that servers may be reading. The buffer returns to its pool only once no server reads it.
 struct Lent {
-    /// It is None only while it is dropped.
+    /// None only while the buffer is dropped.
     buffer: Option<PooledBuffer>,
     over: Arc<AtomicBool>,
 }
@@ -58,18 +58,18 @@ impl Drop for Lent {
         if let Some(buffer) = self.buffer.take()
             && !self.over.load(Ordering::Acquire)
         {
-            // The session ends while an update may still read the buffer. Its memory goes with the last server that
-            // has mapped it.
+            // The session ends while an update may still read the buffer. The memory is freed with the last server
+            // that maps it.
             buffer.abandon();
         }
     }
 }
 
-/// A chunk ready to be sent. Clones share the payload.
+/// A chunk ready to send. Clones share the payload.
 #[derive(Clone)]
 pub(crate) struct Chunk {
     pub(crate) payload: Payload,
-    /// It means nothing for a lent chunk: its bytes are not sent, so they have no checksum.
+    /// CRC-32 of the payload. Meaningless for a lent chunk, whose bytes are not sent.
     pub(crate) crc32: u32,
     pub(crate) loss_scale: f64,
     /// The version that the gradient was computed with.
@@ -98,7 +98,7 @@ impl Entry {
     }
 }
 
-/// The chunks that a server may still need, by key: those of undecided steps, and lent ones until their update is
+/// Chunks that a server may still need, by key: chunks of undecided steps, and lent chunks until their update is
 /// done.
 #[derive(Default)]
 pub(crate) struct Retained(Mutex<Entries>);
@@ -106,14 +106,14 @@ pub(crate) struct Retained(Mutex<Entries>);
 #[derive(Default)]
 struct Entries {
     by_key: BTreeMap<ChunkKey, Entry>,
-    /// No server asks again for what belongs to steps up to this one.
+    /// No server asks again for chunks of steps up to this one.
     decided: Step,
-    /// The updates of steps up to this one are done, since all weights of the version that it made were seen.
+    /// Updates of steps up to this one are done: all weights of the version that it made were seen.
     updated: Step,
 }
 
 impl Entries {
-    /// Finds the chunk, or the lent gradient of its whole shard.
+    /// Returns the chunk, or the lent gradient of its whole shard.
     fn find(&mut self, key: &ChunkKey) -> Option<&mut Entry> {
         let whole = ChunkKey { chunk: ChunkId(0), ..*key };
         let held = match self.by_key.get(&whole).is_some_and(|entry| entry.chunk.is_lent()) {
@@ -138,7 +138,7 @@ fn last_of(step: Step) -> ChunkKey {
 
 impl Retained {
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        // Every change is one call on the map, or a number.
+        // Every change is one call on the map, or one number.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -146,7 +146,7 @@ impl Retained {
         self.lock().by_key.insert(key, Entry { chunk, sent: false, acknowledged: false });
     }
 
-    /// A chunk to send now; None when its step has been committed meanwhile.
+    /// Returns a chunk to send now; None if its step has been committed meanwhile.
     pub(crate) fn send(&self, key: &ChunkKey) -> Option<Chunk> {
         self.lock().find(key).map(|entry| {
             entry.sent = true;
@@ -164,9 +164,9 @@ impl Retained {
         }
     }
 
-    /// What a lane must send again after its connection broke: all that it had sent, acknowledged or not, since a
-    /// restarted server has forgotten what it acknowledged. A server that has not restarted answers with cheap
-    /// duplicates. Chunks that are still queued stay in the queue.
+    /// Returns the chunks that a lane sends again after its connection broke: every sent chunk, acknowledged or
+    /// not. A restarted server has forgotten what it acknowledged, and any other server answers with cheap
+    /// duplicates. Chunks in the queue stay there.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
         let mut entries = self.lock();
         let sent = entries.by_key.iter_mut().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane);
@@ -177,7 +177,7 @@ impl Retained {
         sent.map(again).collect()
     }
 
-    /// Whether a lane's server has yet to acknowledge something that it was sent.
+    /// Returns true if a lane's server has not acknowledged every chunk that it was sent.
     pub(crate) fn owes(&self, lane: LaneId) -> bool {
         let owed = |entry: &Entry| entry.sent && !entry.acknowledged && entry.chunk.lane == lane;
         self.lock().by_key.values().any(owed)
@@ -188,22 +188,22 @@ impl Retained {
         self.lock().by_key.keys().next_back().map_or(0, |key| key.step.0)
     }
 
-    /// How many chunks are not yet acknowledged.
+    /// Number of chunks that are not acknowledged.
     pub(crate) fn unacknowledged(&self) -> usize {
         self.lock().by_key.values().filter(|entry| !entry.acknowledged).count()
     }
 
-    /// Whether servers may be reading gradients here.
+    /// Returns true if servers may be reading gradients in this process.
     pub(crate) fn is_lending(&self) -> bool {
         self.lock().by_key.values().any(|entry| entry.chunk.is_lent())
     }
 
-    /// Frees the chunks of the steps up to `step`, which is committed. Lent chunks stay.
+    /// Frees the chunks of steps up to the committed `step`. Lent chunks stay.
     pub(crate) fn release(&self, step: Step) {
         self.free(|entries| entries.decided = entries.decided.max(step));
     }
 
-    /// Notes that the updates of the steps up to this one are done. Their lent chunks are freed once they are
+    /// Notes that the updates of steps up to this one are done. Their lent chunks are freed once they are
     /// committed.
     pub(crate) fn updated(&self, step: Step) {
         self.free(|entries| entries.updated = entries.updated.max(step));
@@ -308,7 +308,7 @@ mod tests {
         retained.updated(Step(1));
         assert!(!retained.contains(&key(1, 0)));
         assert_eq!(pool.take(4096).unwrap().place().unwrap().1, first.1, "the first buffer is used again");
-        // The session ends while a server may read the second one.
+        // The session ends while a server may read the second buffer.
         drop(retained);
         let (extent, offset) = second;
         let mut seen = [0; 4096];
