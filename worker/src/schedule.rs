@@ -1,19 +1,20 @@
-//! Which version a step computes with. It is a pure function of the step, so that a restarted worker does the same.
+//! The version that each step computes with: a pure function of the step, so a restarted worker gets the same.
 
 use std::{fmt, sync::Arc};
 
 use longshore_proto::{Step, Version};
 
-/// How many steps are exact before the delay starts: the first steps move the weights most. ZeRO-Offload has 40. With 100
-/// the default job loses 0.046 nats of exact steps in 2000 steps, and with 300 nothing that shows (docs/delay.md).
+/// Exact steps before the delay starts: the first steps move the weights most. ZeRO-Offload has 40. In 2000 steps
+/// the default job is 0.046 nats worse than with exact steps alone after 100 of them; after 300 no loss shows
+/// (docs/delay.md).
 pub const DEFAULT_WARMUP_STEPS: u64 = 300;
 
-/// Which steps are exact and which are delayed.
+/// Decides which steps are exact and which are delayed.
 #[derive(Clone)]
 pub struct Schedule {
     /// The delay: 0 or 1 steps.
     delay: u32,
-    /// How many steps are exact before the delay starts.
+    /// Exact steps before the delay starts.
     warmup_steps: u64,
     drains: Drains,
 }
@@ -51,23 +52,24 @@ impl Schedule {
         Schedule { delay: 1, warmup_steps, drains: Drains::Never }
     }
 
-    /// Drains after every `period`-th step, for an evaluation for example. With 0 it never drains.
+    /// Drains after every `period`-th step, for example for an evaluation. A `period` of 0 never drains.
     pub fn draining_every(self, period: u64) -> Schedule {
         let drains = if period == 0 { Drains::Never } else { Drains::Every(period) };
         Schedule { drains, ..self }
     }
 
-    /// Drains after the steps for which `when` holds. It must depend on the step alone.
+    /// Drains after the steps for which `when` returns true. `when` must depend on the step alone.
     pub fn draining_when(self, when: impl Fn(Step) -> bool + Send + Sync + 'static) -> Schedule {
         Schedule { drains: Drains::When(Arc::new(when)), ..self }
     }
 
-    /// The `max_delay` that the job needs for this.
+    /// The `max_delay` that the job needs for this schedule.
     pub fn delay(&self) -> u32 {
         self.delay
     }
 
-    /// Whether a delayed schedule drains after `step`: the next step then reads the version that `step` makes.
+    /// Returns true if a delayed schedule drains after `step`: the next step then reads the version that `step`
+    /// makes.
     pub fn drains_after(&self, step: Step) -> bool {
         match &self.drains {
             Drains::Never => false,
@@ -76,7 +78,7 @@ impl Schedule {
         }
     }
 
-    /// The version that `step` computes with. Steps count from 1.
+    /// Returns the version that `step` computes with. Steps count from 1.
     pub fn reads(&self, step: Step) -> Version {
         let previous = step.0.saturating_sub(1);
         let exact = self.delay == 0 || step.0 <= self.warmup_steps || self.drains_after(Step(previous));

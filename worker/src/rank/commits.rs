@@ -1,4 +1,4 @@
-//! Sends rank 0's decisions to servers, and remembers them for servers that restart and lack them.
+//! Sends rank 0's decisions to servers, and keeps the newest for servers that restart without them.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,7 +13,7 @@ use crate::{
     error::Result,
 };
 
-/// A commit that this rank 0 made, and the contributions on each server that it was made from.
+/// A commit of this rank 0, and the origin of the contributions on each server that it was decided from.
 #[derive(Debug)]
 pub(crate) struct OwnCommit {
     pub(crate) commit: Commit,
@@ -23,14 +23,14 @@ pub(crate) struct OwnCommit {
 }
 
 impl OwnCommit {
-    /// Sends the commit to one server, as the process that made it.
+    /// Sends the commit to one server, as the process that decided it.
     pub(crate) async fn send(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
         let told = (self.origins[server], Some(self.report));
         commit_as(cluster, server, self.commit.decided_by, &self.commit, told).await
     }
 }
 
-/// The newest commits that this rank 0 made.
+/// The newest commits of this rank 0.
 #[derive(Default)]
 pub(crate) struct OwnCommits(Mutex<Vec<Arc<OwnCommit>>>);
 
@@ -39,7 +39,7 @@ impl OwnCommits {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remembers a commit, and forgets the oldest. Three are enough for a delayed step and an `nvme` server that came
+    /// Keeps a commit, and forgets the oldest. Three are enough for a delayed step and an `nvme` server that came
     /// back one version behind.
     pub(crate) fn remember(&self, own: Arc<OwnCommit>) {
         const KEPT: usize = 3;
@@ -51,7 +51,7 @@ impl OwnCommits {
         commits.drain(..surplus);
     }
 
-    /// The commits after `step`, oldest first.
+    /// Returns the commits after `step`, oldest first.
     pub(crate) fn after(&self, step: Step) -> Vec<Arc<OwnCommit>> {
         self.lock().iter().filter(|own| own.commit.step > step).cloned().collect()
     }
@@ -81,7 +81,8 @@ pub(crate) async fn commit_as(
     Ok(())
 }
 
-/// Waits until no crash of a server can take the version back: as long as drives need to write all of the state.
+/// Waits until no crash of a server can take the version back, for as long as drives need to write all of the
+/// state.
 pub(crate) async fn await_durable(cluster: &Cluster, server: ServerId, version: Version) -> Result<()> {
     let request = AwaitDurableRequest {
         job: cluster.job().to_string(),

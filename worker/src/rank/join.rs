@@ -1,4 +1,4 @@
-//! Joins one server as this rank, and makes the link that the server then offers.
+//! Joins a server as this rank, and makes the link that the server then offers.
 
 use longshore_proto::{Fault, Incarnation, ServerId, Version};
 use longshore_wire::{
@@ -9,11 +9,11 @@ use longshore_wire::{
 use super::{RankState, recover::check_reach};
 use crate::{cluster::Cluster, error::Result};
 
-/// How often a link that a session must have is tried before its first push. A server may die once or twice, but a
-/// host on which there can be no link should be reported soon.
+/// Attempts for a required link before the first push. A server may die once or twice, but a host without any
+/// possible link should be reported soon.
 const TRIES: usize = 3;
 
-/// Fences earlier processes of the rank on one server, and does not join it otherwise.
+/// Fences earlier processes of the rank on one server, without joining it.
 pub(crate) async fn fence(
     cluster: &Cluster,
     server: ServerId,
@@ -42,7 +42,7 @@ async fn join(
 }
 
 impl RankState {
-    /// Binds the rank to a process on one server. The server also says where a link can be made.
+    /// Binds the rank to this process on one server. The answer includes the server's offer of a link.
     pub(crate) async fn join_on(
         &self,
         cluster: &Cluster,
@@ -54,21 +54,21 @@ impl RankState {
         Ok(answer.progress.unwrap_or_default())
     }
 
-    /// Joins a server again as this very process. A server that restarted may have forgotten who had joined, and offers
-    /// its link at another address.
+    /// Joins a server again as the same process. A restarted server may have forgotten its ranks, and offers its
+    /// link at another address.
     pub(crate) async fn rejoin(&self, cluster: &Cluster, server: ServerId) -> Result<JobProgress> {
         self.join_on(cluster, server, self.incarnation()).await
     }
 
-    /// Makes a link where there can be one, before the first push: the server may have died since it was joined.
+    /// Makes a link before the first push, if one is possible: the server may have died since it was joined.
     ///
     /// # Errors
-    /// Why there is none, if the session was told to have one. `Outdated` where the server has died with the version
+    /// The reason why there is no link, if the session requires one. `Outdated` if the server has lost the version
     /// that was joined.
     pub(crate) async fn first_link(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
         for _ in 1..TRIES {
             match self.relink(cluster, server).await {
-                // A server that restarted offers its link at another address, which it says when it is joined.
+                // A restarted server offers its link at another address, which its answer to a join contains.
                 Err(fault) if fault.field == STALE => match self.rejoin(cluster, server).await {
                     Ok(progress) => check_reach(cluster, self, server, Version(progress.version))?,
                     Err(error) => tracing::debug!(server = cluster.address(server), %error, "no link"),
@@ -80,11 +80,11 @@ impl RankState {
         linked.map_err(|fault| cluster.explain(server, "Link", None, fault))
     }
 
-    /// Makes a link if there can be one and there is none. Lanes call this. They find out by themselves that a server
-    /// died, and then try again.
+    /// Makes a missing link, if one is possible. Lanes call this; they notice a dead server by themselves, and
+    /// then try again.
     ///
     /// # Errors
-    /// As [`RankState::first_link`].
+    /// Those of [`RankState::first_link`].
     pub(crate) async fn relink(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
         self.links.make(cluster, server, self.incarnation()).await
     }

@@ -1,4 +1,4 @@
-//! The links with all servers of this host. They are made where servers offer them, and made again after they broke.
+//! Links with all servers of this host: made when a server offers one, and made again after a break.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,27 +27,26 @@ impl Links {
         self.0[server].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what a server offered when it was joined.
+    /// Notes a server's offer of a link, from its answer to a join.
     pub(super) fn offered(&self, server: ServerId, offer: Option<MemfdOffer>) {
         self.of(server).offer = offer;
     }
 
-    /// Forgets a link that a server does not know. If another lane has made a newer one by now, that one is made again
-    /// too.
+    /// Forgets a link that a server does not know. A newer link of another lane is dropped too, and made again.
     pub(super) fn forget(&self, server: ServerId) {
         self.of(server).link = None;
     }
 
-    /// The link with a server, if there is one that works and was made as this process.
+    /// Returns the link with a server, if it works and was made by this incarnation.
     pub(super) fn open(&self, server: ServerId, incarnation: Incarnation) -> Option<Arc<Link>> {
         let link = self.of(server).link.clone();
         link.filter(|link| link.incarnation == incarnation && link.is_open())
     }
 
-    /// Makes a link where there is none and one can be made.
+    /// Makes a missing link, if one is possible.
     ///
     /// # Errors
-    /// Why there is none, if the session was told to have one.
+    /// The reason why there is no link, if the session requires one.
     pub(super) async fn make(
         &self,
         cluster: &Cluster,

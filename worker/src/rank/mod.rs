@@ -1,5 +1,5 @@
-//! What the servers of a job know this process as: its rank's incarnation, the version it joined at, the decisions that
-//! it made, and how it joins again a server that restarted.
+//! A rank's standing with the servers of its job: its incarnation, the version it joined at, its decisions, its
+//! links, and how it joins a restarted server again.
 
 mod commits;
 mod join;

@@ -1,5 +1,5 @@
-//! Brings a server back after a connection to it broke: checks that it still has the job, joins it again, and sends it
-//! the decisions that it lacks. This comes before any gradient is sent again.
+//! Brings a server back after a connection to it broke, before any gradient is sent again. Checks that the server
+//! still has the job, joins it again, and sends the decisions that it lacks.
 
 use std::{
     sync::Arc,
@@ -15,10 +15,10 @@ use crate::{
     error::{CallFailed, Error, Outdated, Result, StateLost},
 };
 
-/// How often a paused server is asked whether it goes on.
+/// The period of the question whether a paused server goes on.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
 
-/// Joins a server again that may have restarted, and starts to send it the decisions that it lacks.
+/// Joins a server that may have restarted, and starts to send the decisions that it lacks.
 pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &Arc<RankState>, server: ServerId) -> Result<()> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     let progress = answer.progress.unwrap_or_default();
@@ -33,7 +33,7 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &Arc<RankState>, serve
         .into());
     }
     check_reach(cluster, rank, server, Version(progress.version))?;
-    // This is done even where the server remembers the rank, since a new process offers another link.
+    // A server that remembers the rank is joined too, since its new process offers another link.
     rank.rejoin(cluster, server).await?;
     tracing::debug!(server = cluster.address(server), "joined again");
     let missed = rank.commits.after(Step(progress.version));
@@ -43,8 +43,8 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &Arc<RankState>, serve
     Ok(())
 }
 
-/// Checks that this process has the gradients of all steps that a server at `version` lacks. It has those since it
-/// joined.
+/// Checks that this process has the gradients of all steps that a server at `version` lacks. Its gradients begin
+/// at the version that it joined at.
 pub(crate) fn check_reach(
     cluster: &Cluster,
     rank: &RankState,
@@ -61,19 +61,19 @@ pub(crate) fn check_reach(
     Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }.into())
 }
 
-/// Whether a server has not heard of the decision on `step`.
+/// Returns true if a server has not heard of the decision on `step`.
 pub(crate) async fn is_undecided(cluster: &Cluster, server: ServerId, step: Step) -> Result<bool> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     Ok(version(&answer) < step.0)
 }
 
-/// Gives `Fenced` when a newer process has taken this rank.
+/// Returns `Fenced` if a newer process has taken this rank.
 pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Result<()> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     cluster.check_newest(server, &answer)
 }
 
-/// The server's version, once it is not paused.
+/// Returns the server's version, once the server is not paused.
 pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) -> Result<Version> {
     let mut was_paused = false;
     loop {
@@ -86,14 +86,14 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
             return Ok(Version(progress.version));
         }
         was_paused = true;
-        // The caller is inside `patiently`, which bounds this by the pause deadline.
+        // The caller is inside `patiently`, which bounds this loop by the pause deadline.
         cluster.waits.paused(&progress.pause_reason);
         tokio::time::sleep(PAUSE_POLL).await;
     }
 }
 
-/// Sends commits again, in order. It runs beside the pushes, since a server takes a decision only once it has all
-/// contributions, which are being sent again meanwhile.
+/// Sends commits again, in order, beside the pushes. A server takes a decision only once it has all contributions,
+/// which are sent again meanwhile.
 async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Arc<OwnCommit>>) {
     for own in commits {
         if let Err(error) = decide_on(&cluster, server, &own).await {
@@ -102,8 +102,8 @@ async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Ar
     }
 }
 
-/// Sends a commit to one server. It tries again if an operator paused the job just then, and while a server that
-/// has restarted is being sent what it lacks.
+/// Sends a commit to one server. Tries again if an operator paused the job just then, and while a restarted server
+/// still lacks contributions.
 pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnCommit) -> Result<()> {
     let deadline = cluster.options.deadline;
     let (mut since, mut backoff) = (Instant::now(), Backoff::new());
@@ -115,7 +115,7 @@ pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnComm
         };
         await_running(cluster, server, &error).await?;
         check_reproducible(cluster, server, own.commit.step).await?;
-        // A server that was waited for has only now come back.
+        // A server that recovered the job has only now come back: the time begins anew.
         if sent.elapsed() > deadline {
             since = Instant::now();
         }
@@ -127,7 +127,7 @@ pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnComm
 }
 
 async fn await_running(cluster: &Cluster, server: ServerId, error: &CallFailed) -> Result<()> {
-    // A server that recovers the job says neither that it is paused nor that it is not.
+    // A server that recovers the job does not say whether the job is paused.
     match cluster.patiently(version_when_running(cluster, server)).await {
         Ok(version) => version.map(|_| ()),
         Err(Impatience::Failed(failure)) => Err(failure),
@@ -135,11 +135,12 @@ async fn await_running(cluster: &Cluster, server: ServerId, error: &CallFailed) 
     }
 }
 
-/// Checks that a step which `server` lacks can be made from the same contributions again. It cannot be if a rank's
-/// process was replaced after the step was decided. Servers that do not answer at once are not asked again.
+/// Checks that a step which `server` lacks can be made again from the same contributions. A rank whose process was
+/// replaced after the decision cannot send its contribution again. Servers that do not answer at once are not
+/// asked again.
 ///
 /// # Errors
-/// `Outdated` when it cannot: this rank 0 must take over as a new one would.
+/// `Outdated` if the step cannot be made again: this rank 0 must take over as a new process would.
 async fn check_reproducible(cluster: &Cluster, server: ServerId, step: Step) -> Result<()> {
     let answers = cluster.on_each(|server| cluster.glance(server)).await;
     let decided = answers.values().flatten().filter(|answer| version(answer) >= step.0);

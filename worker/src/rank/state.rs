@@ -1,4 +1,4 @@
-//! What a rank's process knows about itself.
+//! The state of a rank's process.
 
 use std::sync::{
     Arc,
@@ -11,20 +11,20 @@ use super::{commits::OwnCommits, links::Links};
 use crate::{cluster::Cluster, memfd::Link};
 
 pub(crate) struct RankState {
-    /// The cluster has it too.
+    /// Shared with the cluster.
     incarnation: Arc<AtomicU64>,
     /// The version that this process joined at.
     joined_at: AtomicU64,
-    /// Whether a pipeline has begun. From then on a server that waits for weights has lost the job's state.
+    /// True once a pipeline has begun. From then on a server that waits for weights has lost the job's state.
     trained: AtomicBool,
-    /// The links with servers, over which shared memory is passed.
+    /// Links with servers, over which shared memory is passed.
     pub(super) links: Links,
-    /// Rank 0's decisions, for servers that restart and lack them.
+    /// Rank 0's decisions, for servers that restart without them.
     pub(crate) commits: OwnCommits,
 }
 
 impl RankState {
-    /// The state before the rank has joined.
+    /// The state before the rank joins.
     pub(crate) fn new(cluster: &Cluster) -> RankState {
         RankState {
             incarnation: Arc::clone(&cluster.incarnation),
@@ -64,7 +64,7 @@ impl RankState {
         self.trained.store(true, Relaxed);
     }
 
-    /// The link with a server, if there is one that works.
+    /// Returns the link with a server, if it works.
     pub(crate) fn link(&self, server: ServerId) -> Option<Arc<Link>> {
         self.links.open(server, self.incarnation())
     }

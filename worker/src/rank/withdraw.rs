@@ -1,4 +1,4 @@
-//! Takes the newest decision back where not every server can have it.
+//! Takes the newest decision back, if not every server can have it.
 
 use futures_util::future::join_all;
 use longshore_proto::{Incarnation, ServerId};
@@ -6,14 +6,14 @@ use longshore_wire::v1::{DescribeResponse, StepBackRequest};
 
 use crate::{cluster::Cluster, error::Result};
 
-/// Takes the newest decision back on the servers that have it by now, where their tier keeps the version before. Earlier
-/// processes of rank 0 have been fenced everywhere, so none of their commits comes after it.
+/// Takes the newest decision back on the servers that have it, if their tier keeps the version before. Earlier
+/// processes of rank 0 are fenced everywhere, so none of their commits can follow.
 pub(crate) async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
-    // They are asked again: a commit that was completed a moment ago is taken back too.
+    // A fresh answer of each server: a commit that was completed a moment ago is taken back too.
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let common = answers.values().map(version).min().unwrap_or(0);
     let ahead = answers.iter().filter(|(_, answer)| version(answer) > common);
-    // Each is heard to its end, whatever becomes of the others.
+    // Every call runs to its end, whether others fail or not.
     join_all(ahead.map(|(server, _)| step_back(cluster, server, common, incarnation)))
         .await
         .into_iter()
@@ -27,7 +27,7 @@ async fn step_back(
     incarnation: Incarnation,
 ) -> Result<()> {
     let request = StepBackRequest { job: cluster.job().to_string(), incarnation: incarnation.0, version };
-    // This is slow: the server reads all of its state.
+    // Slow: the server reads all of its state.
     let answer = cluster.call(server, "StepBack", None, cluster.options.slow_deadline, |peer| {
         let request = request.clone();
         async move { peer.admin().step_back(request).await }
