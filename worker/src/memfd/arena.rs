@@ -37,7 +37,7 @@ struct Space {
     users: usize,
 }
 
-/// One memfd. Its descriptor and mapping are closed with its last piece and its arena.
+/// A memfd with its mapping. Both are closed with the last piece and the arena.
 pub(crate) struct Extent {
     /// Number of the extent, unique in this process.
     pub(crate) id: u64,

@@ -1,4 +1,4 @@
-//! Operators' calls over all servers of a job: hash, pause, delete.
+//! Calls of operators over all servers of a job: hash, pause, delete.
 
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
@@ -22,7 +22,7 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateHash {
     pub version: Version,
-    /// The number of steps that updated.
+    /// Number of steps that updated.
     pub applied: u64,
     /// 32 hexadecimal digits.
     pub hash: String,
@@ -38,7 +38,7 @@ pub(super) async fn state_hash(cluster: &Cluster) -> Result<StateHash> {
         if agree {
             return combine(cluster, &answers);
         }
-        // One answer may take long. Servers that differ wait for rank 0, which may be gone.
+        // A single answer may take long. Servers that differ wait for rank 0, which may be gone.
         let end = *differ_until.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
         if !backoff.pause(end).await {
             let versions = answers.iter().map(|answer| Version(answer.hash_version));
@@ -68,7 +68,7 @@ fn combine(cluster: &Cluster, answers: &[DescribeResponse]) -> Result<StateHash>
     Ok(StateHash { version, applied, hash })
 }
 
-/// With `again` it was asked for before, and may have been done.
+/// Deletes the job on all servers. `again` says that an earlier call may already have deleted it.
 pub(super) async fn delete_job(cluster: &Cluster, again: bool) -> Result<()> {
     cluster.on_all(|server| delete_job_on(cluster, server, again)).await?;
     Ok(())
@@ -83,7 +83,7 @@ pub(super) async fn delete_job_on(cluster: &Cluster, server: ServerId, again: bo
         async move { peer.admin().delete_job(request).await }
     });
     match deleted.await {
-        // It was deleted by an attempt whose answer was lost.
+        // An attempt whose answer was lost has deleted the job.
         Err(Error::Call(failed))
             if failed.fault.kind == FaultKind::NotFound && attempts.load(Ordering::Relaxed) > 1 =>
         {

@@ -1,4 +1,4 @@
-//! Checkpoints over all servers of a job: whether one could be written, writing and sealing it, and the list of them.
+//! Checkpoints over all servers of a job: checks the room for one, writes and seals one, and lists them.
 
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,8 @@ use crate::{
     error::{Error, Result, TimedOut},
 };
 
-/// What every server lists, as one list. Also seals what was written by servers that were drained and do not share a
-/// folder: they cannot tell each other. A server has `deadline` to answer.
+/// Returns one list of the checkpoints of all servers. Also seals complete checkpoints of drained servers without
+/// a shared folder: such servers cannot tell each other. Each server has `deadline` to answer.
 pub(super) async fn list_checkpoints(cluster: &Cluster, deadline: Duration) -> Result<Vec<Checkpoint>> {
     let mut lists = listed(cluster, deadline).await?;
     let whole = unsealed_but_whole(lists.iter().flat_map(|list| &list.unsealed));
@@ -45,15 +45,15 @@ async fn listed(cluster: &Cluster, deadline: Duration) -> Result<Vec<ListCheckpo
     Ok(cluster.on_all(list).await?.into_vec())
 }
 
-/// Whether every server could write its part now.
+/// Checks that every server could write its part now.
 pub(super) async fn check_room(cluster: &Cluster) -> Result<()> {
     let request = CheckpointRequest { job: cluster.job().to_string(), check: true, ..Default::default() };
     parts_of(cluster, &request).await?;
     Ok(())
 }
 
-/// Writes a checkpoint under `name`. Where another state has taken that, as after the job went back, it takes the
-/// first of name.2, name.3, ... that is free.
+/// Writes a checkpoint under `name`. If another state has taken that name, as after the job went back, the first
+/// free name of name.2, name.3, ... is used.
 pub(super) async fn checkpoint_numbered(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
     let mut names = numbered(name);
     loop {
@@ -69,7 +69,7 @@ pub(super) async fn checkpoint(cluster: &Cluster, name: &str) -> Result<Checkpoi
     let name = JobName::parse("checkpoint.name", name)?;
     let written = write_and_seal(cluster, name.as_str()).await;
     match &written {
-        // A server that is not there cannot be asked to discard either.
+        // An unreachable server cannot discard its part either.
         Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {}
         Err(Error::Call(_) | Error::TimedOut(_)) => discard(cluster, name.as_str()).await,
         _ => {}
@@ -83,7 +83,7 @@ async fn write_and_seal(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
     let mut tried = 0;
     let parts = loop {
         match parts(cluster, name, lead(tried)).await {
-            // A commit came between, and the version named is no longer the current one.
+            // A commit came between, and the named version is no longer the current one.
             Err(Error::Call(failed)) if has_passed(&failed.fault) => {
                 tried += 1;
                 if tried == TRIES || Instant::now() > end {
@@ -99,7 +99,7 @@ async fn write_and_seal(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
     Ok(Checkpoint { name: name.to_string(), version, shared, stale: false, damage: None })
 }
 
-/// Every server's part, all of one version: the newest, or one `lead` steps on.
+/// Writes every server's part of one version: the newest, or the version `lead` steps later.
 async fn parts(cluster: &Cluster, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let version = answers
@@ -117,7 +117,7 @@ async fn parts(cluster: &Cluster, name: &str, lead: u64) -> Result<Vec<Checkpoin
     parts_of(cluster, &request).await
 }
 
-/// Waits for the end on every server: a server goes on writing whether it is listened to or not.
+/// Calls all servers, and waits for each: a server goes on writing whether its caller waits or not.
 async fn parts_of(cluster: &Cluster, request: &CheckpointRequest) -> Result<Vec<CheckpointResponse>> {
     let write = |server| {
         cluster.call(server, "Checkpoint", None, cluster.options.slow_deadline, move |peer| {
@@ -140,8 +140,8 @@ async fn seal(cluster: &Cluster, name: &str, parts: Vec<String>) -> Result<Vec<S
     cluster.on_each(seal).await.into_vec().into_iter().collect()
 }
 
-/// Gives back the room of parts that were written, since not all were. Where that fails too, the next checkpoint that
-/// is sealed does it.
+/// Frees the room of written parts, since some part is missing. If that fails, the next sealed checkpoint frees
+/// it.
 async fn discard(cluster: &Cluster, name: &str) {
     let request = DiscardCheckpointRequest { job: cluster.job().to_string(), name: name.to_string() };
     let discard = |server| {
@@ -170,7 +170,7 @@ fn moving_target(cluster: &Cluster, start: Instant, fault: Fault) -> Error {
     .into()
 }
 
-/// Whether the name is a sealed checkpoint's of another state.
+/// Returns true if the name belongs to a sealed checkpoint of another state.
 pub fn is_taken(fault: &Fault) -> bool {
     fault.kind == FaultKind::Conflict && fault.field == "name"
 }

@@ -1,4 +1,4 @@
-//! The lists of several servers as one list, and the names of checkpoints.
+//! Merges the checkpoint lists of several servers, and names checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,26 +9,26 @@ use longshore_wire::v1::{CheckpointInfo, UnsealedPart};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
     pub name: String,
-    /// A damaged checkpoint's version is what its manifest still seems to say.
+    /// For a damaged checkpoint, the version that its manifest still seems to say.
     pub version: Version,
-    /// Every server sees all parts. Where servers have folders of their own, the same servers can restore it, and
-    /// others only once the parts are brought together.
+    /// Every server sees all parts. With a folder per server, the same servers can restore the checkpoint; other
+    /// servers can only after the parts are brought together.
     pub shared: bool,
-    /// It was left behind when the job went back to an older one.
+    /// Left behind when the job went back to an older checkpoint.
     pub stale: bool,
-    /// Why it cannot be restored, and on which server. None when nothing is known against it.
+    /// Why this checkpoint cannot be restored, and on which server. None without known damage.
     pub damage: Option<String>,
 }
 
-/// How many checkpoints may share a name, told apart by a number.
+/// The most checkpoints that share a name, told apart by a number.
 const MOST_NAMES: u32 = 100;
 
-/// The name of a checkpoint that the caller did not name.
+/// Returns the default name of a checkpoint, such as `step-00000300`.
 pub fn checkpoint_name(version: u64) -> String {
     format!("step-{version:08}")
 }
 
-/// The name, and then those to take where it is another state's.
+/// Returns the name, and then alternatives to use while the name belongs to another state: name.2, name.3, ...
 pub fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
     let name = name.to_string();
     (1..=MOST_NAMES).map(move |number| match number {
@@ -37,7 +37,7 @@ pub fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
     })
 }
 
-/// Unsealed checkpoints of which every server's part is there: their names, and the parts in the order of the
+/// Returns the unsealed checkpoints that have every server's part, by name, with the parts in the order of the
 /// servers.
 pub(crate) fn unsealed_but_whole<'a>(
     parts: impl Iterator<Item = &'a UnsealedPart>,
@@ -54,8 +54,8 @@ pub(crate) fn unsealed_but_whole<'a>(
     whole.map(owned).collect()
 }
 
-/// The checkpoints in the order in which they were sealed. One that a server does not list, or lists otherwise, is
-/// given as damaged, so that whoever leaves it out can say why.
+/// Returns the checkpoints in the order of their sealing. A checkpoint that a server lacks or lists differently is
+/// returned as damaged, so that a caller that skips it can say why.
 pub fn common(lists: Vec<(String, Vec<CheckpointInfo>)>) -> Vec<Checkpoint> {
     let mut found: Vec<&CheckpointInfo> = Vec::new();
     for info in lists.iter().flat_map(|(_, list)| list) {

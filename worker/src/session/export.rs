@@ -1,4 +1,4 @@
-//! An export from all servers of a job at once, as one rank asks for it.
+//! Exports a job from all its servers at once, as one rank.
 
 use std::time::Instant;
 
@@ -11,23 +11,23 @@ use crate::{
     export::{Contents, Export, Sink},
 };
 
-/// Which version was exported.
+/// The exported version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportedVersion {
     pub version: Version,
-    /// How many updates made it.
+    /// Number of updates that made it.
     pub applied: u64,
 }
 
-/// Hands one version to `sink`: the newest, or one that is still to come where training goes on. What a first try has
-/// handed over, a second one hands over again.
+/// Passes one version to `sink`: the newest, or a version to come while training goes on. A second try passes
+/// everything again.
 pub(super) async fn export(
     cluster: &Cluster,
     contents: Contents,
     sink: &Sink<'_>,
 ) -> Result<ExportedVersion> {
     let (mut tried, mut backoff) = (0, Backoff::new());
-    // When no further try is made: of a row of failures, and of all of them.
+    // The ends of all tries: `give_up` of a row of failures, `last` of all of them.
     let (mut give_up, mut last) = (None, None);
     loop {
         let begun = Instant::now();
@@ -38,8 +38,8 @@ pub(super) async fn export(
             Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
             Err(Error::Call(failed)) if passes(&failed.fault) => {
                 let now = Instant::now();
-                // What was exported for long before it broke begins a new row of failures. But a link that cuts every stream
-                // before its end does so for ever, and each try begins with the first byte.
+                // An export that ran for long before it broke begins a new row of failures. `last` still ends the
+                // tries: a link may cut every stream before its end, and each try starts from the first byte.
                 if begun.elapsed() > cluster.options.deadline {
                     give_up = None;
                 }
@@ -55,7 +55,7 @@ pub(super) async fn export(
     }
 }
 
-/// Whether a server was gone, or had as many exports as it takes at once.
+/// Returns true if a server was gone, or had as many exports as it takes at once.
 fn passes(fault: &Fault) -> bool {
     match fault.kind {
         FaultKind::Unavailable => true,

@@ -1,4 +1,4 @@
-//! What rank 0 fills a new job with.
+//! Contents with which rank 0 fills a new job.
 
 use std::cell::RefCell;
 
@@ -9,23 +9,22 @@ use crate::{
     error::{Error, GradientError, Result},
 };
 
-/// Weights, or all that an optimizer had made of them.
+/// Weights, or an optimizer's whole state.
 pub trait Filling {
-    /// How many updates made the state; None where there are weights alone.
+    /// Number of updates that made the state; None for weights alone.
     fn applied(&self) -> Option<u64>;
 
-    /// The parameters whose state fewer updates made.
+    /// Parameters whose state fewer updates made.
     fn left_out(&self) -> &[LeftOut] {
         &[]
     }
 
-    /// Writes elements of one array of a parameter, from element `at` on, as little-endian fp32. It is asked for the
-    /// arrays of a shard one after the other, in the order of [`StateArray::ALL`]; and again for a server that has to be
-    /// retried.
+    /// Writes elements of one array of a parameter, from element `at` on, as little-endian fp32. The arrays of a
+    /// shard are requested in the order of [`StateArray::ALL`], and again for a server that is retried.
     fn write(&self, array: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()>;
 }
 
-/// Weights that are made parameter by parameter. One is held at a time.
+/// Weights that a function makes parameter by parameter. A single parameter is in memory at a time.
 pub(super) struct ByParam<'a> {
     spec: &'a JobSpec,
     layout: &'a Layout,

@@ -1,6 +1,7 @@
-//! Back to a checkpoint, where servers have nothing of the job, or where what they have is to be given up. Nothing is
-//! deleted before a checkpoint is known that every server can read. State that would survive a restart is deleted
-//! only if the caller says so.
+//! Goes back to a checkpoint, for servers without the job's state, or with state that is to be given up.
+//!
+//! Nothing is deleted before every server is known to read a checkpoint. State that would survive a restart is
+//! deleted only if the caller allows that.
 
 use std::time::Instant;
 
@@ -23,19 +24,19 @@ use crate::{
     error::{Error, NoCheckpoint, Result, StateKept},
 };
 
-/// Which checkpoint to go back to, and what may be given up for it.
+/// The checkpoint to go back to, and the state that may be given up for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GoBack {
-    /// None means the newest that can be restored, with a warning for each newer one that cannot.
+    /// None means the newest restorable checkpoint, with a warning for each newer one that cannot be restored.
     pub checkpoint: Option<String>,
-    /// State that servers hold may be deleted. Without this only what the `memory` tier has after another server lost
-    /// its part may be.
+    /// State on servers may be deleted. Otherwise only the `memory` tier's remaining state may be, after another
+    /// server lost its part.
     pub discard_state: bool,
 }
 
-/// Where the job's state is.
+/// The job's state, server by server.
 struct Whereabouts {
-    /// None where the job is not open.
+    /// None for a server on which the job is not open.
     progress: ByServer<Option<JobProgress>>,
 }
 
@@ -90,7 +91,7 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     let version = Version(known.version);
     let checkpoint = Checkpoint { name: name.into(), version, shared: true, stale: false, damage: None };
     let holders = there.holders();
-    // A restore was cut off, or a part was lost at the checkpoint's very version: nothing has to be given up.
+    // A restore was cut off, or a part was lost at the checkpoint's own version: nothing has to be given up.
     if holders.iter().all(|&server| there.version(server) == checkpoint.version) {
         match open_and_restore(cluster, name).await {
             Err(error)
@@ -104,8 +105,8 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
         return Err(kept(cluster, &checkpoint, there));
     }
     match open_everywhere(cluster).await {
-        // The job that is given up may have another spec where a checkpoint leaves that open. The servers
-        // compare the checkpoint with it as it is open.
+        // The open job that is given up may have another spec, in fields that a checkpoint leaves open. Servers
+        // compare the checkpoint with their open job.
         Err(error) if !holders.is_empty() && is_other_spec(cluster, &known, &error) => {}
         other => drop(other?),
     }
@@ -125,9 +126,10 @@ async fn open_and_restore(cluster: &Cluster, name: &str) -> Result<Version> {
     restore(cluster, name).await
 }
 
-/// Opens the job again. The memory and folders of a deleted job are free once its last call has ended.
+/// Opens the job again. Memory and folders of a deleted job are free once its last call has ended.
 async fn open_again(cluster: &Cluster) -> Result<()> {
-    // Taken at the first refusal: a server may read drives for a long time before it answers, and that is not waiting.
+    // Set at the first refusal: a server may read drives for a long time before it answers, and that is no
+    // waiting.
     let mut end = None;
     let mut backoff = Backoff::new();
     loop {
@@ -145,7 +147,7 @@ async fn open_again(cluster: &Cluster) -> Result<()> {
     }
 }
 
-/// Deletes the job on one server. A job that is gone counts as deleted, also when the first answer was lost.
+/// Deletes the job on one server. A job that is gone counts as deleted, also if the first answer was lost.
 async fn discard_on(cluster: &Cluster, server: ServerId) -> Result<()> {
     match delete_job_on(cluster, server, false).await {
         Err(Error::Call(failed)) if failed.fault.kind == FaultKind::NotFound => Ok(()),
@@ -166,7 +168,7 @@ fn kept(cluster: &Cluster, checkpoint: &Checkpoint, there: &Whereabouts) -> Erro
     .into()
 }
 
-/// The servers that hold state and its version, and those that have nothing.
+/// Returns the servers that hold state, each with its version, and the servers that have nothing.
 fn holders_and_lost(cluster: &Cluster, there: &Whereabouts) -> (Vec<(String, Version)>, Vec<String>) {
     let address = |server| cluster.address(server).to_string();
     let holders = there.holders();
@@ -175,14 +177,14 @@ fn holders_and_lost(cluster: &Cluster, there: &Whereabouts) -> (Vec<(String, Ver
     (holders.into_iter().map(|server| (address(server), there.version(server))).collect(), lost)
 }
 
-/// Every checkpoint that any server lists, so that one which only some can read is not passed over in silence. The
-/// one sealed last comes first: after a job went back, versions do not say which is newer.
+/// Returns every checkpoint that any server lists, so that a partly readable one is not skipped in silence. The
+/// last sealed comes first: after a job went back, versions do not tell which is newer.
 async fn names_newest_first(cluster: &Cluster) -> Result<Vec<String>> {
     let listed = list_checkpoints(cluster, cluster.options.deadline).await?;
     Ok(listed.into_iter().rev().map(|checkpoint| checkpoint.name).collect())
 }
 
-/// Whether the checkpoint itself is at fault, so that an older one may be whole.
+/// Returns true if the checkpoint itself is at fault, so that an older one may be whole.
 fn is_unreadable(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {
@@ -195,8 +197,8 @@ fn is_unreadable(error: &Error) -> bool {
     }
 }
 
-/// Whether a server has the job open with another spec, and the checkpoint of that one may fill this one: it leaves open how
-/// many gradients make a step, and how the job is stored.
+/// Returns true if a server has the job open with another spec whose checkpoint may fill this job. A checkpoint
+/// leaves open how many gradients make a step, and how the job is stored.
 fn is_other_spec(cluster: &Cluster, known: &RestoreResponse, error: &Error) -> bool {
     let (Error::Call(failed), Ok(open)) = (error, JobSpec::from_wire(known.spec.clone())) else {
         return false;
@@ -214,7 +216,7 @@ fn is_other_spec(cluster: &Cluster, known: &RestoreResponse, error: &Error) -> b
     failed.fault.kind == FaultKind::Conflict && of_open.same_as(ours).is_ok()
 }
 
-/// Whether a server has state, and it is not the checkpoint's.
+/// Returns true if a server has state other than the checkpoint's.
 fn is_other_state(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {

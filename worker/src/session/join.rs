@@ -1,4 +1,4 @@
-//! Taking a rank: a new incarnation on all servers, and one version on all of them before the first step.
+//! Takes a rank: a new incarnation on all servers, and one common version before the first step.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,19 +15,19 @@ use crate::{
     rank::RankState,
 };
 
-/// Where the job stands as this rank begins to take part.
+/// The job's progress as this rank begins to take part.
 #[derive(Clone, Debug)]
 pub struct Joined {
     pub incarnation: Incarnation,
-    /// It is the same on all servers.
+    /// The same on all servers.
     pub version: Version,
-    /// The number of steps that updated, up to `version`.
+    /// Number of steps that updated, up to `version`.
     pub applied: u64,
     /// The commit that made `version`; None at 0. Its `trainer_state` has the loss scaler and the trainer's bytes.
     pub last_commit: Option<Commit>,
     /// At version 0: the parameters whose state fewer updates made than `applied`.
     pub left_out: Vec<LeftOut>,
-    /// The reason, when the job is paused.
+    /// The reason of a pause, if the job is paused.
     pub paused: Option<String>,
 }
 
@@ -41,7 +41,8 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
         let joined = join_once(cluster, rank).await;
         end = renewed(end, asked, cluster.options.deadline);
         match joined {
-            // A server has died meanwhile with a version that it had not kept yet. Nothing was made of that version here.
+            // A server died with a version that it had not kept yet. This process has used nothing of that
+            // version.
             Err(Error::Outdated(outdated)) if Instant::now() < end => {
                 tracing::debug!(job = %cluster.job(), error = %outdated, "joining again");
             }
@@ -78,7 +79,7 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     })
 }
 
-/// An incarnation above every earlier one, even when this machine's clock went back.
+/// Returns an incarnation above every earlier one, even if this machine's clock went back.
 fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> Incarnation {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
     let mine =
@@ -87,12 +88,13 @@ fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> 
     Incarnation(now.max(last.saturating_add(1)))
 }
 
-/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit. If this
-/// is rank 0, a server has died since it took over, with a version that it had not kept: it takes over once more.
+/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
+/// If this is rank 0, a server has died since the takeover with a version that it had not kept: rank 0 takes over
+/// once more.
 ///
-/// If the version changes on a server meanwhile, all servers are joined again by a new incarnation. So each of them says
-/// that this process joined after that version's step was decided, and so has no gradient of the step. Where a server lacks
-/// the step, rank 0 reads this, and takes the step back instead of waiting for the gradient.
+/// If a server's version changes meanwhile, a new incarnation joins all servers again. So each server records that
+/// this process joined after that version's step was decided, and has no gradient of that step. Rank 0 reads this
+/// for a server that lacks the step, and takes the step back instead of waiting for the gradient.
 async fn align(
     cluster: &Cluster,
     rank: &RankState,
@@ -101,7 +103,7 @@ async fn align(
     let (start, deadline) = (Instant::now(), cluster.options.deadline);
     let mut backoff = Backoff::new();
     let mut joined = join_everywhere(cluster, rank, incarnation).await?;
-    // A server may have been waited for that recovered the job.
+    // Starts after the join, which may have waited for a server that recovered the job.
     let mut end = Instant::now() + deadline;
     let mut progress = joined.clone();
     loop {
@@ -131,7 +133,7 @@ async fn align(
         progress = answers.map(|answer| answer.progress.unwrap_or_default());
         end = renewed(end, asked, deadline);
         if progress.iter().any(|(server, progress)| progress.version != joined[server].version) {
-            // A process that began later than this one has a much greater number, and still fences this one.
+            // A process that began later has a much greater number, and still fences this one.
             incarnation = Incarnation(incarnation.0 + 1);
             joined = join_everywhere(cluster, rank, incarnation).await?;
             progress = joined.clone();

@@ -1,4 +1,4 @@
-//! Opening a job on all servers, and telling a fresh job from a running one and from one that lost a part.
+//! Opens a job on all servers, and tells a fresh job from a running one and from one that lost a part.
 
 use std::time::Instant;
 
@@ -13,21 +13,21 @@ use crate::{
     error::{Error, Result, StateLost, TimedOut},
 };
 
-/// What `open` found.
+/// The state of an opened job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Opened {
-    /// No server has all of its weights yet, so upload or restore. Ranks other than 0 see everything but `Running` as
-    /// this: rank 0 opens, restores and uploads, and what others see meanwhile says nothing.
+    /// No server has all of its weights yet, so upload or restore. Ranks other than 0 get `Fresh` for every state
+    /// but `Running`: rank 0 opens, restores and uploads, and the state meanwhile means nothing to others.
     Fresh,
-    /// A restore was begun here and has not ended. `restore` of the same checkpoint goes on with it.
+    /// A restore has begun and has not ended. `restore` of the same checkpoint continues it.
     Restoring { checkpoint: String },
-    /// Every server has state. Versions may differ by a commit that was under way; `join` settles that.
+    /// Every server has state. Versions may differ by a commit under way; `join` settles that.
     Running {
         /// The smallest of the servers' versions.
         version: Version,
-        /// The number of that server's steps that updated.
+        /// Number of that server's steps that updated.
         applied: u64,
-        /// The reason, when the job is paused.
+        /// The reason of a pause, if the job is paused.
         paused: Option<String>,
     },
 }
@@ -38,8 +38,8 @@ impl Opened {
     }
 }
 
-/// Opens the job where it is, and creates it on the other servers, unless one has trained: an empty job beside that
-/// would be a lost one, and creating it would hide what is missing.
+/// Opens the job on the servers that have it, and creates it on the others unless some server has trained. An
+/// empty job beside a trained one would be a lost one, and creating it would hide the loss.
 pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
     let there = cluster.on_all(|server| open_if_there(cluster, server)).await?;
     let absent = there.values().any(Option::is_none);
@@ -54,12 +54,12 @@ pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobPro
     cluster.on_all(|server| open_on(cluster, server)).await
 }
 
-/// Whether a server's part of the job is not whole yet.
+/// Returns true if a server's part of the job is not complete yet.
 pub fn is_loading(answer: &DescribeResponse) -> bool {
     answer.progress.as_ref().is_some_and(|progress| progress.phase() == Phase::Loading)
 }
 
-/// How many updates the job goes on from, and which parameters had fewer.
+/// Returns the number of updates that the job starts from, and the parameters that had fewer.
 pub(super) async fn filled(cluster: &Cluster) -> Result<(u64, Vec<LeftOut>)> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let progress = answers.into_vec().into_iter().filter_map(|answer| answer.progress);
@@ -67,7 +67,7 @@ pub(super) async fn filled(cluster: &Cluster) -> Result<(u64, Vec<LeftOut>)> {
     Ok((first.applied, left_outs_from_wire(first.left_out)))
 }
 
-/// Where the job stands on a server; None where it is not open.
+/// Returns the job's progress on a server; None if the job is not open there.
 pub(super) async fn find(cluster: &Cluster, server: ServerId) -> Result<Option<JobProgress>> {
     match cluster.describe(server, false, cluster.options.deadline).await {
         Ok(answer) => Ok(Some(answer.progress.unwrap_or_default())),
@@ -80,7 +80,8 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
     match find(cluster, server).await {
         Ok(None) => return Ok(None),
         Ok(Some(_)) => {}
-        // The job is there and could not be recovered: opening it tries again, and says why it fails.
+        // The job is there and could not be recovered. Opening it tries again, and returns the reason of a
+        // failure.
         Err(Error::Call(failed))
             if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) => {}
         Err(error) => return Err(error),
@@ -94,7 +95,7 @@ pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<JobPr
         placement: Some(cluster.placement.to_wire()),
         server: server.0,
     };
-    // This is slow: a server allocates and touches all of its memory before it answers.
+    // Slow: a server allocates and touches all of its memory before it answers.
     let answer = cluster.call(server, "OpenJob", None, cluster.options.slow_deadline, |peer| {
         let request = request.clone();
         async move { peer.training().open_job(request).await }
@@ -106,9 +107,11 @@ pub(super) fn judge_all(cluster: &Cluster, progress: &ByServer<JobProgress>) -> 
     judge(cluster, &progress.iter().collect::<Vec<_>>())
 }
 
-/// If all servers are loading the job is fresh, and if all have state it is running. A mixture beyond version 0 means
-/// that a server lost its part; at version 0 it is an upload under way, since servers begin to train one by one. This
-/// is rank 0's view, on which it acts; other ranks wait until all servers train.
+/// If all servers are loading, the job is fresh; if all have state, it is running. A mixture beyond version 0
+/// means that a server lost its part. At version 0 a mixture is an upload under way, since servers begin to train
+/// one by one.
+///
+/// Rank 0 acts on this view; other ranks wait until all servers train.
 fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Opened> {
     let loading = servers.iter().find(|(_, progress)| progress.phase() == Phase::Loading);
     let ahead = servers.iter().find(|(_, progress)| progress.version > 0);
@@ -145,8 +148,8 @@ fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Open
     }
 }
 
-/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while it replaces
-/// one state by another.
+/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0
+/// replaces one state by another.
 pub(super) async fn wait_training(cluster: &Cluster) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
@@ -173,7 +176,7 @@ pub(super) async fn wait_training(cluster: &Cluster) -> Result<()> {
     }
 }
 
-/// Names the first server that does not train, and what is seen there.
+/// Returns an error that names the first server that does not train, and its progress.
 fn not_training(cluster: &Cluster, there: &ByServer<Option<JobProgress>>, start: Instant) -> Error {
     let idle = |progress: &Option<JobProgress>| {
         progress.as_ref().is_none_or(|progress| progress.phase() == Phase::Loading)

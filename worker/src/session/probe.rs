@@ -1,4 +1,4 @@
-//! The two ways of a rank without steps: the whole gradient pushed again and again, a version pulled. What a bench measures.
+//! The two directions of a rank without steps, for benchmarks: pushes of a whole gradient, and pulls of a version.
 
 use std::{sync::Arc, thread, time::Duration};
 
@@ -17,8 +17,8 @@ use crate::{
 /// The only server of the job.
 const SERVER: ServerId = ServerId(0);
 
-/// A session that has joined, and a bf16 gradient of its job. Nothing sums the gradient as long as another rank of the job
-/// never comes.
+/// A joined session, and a bf16 gradient of its job. Servers never sum the gradient while another rank of the job
+/// is missing.
 pub struct Probe {
     session: Session,
     incarnation: Incarnation,
@@ -43,12 +43,13 @@ impl Probe {
         Ok(Probe { session, incarnation, chunks })
     }
 
-    /// The size of the gradient.
+    /// Size of the gradient in bytes.
     pub fn bytes(&self) -> usize {
         self.chunks.iter().map(|(_, payload, _)| payload.bytes.len()).sum()
     }
 
-    /// Joins as a new process would: the server forgets the rank's chunks, so that the next ones are stored and not compared.
+    /// Joins as a new process: the server forgets the rank's chunks, so that it stores the next ones instead of
+    /// comparing them.
     pub fn rejoin(&mut self) -> Result<()> {
         self.incarnation = Incarnation(self.incarnation.0 + 1);
         let Session { cluster, rank, .. } = &self.session;
@@ -63,7 +64,7 @@ impl Probe {
         cluster.runtime.block_on(async { Ok(rank.relink(cluster, SERVER).await?) })
     }
 
-    /// Pushes the whole gradient, until every chunk is acknowledged.
+    /// Pushes the whole gradient, and waits until every chunk is acknowledged.
     pub fn push(&self) -> Result<()> {
         let Session { cluster, gradients, .. } = &self.session;
         let outbox = Outbox::new(Arc::clone(gradients), 1.0, Reading::new(Version(0)), Arc::default());
@@ -72,13 +73,13 @@ impl Probe {
         }
         while self.session.unacknowledged_chunks() > 0 {
             cluster.waits.check()?;
-            // Asking ten times as often took 0.03 s of CPU time a GB, which no worker spends.
+            // A period of 0.1 ms took 0.03 s of CPU time a GB, which no worker spends.
             thread::sleep(Duration::from_millis(1));
         }
         Ok(())
     }
 
-    /// Forgets the gradient that was pushed.
+    /// Frees the pushed gradient.
     pub fn release(&self) {
         self.session.gradients.committed(Step(1));
     }
@@ -89,7 +90,7 @@ impl Probe {
         self.session.pull(Version(0), std::slice::from_ref(&all), Dtype::Bf16)
     }
 
-    /// Whether weights are read where the server has them.
+    /// Returns true if weights are read in the server's memory.
     pub fn reads_in_place(&self) -> bool {
         self.session.rank.link(SERVER).is_some()
     }

@@ -1,5 +1,6 @@
-//! A restore as one act over all servers: every server loads its part and holds it, and they start only when all do.
-//! So a fault, a lost answer or the death of the client leaves a job that waits, and asking again goes on from there.
+//! A restore as one act over all servers: every server loads its part and holds it, and all start only once all
+//! hold theirs. After a fault, a lost answer or the client's death the job waits, and the next attempt continues
+//! from there.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +13,15 @@ use crate::{
     error::{Error, NotRestored, OtherCheckpoints, Result},
 };
 
-/// How long one call waits on a server. Then the server is asked how far it is, and waited for again.
+/// The longest wait of one call on a server. Then the server's progress is read, and the wait goes on.
 const ONE_WAIT: Duration = Duration::from_secs(10);
 
-/// Fills the job from a checkpoint on every server, or on none. A job that is at the checkpoint's state already is
-/// left as it is.
+/// Fills the job from a checkpoint on every server, or on none. A job that is already at the checkpoint's state is
+/// unchanged.
 pub(super) async fn restore(cluster: &Cluster, name: &str) -> Result<Version> {
     let name = JobName::parse("checkpoint.name", name)?;
     let name = name.as_str();
-    // Waits for the end on every server: a server goes on loading whether it is listened to or not.
+    // Waits for every server: a server goes on loading whether its caller waits or not.
     let held = cluster.on_each(|server| restore_on(cluster, server, name, RestoreMode::Hold));
     let (mut loaded, mut failure) = (Vec::new(), None);
     for (server, answer) in held.await {
@@ -37,7 +38,8 @@ pub(super) async fn restore(cluster: &Cluster, name: &str) -> Result<Version> {
     Ok(loaded.first().map_or(Version(0), |(_, answer)| Version(answer.version)))
 }
 
-/// What each server knows of a checkpoint without reading its tensors; an error where one cannot restore it.
+/// Returns what the servers know of a checkpoint without reading its tensors. Raises an error if a server cannot
+/// restore it.
 pub(super) async fn check_checkpoint(cluster: &Cluster, name: &str) -> Result<RestoreResponse> {
     let answers = cluster.on_all(|server| restore_on(cluster, server, name, RestoreMode::Check)).await?;
     let mut answers: Vec<_> = answers.into_iter().collect();
@@ -46,13 +48,13 @@ pub(super) async fn check_checkpoint(cluster: &Cluster, name: &str) -> Result<Re
     Ok(answers.swap_remove(0).1)
 }
 
-/// Reads and compares all that the servers need of a checkpoint. The job must be open on all of them.
+/// Reads and checks all data that the servers need of a checkpoint. The job must be open on all of them.
 pub(super) async fn verify_checkpoint(cluster: &Cluster, name: &str) -> Result<()> {
     cluster.on_all(|server| restore_on(cluster, server, name, RestoreMode::Verify)).await?;
     Ok(())
 }
 
-/// Makes one act on one server, and waits as long as it makes progress.
+/// Runs one mode of a restore on one server, and waits as long as the server makes progress.
 async fn restore_on(
     cluster: &Cluster,
     server: ServerId,
@@ -102,8 +104,8 @@ fn check_alike(cluster: &Cluster, name: &str, answers: &[(ServerId, RestoreRespo
     Err(OtherCheckpoints { job: cluster.job().clone(), checkpoint: name.into(), versions }.into())
 }
 
-/// Has the servers that hold their part give it up. If the failure may pass they keep it, and asking again goes on
-/// from there.
+/// Releases the parts that servers hold. After a failure that may pass, servers keep their parts, and the next
+/// attempt continues from there.
 async fn take_back(
     cluster: &Cluster,
     name: &str,
@@ -131,7 +133,7 @@ async fn take_back(
     NotRestored { job: cluster.job().clone(), undone, left, cause }.into()
 }
 
-/// Whether a server that failed in this way may still do it, or be doing it.
+/// Returns true if a server that failed in this way may still succeed, or be at work.
 fn may_pass(error: &Error) -> bool {
     match error {
         Error::Call(failed) => matches!(failed.fault.kind, FaultKind::Deadline | FaultKind::Unavailable),

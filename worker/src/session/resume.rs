@@ -1,4 +1,4 @@
-//! The end of a pause on every server: a resume that reached some of them is brought to the others.
+//! Ends a pause on every server: a resume that reached some servers is brought to the others.
 
 use std::time::Instant;
 
@@ -11,8 +11,8 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The version that servers are paused at, or None. It is the lowest one, since a server that is past it has been
-/// resumed.
+/// Returns the version that servers are paused at, or None. The lowest version counts, since a server past it has
+/// been resumed.
 pub fn paused_at<'a>(progress: impl IntoIterator<Item = &'a JobProgress>) -> Option<u64> {
     let paused = progress.into_iter().filter(|progress| progress.phase() == Phase::Paused);
     paused.map(|progress| progress.version).min()
@@ -29,8 +29,8 @@ pub(super) async fn resume_all(cluster: &Cluster, loss_scale: Option<f64>) -> Re
     Ok(())
 }
 
-/// Ends the pause that began at a version, or the current one. `loss_scale` 0 keeps the old scale. A server that has
-/// lost the version in a crash is waited for.
+/// Ends the pause that began at `version`, or the current pause. A `loss_scale` of 0 keeps the old scale. Waits
+/// for a server that has lost the version in a crash.
 pub(crate) async fn resume_on(
     cluster: &Cluster,
     server: ServerId,
@@ -56,7 +56,7 @@ pub(crate) async fn resume_on(
 }
 
 /// Brings an operator's resume to the servers that it had not reached when its sender died. `progress` has all
-/// servers, at one version. A server that goes on from a version at which others are paused was resumed.
+/// servers, at one version. A server that trains at a version at which others are paused was resumed.
 pub(super) async fn spread_resume(
     cluster: &Cluster,
     mut progress: ByServer<JobProgress>,

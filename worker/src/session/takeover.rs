@@ -14,8 +14,8 @@ use crate::{
     rank::{commit_as, fence, withdraw},
 };
 
-/// First ends what earlier processes of rank 0 may do on all servers, so that the versions read after that change no
-/// more. Then completes the newest decision where it is missing, or takes it back where that cannot be.
+/// Fences earlier processes of rank 0 on all servers, so that the versions read afterwards do not change. Then
+/// completes the newest decision on servers that lack it, or takes it back if that is impossible.
 pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
     let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
     let ended = complete_commit(cluster, &progress, incarnation).await;
@@ -29,16 +29,16 @@ pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
         {
             withdraw(cluster, incarnation).await
         }
-        // It has others by now: completed with those, the step would be of one gradient on some servers and of another on
-        // the rest.
+        // The server has other contributions by now. Completing the step with those would mix two gradients: one
+        // on some servers, another on the rest.
         Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
         other => other,
     }
 }
 
-/// Rank 0 may have died between its commits. The newest decision then goes to the servers one version behind, which
-/// have the contributions that it was made from, or refuse it. A server further behind needs what nobody holds any
-/// more: the versions stay apart, and `align` reports that.
+/// Rank 0 may have died between its commits. The newest decision then goes to the servers one version behind,
+/// which have its contributions, or refuse it. A server further behind needs contributions that no process holds.
+/// Versions then stay apart, and `align` reports that.
 async fn complete_commit(
     cluster: &Cluster,
     progress: &ByServer<JobProgress>,
@@ -56,12 +56,12 @@ async fn complete_commit(
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
         commit_as(cluster, server, incarnation, &commit, (origins[server], None))
     };
-    // Each is heard to its end, so that none takes the decision after the others have given it back.
+    // Every call runs to its end, so that no server takes the decision after others have given it back.
     join_all(behind.map(|(server, _)| send(server))).await.into_iter().collect()
 }
 
-/// The contributions on each server that a decision was made from, as far as its maker said. Where no server can step back
-/// they are left unknown, and the decision is completed with whatever is there.
+/// Returns the origin on each server that a decision was made from, as far as its maker said. If no server can
+/// step back, origins are unknown, and the decision is completed with the contributions that are there.
 fn origins(cluster: &Cluster, commit: &Commit) -> ByServer<Origin> {
     let said = match cluster.spec().properties().durable_later {
         true => {

@@ -1,4 +1,4 @@
-//! What a new job is filled with, streamed to its owners. The flat space is walked once, shard by shard.
+//! Uploads a new job's filling to the owners. Each pass walks the flat space once, shard by shard.
 
 use std::{
     collections::BTreeSet,
@@ -26,11 +26,11 @@ use crate::{
     rank::RankState,
 };
 
-/// How many chunks are under way to one server: enough to keep it busy while the next parameter is made.
+/// Chunks under way to one server: enough to keep it busy while the next parameter is made.
 const QUEUE_CHUNKS: usize = 8;
 
-/// Streams what is missing until nothing is. Before each walk every server is asked what it misses, and made ready to
-/// take it: one that restarted has forgotten who had joined, and with the `memory` tier the job too.
+/// Uploads missing shards until none is missing. Before each pass every server is asked what it misses, and made
+/// ready. A restarted server has forgotten its ranks and, with the `memory` tier, the job.
 pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
@@ -77,7 +77,7 @@ async fn missing_shards(
     let mut missing = BTreeSet::new();
     for (server, answer) in answers {
         let answer = match answer {
-            // As long as nothing is trained, nothing is lost with it.
+            // Before the first step, nothing is lost with the job.
             Err(Error::StateLost(_)) if !trained => {
                 open_on(cluster, server).await?;
                 cluster.describe(server, false, deadline).await?
@@ -90,7 +90,7 @@ async fn missing_shards(
     Ok(missing)
 }
 
-/// Checks that a server which is full, and trains, was filled with what this process fills the others with.
+/// Checks that a full server, which trains, was filled with the same contents that this process uploads.
 fn check_alike(
     cluster: &Cluster,
     server: ServerId,
@@ -114,7 +114,7 @@ fn check_alike(
     Ok(())
 }
 
-/// What one server misses, once this rank has joined there.
+/// Returns the shards that one server misses, and joins the server if needed.
 async fn missing_on(
     cluster: &Cluster,
     rank: &RankState,
@@ -132,8 +132,7 @@ async fn missing_on(
     Ok(progress.missing_shards.into_iter().map(ShardId).collect())
 }
 
-/// Walks over the flat space once. If a failure that passes cut the walk short, returns it, and which server's it
-/// was.
+/// Walks the flat space once. Returns a passing failure that cut the walk short, with its server.
 fn pass(
     cluster: &Cluster,
     rank: &RankState,
@@ -185,7 +184,7 @@ fn pass(
     Ok(failed)
 }
 
-/// Whether the next try may do better: the transport failed, or the server has restarted since it was joined.
+/// Returns true if another try may succeed: the transport failed, or the server has restarted since it was joined.
 fn passes(fault: &Fault) -> bool {
     match fault.kind {
         FaultKind::Unavailable | FaultKind::Deadline => true,
@@ -195,7 +194,7 @@ fn passes(fault: &Fault) -> bool {
     }
 }
 
-/// One Upload call.
+/// An open Upload call.
 struct Stream {
     queue: mpsc::Sender<UploadRequest>,
     answer: Task<Result<UploadResponse, Status>>,
@@ -211,7 +210,7 @@ impl Stream {
         Stream { queue, answer: cluster.runtime.spawn_joined(answer) }
     }
 
-    /// Returns false when the call has ended early; `close` says why.
+    /// Returns false if the call has ended early; `close` returns the reason.
     async fn send(&self, request: UploadRequest, end: Instant) -> Result<bool> {
         Ok(matches!(tokio::time::timeout_at(end.into(), self.queue.send(request)).await, Ok(Ok(()))))
     }
@@ -227,14 +226,14 @@ impl Stream {
     }
 }
 
-/// The elements of the flat space that a chunk of fp32 has.
+/// Returns the flat elements of an fp32 chunk.
 fn flat_range(cluster: &Cluster, shard: ShardId, chunk: ChunkId) -> Range<u64> {
     let bytes = cluster.layout.chunk_bytes(shard, chunk, Dtype::F32).unwrap_or(0..0);
     let start = cluster.layout.shard_range(shard).start;
     start + bytes.start / 4..start + bytes.end / 4
 }
 
-/// A chunk as fp32, with zeros as padding.
+/// Reads a chunk as fp32, with zeros as padding.
 fn read(
     cluster: &Cluster,
     filling: &dyn Filling,

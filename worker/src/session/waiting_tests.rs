@@ -1,4 +1,5 @@
-//! Deadlines of a session's calls that begin while a server recovers the job, or that take long for another reason.
+//! Deadlines of a session's calls that begin while a server recovers the job, or that take long for another
+//! reason.
 
 use std::{
     collections::VecDeque,
@@ -18,22 +19,22 @@ use crate::{
     rank::RankState,
 };
 
-/// How long a server recovers the job: longer than any deadline lasts.
+/// The duration of a server's recovery: longer than any deadline.
 const RECOVERY: Duration = DEADLINE.saturating_mul(3);
 
-/// What a server says, one after the other, to calls of one kind.
+/// A line of a server's script, for calls of one kind.
 #[derive(Clone, Copy)]
 enum Line {
     At(u64),
-    /// It recovers the job for [`RECOVERY`], from the first such call on.
+    /// The server recovers the job for [`RECOVERY`], from the first such call on.
     Recovers,
-    /// It has lost what this process read.
+    /// The server has lost the version that this process read.
     Outdated,
 }
 
 use Line::{At, Outdated, Recovers};
 
-/// A server that follows a script where it is joined. Without one left, and in all other calls, it is at version 1.
+/// A server that answers `Join` by a script. After the script, and for other calls, it is at version 1.
 fn joined_by(script: impl IntoIterator<Item = Line>) -> Says {
     let left = Mutex::new((script.into_iter().collect::<VecDeque<_>>(), None));
     says(move |call| {
@@ -60,8 +61,8 @@ fn join_with(script: &[Line]) -> Result<join::Joined> {
     cluster.runtime.block_on(join::join(&cluster, &RankState::new(&cluster)))
 }
 
-/// Rank 0 joins each server twice, once to fence an older process. A server that dies in between may come back with an older
-/// version, and is brought to the newest.
+/// Rank 0 joins each server twice, first to fence an older process. A server that dies in between may come back
+/// with an older version, and is brought to the newest.
 #[test]
 fn versions_have_time_to_meet_after_a_recovery() {
     let cases: [&[Line]; 2] =
@@ -94,7 +95,7 @@ fn a_resume_waits_for_the_version_after_a_recovery() {
     cluster.runtime.block_on(resumed).unwrap();
 }
 
-/// Every try begins with the first byte, so that one behind a link with a limit would follow another for ever.
+/// Every try begins with the first byte: behind a link that cuts streams, tries would follow each other for ever.
 #[test]
 fn an_export_that_always_breaks_ends() {
     let (mut cluster, _runtime) = cluster(vec![says(|call| match call {
@@ -110,7 +111,7 @@ fn an_export_that_always_breaks_ends() {
     assert_eq!(failed.fault.field, "stream", "{failed}");
 }
 
-/// What was logged.
+/// The logged text.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -125,7 +126,7 @@ impl Write for Log {
     }
 }
 
-/// A server touches all of its memory before a job is open, which takes longer than a session's deadline allows for.
+/// A server touches all of its memory before a job is open, which takes longer than a session's deadline.
 #[test]
 fn a_rank_that_opens_a_job_says_how_long_it_waits_at_most() {
     let (options, _runtime) = start(vec![says(|call| match call {
