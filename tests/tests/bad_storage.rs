@@ -1,5 +1,5 @@
-//! State directories that rot, vanish, fill up, or belong to something else. Server and command line name them,
-//! nothing is damaged, and what is put right goes on to the right bits.
+//! State directories that rot, vanish, fill up, or belong to something else. Server and command line name
+//! them and damage nothing. Once repaired, jobs continue to the right bits.
 
 use std::{
     collections::BTreeMap,
@@ -41,7 +41,8 @@ fn hash() -> String {
     Train::new(STEPS).undisturbed().hash
 }
 
-/// As in a container whose runtime refuses io_uring: threads read and write instead, and the log says why.
+/// As in a container whose runtime refuses io_uring: threads do the reads and writes, and the log gives the
+/// reason.
 #[test]
 fn without_io_uring_a_job_has_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
@@ -58,12 +59,12 @@ fn without_io_uring_a_job_has_the_same_bits() {
     }
 }
 
-/// A server whose jobs' state is striped over these directories.
+/// Starts a server whose jobs' state is striped over these directories.
 fn server(dirs: &[PathBuf]) -> Longshored {
     options(dirs).start()
 }
 
-/// A worker that is killed may leave a step that it had begun, and nobody will finish it.
+/// A killed worker may leave a begun step that no process finishes, so a drain gives up after 1 s.
 fn drained_soon() -> ServerOptions {
     ServerOptions::new().args(["--drain-deadline-s", "1"]).allow("the step in hand was not finished")
 }
@@ -89,7 +90,7 @@ fn job_folder(dir: &Path) -> PathBuf {
     dir.join("default").join("server-0-of-1")
 }
 
-/// The status, once the server knows whether it can recover its job.
+/// Returns the status, once the server knows whether it can recover its job.
 fn status_of(server: &Longshored) -> Output {
     let begun = Instant::now();
     loop {
@@ -119,7 +120,7 @@ fn bit_rot_is_named_and_one_step_back_is_whole() {
         file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
     };
     let mut found = None;
-    // Records, tables and the other slot lie between them.
+    // Records, tables and the other slot lie between the flipped bytes.
     for at in (0..32).map(|part| (2 * part + 1) * bytes / 64) {
         flip(at);
         server.restart();
@@ -152,7 +153,7 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     let mut server = options(&dirs).allow("not recovered").start();
     let train = train().servers(&[server.address().to_string()]);
     train_halfway(&train, &mut server);
-    // One job's folder is gone, as when a disk is mounted empty.
+    // One folder of the job is gone, as after mounting an empty disk.
     let (there, away) = (job_folder(&dirs[1]), root.path().join("away"));
     fs::rename(&there, &away).unwrap();
     server.restart();
@@ -160,11 +161,11 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(said.contains(there.to_str().unwrap()) && said.contains("mount the disk again"), "{said}");
     let (stderr, _) = train.start().fails(PATIENCE);
     assert!(stderr.contains(there.to_str().unwrap()), "{stderr}");
-    // The disk is back, and opening the job is enough.
+    // The disk is back, and opening the job suffices.
     fs::create_dir_all(there.parent().unwrap()).unwrap();
     fs::rename(&away, &there).unwrap();
     assert_eq!(train.run().end.state_hash, expected);
-    // The whole directory is gone, as when a disk is not mounted at all, and the server does not start.
+    // The whole directory is gone, as with an unmounted disk, and the server does not start.
     server.process.kill();
     fs::rename(&dirs[0], root.path().join("gone")).unwrap();
     let refused = longshored(["--listen", "127.0.0.1:0", "--state-dir", dirs[0].to_str().unwrap()]);
@@ -173,7 +174,7 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(refused.stderr.contains("check its path"), "{refused:?}");
 }
 
-/// If the server did not notice, training would end well, and its result would be nowhere.
+/// An unnoticed loss would let training end well, with its result stored nowhere.
 #[test]
 fn files_that_vanish_under_a_running_server_end_training() {
     let roots = [TempDir::new().unwrap(), TempDir::new_in("/dev/shm").unwrap()];
@@ -193,7 +194,7 @@ fn files_that_vanish_under_a_running_server_end_training() {
     }
 }
 
-/// What a server says of a version that it will never make durable.
+/// Returns the fault of a version that the server will never make durable.
 fn await_durable(address: &str, deadline: Duration) -> Fault {
     let request = AwaitDurableRequest {
         job: "default".to_string(),
@@ -208,7 +209,7 @@ fn await_durable(address: &str, deadline: Duration) -> Fault {
     fault_from_status(&answer.unwrap_err(), address)
 }
 
-/// A limit on file sizes, set while the server runs, stands for a drive that fails.
+/// A limit on file sizes, set while the server runs, stands for a failing drive.
 #[test]
 fn a_failed_store_is_said_at_once_and_not_called_slow() {
     let root = TempDir::new().unwrap();
@@ -226,13 +227,13 @@ fn a_failed_store_is_said_at_once_and_not_called_slow() {
     let begun = Instant::now();
     let fault = await_durable(&address, Duration::from_secs(60));
     assert!(fault.to_string().contains("File too large"), "{fault}");
-    // A drain does not wait for what cannot come, either.
+    // A drain does not wait for the failed store either.
     process.terminate();
     assert_eq!(process.code(), 0, "{}", process.stderr());
     assert!(begun.elapsed() < Duration::from_secs(15), "it took {:?}", begun.elapsed());
 }
 
-/// A drive that is missing may come back, so what cannot be read is given up only when somebody says so.
+/// A missing drive may come back, so unreadable state is deleted only on explicit request.
 #[test]
 fn a_job_that_cannot_be_read_is_deleted_on_an_explicit_word_alone() {
     let expected = hash();
@@ -258,7 +259,8 @@ fn a_job_that_cannot_be_read_is_deleted_on_an_explicit_word_alone() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
-/// Nothing else is begun under the name of what is kept: it would be out of sight, and take the place of what was begun at the next start.
+/// No other job may begin under the name of unreadable state. The old state would be hidden, and would
+/// replace the new job at the next start.
 #[test]
 fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     let expected = hash();
@@ -281,7 +283,7 @@ fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     assert!(status_of(&server).stdout.contains("mount the disk again"));
     is_refused(Train::new(STEPS).servers(&addresses[..1]), &["spec.tier", "mount the disk again"]);
     is_refused(self::train().servers(&addresses), &["placement.owners", "mount the disk again"]);
-    // Now nobody can say what the job is.
+    // With damaged headers the server cannot tell what the job is.
     fs::create_dir_all(job_folder(&dirs[1]).parent().unwrap()).unwrap();
     fs::rename(&away, job_folder(&dirs[1])).unwrap();
     let headers = [&dirs[0], &dirs[1]].map(|dir| job_folder(dir).join("header.json"));
@@ -289,7 +291,7 @@ fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     headers.iter().for_each(|header| fs::write(header, "{}").unwrap());
     server.kill_and_restart();
     is_refused(Train::new(STEPS).servers(&addresses[..1]), &["kept here and not readable"]);
-    // Once it can be read again, opening it is enough.
+    // With readable headers again, opening the job suffices.
     headers.iter().zip(texts).for_each(|(header, text)| fs::write(header, text).unwrap());
     is_refused(Train::new(STEPS).servers(&addresses[..1]), &["spec.tier"]);
     assert_eq!(train.run().end.state_hash, expected);
@@ -321,7 +323,7 @@ fn a_directory_of_another_job_is_left_alone() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
-/// A server that `shell` becomes, given its command line.
+/// Starts a server that replaces `shell`, whose last argument is the server's command line.
 fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
     shell.arg(binaries::command("longshored").get_program());
     shell.args(["--listen", "127.0.0.1:0", "--memory", "1GiB", flag]).arg(dir);
@@ -331,7 +333,8 @@ fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
     (process, address)
 }
 
-/// A shell that sees `dir` read-only, in a mount namespace of its own. None where such namespaces are not permitted.
+/// Returns a shell that sees `dir` read-only, in its own mount namespace. Returns None where such namespaces
+/// are not permitted.
 fn read_only(dir: &Path) -> Option<Command> {
     let shell = |script: &str| {
         let script = format!("mount --bind \"$0\" \"$0\" && mount -o remount,bind,ro \"$0\" && {script}");
@@ -343,7 +346,7 @@ fn read_only(dir: &Path) -> Option<Command> {
     tried.is_ok_and(|output| output.status.success()).then(|| shell("exec \"$@\""))
 }
 
-/// Every file below the folder, with its bytes.
+/// Returns every file below the folder, with its bytes.
 fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(dir).unwrap() {
@@ -357,7 +360,7 @@ fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-/// The directory is read-only, as after an error that made the kernel mount it so.
+/// The directory is read-only, as after an error that makes the kernel remount it so.
 fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
     let Some(shell) = read_only(dir) else {
         return skip::skipped("this user may not mount anything, not even in a namespace of its own");
@@ -375,7 +378,7 @@ fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
     }
     let (stderr, _) = worker.args(["--job", "other"]).start().fails(PATIENCE);
     assert!(stderr.contains("Read-only file system") && stderr.contains("create folder"), "{stderr}");
-    // A job that needs no directory is served.
+    // The server serves a job that needs no directory.
     Train::new(2).args(["--job", "in-memory"]).servers(&[address]).run();
     drop(process);
     assert!(contents(dir) == before, "something was changed");
@@ -395,7 +398,7 @@ fn a_read_only_tmpfs_is_named_and_left_alone() {
     is_named_and_left_alone_when_read_only("shm", "--shm-dir", root.path());
 }
 
-/// `ulimit -f` stands for a full drive: both are found when the space is reserved.
+/// `ulimit -f` stands for a full drive: both fail when the space is reserved.
 #[test]
 fn a_full_drive_refuses_the_job_and_keeps_nothing() {
     let root = TempDir::new().unwrap();
@@ -414,7 +417,7 @@ fn a_full_drive_refuses_the_job_and_keeps_nothing() {
 
 #[test]
 fn a_directory_that_cannot_be_written_is_refused() {
-    // Nobody can make a folder there, not even root.
+    // Not even root can make a folder in /proc/self.
     let server = ServerOptions::new().args(["--state-dir", "/proc/self"]).start();
     let (stderr, _) = train().servers(&[server.address().to_string()]).start().fails(PATIENCE);
     assert!(stderr.contains("/proc/self") && stderr.contains("create folder"), "{stderr}");
@@ -427,7 +430,7 @@ fn status_forecasts_the_wear_of_drives() {
     let addresses = [server.address().to_string()];
     train().servers(&addresses).run();
     let found = &job_status(&addresses).servers[0];
-    // A step writes 12 bytes a parameter in whole blocks, and its checksums and two records.
+    // A step writes 12 bytes a parameter in whole blocks, its checksums, and two records.
     let state = 5 * 65_536 * 12;
     let step = found.disk_written_bytes_per_step.unwrap();
     assert!((state..state + 64 * 1024).contains(&step), "{step} bytes a step, of which state {state}");
@@ -436,7 +439,7 @@ fn status_forecasts_the_wear_of_drives() {
     assert!((days * day / 600e12 - 1.0).abs() < 1e-6, "{days} days at {day} bytes a day");
     let said = status_of(&server).stdout;
     assert!(said.contains("a step") && said.contains("a day, the rated"), "{said}");
-    // The plan said so too.
+    // `longshore plan` predicts the same number.
     let of_job = [
         "plan",
         "--params",

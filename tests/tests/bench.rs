@@ -1,18 +1,18 @@
-//! The benches as commands: what they print, and the trace beside it.
+//! The benches as commands: their output, and the trace beside it.
 
 use std::collections::BTreeMap;
 
 use longshore_tests::{command::longshore, server::ServerOptions};
 use serde_json::Value;
 
-/// Three shards, the last one shorter than the others.
+/// Three shards, the last one shorter.
 const PARAMS: &str = "9M";
 const SHARDS: usize = 3;
 
 fn step(more: &[&str]) -> Value {
     let fixed = ["bench", "step", "--params", PARAMS, "--rounds", "1", "--steps", "2", "--json"];
     let output = longshore([&fixed, more].concat());
-    // On a busy host filling the job may take long enough for a word.
+    // On a busy host filling the job may take long enough for a message.
     let mut said = output.stderr.lines().filter(|line| !line.contains("still waiting for"));
     assert_eq!((output.code, said.next()), (0, None), "{output:?}");
     serde_json::from_str(&output.stdout).unwrap()
@@ -42,7 +42,7 @@ fn steps_of_servers_that_run_elsewhere_are_predicted_and_leave_nothing_there() {
         assert_eq!(line["servers"], 2, "{line}");
         assert!(line["reserved_bytes"].as_u64().is_some_and(|bytes| bytes > 9_000_000 * 18 / 2), "{line}");
         let over = line["step_over_predicted"].as_f64().unwrap();
-        // How near it comes is for a quiet machine to say: docs/plan.md.
+        // Closer agreement needs a quiet machine: docs/plan.md.
         assert!((0.5..3.0).contains(&over), "{line}");
         let binding = line["predicted_binding"].as_str().unwrap();
         assert!(["push", "pull"].contains(&binding), "{line}");
@@ -81,7 +81,7 @@ fn a_trace_has_every_stage_of_every_step() {
         let stack = open.entry(event["tid"].as_u64().unwrap()).or_default();
         match event["ph"].as_str().unwrap() {
             "B" => {
-                // Sums of several shards are formed at once.
+                // One event may form the sums of several shards.
                 let shards = event["args"]["shards"].as_str().map_or(1, |shards| shards.parse().unwrap());
                 stack.push((event["name"].as_str().unwrap(), shards));
             }
@@ -94,7 +94,7 @@ fn a_trace_has_every_stage_of_every_step() {
         }
     }
     assert!(open.values().all(Vec::is_empty), "{open:?}");
-    // One round warms up, and one counts.
+    // The warm-up round and the measured round together make this many steps.
     let steps = 4;
     for (stage, times) in
         [("begin", steps), ("finish", steps), ("sum", steps * SHARDS), ("update", steps * SHARDS)]

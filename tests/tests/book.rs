@@ -1,4 +1,4 @@
-//! The documents: links between them lead somewhere, as they lie in the repository and as the book that mdBook makes of docs/.
+//! Checks the documents' links, both in the repository and in the book that mdBook builds from docs/.
 
 use std::{
     collections::BTreeSet,
@@ -14,7 +14,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
 }
 
-/// The documents that have links: those at the root, and all in docs and deploy.
+/// Returns the documents with links: those at the root, and all in docs and deploy.
 fn documents() -> Vec<PathBuf> {
     let names = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md"];
     let mut found: Vec<PathBuf> = names.iter().map(|name| root().join(name)).collect();
@@ -23,7 +23,7 @@ fn documents() -> Vec<PathBuf> {
     found
 }
 
-/// A document without its examples: blocks of code, and code within a line.
+/// Returns a document without code blocks and inline code.
 fn prose(text: &str) -> String {
     let mut in_code = false;
     let mut made = String::new();
@@ -31,7 +31,7 @@ fn prose(text: &str) -> String {
         let fence = line.trim_start().starts_with("```");
         in_code ^= fence;
         if !fence && !in_code {
-            // What stands between backticks is every second part.
+            // Every second part lies between backticks.
             made.extend(line.split('`').step_by(2));
             made.push('\n');
         }
@@ -39,14 +39,14 @@ fn prose(text: &str) -> String {
     made
 }
 
-/// The targets of a document's links and images.
+/// Returns the targets of a document's links and images.
 fn targets(text: &str) -> Vec<String> {
     let text = prose(text);
     let ends = text.match_indices("](").filter_map(|(at, _)| text[at + 2..].split(')').next());
     ends.map(str::to_string).collect()
 }
 
-/// The anchors that a document's headings get, as GitHub makes them.
+/// Returns the anchors of a document's headings, as GitHub forms them.
 fn anchors(text: &str) -> BTreeSet<String> {
     let mut in_code = false;
     let headings = text.lines().filter(|line| {
@@ -92,7 +92,7 @@ fn every_document_is_a_page_of_the_book() {
     assert!(lacking.is_empty(), "docs/SUMMARY.md does not list {lacking:?}");
 }
 
-/// mdBook beside the tests' Python, where tests/python/requirements.txt put it, or in the path.
+/// Returns mdBook beside the tests' Python, where tests/python/requirements.txt installs it, or from PATH.
 fn mdbook() -> Option<Command> {
     let python = env::var_os("LONGSHORE_TEST_PYTHON").map(PathBuf::from);
     let beside = python.iter().filter_map(|python| python.parent());
@@ -103,7 +103,7 @@ fn mdbook() -> Option<Command> {
     Some(Command::new(found))
 }
 
-/// The values of an attribute in a page.
+/// Returns the values of an attribute in a page.
 fn attributes<'a>(page: &'a str, name: &str) -> Vec<&'a str> {
     let start = format!(" {name}=\"");
     page.split(&*start).skip(1).filter_map(|rest| rest.split('"').next()).collect()
@@ -125,12 +125,12 @@ fn the_book_is_made_and_its_links_lead_somewhere() {
     let pages = fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let pages: Vec<String> = pages.map(|name| name.to_string_lossy().into_owned()).collect();
     let (mut broken, mut count) = (Vec::new(), 0);
-    // The page for printing has all chapters, whose links are checked where they stand.
+    // The print page repeats all chapters. Their links are checked in the chapters.
     for page in
         pages.iter().filter(|name| name.ends_with(".html") && *name != "print.html" && *name != "404.html")
     {
         let text = read(page);
-        // The list of chapters has none.
+        // The table of contents has no main part.
         let Some(main) = text.split("<main>").nth(1).and_then(|rest| rest.split("</main>").next()) else {
             continue;
         };

@@ -1,5 +1,5 @@
-//! The Helm chart and the Kubernetes manifest: what Helm makes of the chart is what the manifest says and Kubernetes takes, and the
-//! servers start with the flags that stand there.
+//! The Helm chart and the Kubernetes manifest. Helm's output must equal the manifest and be valid for
+//! Kubernetes, and servers must start with its flags.
 
 use std::{env, path::Path, process::Command};
 
@@ -11,7 +11,8 @@ use longshore_tests::{
 };
 use tempfile::TempDir;
 
-/// The flags of the servers, of each case of `check_chart.py`. None where this machine has no Helm library.
+/// Returns the servers' flags for each case of `check_chart.py`, or None where this machine has no Helm
+/// library.
 fn checked() -> Option<Vec<Vec<String>>> {
     let python = env::var_os("LONGSHORE_TEST_PYTHON")
         .expect("LONGSHORE_TEST_PYTHON names no Python with helm-python-sdk: run tests/run, which makes one");
@@ -49,7 +50,7 @@ fn servers_start_with_the_flags_of_the_chart() {
             std::fs::create_dir_all(&folder).unwrap();
             folder.display().to_string()
         };
-        // The same flags at addresses, in folders and in memory that a test may have.
+        // The same flags, with addresses, folders and memory that a test may use.
         let here = flags.iter().map(|flag| match flag.split_once('=').unwrap_or((flag, "")) {
             (flag @ ("--listen" | "--http"), _) => format!("{flag}=127.0.0.1:0"),
             (flag @ ("--state-dir" | "--checkpoint-dir"), _) => format!("{flag}={}", folder(flag)),

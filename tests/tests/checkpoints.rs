@@ -1,5 +1,5 @@
-//! Checkpoints as users meet them: after a job went back, at the end of training, in a folder of each host's own, and
-//! in folders that take none.
+//! Checkpoints in use: after a job went back, at the end of training, in separate folders of each host, and
+//! in unwritable folders.
 
 use std::{
     fs,
@@ -25,7 +25,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Names of the checkpoints that a run says it has written.
+/// Returns the names of the checkpoints in a run's events.
 fn written(said: &Said) -> Vec<&str> {
     let events = said.events.iter();
     events
@@ -48,7 +48,7 @@ fn list(servers: &[String]) -> String {
     output.stdout
 }
 
-/// Deletes the job and fills it again from a checkpoint, as an operator does who wants to go back.
+/// Deletes the job and restores it from a checkpoint, as an operator does to go back.
 fn roll_back(servers: &[String], folder: &Path, name: &str) {
     let deleted = longshore(["delete", "--job", "default", "--servers", &servers.join(",")]);
     assert_eq!(deleted.code, 0, "{deleted:?}");
@@ -71,14 +71,15 @@ fn after_a_rollback_each_checkpoint_is_the_same_one_or_gets_a_name_of_its_own() 
     let first = train().run();
     assert_eq!(written(&first.said), names);
 
-    // The same steps give the same states again, and so the same checkpoints.
+    // The same steps give the same states, and so the same checkpoints.
     roll_back(&addresses, folder.path(), names[0]);
     let again = train().run();
     assert_eq!((again.start.first_step, again.end.state_hash), (5, first.end.state_hash));
     assert_eq!(written(&again.said), names[1..]);
     assert_eq!(sealed(folder.path()), names);
 
-    // Other batches give other states, under other names. What was sealed first goes first, whatever its version.
+    // Other batches give other states, under other names. Pruning removes the oldest seal first, whatever its
+    // version.
     roll_back(&addresses, folder.path(), names[0]);
     let other = train().args(["--seed", "2"]).run();
     assert_eq!(other.start.first_step, 5);
@@ -118,7 +119,7 @@ fn the_last_step_is_checkpointed_and_the_same_command_runs_again() {
     assert_eq!(written(&other.said)[2], "step-00000005.2");
     let longer = train(7).args(["--seed", "2"]).start_with(["--resume"]).finish();
     assert_eq!((longer.start.first_step, longer.end.checkpoint.as_deref()), (6, Some("step-00000007")));
-    // Several ranks are several processes, and the server is in their parent.
+    // Several ranks are several processes, and the server runs in their parent.
     let ranks =
         Train::new(3).args(["--world-size", "2", "--checkpoint-dir", &text(&folder.path().join("two"))]);
     assert_eq!(written(&ranks.run().said), ["step-00000003"]);
@@ -151,7 +152,7 @@ fn training_says_where_the_weights_are_and_exports_them() {
         ),
     ] {
         let _ = fs::create_dir(folder.path().join("state"));
-        // It has the text to train on.
+        // `train` owns the text to train on, and must outlive the process.
         let train = Train::new(3).args(more);
         let output = train.command().output().unwrap();
         let stdout = String::from_utf8_lossy(&output.stdout);
@@ -159,7 +160,7 @@ fn training_says_where_the_weights_are_and_exports_them() {
     }
 }
 
-/// Puts a file where the folder was, so that nobody can write there. Returns where the folder is now.
+/// Puts a file where the folder was, so that no process can write there. Returns the folder's new place.
 fn take_away(folder: &Path) -> PathBuf {
     let aside = folder.with_extension("aside");
     fs::rename(folder, &aside).unwrap();
@@ -221,7 +222,7 @@ fn a_folder_that_takes_no_checkpoint_is_told_before_the_first_step() {
     }
 }
 
-/// Hosts share nothing: each server's checkpoint folder has its own part and no other.
+/// Hosts share nothing: each server's checkpoint folder has its own part alone.
 #[test]
 fn servers_with_folders_of_their_own_resume() {
     let expected = Train::new(14).undisturbed().hash;
@@ -240,7 +241,7 @@ fn servers_with_folders_of_their_own_resume() {
     assert_eq!((run.start.first_step, run.end.state_hash), (13, expected));
 }
 
-/// Servers that stop have nobody who carries their parts to each other: who resumes does it.
+/// No process copies the parts of stopped servers between their folders. The resuming worker does.
 #[test]
 fn drained_servers_with_folders_of_their_own_resume() {
     let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];

@@ -1,4 +1,4 @@
-//! What operators see: every command's answer and error, exit codes, health, and ranks that are started and killed by
+//! The operator's view: every command's answer and error, exit codes, health, and ranks started and killed by
 //! hand.
 
 use std::{
@@ -36,7 +36,7 @@ fn one(server: &Longshored) -> [String; 1] {
     [server.address().to_string()]
 }
 
-/// A server and a worker in the middle of a job.
+/// Starts a server and a worker in the middle of a job.
 fn under_way(options: ServerOptions) -> (Longshored, Running) {
     let server = options.start();
     let mut running = Train::new(ENDLESS).servers(&one(&server)).start();
@@ -48,7 +48,7 @@ fn call(command: &str, server: &Longshored, more: &[&str]) -> Output {
     longshore([&[command, "--servers", server.address()], more].concat())
 }
 
-/// Checks that a command failed with this exit code and all of these words on stderr.
+/// Checks that a command failed with this exit code, and with all of these words on stderr.
 #[track_caller]
 fn refused(output: &Output, code: i32, words: &[&str]) {
     assert_eq!(output.code, code, "{output:?}");
@@ -65,7 +65,7 @@ fn said(output: &Output, words: &[&str]) {
     }
 }
 
-/// The one JSON object of an answer.
+/// Returns the only JSON object of an answer.
 #[track_caller]
 fn json(output: &Output) -> Value {
     assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
@@ -123,7 +123,7 @@ fn checkpoints_of_a_running_job() {
         &["checkpoint before of version ", server.address()],
     );
     assert!(folder.path().join("default/before/manifest.json").is_file());
-    // Training goes on meanwhile.
+    // Training continues meanwhile.
     running.until_steps(1);
     said(&call("checkpoint", &server, &[]), &["checkpoint step-0"]);
     let list = call("checkpoints", &server, &[]);
@@ -165,7 +165,7 @@ fn a_deleted_job_is_gone_with_its_memory() {
         stderr.contains("lost the state of job default") && stderr.contains(server.address()),
         "{stderr}"
     );
-    // The memory goes with the last call that was still being answered.
+    // The memory goes with the last call in progress.
     let start = Instant::now();
     while !call("status", &server, &[]).stdout.contains("0 B of 1.00 GiB reserved") {
         assert!(start.elapsed() < DEADLINE, "{:?}", call("status", &server, &[]));
@@ -173,7 +173,7 @@ fn a_deleted_job_is_gone_with_its_memory() {
     assert!(status(&one(&server)).is_empty());
 }
 
-/// An operator wants a status most when a server has restarted empty.
+/// An operator needs the status most when a server has restarted empty.
 #[test]
 fn status_names_the_servers_that_lost_a_job() {
     let mut servers = server::servers(2, &ServerOptions::new());
@@ -206,7 +206,7 @@ fn signal(name: &str, process: u32) {
     assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
 }
 
-/// A process that is stopped goes on taking connections.
+/// A process stopped by SIGSTOP still accepts connections.
 #[test]
 fn a_stopped_server_hides_no_other() {
     let servers = server::servers(3, &ServerOptions::new());
@@ -230,11 +230,11 @@ fn a_stopped_server_hides_no_other() {
     assert_eq!(job["servers_without"], Value::from(vec![addresses[1].clone()]));
     refused(&doctor, 1, &[&format!("not in order: server {}", addresses[1])]);
     assert!(doctor.stdout.contains(&format!("ok       server {}: version ", addresses[0])), "{doctor:?}");
-    // The calls did the job no harm: training goes on.
+    // The calls did not harm the job: training continues.
     running.until_steps(2);
 }
 
-/// A rank says whom it waits for long before its deadline.
+/// A rank names the rank that it waits for long before its deadline.
 #[test]
 fn a_rank_says_whom_it_waits_for() {
     let server = ServerOptions::new().start();
@@ -296,7 +296,7 @@ fn what_cannot_be_is_refused_before_it_is_tried() {
     assert!(!output.stderr.contains("state_dir"), "{output:?}");
 }
 
-/// The same command after servers that kept the job in memory were restarted.
+/// The same command, after servers of the memory tier restarted.
 #[test]
 fn a_run_beside_checkpoints_says_how_to_go_on_from_them() {
     let folder = TempDir::new().unwrap();
@@ -313,7 +313,7 @@ fn a_run_beside_checkpoints_says_how_to_go_on_from_them() {
     }
 }
 
-/// Who asks some of a job's servers is told that others are missing.
+/// `status` with some of a job's servers names the missing ones.
 #[test]
 fn status_of_some_servers_says_that_others_are_missing() {
     let servers = server::servers(2, &ServerOptions::new());
@@ -351,7 +351,7 @@ fn arguments_that_the_parser_cannot_judge_are_wrong_arguments_too() {
     assert_eq!((output.code, &error["error"]["exit_code"]), (2, &Value::from(2)), "{output:?}");
 }
 
-/// A flag that nothing comes of is refused, so that nobody believes in it.
+/// A flag without effect is refused, so that no user relies on it.
 #[test]
 fn flags_without_effect_are_refused() {
     let ignored: [(&[&str], &str); 9] = [
@@ -375,7 +375,7 @@ fn flags_without_effect_are_refused() {
     );
 }
 
-/// A frame in which nobody is there would say that there are no jobs.
+/// An empty frame would look as if there were no jobs.
 #[test]
 fn top_says_that_no_server_answers() {
     let output = longshore(["top", "--once", "--servers", "127.0.0.1:9"]);
@@ -383,7 +383,7 @@ fn top_says_that_no_server_answers() {
     assert_eq!(output.stdout, "");
 }
 
-/// A restore that failed leaves a job that waits for weights.
+/// A failed restore leaves a job that waits for weights.
 #[test]
 fn a_restore_says_what_it_did() {
     let folder = TempDir::new().unwrap();
@@ -485,7 +485,7 @@ async fn health_and_reflection_answer_stock_clients() {
     assert_eq!(server.process.code(), 0);
 }
 
-/// Python's client knows only this version.
+/// Python's client implements only this version.
 #[tokio::test(flavor = "multi_thread")]
 async fn reflection_answers_clients_of_its_older_version() {
     use tonic_reflection::pb::v1alpha;
@@ -510,7 +510,7 @@ async fn reflection_answers_clients_of_its_older_version() {
     assert!(!files.file_descriptor_proto.is_empty());
 }
 
-/// A client with the default limit of 4 MiB gets all of a description that is longer.
+/// A client with the default limit of 4 MiB receives a longer description whole.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_description_reaches_a_stock_client() {
     let server = ServerOptions::new().start();
@@ -591,7 +591,7 @@ fn ranks_started_by_hand_are_the_same_run() {
     assert!(lonely.process.stderr().contains("--servers"), "{}", lonely.process.stderr());
 }
 
-/// What is true of all ranks is said by one of them.
+/// One rank alone prints a message about all ranks.
 #[test]
 fn ranks_say_once_when_the_delay_begins() {
     let mut running = two_ranks(4).args(["--delay", "1"]).start();
@@ -600,7 +600,7 @@ fn ranks_say_once_when_the_delay_begins() {
     assert_eq!((code, stderr.matches("(--warmup-steps)").count()), (0, 1), "{stderr}");
 }
 
-/// The first signal lets the step in hand finish and writes what was asked for.
+/// The first signal lets the step in hand finish, and writes the requested files.
 #[test]
 fn a_signal_ends_a_run_as_its_end_does() {
     let folder = TempDir::new().unwrap();
@@ -631,7 +631,7 @@ fn a_signal_ends_a_run_as_its_end_does() {
     }
 }
 
-/// The processes of the ranks that `running` has started, once both are there.
+/// Returns the processes of the ranks of `running`, once both are there.
 fn ranks(running: &mut Running) -> Vec<u32> {
     running.until_step(3);
     let ranks = children(running.process.id());
@@ -661,7 +661,7 @@ fn a_killed_rank_ends_its_run_without_orphans() {
     }
 }
 
-/// A parent that is killed cannot end its ranks. The same command takes their places, and they notice.
+/// A killed parent cannot end its ranks. The same command replaces them, and they notice.
 #[test]
 #[cfg(target_os = "linux")]
 fn ranks_of_a_killed_parent_are_replaced() {

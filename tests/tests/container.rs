@@ -1,5 +1,6 @@
-//! The container image: what the Dockerfile makes of the binaries serves as the user that it names, on a read-only root and without
-//! capabilities, writes to its volume, and drains when it is stopped. With `LONGSHORE_SOAK` the image builds the binaries too.
+//! The container image. Built from the Dockerfile, it serves as the user named there, on a read-only root
+//! without capabilities. It writes to its volume, and drains when stopped. With `LONGSHORE_SOAK` the image
+//! also builds the binaries.
 
 use std::{
     env, fs,
@@ -20,9 +21,10 @@ use longshore_tests::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A build of the whole workspace, on two cores that others use too.
+/// A build of the whole workspace, on two shared cores.
 const BUILD: Duration = Duration::from_secs(3600);
-/// What deploy/container/compose.yaml asks for: the root file system is not written to, and nothing is allowed.
+/// The settings of deploy/container/compose.yaml: the root file system is read-only, and all capabilities are
+/// dropped.
 const HARDENED: [&str; 6] = [
     "--rm",
     "--network=host",
@@ -33,7 +35,7 @@ const HARDENED: [&str; 6] = [
 ];
 const STEPS: u64 = 4;
 
-/// An image with a tag of this process, which is removed with what runs of it.
+/// An image with a tag of this process. Drop removes the image and its containers.
 struct Image {
     tool: &'static str,
     name: String,
@@ -50,7 +52,7 @@ impl Image {
         run(self.tool, &mut self.command(arguments))
     }
 
-    /// The name of the container that serves.
+    /// Returns the name of the serving container.
     fn server(&self) -> String {
         self.name.replace(':', "-")
     }
@@ -65,7 +67,7 @@ impl Drop for Image {
     }
 }
 
-/// A tool that can build here, or why there is none.
+/// Returns a tool that can build here, or the reason why there is none.
 fn tool() -> Result<&'static str, String> {
     let answers = |tool: &&str| Command::new(tool).arg("info").output().is_ok_and(|out| out.status.success());
     let found = ["docker", "podman"].into_iter().find(answers);
@@ -75,8 +77,8 @@ fn tool() -> Result<&'static str, String> {
     )
 }
 
-/// The image, built with the binaries under test in place of those of the Dockerfile's first stage, which takes as long as all
-/// other builds together. `Err` says why it cannot be built here.
+/// Builds the image with the binaries under test instead of the Dockerfile's first stage. That stage takes as
+/// long as all other builds together. `Err` gives the reason why no build is possible here.
 fn build() -> Result<Image, String> {
     let tool = tool()?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -100,7 +102,8 @@ fn build() -> Result<Image, String> {
     Ok(image)
 }
 
-/// The last stage as a Dockerfile, which takes the binaries under test from its context instead of the first stage, and the context.
+/// Returns a Dockerfile of the last stage, and its context. The context has the binaries under test instead
+/// of the first stage's.
 fn quick(folder: &Path, last: &str) -> (PathBuf, PathBuf) {
     let context = folder.join("context");
     let release = context.join("source/target/release");
@@ -126,7 +129,8 @@ fn the_image_serves_unprivileged_and_drains() {
             "the binaries were built with a newer glibc than the image has: --soak builds them in it",
         );
     }
-    // Docker and podman end so where the engine is at fault, and with "exec" in what they say where the image's command is.
+    // Docker and podman exit so if the engine is at fault. With "exec" in the message the image's command is
+    // at fault.
     if matches!(version.code, 125 | 126) && !version.stderr.contains("exec") {
         return skip::skipped(&format!("{} runs no container here: {}", image.tool, version.stderr.trim()));
     }
@@ -142,7 +146,7 @@ fn the_image_serves_unprivileged_and_drains() {
     let said = server.line().unwrap_or_default();
     let address =
         said.strip_prefix("longshored listening on ").unwrap_or_else(|| panic!("{}", server.stderr()));
-    // The tool passes on stdout and stderr each by itself.
+    // The tool passes on stdout and stderr separately.
     let page = eventually("the status page's address", || {
         let log = server.stderr();
         let (page, _) = log.split_once("url=http://")?.1.split_once('/')?;
@@ -157,20 +161,20 @@ fn the_image_serves_unprivileged_and_drains() {
         let trained = job.args(["--tier", tier]).servers(&[address.to_string()]).run();
         assert_eq!(trained.end.state_hash, expected, "{tier}: {}", server.stderr());
     }
-    // The other command, in a container of its own.
+    // The other command, in its own container.
     let mut status = image.command(&["run", "--entrypoint=/usr/bin/longshore"]);
     let status =
         run("status", status.args(HARDENED).args([&image.name, "status", "--json", "--servers", address]));
     assert!(status.code == 0 && status.stdout.contains("nvme"), "{status:?}");
 
-    // With the signal that the image names.
+    // `stop` sends the signal that the image names.
     let stopped = image.tool(&["stop", "-t", "60", &image.server()]);
     assert_eq!(stopped.code, 0, "{stopped:?}");
     assert_eq!(server.code(), 0, "{}", server.stderr());
     assert!(server.stderr().contains("draining"), "{}", server.stderr());
 }
 
-/// The compose file, as YAML is read by others. None where this machine's Python has no YAML.
+/// Returns the compose file, parsed by Python's YAML. None where this machine's Python has no YAML.
 fn compose() -> Option<Value> {
     let python = env::var_os("LONGSHORE_TEST_PYTHON")
         .expect("LONGSHORE_TEST_PYTHON names no Python: run tests/run, which makes one");
@@ -196,7 +200,7 @@ fn the_compose_files_commands_run_and_its_health_check_reads_no_state() {
         let words = |of: &Value| -> Vec<String> {
             of.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_string()).collect()
         };
-        // The same flags at addresses and in a folder that a test may have.
+        // The same flags, with addresses and a folder that a test may use.
         let state = folder.path().join(name);
         fs::create_dir(&state).unwrap();
         let flags = words(&service["command"]).into_iter().map(|flag| match flag.as_str() {

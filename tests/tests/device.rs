@@ -1,5 +1,5 @@
-//! A device that is implemented outside the worker. It copies late, on a thread of its own, and a run on it has the bits of a
-//! run on the host.
+//! A device implemented outside the worker. Its own thread copies with a delay, and a run on it has the bits
+//! of a run on the host.
 
 use std::{
     sync::{
@@ -18,9 +18,9 @@ use longshore_worker::{
 };
 
 const NAME: &str = "late";
-/// How late a copy is made. It is longer than a copy takes, so that code which does not wait finds what was there before.
+/// The delay of a copy. It exceeds a copy's time, so that code which does not wait finds the old bytes.
 const LATE: Duration = Duration::from_micros(300);
-/// The byte that fills memory before something is copied there. It makes no number that a run could go on with.
+/// Fills memory before a copy arrives. The bytes form no number with which a run could continue.
 const UNDEFINED: u8 = 0xFF;
 
 type Copy = Box<dyn FnOnce() + Send>;
@@ -37,7 +37,7 @@ struct LateMemory {
     _lease: Lease,
 }
 
-/// The host buffer, once the copy is done.
+/// The host buffer, once the copy has arrived.
 #[derive(Default)]
 struct Coming {
     host: Mutex<Option<HostBuffer>>,
@@ -149,7 +149,7 @@ fn copies_of_a_device_from_outside_are_checked_and_awaited() {
     host.fill(7);
     let transfer = device.copy_in(host, &buffer, 48).unwrap();
     assert!(!transfer.is_done().unwrap(), "it copies late");
-    // A transfer that is dropped waits for its copy.
+    // A dropped transfer waits for its copy.
     drop(transfer);
     assert_eq!(device.made.load(Relaxed), 1);
     let host = device.allocate_host(32).unwrap();

@@ -1,5 +1,4 @@
-//! Stopping a server on purpose: the step in hand is finished, a checkpoint is written and sealed, and nothing is
-//! lost.
+//! Planned stops of a server: it finishes the step in hand, writes and seals a checkpoint, and loses nothing.
 
 use std::{path::Path, time::Duration};
 
@@ -19,7 +18,7 @@ const DRAINED_AT: u64 = 15;
 /// A worker's `--deadline-s` of 3, and some grace.
 const DEADLINE: Duration = Duration::from_secs(12);
 
-/// How a server is told to stop.
+/// The ways to stop a server.
 #[derive(Clone, Copy)]
 enum Told {
     Signal,
@@ -36,7 +35,7 @@ fn tell(server: &Longshored, told: Told) {
     }
 }
 
-/// The versions of the job's sealed checkpoints.
+/// Returns the versions of the job's sealed checkpoints.
 fn sealed(folder: &Path, job: &str) -> Vec<u64> {
     let checkpoints = folder.join(job);
     let names = std::fs::read_dir(&checkpoints).expect("the job's checkpoints");
@@ -102,7 +101,7 @@ fn an_empty_server_stops_at_once() {
     }
 }
 
-/// A call that is still open holds the drain up for two seconds, which is time enough to tell the server again.
+/// An open call delays the drain by two seconds: time for a second signal.
 #[test]
 fn a_second_signal_stops_at_once() {
     let mut server = ServerOptions::new().allow("told to stop a second time").start();
@@ -116,7 +115,7 @@ fn a_second_signal_stops_at_once() {
     assert!(server.process.stderr().contains("told to stop a second time"), "{}", server.process.stderr());
 }
 
-/// A job whose worker is gone has no step in hand that anybody would finish.
+/// Without its worker, a job has no step in hand that could be finished.
 #[test]
 fn a_server_whose_worker_has_ended_stops_and_keeps_its_job() {
     let checkpoints = TempDir::new().unwrap();
@@ -131,7 +130,7 @@ fn a_server_whose_worker_has_ended_stops_and_keeps_its_job() {
     assert_eq!((again.start.first_step, again.end.state_hash), (11, run.end.state_hash));
 }
 
-/// A job whose first step has all gradients and no decision. Its name comes before those of others.
+/// Opens a job whose first step has all gradients and no decision. Its name sorts before the others.
 fn undecided(server: &Longshored) -> Pipeline {
     let pipeline = undecided::undecided(server.address(), "a");
     eventually("the server to wait for the decision", || {
@@ -141,7 +140,8 @@ fn undecided(server: &Longshored) -> Pipeline {
     pipeline
 }
 
-/// While one job's step in hand is waited for, no other job begins one: else each would be waited for anew.
+/// While a drain waits for one job's step, other jobs begin no step. Otherwise each new step would prolong
+/// the drain.
 #[test]
 fn all_jobs_finish_the_step_in_hand_at_once() {
     let checkpoints = TempDir::new().unwrap();

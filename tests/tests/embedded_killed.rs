@@ -1,5 +1,5 @@
-//! `kill -9` of a run that is worker and server in one process. The same command continues it from what its folder
-//! holds, to the bits of a run that was never disturbed.
+//! `kill -9` of a run that is worker and server in one process. The same command continues from its folder,
+//! to the bits of an undisturbed run.
 
 use longshore_tests::{
     seed::{Random, spin},
@@ -31,7 +31,7 @@ fn survives(tier: &str, root: &TempDir, job: &[&str]) {
         let said = running.kill();
         said.check_steps();
         if let Some(start) = said.start() {
-            // Only the killed process may have known the decision of the last step that it said.
+            // The killed process alone may have known the decision on its last printed step.
             assert!(
                 start.first_step >= done,
                 "step {done} was said, and the next life began with {}",
@@ -62,7 +62,7 @@ fn a_run_with_its_state_in_a_tmpfs_goes_on_by_the_same_command() {
     survives("shm", &TempDir::new_in("/dev/shm").unwrap(), &["--micro-steps", "2"]);
 }
 
-/// What a command says that is refused for its arguments.
+/// Returns the message of a command refused for its arguments.
 fn wrong_use(train: &Train) -> String {
     let mut running = train.start();
     assert_eq!(running.process.code(), 2, "{}", running.process.stderr());

@@ -1,4 +1,4 @@
-//! Weights for other programs: the rounded master weights of one version, also while training goes on.
+//! Exports of weights for other programs: the rounded master weights of one version, also during training.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -34,7 +34,7 @@ fn an_export_during_training_is_of_one_version_of_all_servers() {
     let folder = TempDir::new().unwrap();
     let servers = servers(2, &ServerOptions::new());
     let addresses = addresses(&servers);
-    // Without a cosine schedule the weights of a step do not depend on how many steps follow.
+    // Without a cosine schedule the weights of a step do not depend on the number of later steps.
     let train = |steps| Train::new(steps).args(["--lr-floor", "1"]).servers(&addresses);
     let mut running = train(100_000).start();
     running.until_step(20);
@@ -42,7 +42,7 @@ fn an_export_during_training_is_of_one_version_of_all_servers() {
     let flags = ["--dtype", "f32", "--max-file-size", "300KiB"];
     let version = version_of(&export(&addresses, &during, &flags));
     assert!(version >= 20, "version {version}");
-    // Training went on meanwhile, and goes on now.
+    // Training went on during the export, and still does.
     running.until_step(version + 5);
     running.kill();
 
@@ -63,7 +63,7 @@ fn an_export_is_the_rounded_master_weights() {
     let (folder, checkpoints) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     let server = ServerOptions::new().checkpoint_dir(checkpoints.path()).start();
     let addresses = [server.address().to_string()];
-    // Images that look ahead are not the rounded weights: an export must not be made from them.
+    // Look-ahead images differ from the rounded weights, so an export must not use them.
     Train::new(12).args(["--delay", "1", "--warmup-steps", "2"]).servers(&addresses).run();
     let checkpoint = longshore(["checkpoint", "--servers", &addresses[0], "--name", "last"]);
     assert_eq!(checkpoint.code, 0, "{checkpoint:?}");

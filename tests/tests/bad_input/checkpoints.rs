@@ -1,5 +1,5 @@
-//! Checkpoints that are cut short, altered, incomplete or another job's. They are refused, and a good one still
-//! restores.
+//! Checkpoints that are truncated, altered, incomplete, or another job's. Servers refuse them, and a good
+//! checkpoint still restores.
 
 use std::{
     fs::{self, OpenOptions},
@@ -26,7 +26,7 @@ use longshore_worker::{Error, Session};
 
 use super::{BEFORE, Victim, finish, plan};
 
-/// A damage to a checkpoint's folder, and what the refusal says of it.
+/// A damage to a checkpoint's folder, and the refusal's kind, field and words.
 type Damage = (&'static str, fn(&Path), FaultKind, &'static str, &'static str);
 
 const PART: &str = "server-00001-of-00001.safetensors";
@@ -35,7 +35,8 @@ const DAMAGES: [Damage; 8] = [
     ("cut", |folder| resize(&folder.join(PART), -1), Corrupt, PART, ""),
     ("cut-to-nothing", |folder| resize(&folder.join(PART), i64::MIN), Corrupt, PART, ""),
     ("longer", |folder| resize(&folder.join(PART), 1), Corrupt, PART, ""),
-    // The first is behind the header, in the weights; the second is the last byte, in the table of hashes.
+    // The first byte lies behind the header, in the weights. The second is the last byte, in the table of
+    // hashes.
     (
         "altered-state",
         |folder| flip(&folder.join(PART), 65_536),
@@ -70,7 +71,7 @@ fn a_damaged_checkpoint_is_refused_and_a_whole_one_still_restores() {
     assert_fault(server.restore("restored", "../whole"), Invalid, "name", "../whole", "A-Z");
     let restored = server.restore("restored", "whole").expect("the whole one");
     assert_eq!(restored.progress.expect("a progress").version, BEFORE);
-    // The answer may have been lost; asked again, it is the same.
+    // The first answer may have been lost; a repeated call gets the same answer.
     let again = server.restore("restored", "whole").expect("it is so already");
     assert_eq!((again.id, again.version), (restored.id, BEFORE));
     let pipeline = run::enter(cluster.options(&spec, 0), &Synthetic::default(), &plan());
@@ -133,8 +134,8 @@ fn another_jobs_checkpoint_is_refused_with_what_differs() {
     victim.finish();
 }
 
-/// One of two servers cannot read its part. The other must be left neither with the only half of a job nor without
-/// the job.
+/// One of two servers cannot read its part. The other server must end with neither a half-restored job nor
+/// none at all.
 #[test]
 fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
     const SECOND: &str = "server-00002-of-00002.safetensors";
@@ -190,7 +191,7 @@ fn remove(path: &Path) {
     fs::remove_file(path).expect("a file to remove");
 }
 
-/// Makes a file longer or shorter by so many bytes; it becomes empty at the least.
+/// Makes a file longer or shorter by `by` bytes, to no less than empty.
 fn resize(path: &Path, by: i64) {
     let file = OpenOptions::new().write(true).open(path).expect("a file");
     let length = file.metadata().expect("a length").len();

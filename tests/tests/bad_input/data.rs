@@ -1,4 +1,4 @@
-//! Chunks, decisions and pulls that are wrong in one field, and bytes that are no requests at all.
+//! Chunks, decisions and pulls with one wrong field, and bytes that are no requests at all.
 
 use std::{
     io::{Read, Write},
@@ -91,7 +91,7 @@ fn a_second_gradient_for_the_same_chunk_is_refused_with_both_checksums() {
     assert_eq!(server.push(first.clone()), Ok(true), "the same chunk again is acknowledged");
     server.await_stats("conflict", 1);
     server.commit("conflict", at.incarnation, &decision(&spec, 1)).expect("the set is complete");
-    // After that there is nothing left to compare the chunk with, and the answer says so.
+    // After the decision no stored chunk is left to compare with, and the answer says so.
     for late in [first, second] {
         let result = server.push_all(vec![late]).expect("an answer").pop().expect("a result");
         assert!(result.decided && !result.duplicate && result.refusal.is_none(), "{result:?}");
@@ -99,7 +99,7 @@ fn a_second_gradient_for_the_same_chunk_is_refused_with_both_checksums() {
     assert_eq!(server.progress("conflict").version, 1);
 }
 
-/// The same chunk with a value in its last element.
+/// Returns the same chunk with a nonzero value in its last element.
 fn padded(chunk: v1::PushRequest) -> v1::PushRequest {
     let mut payload = chunk.payload.to_vec();
     let last = payload.len() - 2;
@@ -107,8 +107,8 @@ fn padded(chunk: v1::PushRequest) -> v1::PushRequest {
     v1::PushRequest { crc32: crc32(&payload), payload: payload.into(), ..chunk }
 }
 
-/// In reverse order a chunk would wait for one behind it on its own stream. That is refused at once, not after a
-/// minute.
+/// In reverse order a chunk would wait for one behind it on its own stream. The server refuses it at once,
+/// not after a minute.
 #[test]
 fn micro_steps_out_of_order_are_refused_at_once_and_waits_end_when_asked_to() {
     let cluster = Cluster::start(1);
@@ -131,7 +131,7 @@ fn micro_steps_out_of_order_are_refused_at_once_and_waits_end_when_asked_to() {
     let micro_step = || Some("micro_step".to_string());
     assert_eq!(refused, [micro_step(), micro_step(), None, None]);
     assert!(begun.elapsed() < Duration::from_secs(20), "it waited for {:?}", begun.elapsed());
-    // Step 1 is whole but for its second micro-step, which comes as it should; a lower one behind it does not.
+    // The second micro-step of step 1 is in order. The lower micro-step behind it is not.
     let results = server.push_all(vec![make(1, 0), make(0, 0), make(1, 1)]).expect("answers");
     assert!(results.iter().all(|result| result.refusal.is_none()), "{results:?}");
     server.await_stats("micro-steps", 1);
@@ -231,7 +231,7 @@ fn garbage_on_the_port_harms_nobody() {
     for bytes in [&noise[..], http, preface, &[0; 9], &preface[..10]] {
         let mut stream = TcpStream::connect(cluster.address(0)).expect("a connection");
         stream.set_read_timeout(Some(Duration::from_millis(200))).expect("a timeout");
-        // The server may hang up while this still writes.
+        // The server may close the connection during this write.
         let _ = stream.write_all(bytes);
         let _ = stream.read(&mut [0; 1024]);
     }

@@ -1,5 +1,5 @@
-//! Whatever is wrong with a request, the answer is a typed error that says what, and the job ends with the bits that
-//! it would have had without the request.
+//! Bad requests get a typed error that names the fault, and the job ends with the bits of a run without the
+//! request.
 
 mod checkpoints;
 mod data;
@@ -22,20 +22,20 @@ use longshore_wire::v1;
 use longshore_worker::Pipeline;
 
 pub(crate) const STEPS: u64 = 4;
-/// How many steps come before the bad input.
+/// Number of steps before the bad input.
 pub(crate) const BEFORE: u64 = 2;
 
 pub(crate) fn plan() -> Scenario {
     Scenario { clip: Some(1.0), ..Scenario::exact(STEPS) }
 }
 
-/// The bits of the job when nobody disturbs it.
+/// Returns the trace of the same job without disturbance.
 pub(crate) fn undisturbed() -> &'static Trace {
     static TRACE: OnceLock<Trace> = OnceLock::new();
     TRACE.get_or_init(|| reference::train(&Synthetic::default(), &plan()))
 }
 
-/// A job between its second step and its third, which tests try to harm.
+/// A job between its second and third step. Tests send it bad input.
 pub(crate) struct Victim<'a> {
     pub(crate) cluster: &'a Cluster,
     pub(crate) spec: JobSpec,
@@ -70,13 +70,13 @@ impl<'a> Victim<'a> {
         self.spec.name.as_str()
     }
 
-    /// A valid chunk of the next step, of a shard that the first server owns.
+    /// Returns a valid chunk of the next step, of a shard that the first server owns.
     pub(crate) fn chunk(&self) -> v1::PushRequest {
         let at = At { step: BEFORE + 1, rank: 0, incarnation: self.incarnation };
         chunk(&self.spec, &self.layout, 0, at)
     }
 
-    /// Trains on, and finds every bit as it must be.
+    /// Trains on to the end, and checks every bit.
     #[track_caller]
     pub(crate) fn finish(self) {
         let Victim { cluster, spec, pipeline, seen, .. } = self;

@@ -1,4 +1,4 @@
-//! Jobs that cannot be opened: another spec, an impossible one, one that does not fit.
+//! Jobs that cannot be opened: a different spec, an impossible spec, a spec that does not fit.
 
 use longshore_proto::{
     Dtype,
@@ -106,8 +106,8 @@ fn a_job_beyond_the_servers_memory_is_refused_with_the_shortage() {
     let held = victim.servers[0].describe("fits").memory_bytes;
     let mut spec = JobSpec { world_size: 3, ..victim.spec.clone() }.to_wire();
     spec.name = "too-large".into();
-    // The need is fp32 weights and moments, two bf16 images, three ranks' bf16 contributions and their fp32 sum, and
-    // their connections.
+    // The need: fp32 weights and moments, two bf16 images, three ranks' bf16 contributions, their fp32 sum,
+    // and the ranks' connections.
     let need = victim.layout.elements() * (12 + 2 * 2 + 3 * 2 + 4) + 3 * 2 * (7 << 20);
     let placement = placement(&cluster.addresses(), &victim.layout);
     let fault = victim.servers[0].open(spec, &placement, 0).expect_err("it does not fit");
@@ -122,7 +122,7 @@ fn a_job_beyond_the_servers_memory_is_refused_with_the_shortage() {
     victim.finish();
 }
 
-/// It would wait for weights that nobody sends, and end the job at the first decision.
+/// Such a server would wait for weights that no rank sends, and end the job at the first decision.
 #[test]
 fn a_server_without_a_shard_is_refused_before_it_is_opened() {
     let cluster = Cluster::start(2);

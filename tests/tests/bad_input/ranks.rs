@@ -1,5 +1,5 @@
-//! Processes that must not train: one whose rank is taken, one whose hyperparameters are no numbers, one that computes
-//! with another version than the other ranks.
+//! Processes that must not train: the rank is taken, hyperparameters are not numbers, or the version differs
+//! from the other ranks'.
 
 use std::time::Duration;
 
@@ -81,8 +81,8 @@ fn hyperparameters_that_are_not_numbers_stop_the_trainer_and_not_the_job() {
     finish(&cluster, "not-a-number", pipeline, seen);
 }
 
-/// Rank 0 alone drains the pipeline after a step, so it computes the next step with the newest version, and the other
-/// rank with the one before.
+/// Rank 0 alone drains the pipeline after a step. It computes the next step with the newest version, and the
+/// other rank with the version before.
 #[test]
 fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
     const DRAINED: u64 = 3;
@@ -104,7 +104,7 @@ fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
         let mut pipeline = Pipeline::new(session, &joined, options).expect("a pipeline");
         let mut seen = Rank::default();
         run::steps(&mut pipeline, &model, &plan, DRAINED, &mut seen).expect("steps before the drain");
-        // No step further: a gradient of that would count when the ranks begin anew.
+        // The run ends with this step: a gradient of the next one would count when the ranks begin anew.
         let error = run::steps(&mut pipeline, &model, &plan, DRAINED + 1, &mut Rank::default());
         let error = error.and_then(|()| pipeline.drain().map_err(Into::into));
         (seen, error.expect_err("the other rank computes with another version"))
@@ -117,7 +117,7 @@ fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
     let mut told = 0;
     for (rank, error) in errors.iter().enumerate() {
         let Some(Error::Refused(refused)) = error.downcast_ref() else {
-            // It waited for the rank that was told.
+            // This rank waited for the refused rank.
             assert!(error.to_string().contains("rank"), "{error:?}");
             continue;
         };
@@ -142,7 +142,7 @@ fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
     for server in 0..2 {
         assert_eq!(cluster.raw(server).progress(job).version, DRAINED, "server {server}");
     }
-    // Ranks that agree go on to the bits that they would have had.
+    // Ranks that agree continue to the bits of an undisturbed run.
     let go_on = |rank: u32, mut seen: Rank| {
         let mut pipeline = run::enter(cluster.options(&spec, rank), &model, &plan);
         run::steps(&mut pipeline, &model, &plan, plan.steps, &mut seen).expect("the job goes on");

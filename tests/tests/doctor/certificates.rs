@@ -1,4 +1,4 @@
-//! Certificates that are not trusted, and those that will not be for long.
+//! Certificates that are untrusted, or expire soon.
 
 use std::{fs, path::Path, time::Duration};
 
@@ -13,10 +13,11 @@ use super::{findings, finds, on_server, text};
 /// Ten days and an hour, so that ten whole days are left while the test runs.
 const TEN_DAYS: Life = Life::For(Duration::from_secs((10 * 24 + 1) * 3600));
 const TOKEN: &str = "an-unlikely-token";
-/// The hash of `TOKEN`, as identities.toml has it.
+/// The hash of `TOKEN`, as in identities.toml.
 const TOKEN_SHA256: &str = "1a25fbbd94be418422d6a47d76db38cae1f983c9327fe3baaf895aa8e9cee6e0";
 
-/// What doctor says of a server with a certificate for these names, if any, shown this authority's client.
+/// Runs doctor on a server with a certificate for `names`, if any. With `foreign`, the client trusts another
+/// authority. Returns the output and the check's name.
 fn trust(life: Life, names: Option<&[&str]>, foreign: bool) -> (Output, String) {
     let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
     folders.authority.write_server(&folders.server(), names, life);
@@ -61,7 +62,8 @@ fn a_server_asks_for_certificates() {
     finds(&output, "TLS folder", "bad", &["/nowhere", "tls init"]);
 }
 
-/// What doctor says where the server's and the client's certificates live so long, and the server's check's name.
+/// Runs doctor with these validities of both certificates. Returns its output and the name of the server's
+/// check.
 fn lives(server: Life, client: Life) -> (Output, String) {
     let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));
     folders.authority.write_server(&folders.server(), None, server);
@@ -101,7 +103,8 @@ fn a_clients_certificate_has_expired() {
     assert!(state == "bad" && said.contains("expired 2 days ago"), "{output:?}");
 }
 
-/// The client's certificate need not be of an authority that its folder has: those are the servers'.
+/// The authority of a client's certificate need not be in the client's folder, which lists the servers'
+/// authorities.
 #[test]
 fn a_clients_certificate_of_another_authority_expires_soon() {
     let folders = Folders::new(&identity("boss", &["reader"], &["*"], &[]));

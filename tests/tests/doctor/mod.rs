@@ -1,4 +1,4 @@
-//! `longshore doctor` finds each fault that is planted, says what to do, and finds nothing else.
+//! `longshore doctor` finds each planted fault, prints a remedy, and finds nothing else.
 
 mod certificates;
 
@@ -24,10 +24,10 @@ use longshore_wire::v1::ListJobsResponse;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Checks whose result is this host's own.
+/// Checks whose result depends on this host.
 const OF_HOST: [&str; 5] = ["cores", "memory", "io_uring", "tmpfs", "descriptors"];
 
-/// The kernel's files of a host on which all is well.
+/// Returns the kernel's files of a healthy host.
 fn system() -> TempDir {
     let root = TempDir::new().unwrap();
     for (name, text) in [
@@ -47,7 +47,7 @@ fn plant(root: &TempDir, name: &str, text: &str) {
     fs::write(path, text).unwrap();
 }
 
-/// What each check says: its state, what was found, and the remedy.
+/// Each check's state, finding and remedy.
 type Findings = BTreeMap<String, (String, String, String)>;
 
 fn findings(output: &Output) -> Findings {
@@ -66,7 +66,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// `longshore doctor`, begun by the words before, if any. What they run is named by "$0" and "$@" in a shell's script.
+/// Runs `longshore doctor` behind the words `before`, if any. A shell script there names it by "$0" and "$@".
 fn doctor(before: &[&str], words: &[&str]) -> Output {
     let longshore = binaries::command("longshore");
     let mut command = Command::new(before.first().map_or(longshore.get_program(), |first| first.as_ref()));
@@ -81,8 +81,8 @@ fn doctor(before: &[&str], words: &[&str]) -> Output {
     run("longshore doctor", command.args(["doctor", "--json"]).args(words))
 }
 
-/// Checks that one fault is found, in this state and with these words, and that it has a remedy; and that nothing else is,
-/// but for what this host itself lacks.
+/// Checks that doctor finds one fault, in this state, with these words and a remedy. It may find nothing
+/// else, except in checks that depend on this host.
 #[track_caller]
 fn finds(output: &Output, check: &str, state: &str, words: &[&str]) {
     let found = findings(output);
@@ -134,7 +134,7 @@ fn a_healthy_host_and_cluster_have_nothing_wrong() {
     assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
 }
 
-/// Runs doctor in a shell that has changed something before.
+/// Runs doctor in a shell after `script`.
 fn after(script: &str, words: &[&str]) -> Output {
     let script = format!("{script} && exec \"$0\" \"$@\"");
     doctor(&["sh", "-c", &script], words)
@@ -153,7 +153,7 @@ fn few_descriptors() {
 
 #[test]
 fn little_memory_to_lock() {
-    // Root may lock any amount, unless it gives that up.
+    // Root may lock any amount, unless it drops that capability.
     let is_root = run("id", Command::new("id").arg("-u")).stdout.trim() == "0";
     let script = "ulimit -l 64";
     let output = match is_root {
@@ -208,7 +208,8 @@ fn a_node_has_no_memory() {
     finds(&doctor(&[], &["--system", &text(system.path())]), "NUMA", "warning", &["node1", "numactl"]);
 }
 
-/// Runs doctor on a drive of this kind, mounted where no other process sees it. None where this host lets nobody mount.
+/// Runs doctor on a drive of this kind, in a mount namespace of its own. Returns None where this host forbids
+/// mounts.
 fn on_drive(mount: &str) -> Option<(Output, String)> {
     let (system, drive) = (system(), TempDir::new().unwrap());
     let dir = text(drive.path());
@@ -249,7 +250,7 @@ fn a_drive_is_not_there() {
     finds(&output, "state directory /mnt/none", "bad", &["mount its drive"]);
 }
 
-/// Doctor on one server of a host on which all is well.
+/// Runs doctor on one server of a healthy host.
 fn on_server(address: &str, more: &[&str]) -> Output {
     let system = system();
     doctor(&[], &[&["--system", &text(system.path()), "--servers", address], more].concat())
@@ -288,7 +289,7 @@ fn a_server_is_stopped() {
     finds(&output, &format!("server {}", server.address()), "bad", &["silent", "stopped"]);
 }
 
-/// What a server of this version says of itself.
+/// Returns the answer of a server of this version.
 fn list() -> ListJobsResponse {
     ListJobsResponse {
         release: env!("CARGO_PKG_VERSION").into(),
@@ -298,7 +299,7 @@ fn list() -> ListJobsResponse {
     }
 }
 
-/// Doctor on a server that says this of itself, each time so late.
+/// Runs doctor on a stock server that answers with `list`, after the delay `late`.
 fn on_stock(list: &ListJobsResponse, late: Duration) -> (Output, String) {
     let server = Stock::start(list, late);
     (on_server(server.address(), &[]), format!("server {}", server.address()))
@@ -330,7 +331,7 @@ fn a_server_has_no_room() {
     finds(&output, &format!("{server} memory"), "warning", &["0 B left", "--memory"]);
 }
 
-/// Several servers are asked at once, and one that is ill hides no other.
+/// Doctor asks several servers at once, and a faulty one hides no other.
 #[test]
 fn one_ill_server_hides_no_other() {
     let server = ServerOptions::new().start();
@@ -340,7 +341,7 @@ fn one_ill_server_hides_no_other() {
     assert_eq!(findings(&output)[&format!("server {}", server.address())].0, "ok");
 }
 
-/// Each measures through a job of its own, which is gone afterwards.
+/// Each doctor measures through its own job, which is deleted afterwards.
 #[test]
 fn two_may_measure_the_same_server_at_once() {
     let server = ServerOptions::new().memory("4GiB").start();
@@ -367,7 +368,7 @@ fn the_speed_of_a_state_directory() {
     assert!(!findings(&doctor(&[], &words)).contains_key(&name));
     let output = doctor(&[], &[&words[..], &["--speed"]].concat());
     let (state, said, _) = findings(&output).remove(&name).unwrap_or_else(|| panic!("{output:?}"));
-    // How fast it is is for the machine to say.
+    // The speed itself depends on the machine.
     assert!(state != "bad" && (said.contains(" GB/s") || said.contains("not measured")), "{state} {said}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

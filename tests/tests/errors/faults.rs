@@ -1,4 +1,5 @@
-//! Every fault that the sources make: by `Fault::new` and `Fault::invalid`, and by helpers of their own that name a part of it.
+//! Collects every fault in the sources: from `Fault::new`, `Fault::invalid`, and helpers that fill in some of
+//! the fields.
 
 use std::{
     collections::HashMap,
@@ -16,7 +17,7 @@ use super::{
     text::{self, Names},
 };
 
-/// One fault, with `{name}` for what is known only when it happens.
+/// One fault, with `{name}` for each value known only at run time.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Made {
     pub(crate) field: String,
@@ -27,7 +28,7 @@ pub(crate) struct Made {
     pub(crate) by: &'static str,
 }
 
-/// A function that makes a fault of its arguments.
+/// A function that makes a fault from its arguments.
 #[derive(Clone)]
 struct Helper {
     parameters: Vec<String>,
@@ -41,7 +42,7 @@ pub(crate) fn all() -> Vec<Made> {
     for (folder, by) in ROOMS {
         let files = sources(&root().join(folder));
         let constants = Constants::of(&files);
-        // Helpers are known by their names in the file's folder, so that one of another room is not taken for them.
+        // Helpers are keyed by name and folder, so that equal names of other modules stay apart.
         let mut helpers = HashMap::new();
         for (path, file) in &files {
             let mut find = Scan::new(path, by, constants.seen_from(path));
@@ -60,7 +61,7 @@ pub(crate) fn all() -> Vec<Made> {
     all
 }
 
-/// Constants that are texts, by the files that define them.
+/// Text constants, by the file that defines them.
 struct Constants(Vec<(PathBuf, Names)>);
 
 impl Constants {
@@ -73,7 +74,8 @@ impl Constants {
         Constants(files.iter().map(of_file).collect())
     }
 
-    /// Several files may define one name: the nearest one is meant, which shares the most folders with `path`.
+    /// Several files may define one name. The nearest file wins: the one that shares the most folders with
+    /// `path`.
     fn seen_from(&self, path: &Path) -> Names {
         let shared =
             |other: &Path| path.components().zip(other.components()).take_while(|(a, b)| a == b).count();
@@ -139,7 +141,7 @@ impl Scan {
         (self.names, self.parameters, self.function) = outer;
     }
 
-    /// The kind's name: of a path `FaultKind::Invalid`, of a name that was brought in, or of what a helper was given.
+    /// Returns the kind's name, from a path `FaultKind::Invalid`, an imported name, or a helper's argument.
     fn kind(&self, expr: &Expr) -> Option<String> {
         let Expr::Path(path) = expr else { return None };
         let last = path.path.segments.last()?.ident.to_string();
@@ -169,7 +171,7 @@ impl Scan {
                 names: self.names.clone(),
             };
             let key = (self.folder.clone(), self.function.clone());
-            // The helper's own parts come where it is called.
+            // The fields of a helper are recorded at its calls.
             if self.helpers.contains_key(&key) {
                 return;
             }
@@ -182,7 +184,7 @@ impl Scan {
         self.push(kind, &parts, &self.names.clone());
     }
 
-    /// A helper is looked for beside the caller, and in the folders above.
+    /// Looks for a helper beside the caller, and then in the folders above.
     fn helper(&self, name: &str) -> Option<Helper> {
         let mut folder = Path::new(&self.folder);
         loop {

@@ -1,7 +1,8 @@
-//! docs/errors.md is what the sources say: every fault that servers, workers and commands make, and every error of the worker's library.
+//! Checks docs/errors.md against the sources: every fault of servers, workers and commands, and every error
+//! of the worker's library.
 //!
-//! After a change of an error:
-//! `LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test all errors::`
+//! After a change of an error: `LONGSHORE_REGENERATE=1 cargo test --release -p longshore-tests --test all
+//! errors::`
 
 mod faults;
 mod page;
@@ -13,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The crates' sources, and who makes the faults that stand there.
+/// The crates' sources, and the side that makes their faults.
 const ROOMS: [(&str, &str); 6] = [
     ("proto/src", "both"),
     ("proto/wire/src", "both"),
@@ -27,7 +28,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The sources in a folder, without generated code and tests.
+/// Returns the sources in a folder, without generated code and tests.
 fn sources(folder: &Path) -> Vec<(PathBuf, syn::File)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).expect("a folder of sources") {
@@ -60,7 +61,7 @@ fn the_page_of_errors_is_what_the_sources_say() {
     );
 }
 
-/// Each kind stands in the page, and so does a fault of each way in which sources make one.
+/// The page has each kind, and a fault of each form in which sources make one.
 #[test]
 fn the_page_of_errors_has_faults_of_every_kind() {
     let made = page::text();
@@ -69,13 +70,13 @@ fn the_page_of_errors_has_faults_of_every_kind() {
         assert!(made.matches(&format!("| {kind} |")).count() > 0, "no {kind} in the page");
     }
     for words in [
-        // A struct's call, one through a helper of the same file, one with a constant, and one with a format.
+        // The forms: a struct's method, a helper of the same file, a constant, a format string.
         "call Training.Join first",
         "ask an operator of the server to give this one more in identities.toml",
         "free space there, name more state directories, or add servers",
         "divide by the scale that the step's gradients have",
         "Only one process may run each rank",
-        // A constant whose name stands for another text in another file.
+        // A constant whose name has another value in another file.
         "| checkpoint | CORRUPT |",
     ] {
         assert!(made.contains(words), "no {words:?} in the page");

@@ -1,4 +1,4 @@
-//! The page, from what was found.
+//! Writes the page from the collected faults.
 
 use std::{collections::BTreeMap, fmt::Write, fs};
 
@@ -67,7 +67,7 @@ pub(crate) fn text() -> String {
     page
 }
 
-/// What the comment on each kind says.
+/// Returns each kind's documentation comment.
 fn meanings() -> BTreeMap<String, String> {
     let source = fs::read_to_string(root().join("proto/src/fault.rs")).expect("the kinds");
     let file = syn::parse_file(&source).expect("a source that compiles");
@@ -79,7 +79,7 @@ fn meanings() -> BTreeMap<String, String> {
     variants.map(|variant| (variant.ident.to_string(), worker::doc(&variant.attrs))).collect()
 }
 
-/// A text that stays in its cell: names in angle brackets and bars mean something in Markdown.
+/// Escapes a text for a table cell: angle brackets and bars have a meaning in Markdown.
 fn cell(text: &str) -> String {
     let one_line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     one_line.replace('|', "\\|").replace('<', "&lt;").replace('[', "\\[")

@@ -1,13 +1,13 @@
-//! What an expression of a source says, with `{name}` for what is known only when it runs.
+//! Evaluates an expression of a source to its text, with `{name}` for each value known only at run time.
 
 use std::collections::HashMap;
 
 use syn::{Expr, Lit, Stmt, Token, punctuated::Punctuated};
 
-/// What names stand for: constants, variables of the function, and a helper's parameters.
+/// The values of names: constants, variables of the function, and a helper's parameters.
 pub(crate) type Names = HashMap<String, String>;
 
-/// The text of an expression, in which unknown values are named.
+/// Returns the text of an expression, with unknown values named.
 pub(crate) fn of(expr: &Expr, names: &Names) -> String {
     match expr {
         Expr::Lit(literal) => match &literal.lit {
@@ -72,7 +72,7 @@ fn last(statements: &[Stmt], names: &Names) -> String {
     }
 }
 
-/// What one of several branches says.
+/// Returns the text of one of several branches.
 fn either(branches: impl IntoIterator<Item = String>) -> String {
     let mut said: Vec<String> = Vec::new();
     for branch in branches {
@@ -83,7 +83,7 @@ fn either(branches: impl IntoIterator<Item = String>) -> String {
     said.join(" / ")
 }
 
-/// A format string with its values named where they stand.
+/// Returns a format string with its values named in place.
 fn format(parts: &[Expr], names: &Names) -> String {
     let Some((text, values)) = parts.split_first() else { return String::new() };
     let mut known = names.clone();
@@ -103,7 +103,7 @@ fn format(parts: &[Expr], names: &Names) -> String {
     fill(&of(text, names), &positional, &known)
 }
 
-/// Puts what is known into the places of a format string.
+/// Fills the known values into a format string.
 pub(crate) fn fill(text: &str, positional: &[String], names: &Names) -> String {
     let mut made = String::new();
     let (mut next, mut chars) = (0, text.chars().peekable());

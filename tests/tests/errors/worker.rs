@@ -1,4 +1,4 @@
-//! The errors of the worker's library, and the exception that Python raises for each.
+//! The errors of the worker's library, and the Python exception for each.
 
 use std::fs;
 
@@ -30,7 +30,7 @@ pub(crate) fn all() -> Vec<Error> {
                         all.push(error(item.ident.to_string(), says, &item.attrs, &item.fields));
                     }
                 }
-                // The library's one type of error only passes on what each of its variants says.
+                // The library's `Error` only forwards the text of each variant.
                 Item::Enum(item) if item.ident != "Error" => {
                     for variant in &item.variants {
                         if let Some(says) = message(&variant.attrs) {
@@ -60,7 +60,7 @@ fn error(name: String, says: String, attributes: &[Attribute], fields: &Fields) 
     Error { name, what: doc(attributes), says, fields, exception: String::new() }
 }
 
-/// What `#[error("...")]` says, with its values named.
+/// Returns the text of `#[error("...")]`, with its values named.
 fn message(attributes: &[Attribute]) -> Option<String> {
     let found = attributes.iter().find(|attribute| attribute.path().is_ident("error"))?;
     let Meta::List(list) = &found.meta else { return None };
@@ -76,7 +76,7 @@ fn message(attributes: &[Attribute]) -> Option<String> {
     Some(text::fill(&parts.0, &positional, &Names::new()))
 }
 
-/// The name of the value that an argument such as `.fault.kind.name()` shows.
+/// Returns the name of the value in an argument such as `.fault.kind.name()`.
 fn named(argument: &str) -> String {
     let word = argument.split(|char: char| !char.is_alphanumeric() && char != '_').find(|word| {
         !word.is_empty() && word.chars().next().is_some_and(|first| first.is_lowercase()) && *word != "at"
@@ -84,7 +84,7 @@ fn named(argument: &str) -> String {
     word.unwrap_or("detail").to_string()
 }
 
-/// The first paragraph of a documentation comment.
+/// Returns the first paragraph of a documentation comment.
 pub(crate) fn doc(attributes: &[Attribute]) -> String {
     let lines =
         attributes.iter().filter(|attribute| attribute.path().is_ident("doc")).filter_map(|attribute| {
@@ -96,7 +96,7 @@ pub(crate) fn doc(attributes: &[Attribute]) -> String {
     lines.take_while(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
-/// What the binding's function `class` says: each variant, and the exception for it.
+/// Reads the binding's function `class`: each variant, and its exception.
 fn exceptions() -> Vec<(String, String)> {
     struct Arms(Vec<(String, String)>);
     impl Visit<'_> for Arms {
@@ -122,7 +122,8 @@ fn exceptions() -> Vec<(String, String)> {
     arms.0
 }
 
-/// The variants that a pattern takes; `GradientError::Missing` for a pattern inside another.
+/// Calls `found` with each variant that a pattern matches, such as `GradientError::Missing` for a nested
+/// pattern.
 fn names(pattern: &Pat, found: &mut impl FnMut(String)) {
     match pattern {
         Pat::Or(or) => or.cases.iter().for_each(|case| names(case, found)),
@@ -138,7 +139,7 @@ fn names(pattern: &Pat, found: &mut impl FnMut(String)) {
     }
 }
 
-/// The variants of the library's type of error, and the type that each holds.
+/// Returns the variants of the library's `Error`, and the type in each.
 fn inner_names() -> Vec<(String, String)> {
     let source = fs::read_to_string(root().join("worker/src/error/mod.rs")).expect("the library's errors");
     let file = syn::parse_file(&source).expect("a source that compiles");
