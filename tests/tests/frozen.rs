@@ -1,5 +1,5 @@
-//! Frozen parameters on real servers: they are pulled with the rest, no step changes them, and they outlive servers, in
-//! checkpoints and without.
+//! Frozen parameters on real servers. Ranks pull them with the rest, no step changes them, and they survive
+//! servers' deaths, with checkpoints and without.
 
 use std::{ops::Range, sync::Mutex};
 
@@ -42,7 +42,7 @@ fn spec(tier: TierKind, max_delay: u32) -> JobSpec {
     }
 }
 
-/// The weights that a parameter is given. bf16 does not hold them.
+/// Returns a parameter's given weights, which bf16 cannot represent.
 fn given(param: usize, elements: u64) -> Vec<f32> {
     (0..elements).map(|element| ((element * 31 + param as u64 * 7) % 1013) as f32 * 1.01e-3 - 0.5).collect()
 }
@@ -55,7 +55,7 @@ fn options(servers: &[Longshored], spec: &JobSpec, transport: Transport) -> Opti
     Options { transport, ..Options::new(server::addresses(servers), spec.clone(), Rank(0)) }
 }
 
-/// A rank that trains, and what it has to know of the layout.
+/// A rank that trains, and its knowledge of the layout.
 struct Trainer {
     pipeline: Pipeline,
     spec: JobSpec,
@@ -89,7 +89,8 @@ impl Trainer {
         Trainer { pipeline, spec, places, frozen }
     }
 
-    /// Makes one step. The gradient follows from the weights, frozen ones too, so that the bits show what was pulled.
+    /// Makes one step. The gradient depends on all weights, also frozen ones, so the bits show the pulled
+    /// weights.
     fn step(&mut self) {
         self.pipeline.begin().expect("a step");
         let feed = self.pipeline.weights().expect("weights");
@@ -189,7 +190,7 @@ fn they_outlive_killed_servers() {
         let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto), None);
         for step in 0..STEPS {
             trainer.step();
-            // Server 0 has shards that are trained, and others have frozen ones alone.
+            // Server 0 has trained shards, and the others only frozen ones.
             servers[step as usize % 3].kill_and_restart();
         }
         assert_eq!(trainer.hash(), known, "{tier}, delay {max_delay}");
@@ -224,7 +225,7 @@ fn a_checkpoint_of_them_goes_on_elsewhere() {
     }
 }
 
-/// A checkpoint cannot fill a job that trains what was frozen then, so no state is given up for it.
+/// A checkpoint cannot fill a job that trains the frozen parameters, so the job gives up no state for it.
 #[test]
 fn a_job_that_froze_others_keeps_its_state() {
     let checkpoints = TempDir::new().expect("a folder for checkpoints");
@@ -296,7 +297,7 @@ fn a_gradient_of_them_is_refused_by_name() {
     assert!(error.to_string().contains("frozen (spec.partitions)"), "{error}");
 }
 
-/// A server reserves two bytes an element for them, and holds no more.
+/// A server reserves two bytes an element of frozen parameters, and holds no more.
 #[test]
 fn servers_hold_two_bytes_an_element() {
     const FROZEN: u64 = 1 << 26;

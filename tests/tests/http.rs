@@ -1,5 +1,5 @@
-//! The HTTP address: what it says agrees with what the command line says and with what was trained, and whoever floods it
-//! harms nobody else.
+//! The HTTP address: it agrees with the command line and with the training, and a flood of it harms no other
+//! client.
 
 use std::{
     fs,
@@ -56,7 +56,7 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
             let of_rank = samples.iter().filter(|(sample, _)| sample.starts_with(&start));
             (of_rank.clone().count(), of_rank.map(|(_, bytes)| bytes).sum::<f64>())
         };
-        // Two ranks, and each of them came by one way.
+        // Two ranks, and each of them uses one transport.
         assert_eq!(of_ranks("pushed"), (2, of("pushed_bytes_total")));
         assert_eq!(of_ranks("pulled"), (2, of("pulled_bytes_total")));
         // Master weights and two moments in and out, a sum in fp32, a 16-bit image.
@@ -73,7 +73,7 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(with("job_rank_last_step", "rank", "1"), STEPS as f64);
         let stage = |name: &str| with("job_stage_seconds_total", "stage", name);
         let stages = ["receive", "decide", "update", "pull"].map(stage);
-        // Each is within its steps, of which all but the first are timed.
+        // Each stage is shorter than its steps. All steps but the first are timed.
         assert!(stages.iter().all(|&seconds| seconds > 0.0 && seconds < 60.0), "{stages:?}");
         assert!(stage("update") >= of("update_seconds_total"), "{stages:?}");
         assert_eq!(of("queued_work"), 0.0);
@@ -95,20 +95,20 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!((job["name"].as_str(), job["servers"].as_u64()), (Some("default"), Some(2)));
         assert_eq!(job["pushed_bytes"], status.pushed_bytes);
     }
-    // What the servers own together is the whole flat space.
+    // Together the servers own the whole flat space.
     let elements = |http| http::metrics(http)["longshore_job_elements{job=\"default\"}"];
     let parameters = run.said.start().unwrap().parameters as f64;
     assert!(elements(&http[0]) + elements(&http[1]) >= parameters);
 }
 
-/// A worker that dies between its gradient and its decision leaves servers that have all they need but the decision.
+/// A worker that dies between gradient and decision leaves servers that lack the decision alone.
 #[test]
 fn a_decision_that_does_not_come_is_waited_for_by_name() {
     let server = server();
     let (name, http) = (server.address().to_string(), http::address(&server));
     let pipeline = undecided(&name, "undecided");
     let waits = "the decision on step 1 (its commit) from rank 0";
-    // While it takes chunks it waits for more, and while it forms the sum for nobody.
+    // Before that the server waits for more chunks, and during the sum for nothing.
     eventually("the server to wait for the decision", || {
         let page = http::json(&http, "/status.json");
         (page["jobs"][0]["waiting_for"] == waits).then_some(())
@@ -143,7 +143,7 @@ fn what_drives_are_asked_is_counted_by_drive() {
     let of = |name: &str| samples[&format!("longshore_job_{name}{{job=\"default\"}}")];
     let sum =
         |operation| named.iter().map(|drive| of_drive("drive_bytes_total", drive, operation)).sum::<f64>();
-    // The ranks that have joined are written too, past the drives' queues.
+    // The store also writes joins, past the drives' queues.
     let (written, told) = (sum("write"), of("drives_written_bytes_total"));
     assert!(written > 0.9 * told && written <= told, "{written} of {told}");
     assert!(sum("read") > 0.0);
@@ -167,10 +167,10 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     let refused =
         |kind: &str| http::metrics(&http)[&format!("longshore_refused_calls_total{{kind=\"{kind}\"}}")];
     assert_eq!(refused("NOT_FOUND"), 0.0);
-    // The trainer first asks whether the job is there.
+    // The trainer first asks whether the job exists.
     Train::new(2).servers(std::slice::from_ref(&name)).run();
     assert_eq!((refused("NOT_FOUND"), refused("INTERNAL")), (1.0, 0.0));
-    // A chunk whose bytes were damaged on the way is refused apart, on a call that goes on.
+    // A damaged chunk is refused separately, on a call that goes on.
     let runtime = Runtime::new().unwrap();
     let raw = Raw::connect(runtime.handle().clone(), name.parse().unwrap());
     let incarnation = Incarnation(u64::MAX);
@@ -189,11 +189,11 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     assert_eq!(of_a_job(), 0);
 }
 
-/// However many ranks push, the first 64 alone have samples of their own.
+/// However many ranks push, only the first 64 have samples of their own.
 #[test]
 fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     const RANKS: u32 = 100;
-    // Admission counts what the ranks' connections may hold.
+    // Admission counts the memory of the ranks' connections.
     let server = ServerOptions::new().args(FLAGS).memory("4GiB").start();
     let (name, http) = (server.address().to_string(), http::address(&server));
     let runtime = Runtime::new().unwrap();
@@ -228,12 +228,12 @@ fn a_job_of_many_ranks_has_samples_of_the_first_64() {
         samples.keys().filter(|sample| sample.starts_with(&format!("longshore_{name}{{"))).count()
     };
     assert_eq!(samples["longshore_job_ranks{job=\"wide\",state=\"joined\"}"], f64::from(RANKS));
-    // All of them came by TCP; rank 0 alone has pulled.
+    // All ranks used TCP; rank 0 alone has pulled.
     let counts =
         [of("job_rank_last_step"), of("job_rank_pushed_bytes_total"), of("job_rank_pulled_bytes_total")];
     assert_eq!(counts, [64, 64, 1]);
     assert!(samples.contains_key("longshore_job_rank_last_step{job=\"wide\",rank=\"63\"}"));
-    // docs/observe.md: about 50 of a job beside those of its ranks.
+    // docs/observe.md: about 50 samples of a job beside those of its ranks.
     let of_job = samples.len() - alone - counts.iter().sum::<usize>();
     assert!((30..70).contains(&of_job), "{of_job} samples of the job beside its ranks': {samples:?}");
 }
@@ -253,7 +253,7 @@ fn a_server_is_ready_only_when_all_of_its_jobs_are_served() {
     Train::new(2).args(["--tier", "nvme"]).servers(&[server.address().to_string()]).run();
     server.process.terminate();
     assert_eq!(server.process.code(), 0);
-    // Its description is damaged.
+    // Damages the job's description.
     for entry in fs::read_dir(dir.join("default/server-0-of-1")).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "json") {
@@ -305,20 +305,20 @@ fn silent_and_endless_requests_end_and_hold_up_neither_training_nor_other_reader
     let http = http::address(&server);
     let mut worker = Train::new(200).servers(&[server.address().to_string()]).start();
     worker.until_step(3);
-    // Ten times as many as there are places: some say nothing, some begin headers and never end them.
+    // Ten times the server's places: half are silent, and half begin headers without an end.
     let mut flood: Vec<TcpStream> = (0..320).map(|_| TcpStream::connect(&http).unwrap()).collect();
     for stream in flood.iter_mut().step_by(2) {
-        // It may be ended already.
+        // The server may have ended this connection already.
         let _ = stream.write_all(b"GET / HTTP/1.1\r\nX-Endless: ");
     }
-    // Kubernetes gives a probe a second. Those that hold a place are ended after ten.
+    // Kubernetes gives a probe one second. The server ends connections that hold a place after ten.
     for path in ["/healthz", "/readyz", "/metrics"] {
         let asked = Instant::now();
         assert_eq!(http::get(&http, path).0, 200);
         assert!(asked.elapsed() < Duration::from_secs(5), "{path} after {:?}", asked.elapsed());
     }
     worker.until_step(8);
-    // Whoever is silent is ended: the first ones for those that came later, and the last ones at their deadline.
+    // The server ends silent connections: the first ones for later ones, the last ones at their deadline.
     for mut stream in [&flood[0], &flood[319]] {
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let ended = stream.read(&mut [0; 64]);
@@ -329,7 +329,7 @@ fn silent_and_endless_requests_end_and_hold_up_neither_training_nor_other_reader
     let _ = large.write_all(header.as_bytes());
     large.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let mut answer = [0; 32];
-    // Either an error's answer or the connection's end; never a page.
+    // Either an error or the connection's end, but never a page.
     let read = large.read(&mut answer).unwrap_or(0);
     assert!(!String::from_utf8_lossy(&answer[..read]).contains(" 200 "));
     worker.kill();

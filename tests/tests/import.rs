@@ -1,4 +1,4 @@
-//! A new job's weights from safetensors that another program may have written.
+//! A new job's weights from safetensors of another program.
 
 use std::{fs, path::Path};
 
@@ -54,7 +54,7 @@ fn a_job_like_another_one_gets_the_weights_of_files_and_trains_on() {
     let jobs = status::status(&addresses);
     let versions: Vec<_> = jobs.iter().map(|job| (job.job.as_str(), job.servers[0].version)).collect();
     assert_eq!(versions, [("bf16", 0), ("default", 5), ("f32", 0)]);
-    // A trainer finds the job and goes on from these weights.
+    // A trainer finds the job and continues from these weights.
     Train::new(2).args(["--job", "f32"]).servers(&addresses).run();
     let version = |job: &str| {
         status::status(&addresses).iter().find(|found| found.job == job).unwrap().servers[0].version

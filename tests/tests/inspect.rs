@@ -1,4 +1,4 @@
-//! `longshore inspect` of what servers left behind: whole, in use, damaged, and of the tier in memory.
+//! `longshore inspect` of servers' folders: whole, in use, damaged, and of the tier in memory.
 
 use std::{
     fs::{self, OpenOptions},
@@ -54,7 +54,7 @@ fn a_state_directory_is_verified_to_the_last_block() {
     let data = dir.join("default/server-0-of-1/data");
     the_newest_alone_is_damaged(&dir, &data);
 
-    // One byte of every stretch is flipped, so that both slots and all shards are hit.
+    // One byte of every stretch is flipped, which hits both slots and all shards.
     let file = OpenOptions::new().read(true).write(true).open(&data).unwrap();
     let bytes = file.metadata().unwrap().len();
     for at in (0..bytes).step_by(64 << 10) {
@@ -77,7 +77,7 @@ fn a_tmpfs_directory_says_which_steps_are_decided() {
     assert_eq!(whole.code, 0, "{whole:?}");
     assert_eq!((&reports[0]["tier"], &reports[0]["recoverable"]), (&Value::from("shm"), &Value::from(STEPS)));
 
-    // A server would refuse these: a file cut short, one that is gone, and words that no update leaves.
+    // A server refuses a truncated file, a missing file, and words that no update leaves.
     let folder = root.path().join("default/server-0-of-1");
     for name in ["state", "buffers"] {
         let (path, kept) = (folder.join(name), root.path().join("kept"));
@@ -92,12 +92,12 @@ fn a_tmpfs_directory_says_which_steps_are_decided() {
     }
     let progress = folder.join("progress");
     let file = OpenOptions::new().write(true).open(&progress).unwrap();
-    // This is the version that the first shard has: its second word behind the two records.
+    // The first shard's version: its second word behind the two records.
     file.write_all_at(&(STEPS - 5).to_ne_bytes(), (8 << 20) + 8).unwrap();
     refused(root.path(), &progress);
 }
 
-/// Checks that the folder is not whole and is not called so.
+/// Checks that inspect reports the folder as not whole.
 #[track_caller]
 fn refused(dir: &Path, file: &Path) {
     let (output, reports) = inspect(dir);
@@ -109,7 +109,7 @@ fn refused(dir: &Path, file: &Path) {
     );
 }
 
-/// Flips bytes until one belongs to the newest version and to no other, and flips the others back.
+/// Flips single bytes until one belongs to the newest version alone. The other bytes are restored.
 fn the_newest_alone_is_damaged(dir: &Path, data: &Path) {
     let file = OpenOptions::new().read(true).write(true).open(data).unwrap();
     let bytes = file.metadata().unwrap().len();

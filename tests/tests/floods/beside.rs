@@ -1,5 +1,6 @@
-//! A job trains beside each flood, over TCP and over TLS: to the same bits, on a server that holds no more than it
-//! admitted and what docs/limits.md counts for strangers. With `LONGSHORE_SOAK` and `--nocapture` it prints the table there.
+//! A job trains beside each flood, over TCP and over TLS, to the same bits. The server's memory stays within
+//! its admitted jobs and the allowance of docs/limits.md for strangers. With `LONGSHORE_SOAK` and
+//! `--nocapture` it prints the table there.
 
 use std::{
     collections::VecDeque,
@@ -40,35 +41,36 @@ use super::{
 
 const PUSH: &str = "/longshore.v1.Tensors/Push";
 const PULL: &str = "/longshore.v1.Tensors/Pull";
-/// A job that has trained. It stays, and slow readers pull its weights.
+/// A trained job that stays open: slow readers pull its weights.
 const BEFORE: &str = "before";
-/// How many calls a slow reader has open.
+/// Number of open calls of a slow reader.
 const READS: u32 = 50;
-/// How many calls the strangers of an address may begin at once, beside a dozen on each connection.
+/// Number of calls that the strangers of one address may begin at once, beside a dozen on each connection.
 const ADDRESS_CALLS: usize = 512;
-/// While a job trains a flood rests for so long between strangers: the test measures what floods do to the server, and
-/// not what making them costs the processor.
+/// Pause between strangers while a job trains: the test measures the flood's effect on the server, not the
+/// processor time of making it.
 const REST: Duration = Duration::from_millis(20);
-/// How often each flood comes in a soak, between runs without it: runs differ from each other by a fifth on a host that others use, too.
+/// Number of rounds of each flood in a soak, between runs without it: runs differ by a fifth on a shared
+/// host.
 const ROUNDS: usize = 9;
-/// The margin is for a busy machine; on a quiet one the longest step is to be under 1 s.
+/// With a margin for a busy machine. On a quiet machine the longest step should stay under 1 s.
 const LONGEST_MS: f64 = 3000.0;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Flood {
-    /// Connections that are held open.
+    /// Connections that stay open.
     Connections,
-    /// Handshakes that do not end: TLS's, or HTTP/2's where there is no TLS.
+    /// Unfinished handshakes: TLS's, or HTTP/2's where there is no TLS.
     HalfOpen,
-    /// Calls that are taken back at once (CVE-2023-44487).
+    /// Calls that are cancelled at once (CVE-2023-44487).
     RapidReset,
-    /// Headers that never end, and those that are too long.
+    /// Endless headers, and headers that are too long.
     GiantHeaders,
-    /// Pulls whose weights are not taken, of a job that has ended.
+    /// Pulls from an ended job, by readers that take no weights.
     SlowReaders,
-    /// The same of the job that trains, for versions that it is about to make.
+    /// Such pulls from the training job, for its next versions.
     SlowFollowers,
-    /// Calls, pings and data without end.
+    /// Endless calls, pings and data.
     Frames,
 }
 
@@ -83,12 +85,13 @@ impl Flood {
         Flood::Frames,
     ];
 
-    /// How many strangers are there at once.
+    /// Returns the number of strangers at once.
     fn held(self) -> usize {
         match self {
             Flood::Connections | Flood::HalfOpen => soak::pick(300, 2000),
             Flood::GiantHeaders => soak::pick(100, 1000),
-            // Some dozen have all their calls. The others are ended, since their address may not begin so many.
+            // Some dozen strangers keep all their calls. The server ends the others, beyond their address's
+            // limit.
             Flood::SlowReaders => soak::pick(16, 100),
             Flood::SlowFollowers => soak::pick(4, 100),
             Flood::RapidReset | Flood::Frames => 6,
@@ -104,7 +107,7 @@ fn boxed<S: Socket + 'static>(peer: Peer<S>) -> Stranger {
     Peer { socket: Box::new(peer.socket) }
 }
 
-/// A server, and how strangers come to it.
+/// A server, and the strangers' way to it.
 struct Target<'a> {
     address: &'a str,
     http: String,
@@ -115,7 +118,7 @@ struct Target<'a> {
 }
 
 impl Target<'_> {
-    /// A stranger with whom HTTP/2 has begun.
+    /// Returns a stranger that has begun HTTP/2.
     fn guest(&self) -> io::Result<Stranger> {
         match self.tls {
             Some(strangers) => strangers.through(self.address).map(boxed),
@@ -136,7 +139,8 @@ impl Target<'_> {
         frame(HEADERS, flags, stream, &call_as(path, self.tls.map(|_| TOKEN)))
     }
 
-    /// The next stranger, who has done what such a flood does. `turn` counts them; `at` is the training job's version.
+    /// Returns the next stranger of a flood, with its frames sent. `turn` counts strangers; `at` is the
+    /// training job's version.
     fn stranger(&self, flood: Flood, job: &str, turn: usize, at: u64) -> io::Result<Stranger> {
         if flood == Flood::HalfOpen {
             return self.half_open();
@@ -151,7 +155,7 @@ impl Target<'_> {
                 guest.flood(streams(5000).map(pair));
             }
             Flood::GiantHeaders => {
-                // One of these, of 12 KiB, waits for its end. A hundred end their connection.
+                // A continuation frame of 12 KiB waits for the headers' end. A hundred end their connection.
                 let field = |index| format!("\0\x06name{index:02x}\x64{index:0>100}");
                 let fields: String = (0..110).map(field).collect();
                 let more = if turn.is_multiple_of(2) || turn < flood.held() { 1 } else { 100 };
@@ -159,12 +163,12 @@ impl Target<'_> {
                 guest.flood([self.headers(0, 1, PUSH)].into_iter().chain(more));
             }
             Flood::SlowReaders | Flood::SlowFollowers => {
-                // A stream takes 1000 bytes, and never more.
+                // The window of a stream is 1000 bytes, and never grows.
                 guest.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 3, 232]))?;
                 let call = |stream: u32| {
                     let pull = match flood {
                         Flood::SlowReaders => self.pull(BEFORE, self.version),
-                        // Those of the next second or so, as far as there are so many.
+                        // The versions of the next second or so, as far as they exist.
                         _ => self.pull(job, self.version.min(at + u64::from(2 * stream))),
                     };
                     let pull = encode(&pull).head;
@@ -196,21 +200,21 @@ impl Target<'_> {
         }
     }
 
-    /// Brings as many strangers as there are to be at once, says so, and then brings others in place of the oldest ones
-    /// until it is over. Returns how many came in all, and how much of a core this thread took to bring the latter.
+    /// Brings the flood's strangers, signals `filled`, and then replaces the oldest ones until `over`.
+    /// Returns the number of strangers, and the share of a core that this thread took for the replacements.
     fn flood(&self, flood: Flood, job: &str, filled: &mpsc::Sender<()>, over: &AtomicBool) -> (usize, f64) {
-        // On another host, where strangers are, this would take nothing of the server's processors.
+        // Strangers on another host would take none of the server's processor time.
         setpriority_process(None, 19).expect("a thread may be nicer");
         let mut held = VecDeque::new();
         let (mut came, mut fed, mut at) = (0, false, None);
         let follows = flood == Flood::SlowFollowers;
         let mut begun = (Instant::now(), thread_time());
         for turn in 0.. {
-            // Once a second: a page of metrics, with a hundred jobs by now, takes the server 5 ms.
+            // Once a second: a page of metrics with a hundred jobs takes the server 5 ms.
             if follows && (at.is_none() || turn % 50 == 0) {
                 at = self.version_of(job);
             }
-            // What is pulled of a job that is not there is refused.
+            // The server refuses pulls from a job that does not exist.
             if (!follows || at.is_some())
                 && let Ok(stranger) = self.stranger(flood, job, turn, at.unwrap_or_default())
             {
@@ -251,7 +255,7 @@ impl Target<'_> {
         Steps::of(self.process, || train.run())
     }
 
-    /// Does something. Returns what came of it, and the server's memory before it and at its highest meanwhile.
+    /// Runs `work`. Returns its result, the server's memory before it, and the peak during it.
     fn watched<T>(&self, work: impl FnOnce() -> T) -> (T, u64, u64) {
         forget_peak(self.process);
         let (before, _) = memory_of(self.process);
@@ -259,12 +263,12 @@ impl Target<'_> {
         (done, before, memory_of(self.process).1)
     }
 
-    /// What jobs were admitted with.
+    /// Returns the memory that admission reserved for jobs.
     fn admitted(&self) -> u64 {
         http::metrics(&self.http)["longshore_memory_reserved_bytes"] as u64
     }
 
-    /// Where a job is; none before it is there.
+    /// Returns a job's version, or None before the job exists.
     fn version_of(&self, job: &str) -> Option<u64> {
         let is_its = |sample: &str| {
             sample.starts_with("longshore_job_version{") && sample.contains(&format!("job=\"{job}\""))
@@ -278,7 +282,7 @@ impl Target<'_> {
     }
 }
 
-/// Whether some of what a stranger has pulled was sent.
+/// Returns whether the server has sent some of a stranger's pulled weights.
 fn was_fed(mut stranger: Stranger) -> bool {
     let _ = stranger.send(&frame(PING, 0, 0, &[1; 8]));
     while let Ok(Some(frame)) = stranger.next_frame() {
@@ -291,7 +295,7 @@ fn was_fed(mut stranger: Stranger) -> bool {
     false
 }
 
-/// Ends the flood however the test goes.
+/// Ends the flood however the test ends.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -300,13 +304,13 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// The processor time of this thread.
+/// Returns the processor time of this thread.
 fn thread_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Trains beside a flood. Returns that run, how many strangers came, and what part of a core their thread took.
+/// Trains beside a flood. Returns the run, the number of strangers, and their thread's share of a core.
 fn beside(target: &Target<'_>, flood: Flood, job: &str) -> ((Run, Steps), usize, f64) {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -316,15 +320,15 @@ fn beside(target: &Target<'_>, flood: Flood, job: &str) -> ((Run, Steps), usize,
             let filled = filled;
             target.flood(flood, job, &filled, &over)
         });
-        // These come as it trains.
+        // Followers come during the training.
         if flood != Flood::SlowFollowers {
             fills.recv_timeout(2 * DEADLINE).expect("the strangers come");
         }
         let there = match flood {
             Flood::Connections => flood.held().min(SPARE_CONNECTIONS),
-            // A handshake is no connection yet, and HTTP/2's beginning is on one.
+            // A TLS handshake is not a connection yet. HTTP/2's preface comes on a connection.
             Flood::HalfOpen if target.tls.is_some() => 0,
-            // The others of their address may have few calls, and are ended.
+            // The server ends the other strangers of this address, beyond its limit of calls.
             Flood::SlowReaders => flood.held().min(ADDRESS_CALLS / READS as usize),
             Flood::HalfOpen | Flood::GiantHeaders => flood.held().min(SPARE_CONNECTIONS),
             Flood::RapidReset | Flood::Frames | Flood::SlowFollowers => 0,

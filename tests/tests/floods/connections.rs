@@ -1,4 +1,4 @@
-//! Connections that say nothing, and too many of them.
+//! Silent connections, and too many connections.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use longshore_tests::{
 };
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
-/// How long a new connection's call takes to be answered.
+/// Calls on a new connection. Returns the time until the answer.
 fn is_served(server: &Longshored) -> Duration {
     let start = Instant::now();
     eventually("a call to be answered", || Peer::connect(server.address()).ok()?.lists_jobs().then_some(()));
@@ -55,7 +55,7 @@ fn silent_connections_make_room_for_those_that_call() {
     let mut silent = Vec::new();
     for index in 0..soak::pick(300, 5000) {
         silent.extend(Peer::silent(server.address()));
-        // Where the host is slow this loop takes longer than the server waits for an answer to its ping.
+        // On a slow host this loop takes longer than the server waits for the answer to its ping.
         assert!(index % 50 > 0 || worker.is_alive(), "who has called goes after those that have not");
     }
     let took = is_served(&server);
@@ -114,7 +114,7 @@ fn more_memory_than_there_is_is_said_at_start() {
 #[test]
 fn half_open_connections_are_found_dead() {
     if soak::pick(0, 1) == 0 {
-        // The rest takes two intervals of keepalive.
+        // The rest of the test takes two intervals of keepalive.
         return;
     }
     let server = ServerOptions::new().start();

@@ -1,4 +1,4 @@
-//! What a flood costs a job that trains beside it, against the runs around it without the flood.
+//! The cost of a flood to a job beside it, compared with the runs before and after without the flood.
 
 use longshore_tests::{process::processor_time_of, train::Run};
 
@@ -7,12 +7,13 @@ use longshore_tests::{process::processor_time_of, train::Run};
 pub(crate) struct Steps {
     mean: f64,
     pub(crate) longest: f64,
-    /// How long processors worked for the server, its opening of the job included.
+    /// The server's processor time, with the opening of the job.
     served: f64,
 }
 
 impl Steps {
-    /// Measures a run that `train` makes on the server of this process. The first five steps do not count in the mean and the longest.
+    /// Measures a run by `train` on the server of this process. Mean and longest leave out the first five
+    /// steps.
     pub(crate) fn of(server: u32, train: impl FnOnce() -> Run) -> (Run, Steps) {
         let before = processor_time_of(server);
         let run = train();
@@ -30,15 +31,15 @@ impl Steps {
 /// A run beside a flood.
 pub(crate) struct Flooded {
     pub(crate) steps: Steps,
-    /// How many strangers came.
+    /// Number of strangers.
     pub(crate) came: usize,
-    /// What part of a core the thread took that brought them.
+    /// Their thread's share of a core.
     pub(crate) took: f64,
-    /// How much more memory the server took than in the run before, in MiB.
+    /// Growth of the server's memory beyond the run before, in MiB.
     pub(crate) grown: f64,
 }
 
-/// Runs without a flood, and one beside it between each two.
+/// Runs without a flood, and a flooded run between each two.
 pub(crate) struct Rounds {
     without: Vec<Steps>,
     with: Vec<Flooded>,
@@ -57,9 +58,10 @@ impl Rounds {
         self.without.push(after);
     }
 
-    /// Medians, as a row of the table.
+    /// Returns medians, as a row of the table.
     pub(crate) fn row(&self) -> String {
-        // A host that others use becomes faster and slower: what lies on both sides says best what a run would have been.
+        // A shared host becomes faster and slower: the runs on both sides estimate best the same run without
+        // a flood.
         let around =
             |of: fn(&Steps) -> f64| self.without.windows(2).map(move |two| (of(&two[0]) + of(&two[1])) / 2.0);
         let ratios =

@@ -1,4 +1,4 @@
-//! Frames that take memory or time, from one connection and from many.
+//! Frames that cost memory or time, from one connection and from many.
 
 use std::time::Instant;
 
@@ -27,19 +27,19 @@ const PULL: &str = "/longshore.v1.Tensors/Pull";
 const PUSH: &str = "/longshore.v1.Tensors/Push";
 const OPEN: &str = "/longshore.v1.Training/Open";
 
-/// The numbers of a client's streams.
+/// Returns the stream numbers of a client.
 fn streams(count: usize) -> impl Iterator<Item = u32> {
     (0..count as u32).map(|index| 2 * index + 1)
 }
 
-/// Whether the server ended a flood for its excess. There is no code where the reset of the socket, which still held
-/// unread bytes, overtook it.
+/// Checks that the server ended a flood for its excess. The code is None where a reset overtook it, because
+/// the socket still held unread bytes.
 fn is_calmed(code: Option<u32>) {
     assert!(matches!(code, None | Some(ENHANCE_YOUR_CALM)), "{code:?}");
 }
 
-/// The most memory that a flood of one connection takes: its window, the frames around it, and what the allocator
-/// makes of them.
+/// The most memory that one connection's flood takes: its window, the frames around it, and the allocator's
+/// overhead.
 const ONE_CONNECTION: u64 = 16 << 20;
 
 #[test]
@@ -54,7 +54,7 @@ fn marked_streams_share_the_window_of_their_connection() {
             peer.send(&frame(DATA, 0, stream, &message)).unwrap();
         }
         assert!(peer.is_alive());
-        // It sends two windows on each stream, without a look at what is given back.
+        // The peer sends two windows on each stream, whatever credit comes back.
         let payload = vec![0; 512 * 1024];
         let pieces = (0..8).flat_map(|_| streams(64)).map(|stream| frame(DATA, 0, stream, &payload));
         let sent = peer.flood(pieces);
@@ -72,7 +72,7 @@ fn headers_that_never_end_end_their_connection() {
     let server = ServerOptions::new().start();
     let connections = soak::pick(200, 1000);
     let (most, _) = growth(&server, || {
-        // Names and values are literals, so that unpacking them takes as much again.
+        // Names and values are literals, so that decoding them takes the same memory again.
         let mut fields = Vec::new();
         for index in 0..200 {
             fields.extend_from_slice(format!("\0\x06name{index:02x}\x0evalue of {index:05}").as_bytes());
@@ -131,7 +131,7 @@ fn calls_of_many_connections_are_bounded_together() {
         let calls = alive * MAX_CONNECTION_CALLS as usize;
         eprintln!("{alive} of {connections} connections are left, with {calls} calls");
         assert!(calls <= MAX_CALLS, "{calls} calls");
-        // A peer who asks for little is served all the same.
+        // A peer with few calls is served all the same.
         assert!(Peer::connect(server.address()).unwrap().lists_jobs());
     });
     let bound = connections * IDLE_CONNECTION_BYTES
@@ -149,9 +149,9 @@ fn an_address_may_have_few_calls_at_once() {
     };
     let many = MAX_CONNECTION_CALLS as usize;
     let start = Instant::now();
-    // Those of each round leave before the next one's come.
+    // Each round's connections end before the next round's begin.
     let served: usize = (0..4).map(|_| (0..20).filter_map(|_| come(0, many)).collect::<Vec<_>>().len()).sum();
-    // 512 at once, as many again in each second, and of every connection the few that it may always have, and 8.
+    // The limit: 512 at once, 512 more in each second, and for each connection its guaranteed few and 8.
     let most = 512.0 * (1.0 + start.elapsed().as_secs_f64());
     let left = served * (many - CALLS_SHARE - 8);
     assert!(served >= 4 && left as f64 <= most, "{left} of {most}");
@@ -159,7 +159,7 @@ fn an_address_may_have_few_calls_at_once() {
     assert!(come(1, many).is_some(), "another host's");
 }
 
-/// Pushes that are refused one by one, on `calls` calls of each connection, by peers that take no answer.
+/// Sends pushes that are refused one by one, on `calls` calls of each connection. The peers read no answer.
 fn untaken_answers(connections: usize, calls: usize, messages: usize) {
     let server = ServerOptions::new().start();
     let nonsense = PushRequest { job: "\u{1}".repeat(64), ..PushRequest::default() };
@@ -168,7 +168,7 @@ fn untaken_answers(connections: usize, calls: usize, messages: usize) {
         let mut peers = Vec::new();
         for host in 0..connections as u16 {
             let mut peer = Peer::from_host(host, server.address()).unwrap();
-            // SETTINGS_INITIAL_WINDOW_SIZE: nothing may be sent to it.
+            // SETTINGS_INITIAL_WINDOW_SIZE is 0: the server may send the peer no data.
             peer.send(&frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0])).unwrap();
             // The server may end the connection before all is sent.
             peer.flood(streams(calls).flat_map(|stream| {
@@ -199,7 +199,7 @@ fn answers_that_nobody_takes_are_bounded_for_many_connections() {
     untaken_answers(soak::pick(200, 1000), 1, WINDOW_BYTES / 100);
 }
 
-/// Stock clients are sent copies of weights: these ask for them and take none.
+/// Stock clients get copies of weights: these clients ask for them and read none.
 #[test]
 fn weights_that_nobody_takes_share_a_room() {
     let server = ServerOptions::new().start();
@@ -233,7 +233,7 @@ fn weights_that_nobody_takes_share_a_room() {
     let calls = connections * 100 * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES);
     let bound = connections * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES) + calls + MAX_UNFINISHED_BYTES;
     assert!(most < bound as u64 + ONE_CONNECTION, "{most} of {bound}");
-    // Ranks are not among the strangers.
+    // Ranks are not strangers.
     train.run();
 }
 
@@ -248,7 +248,7 @@ fn messages_and_frames_that_never_end_share_their_room() {
             let mut peer = Peer::connect(server.address()).unwrap();
             peer.send(&frame(HEADERS, END_HEADERS, 1, &call(if index % 2 == 0 { OPEN } else { PUSH })))
                 .unwrap();
-            // This is a part of a message of 16 MB, and half of a frame.
+            // Part of a message of 16 MB, and half of a frame.
             peer.flood(
                 [frame(DATA, 0, 1, &[0, 0, 0xF0, 0, 0]), frame_of(2 * half.len(), DATA, 0, 1, &half)]
                     .into_iter(),
@@ -258,7 +258,7 @@ fn messages_and_frames_that_never_end_share_their_room() {
         assert!(Peer::connect(server.address()).unwrap().lists_jobs());
     });
     let each = IDLE_CONNECTION_BYTES + IDLE_CALL_BYTES + UNFINISHED_SHARE_BYTES + SMALL_MESSAGE_BYTES;
-    // The bound covers what the server and h2 keep, and the pieces that were read last.
+    // The bound covers the bytes in the server and in h2, and the pieces read last.
     let bound = connections * each + 2 * MAX_UNFINISHED_BYTES;
     assert!(most < bound as u64, "{most} of {bound}");
 }
@@ -297,10 +297,10 @@ fn pings_without_end_end_their_connection() {
     is_calmed(code);
 }
 
-/// The code of CANCEL, with which a call is taken back.
+/// The code of CANCEL, which cancels a call.
 const CANCEL: [u8; 4] = [0, 0, 0, 8];
 
-/// Rapid reset (CVE-2023-44487): each call is taken back as soon as it is made, so that never many of them are open.
+/// Rapid reset (CVE-2023-44487): each call is cancelled as soon as it begins, so few are open at once.
 #[test]
 fn calls_that_are_taken_back_at_once_end_their_connection() {
     let server = ServerOptions::new().start();
@@ -327,7 +327,7 @@ fn calls_that_are_taken_back_at_once_end_their_connection() {
             is_calmed(code);
         }
     });
-    // The job that trains meanwhile takes no more: its memory was admitted, and touched when it was opened.
+    // The training job takes no more memory: admission reserved it, and opening the job touched it.
     assert!(most < ONE_CONNECTION && after < ONE_CONNECTION, "{most}, {after}");
     assert!(Peer::connect(&address).unwrap().lists_jobs());
     assert_eq!(running.finish().end.state_hash, undisturbed, "the resets changed the training");

@@ -1,4 +1,4 @@
-//! Strangers that stop within TLS: at each stage of the handshake, and with half a record behind it.
+//! Strangers that stop within TLS: at each stage of the handshake, and in half a record after it.
 
 use longshore_proto::limits::{HANDSHAKE_BYTES, MAX_HANDSHAKES, STRANGERS_TLS_BYTES};
 use longshore_tests::{server::ServerOptions, soak};
@@ -18,7 +18,7 @@ fn who_stops_within_tls_makes_a_server_hold_what_is_counted() {
         let mut came = Vec::new();
         eprint!("{stop:?}: ");
         let (most, _) = growth(&server, || {
-            // Some are ended for others before they have come so far.
+            // The server ends some of them for others before they reach this stage.
             came.extend(
                 (0..soak::pick(300, 2000)).filter_map(|_| strangers.come(server.address(), stop).ok()),
             );

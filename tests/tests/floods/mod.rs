@@ -1,6 +1,6 @@
-//! What strangers on the socket can do. Whatever they send, a server holds no more than docs/limits.md says, ends the
-//! connections of those who go too far, and serves the others. With `LONGSHORE_SOAK` the floods are as large as those
-//! that once took 4.6 GB.
+//! Floods by strangers on the socket. Against any flood, a server holds no more than docs/limits.md allows,
+//! ends excessive connections, and serves the others. With `LONGSHORE_SOAK` the floods have the size that
+//! once took 4.6 GB.
 
 mod beside;
 mod connections;
@@ -14,7 +14,7 @@ use longshore_tests::{
     server::Longshored,
 };
 
-/// By how much a server's memory grows at the highest while something is done to it, and after that.
+/// Returns the growth of a server's memory during `flood`: its peak, and its value afterwards.
 fn growth(server: &Longshored, flood: impl FnOnce()) -> (u64, u64) {
     let process = server.process.id();
     forget_peak(process);

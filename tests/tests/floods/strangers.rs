@@ -1,4 +1,4 @@
-//! Strangers that come over TLS: as far into it as they like, or through it.
+//! Strangers over TLS, which stop at any stage of the handshake or complete it.
 
 use std::{
     io::{self, Read, Write},
@@ -17,27 +17,28 @@ use rustls::{
     version::TLS13,
 };
 
-/// A token, and its SHA-256. Beside it a client need not show a certificate, so that strangers get through the handshake.
+/// A token, and its SHA-256. With a token listed, clients need no certificate, so strangers get through the
+/// handshake.
 pub(super) const TOKEN: &str = "foo";
 const TOKEN_SHA256: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
 
-/// Where a stranger stops.
+/// The stage at which a stranger stops.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stop {
     /// Before the first byte.
     Silent,
     /// Within a hello.
     HalfHello,
-    /// Within a hello of a record's length.
+    /// Within a hello as long as a record.
     LongHello,
-    /// When the server has answered.
+    /// After the server's answer.
     Hello,
     Shaken,
-    /// Within the longest record that may come.
+    /// Within a record of the greatest length.
     HalfRecord,
 }
 
-/// A server's folders, and what strangers know of it. `worker` is the identity that trains.
+/// A server's folders, and the strangers' credentials. `worker` is the identity that trains.
 pub(super) struct Strangers {
     pub(super) folders: Folders,
     config: Arc<ClientConfig>,
@@ -61,7 +62,7 @@ impl Strangers {
         Strangers { folders, config: Arc::new(config) }
     }
 
-    /// A connection on which nothing was said yet, and this end of TLS.
+    /// Opens a connection without sending, and the client's end of TLS.
     fn begin(&self, address: &str) -> io::Result<(TcpStream, ClientConnection)> {
         let socket = Peer::silent(address)?.socket;
         let host = ServerName::from(socket.peer_addr()?.ip());
@@ -69,7 +70,7 @@ impl Strangers {
         Ok((socket, end))
     }
 
-    /// A connection on which HTTP/2 has begun behind TLS.
+    /// Opens a connection with HTTP/2 behind TLS.
     pub(super) fn through(
         &self,
         address: &str,
@@ -78,7 +79,7 @@ impl Strangers {
         Peer::over(StreamOwned::new(end, socket))
     }
 
-    /// A connection that has come so far.
+    /// Opens a connection and stops at this stage.
     pub(super) fn come(&self, address: &str, stop: Stop) -> io::Result<Peer> {
         let (mut socket, mut end) = self.begin(address)?;
         let mut hello = Vec::new();
@@ -92,7 +93,7 @@ impl Strangers {
             }
             Stop::Hello => {
                 socket.write_all(&hello)?;
-                // Not all of the answer is taken.
+                // Part of the answer stays unread.
                 socket.read_exact(&mut [0])?;
             }
             Stop::Shaken | Stop::HalfRecord => {

@@ -1,7 +1,7 @@
-//! `kill -9` where it hurts: in the middle of a push that lasts, of a takeover, of an operator's call, of a start;
-//! with three servers, ranks that outlive each other, and a trainer that no two processes run alike.
+//! `kill -9` at critical moments: during a long push, a takeover, an operator's call, and a start. Some tests
+//! have three servers, ranks that outlive each other, or a trainer that is never the same twice.
 //!
-//! Some kills are made always, and a thousand in the soak, `tests/run --soak kills`, which takes about ten minutes on
+//! A few kills are made always. The soak, `tests/run --soak kills`, makes a thousand in about ten minutes on
 //! two cores.
 
 mod operators;
@@ -22,14 +22,14 @@ fn skipped() {
     skip::skipped("slow (tests/run --soak)");
 }
 
-/// Splits the kills over runs of at most `each`, so that a run's steps stay few. Gives those of each run.
+/// Splits the kills over runs of at most `each`, so that a run's steps stay few. Returns each run's kills.
 fn in_runs(kills: u64, each: u64) -> impl Iterator<Item = u64> {
     (0..kills.div_ceil(each)).map(move |run| each.min(kills - run * each))
 }
 
-/// Servers that keep their jobs on a tier, with one checkpoint folder.
+/// Servers with jobs on a tier, and one checkpoint folder.
 struct Bed {
-    /// Declared before the folders, so that the servers end first.
+    /// Declared before the folders, so that drop ends the servers first.
     servers: Vec<Longshored>,
     checkpoints: TempDir,
     _root: TempDir,

@@ -1,4 +1,4 @@
-//! A server dies in the middle of an operator's call. The call may fail; made again it works, and nothing is lost.
+//! A server dies during an operator's call. The call may fail; a second call succeeds, and nothing is lost.
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// A job that was trained to its end, on servers that keep it.
+    /// A trained job, on servers of a tier that keeps it.
     fn set(tier: &str) -> Stage {
         let bed = Bed::new(tier, SERVERS);
         let train = Train::new(STEPS).args(["--tier", tier]).servers(&bed.addresses());
@@ -38,8 +38,8 @@ impl Stage {
         call
     }
 
-    /// Kills a server during a call, starts it again, and makes the call until it works; each try may have a call of
-    /// its own. Returns how long a call takes.
+    /// Kills a server during a call, restarts it, and repeats the call until it succeeds. Each try may have
+    /// its own call. Returns the duration of a call.
     fn disturb(
         &mut self,
         call: impl Fn(u32) -> Vec<String>,
@@ -89,10 +89,10 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
         let which = (kill % 2) as usize;
         let folder = stage.bed.checkpoints.path().join(format!("exported-{kill}"));
         let checkpoint = |_| call(&["checkpoint", "--name", &format!("kill-{kill}")]);
-        // A call that was broken off has left files that are not written over.
+        // An interrupted call leaves files, which another call does not overwrite.
         let export = |attempt| call(&["export", "--out", &format!("{}-{attempt}", folder.display())]);
         takes[which] = if which == 0 {
-            // A checkpoint that was sealed before the kill is there.
+            // A checkpoint sealed before the kill exists already.
             stage.disturb(checkpoint, takes[which], |stderr, code| code == 0 || stderr.contains("sealed"))
         } else {
             stage.disturb(export, takes[which], succeeds)
@@ -101,7 +101,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
     }
 }
 
-/// The job is deleted with a kill inside, and restored with another.
+/// One kill comes during the deletion of the job, and another during its restore.
 #[test]
 fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_restored() {
     let kills = soak::pick(2, 60);
@@ -117,7 +117,8 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
         let addresses = stage.bed.addresses();
         let gone = move |_: &str, code: i32| code == 0 || status(&addresses).is_empty();
         stage.disturb(|_| call(&["delete", "--job", "default"]), takes, gone);
-        // The trainer's --resume opens the job everywhere, restores it and ends, for it was trained to its end.
+        // The trainer's --resume opens the job everywhere, restores it and ends: the job was trained to its
+        // end.
         let resumed = stage.train.start_with(["--resume"]);
         spin(stage.random.part_of(takes));
         let victim = stage.random.below(SERVERS as u64) as usize;

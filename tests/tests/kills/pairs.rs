@@ -1,5 +1,5 @@
-//! A server dies together with a rank other than 0. Where a live server is a version ahead, the live rank 0 must
-//! bring the servers together.
+//! A server dies together with a rank other than 0. Where a live server is a version ahead, the live rank 0
+//! must bring the servers to one version.
 
 use longshore_tests::{
     seed::{Random, spin},

@@ -1,6 +1,6 @@
-//! A trainer that no two processes run alike. A step that was taken back and made again has other bits, so that a
-//! rank which had read a part of the first would show. There is no undisturbed run to compare with; the ranks are
-//! compared with each other.
+//! A trainer whose gradients differ in each process. A repeated step after a step back has other bits, which
+//! exposes a rank that has read weights of the first attempt. No undisturbed run exists to compare with, so
+//! ranks are compared with each other.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ const SERVERS: usize = 3;
 const STEPS: u64 = 60;
 const KILLS_A_RUN: u64 = 5;
 
-/// By step: the version that the step computed with in the end, and its checksum.
+/// By step: the version and checksum of the weights in its last computation.
 #[derive(Default)]
 struct Read(BTreeMap<u64, (u64, u32)>);
 
@@ -31,7 +31,7 @@ impl Read {
     }
 }
 
-/// Rank 0 dies with a server, and another server may then have to take back its last step while rank 1 lives on.
+/// Rank 0 dies with a server. Another server may then have to take back its last step while rank 1 lives on.
 fn agrees(job: &[&str], kills: u64) {
     if kills == 0 {
         return skipped();
@@ -60,7 +60,7 @@ fn agrees(job: &[&str], kills: u64) {
         let steps: Vec<u64> = read[1].0.keys().copied().collect();
         assert_eq!(steps, (1..=STEPS).collect::<Vec<u64>>(), "rank 1 lives through all steps");
         for step in steps {
-            // A step that a dead process had pushed whole is not made again.
+            // A step that a dead process had pushed whole is not repeated.
             let Some(zero) = read[0].0.get(&step) else { continue };
             assert_eq!(*zero, read[1].0[&step], "what rank 0 and rank 1 computed step {step} with");
         }

@@ -1,5 +1,5 @@
-//! All processes die, the servers keep nothing, and the ranks start with `--resume` at any moment of each other's
-//! start.
+//! All processes die, the servers keep nothing, and both ranks start with `--resume` at random moments of
+//! each other's start.
 
 use longshore_tests::{
     seed::{Random, spin},
@@ -22,7 +22,7 @@ fn start_both(train: &Train, random: &mut Random, known: &Undisturbed) -> [Runni
     if first == 0 { [one, other] } else { [other, one] }
 }
 
-/// Kills all servers and both ranks `kills` times in all.
+/// Kills both ranks with one server or both, again and again, until `kills` servers were killed.
 fn survives(kills: u64) {
     if kills == 0 {
         return skipped();
@@ -41,7 +41,7 @@ fn survives(kills: u64) {
             ranks.iter_mut().for_each(|rank| rank.process.kill());
             let one = random.below(3) as usize;
             for (index, server) in bed.servers.iter_mut().enumerate() {
-                // One rank is killed, or both.
+                // One server is killed, or both.
                 if one != index {
                     server.kill_and_restart();
                     left = left.saturating_sub(1);

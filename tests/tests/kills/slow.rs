@@ -1,4 +1,4 @@
-//! A server dies in the middle of a push that lasts a second, which small models on a fast network never show.
+//! A server dies in the middle of a push that lasts a second: small models on a fast network never show this.
 
 use longshore_tests::{proxy::Proxy, seed::Random, soak, train::Train};
 
@@ -7,7 +7,7 @@ use super::{Bed, in_runs, skipped};
 const SERVERS: usize = 3;
 const STEPS: u64 = 12;
 const KILLS_A_RUN: u64 = 4;
-/// Bytes a second towards each server, which is sent one or two shards of 128 KiB in a micro-step.
+/// Bytes a second towards each server. A micro-step sends it one or two shards of 128 KiB.
 const RATE: u64 = 256 << 10;
 const SHARD_BYTES: u64 = 128 << 10;
 
@@ -34,7 +34,7 @@ fn disturbed(tier: &str, job: &[&str], kills: u64, random: &mut Random) -> Strin
         let victim = random.below(SERVERS as u64) as usize;
         proxies[victim].until_passed(1 + random.below(SHARD_BYTES));
         bed.servers[victim].kill_and_restart();
-        // Now and then the next server dies in the same push, while the gradient is sent again.
+        // Now and then the next server dies in the same push, while the gradient is resent.
         if random.below(3) > 0 {
             worker.until_steps(1);
         }

@@ -1,5 +1,5 @@
-//! A rank 0 that seems dead and is not. The network between it and the servers stands still while another process
-//! takes its place, and goes on at any moment of that. The new process is killed early, the old one late.
+//! A rank 0 that seems dead and is not. Its network to the servers stops while another process takes its
+//! place, and resumes at a random moment. The new process is killed early, the old one late.
 
 use std::time::Duration;
 
@@ -16,11 +16,11 @@ use super::{Bed, in_runs, skipped};
 const SERVERS: usize = 3;
 const STEPS: u64 = 300;
 const ROUNDS_A_RUN: u64 = 5;
-/// How long a process that was replaced has to notice.
+/// The time that a replaced process has to notice.
 const NOTICE: Duration = Duration::from_secs(45);
 
-/// The longest time that a worker's bytes take to a server. A decision, or a new process's first message, is then
-/// known to one server and not to another for a good part of a step.
+/// The longest delay of a worker's bytes to a server. A decision or a new process's first message then
+/// reaches servers far apart, up to a good part of a step.
 const LAG: Duration = Duration::from_millis(30);
 
 fn survives(tier: &str, job: &[&str], kills: u64) {
@@ -41,7 +41,7 @@ fn survives(tier: &str, job: &[&str], kills: u64) {
     }
 }
 
-/// Replaces rank 0 once, and leaves no worker behind.
+/// Replaces rank 0 once, and leaves no worker running.
 fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Undisturbed) {
     let (far, near) = (Network::of(bed, random), Network::of(bed, random));
     let train = |network: &Network| {
@@ -57,7 +57,7 @@ fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Und
     early.kill().check_steps();
     let mut new = train(&near).start();
     spin(random.part_of(known.startup));
-    // One server hears of the old process sooner than another.
+    // One server receives the old process's bytes sooner than another.
     for proxy in &far.0 {
         proxy.go_on();
         spin(random.part_of(LAG));

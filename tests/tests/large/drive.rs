@@ -1,4 +1,5 @@
-//! A bare loop of what a step moves on a drive, with as many requests at once, which shows the drive's own limit.
+//! A bare loop of a step's reads and writes on a drive, with as many requests at once. It shows the drive's
+//! own limit.
 
 use std::{
     io,
@@ -12,19 +13,19 @@ use longshore_engine::{
     memory::{Region, Slab},
 };
 
-/// So many shards are read, updated or written at once, as the server has it.
+/// Number of shards in buffers at once, as in the server.
 const BUFFERS: usize = 6;
 
-/// The bare loop, and the file that it goes over.
+/// The bare loop and its file.
 pub(super) struct Drive {
     disk: Arc<dyn Disk>,
     free: Vec<Region>,
     /// The slot of the last pass.
     slot: usize,
     shards: usize,
-    /// How many of them stay in memory.
+    /// Number of shards that stay in memory.
     resident: usize,
-    /// How many bytes of each shard are read and written.
+    /// Bytes read and written of each shard.
     read: usize,
     written: usize,
 }
@@ -42,14 +43,15 @@ impl Drive {
         let bytes = 2 * (shards * most) as u64;
         let disk = OpenFile::default().create(&folder.join("bare"), bytes, Some(&free[0].mapping()));
         let mut drive = Drive { disk: disk.expect("a file"), free, slot: 0, shards, resident, read, written };
-        // Blocks that were reserved and never written cost the file system more.
+        // The first write to reserved blocks costs the file system more.
         for _ in 0..2 {
             drive.pass();
         }
         drive
     }
 
-    /// Reads what is not resident from one slot and writes all of the other. Returns seconds and the bytes moved.
+    /// Reads the shards that are not resident from one slot, and writes all shards of the other. Returns
+    /// seconds and bytes.
     pub(super) fn pass(&mut self) -> (f64, u64) {
         let (from, to) = (self.slot, 1 - self.slot);
         let (shards, resident) = (self.shards, self.resident);

@@ -1,6 +1,6 @@
-//! Jobs of 500 million and of 2 billion parameters on a server of its own, to test what shows only at that size. These tests are slow
-//! and are run by `--soak`. They print what they measure (`tests/run --soak large -- --nocapture`), which stands in
-//! docs/storage.md.
+//! Jobs of 500 million and of 2 billion parameters on a dedicated server, for effects that need this size.
+//! These slow tests run with `--soak`. They print their measurements (`tests/run --soak large --
+//! --nocapture`), which docs/storage.md quotes.
 
 mod drive;
 mod pulls;
@@ -37,12 +37,12 @@ const ELEMENTS: u64 = 4 << 20;
 const IMAGE_BYTES: usize = 2 * ELEMENTS as usize;
 const ROUNDS: usize = 5;
 
-/// A job and what of it stays in DRAM.
+/// A job, and its memory settings.
 struct Case {
-    /// How many parameters it has, each a shard.
+    /// Number of parameters, each one shard.
     params: usize,
     formats: Formats,
-    /// Bytes of state that an element has.
+    /// Bytes of state for each element.
     state: usize,
     resident: u64,
     /// The server's budget. None: more than any of these jobs takes.
@@ -51,12 +51,13 @@ struct Case {
 }
 
 impl Case {
-    /// 500 million parameters, 6 GB of fp32 state. With six buffers of 48 MiB each, and one for tables, the state has 1 GiB of DRAM.
+    /// 500 million parameters with 6 GB of fp32 state. The state has 1 GiB of DRAM: 720 MiB resident, six
+    /// buffers of 48 MiB each, and one for tables.
     fn small(flags: &'static [&'static str]) -> Case {
         Case { params: 120, formats: Formats::default(), state: 12, resident: 720 << 20, memory: None, flags }
     }
 
-    /// 2 billion parameters, all of them on the drives, in the DRAM that `longshore plan` says.
+    /// 2 billion parameters, all of them on the drives, in the DRAM that `longshore plan` prints.
     fn large() -> Case {
         let formats = Formats { state: StateFormat::Bf16, master: MasterFormat::Bf16, seed: 1 };
         let (params, flags) = (480, &["--spill", "all"]);
@@ -83,7 +84,7 @@ impl Case {
     }
 }
 
-/// What `longshore plan` says that the server takes for so many parameters.
+/// Returns the server's memory by `longshore plan` for this many parameters.
 fn planned(params: usize) -> u64 {
     let mut command = binaries::command("longshore");
     command.args(["plan", "--json", "--params", &(params as u64 * ELEMENTS).to_string()]);
@@ -95,10 +96,10 @@ fn planned(params: usize) -> u64 {
 }
 /// The most memory that the exporting process may take.
 const EXPORT_PEAK: u64 = 256 << 20;
-/// The most memory that an export may add to the server: the copy of a shard, its messages ahead and a connection's
-/// window.
+/// The most memory that an export may add to the server: a shard's copy, its queued messages and a
+/// connection's window.
 const EXPORT_GROWTH: u64 = 32 << 20;
-/// Runs a command and prints the most memory it had, in KiB, on stderr.
+/// Runs a command and prints its peak memory on stderr, in KiB.
 const PEAK: &str = "import resource, subprocess, sys
 code = subprocess.call(sys.argv[1:])
 print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
@@ -112,7 +113,7 @@ fn spec() -> JobSpec {
     }
 }
 
-/// The first weights of a parameter. Rank 0 holds one at a time.
+/// Returns the first weights of a parameter. Rank 0 holds one parameter at a time.
 fn weights() -> Vec<f32> {
     (0..ELEMENTS).map(|element| (element % 509) as f32 / 12725.0 - 0.02).collect()
 }
@@ -132,8 +133,8 @@ fn enter(server: &Longshored, case: &Case) -> Pipeline {
     Pipeline::new(session, &joined, PipelineOptions::new(scaler, hyper)).expect("a pipeline")
 }
 
-/// Makes one step. Returns the update pass: the time from the last gradient's end until the version is durable, with
-/// the decision before it and the records after it.
+/// Makes one step. Returns the time of the update pass, from the last gradient's end until the version is
+/// durable. The pass includes the decision before it and the records after it.
 fn step(case: &Case, pipeline: &mut Pipeline, gradient: &[f32], server: &Control) -> Duration {
     pipeline.begin().expect("a step");
     pipeline.weights().expect("weights").wait(0..case.elements()).expect("all weights");
@@ -168,12 +169,13 @@ impl Control {
     }
 }
 
-/// The least part of the drive's own speed that an update pass must reach in the best of its rounds, with the update threads' cores busy
-/// with other programs. Medians were 0.97 and 1.01 beside compilers that used both cores, with rounds from 0.97 to 1.08. Half is what is
-/// left where those programs take half of the time that the update asks for, while the bare loop, which computes nothing, loses none.
+/// The least share of the drive's own speed that an update pass must reach in its best round, with other
+/// programs on the update threads' cores. Beside compilers on both cores medians were 0.97 and 1.01, and
+/// rounds 0.97 to 1.08. Half remains where those programs take half of the update's time, while the bare
+/// loop, without computation, loses none.
 const LEAST_OF_DRIVE: f64 = 0.5;
 
-/// These tests are too large to run beside each other.
+/// Each of these tests is too large to run beside another.
 static ALONE: Mutex<()> = Mutex::new(());
 
 #[track_caller]
@@ -185,8 +187,8 @@ fn alone() -> Option<MutexGuard<'static, ()>> {
     Some(ALONE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Makes steps by turns with the drive's bare loop, which reads and writes so many bytes of `shards` shards. Returns the parts of
-/// the drive's speed that the update passes reached, the least one first.
+/// Alternates steps with the drive's bare loop, which moves these bytes of `shards` shards. Returns the
+/// update passes' shares of the drive's speed, in ascending order.
 fn update(case: &Case, shards: usize, moved: [usize; 2]) -> Vec<f64> {
     let root = TempDir::new().expect("a folder for state");
     let server = case.start(&root);
@@ -253,7 +255,7 @@ fn five_hundred_million_parameters_with_all_on_the_drive_take_the_memory_admitte
 fn two_billion_parameters_on_the_drive_take_the_memory_planned() {
     let Some(_alone) = alone() else { return };
     let case = Case::large();
-    // The drive's loop goes over a quarter of the shards: all of them would take 32 GB of disk more.
+    // The drive's loop covers a quarter of the shards: all of them would take 32 GB more disk.
     let ratios = update(&case, case.params / 4, [case.state_bytes() + IMAGE_BYTES; 2]);
     let best = ratios[ROUNDS - 1];
     assert!(best >= LEAST_OF_DRIVE, "the best pass reached {best:.3} of the drive: {ratios:?}");

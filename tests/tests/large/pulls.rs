@@ -1,4 +1,5 @@
-//! Pulls of weights that lie on a drive, beside the drive's own loop of the same reads and beside pulls from memory.
+//! Pulls of weights on a drive, compared with the drive's own loop of the same reads and with pulls from
+//! memory.
 
 use std::{
     path::Path,
@@ -17,10 +18,10 @@ use tempfile::TempDir;
 
 use super::{Case, ROUNDS, alone, weights};
 
-/// How many reads the bare loop has under way. More of them were no faster.
+/// Number of reads in flight in the bare loop. More were no faster.
 const AT_ONCE: usize = 8;
 
-/// A file of the drive, and buffers to read it.
+/// A file on the drive, and buffers to read it.
 struct Reads {
     disk: Arc<dyn Disk>,
     free: Vec<Region>,
@@ -32,7 +33,7 @@ impl Reads {
         let free = Slab::allocate(AT_ONCE * CHUNK_BYTES).expect("memory").carve_here(&[CHUNK_BYTES; AT_ONCE]);
         let disk = OpenFile::default().create(&folder.join("reads"), bytes, Some(&free[0].mapping()));
         let mut reads = Reads { disk: disk.expect("a file"), free, chunks: bytes as usize / CHUNK_BYTES };
-        // What was reserved and never written is not on the drive.
+        // Blocks reserved and never written are not on the drive.
         reads.pass(Direction::Write);
         reads.disk.flush().expect("a flush");
         reads
@@ -64,7 +65,7 @@ impl Reads {
     }
 }
 
-/// A rank that pulls version 0 of a job whose second rank never comes, so that it stays.
+/// A rank that pulls version 0 of a job whose second rank never comes. The job therefore stays at version 0.
 struct Puller {
     probe: Probe,
     elements: u64,
@@ -114,7 +115,7 @@ fn weights_are_pulled_from_the_drive() {
         );
         rounds.push(spilled / drive.min(memory));
     }
-    // The first one warms up.
+    // The first round warms up.
     let mut ratios = rounds.split_off(1);
     ratios.sort_by(f64::total_cmp);
     eprintln!("median {:.2} of the slower of both", ratios[ROUNDS / 2]);
