@@ -1,6 +1,6 @@
-//! Copies of bytes: of those that another process may write meanwhile, and of many, which go past the caches.
+//! Copies of bytes that another process may write meanwhile, and long copies that go past the caches.
 
-/// What a volatile copy moves at a time: the widest register that every CPU of its kind has.
+/// Unit of a volatile copy: the widest register that every CPU of its kind has.
 #[cfg(target_arch = "x86_64")]
 type Word = std::arch::x86_64::__m128i;
 #[cfg(target_arch = "aarch64")]
@@ -13,17 +13,17 @@ const STRIDE: usize = 4;
 /// The least bytes that one instruction copies: starting it costs as much as copying so many.
 #[cfg(target_arch = "x86_64")]
 const AT_ONCE_BYTES: usize = 1024;
-/// The least bytes that are written past the caches. An ordinary store first reads the line that it writes, so that a copy
-/// through memory moves three bytes for each one; a core then copies 21 GB/s between tensors and shared memory, and 31 past
-/// its caches. Fewer bytes may still be in the L2 cache when they are used next.
+/// The least bytes that are written past the caches. An ordinary store first reads the line that it writes,
+/// so a copy through memory moves three bytes for each one. A core copies 21 GB/s between tensors and shared
+/// memory that way, and 31 past its caches. Fewer bytes may still be in the L2 cache when they are used next.
 #[cfg(target_arch = "x86_64")]
 const PAST_CACHES_BYTES: usize = 256 * 1024;
-/// What is written past the caches at a time.
+/// Unit of the stores past the caches.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Copies all of `source`, past the caches if it is long. It is for what nobody uses before much else has gone through the
-/// caches.
+/// Copies all of `source`, past the caches if it is long. Meant for bytes that nobody uses before much else
+/// has gone through the caches.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -38,12 +38,14 @@ pub fn copy_past_caches(source: &[u8], target: &mut [u8]) {
     target.copy_from_slice(source);
 }
 
-/// Copies what another process may write meanwhile: each byte is loaded once, and is what it is just then.
+/// Copies bytes that another process may write meanwhile: each byte is loaded once, and is as it is just
+/// then.
 ///
-/// x86-64 has one instruction for it, of which the compiler knows nothing, so that it assumes nothing of what was loaded. It is
-/// what memcpy takes for as many bytes, and a fifth to a third faster than loads and stores. Elsewhere, and for few bytes,
-/// volatile loads are what Rust has for memory that it does not know all accesses of. (An atomic load would do as well; of
-/// 16 bytes at once there is none, and with eight a core copies two thirds as fast.)
+/// x86-64 has one instruction for it. The compiler knows nothing of it, and so assumes nothing of the loaded
+/// bytes. memcpy uses the same instruction for as many bytes. Loads and stores take a fifth to a third
+/// longer. Elsewhere, and for few bytes, Rust has volatile loads for memory that it does not know all
+/// accesses of. (An atomic load would do as well, but there is none of 16 bytes at once. With eight a core
+/// copies two thirds as fast.)
 ///
 /// # Safety
 /// `source` is readable for as many bytes as `target` has, and no reference to them lets anybody write.
@@ -70,11 +72,12 @@ pub(crate) unsafe fn copy_foreign(source: *const u8, target: &mut [u8]) {
     unsafe { copy_volatile(source, target) }
 }
 
-/// Copies whole lines of the target past the caches. Of this loop, too, the compiler knows nothing. These stores may become
-/// visible late, so it ends with a fence: whoever learns of the copy afterwards sees all of it.
+/// Copies whole lines of the target past the caches. The compiler knows nothing of this loop either. These
+/// stores may become visible late, so the loop ends with a fence. A thread that learns of the copy afterwards
+/// sees all of it.
 ///
 /// # Safety
-/// The caller keeps what [`copy_foreign`] asks for.
+/// The caller fulfils the conditions of [`copy_foreign`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn stream(source: *const u8, target: &mut [u8]) {
     let head = target.as_ptr().align_offset(LINE).min(target.len());
@@ -121,7 +124,7 @@ unsafe fn stream(source: *const u8, target: &mut [u8]) {
 /// Copies by volatile loads, of 64 bytes in a turn.
 ///
 /// # Safety
-/// The caller keeps what [`copy_foreign`] asks for.
+/// The caller fulfils the conditions of [`copy_foreign`].
 unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
     let (count, to) = (target.len(), target.as_mut_ptr());
     let mut at = source.align_offset(align_of::<Word>()).min(count);
@@ -142,7 +145,7 @@ unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
 }
 
 /// # Safety
-/// The caller keeps what [`copy_foreign`] asks for, from byte `at` to `end`.
+/// The caller fulfils the conditions of [`copy_foreign`], from byte `at` to `end`.
 unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) {
     for index in at..end {
         // SAFETY: inside both.

@@ -11,23 +11,23 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use super::Region;
 
-/// A file without a name, mapped here. Whoever gets it can map it and read, for as long as they like, and cannot change its
-/// size.
+/// A file without a name, mapped here. A process that gets it can map it and read, for as long as it likes,
+/// and cannot change its size.
 pub struct SharedFile {
     file: File,
     bytes: usize,
 }
 
 impl SharedFile {
-    /// A file that nobody else can write to. It gets file seals for that once it is mapped here, and the kernel keeps to
-    /// them whatever a process's rights are.
+    /// A file that nobody else can write to. File seals forbid it once the file is mapped here, and the
+    /// kernel keeps to them whatever a process's rights are.
     pub(super) fn sealed(bytes: usize) -> io::Result<(MmapRaw, SharedFile)> {
         SharedFile::create("longshore-images", bytes, SealFlags::FUTURE_WRITE)
     }
 
-    /// Memory whose pages can be given back ([`Region::give_back`]). The kernel takes that for writing, so that other writers
-    /// cannot be sealed out: those who are given the file run as this process's user, who may write to all of its memory
-    /// anyway.
+    /// Memory whose pages can be given back ([`Region::give_back`]). The kernel takes that for writing, so
+    /// other writers cannot be sealed out. A process that is given the file runs as this process's user, who
+    /// may write to all of its memory anyway.
     pub fn lendable(bytes: usize) -> io::Result<(Region, SharedFile)> {
         let (map, file) = SharedFile::create("longshore-gradients", bytes, SealFlags::empty())?;
         Ok((Region::whole(map), file))
@@ -77,7 +77,7 @@ mod tests {
         assert!(seen[0] == 0 && seen[1..].iter().all(|&byte| byte == 7));
         assert_eq!(shared.bytes(), 10_000);
 
-        // It is opened anew with all of the owner's rights, and the file itself refuses.
+        // The file is opened anew with all of the owner's rights, and the file itself refuses.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let again = OpenOptions::new().read(true).write(true).open(path).unwrap();
         // SAFETY: it is refused.

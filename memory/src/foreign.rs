@@ -7,19 +7,19 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
 use super::{Source, stamp::look};
 
-/// What fstatfs calls a memfd without huge pages of its own. A memfd with them may have none left, and then a read
-/// would be fatal.
+/// fstatfs's type of a memfd without huge pages of its own. A memfd with them may have none left, and then a
+/// read would be fatal.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment, but can neither take a page away
-/// nor make a read fail: both are checked before it is mapped. No reference to its bytes is ever made: see [`Source`].
-/// Where the owner is this very process, as with an embedded server, nothing differs: it writes through another mapping, at
-/// other addresses.
+/// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment. The owner can
+/// neither take a page away nor make a read fail: both are checked before it is mapped. No reference to its
+/// bytes is ever made: see [`Source`]. An embedded server's owner is this very process, and nothing differs.
+/// Its writes go through another mapping, at other addresses.
 pub struct Foreign {
     map: MmapRaw,
 }
 
-/// A descriptor that is not what can be mapped safely.
+/// Fault of a descriptor that cannot be mapped safely.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{found} passed as shared memory, must be {limit}")]
 pub struct ForeignError {
@@ -67,7 +67,7 @@ impl Foreign {
         self.map.len() == 0
     }
 
-    /// Whether `bytes` from `offset` lie inside.
+    /// Returns true if `bytes` from `offset` lie inside.
     pub fn holds(&self, offset: u64, bytes: u64) -> bool {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len())
     }

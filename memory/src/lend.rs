@@ -34,7 +34,7 @@ pub fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Loan) -> R) -> 
 }
 
 impl Loan {
-    /// Whether anybody runs the work.
+    /// Returns true while a borrower runs the work.
     pub fn is_in_use(&self) -> bool {
         self.0.users.load(Ordering::Relaxed) & !RECALLED > 0
     }
@@ -56,7 +56,7 @@ struct Inside<'a>(&'a Lent);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        // Release lets the lender see what the work wrote. From here on the work may be gone; the loan is not.
+        // Release lets the lender see the work's writes. From here on the work may be gone; the loan is not.
         if self.0.users.fetch_sub(1, Ordering::Release) == RECALLED + 1 {
             self.0.lender.unpark();
         }
@@ -89,14 +89,14 @@ mod tests {
 
     use super::*;
 
-    /// The lender unwinds while a borrower is inside, and what was lent must still outlive the borrower.
+    /// The lender unwinds while a borrower is inside, and the lent work must still outlive the borrower.
     #[test]
     fn waits_for_borrowers_even_when_unwinding() {
         let finished = AtomicBool::new(false);
         let (inside, entered) = mpsc::channel();
         let work = |_: usize| {
             inside.clone().send(()).unwrap();
-            // It is long enough that a lender that did not wait would be seen.
+            // The pause is long enough to show a lender that did not wait.
             thread::park_timeout(Duration::from_millis(50));
             finished.store(true, Ordering::Relaxed);
         };

@@ -1,7 +1,8 @@
-//! Memory with more than one party to it: mapped, shared with other processes, lent to threads that outlive a borrow.
+//! Memory with more than one party to it: mapped, shared with other processes, lent to threads that outlive a
+//! borrow.
 //!
-//! A Rust slice promises that nobody changes its bytes while it lives. Which type stands for which bytes follows from
-//! who may change them meanwhile:
+//! A Rust slice promises that nobody changes its bytes while it lives. The writers of the bytes decide which
+//! type stands for them:
 //!
 //! | written by | type | how it is read |
 //! |---|---|---|

@@ -1,4 +1,5 @@
-//! What threads hand to each other, in every order that Rust's memory model allows. See ARCHITECTURE.md for how to run it.
+//! Models of the hand-overs between threads, in every order that Rust's memory model allows. ARCHITECTURE.md
+//! says how to run them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -16,7 +17,8 @@ use super::{
     stamp::{look, publish},
 };
 
-/// What work borrows, a cell for each seat. loom fails where two threads use one and neither has waited for the other.
+/// Cells that the work borrows, one for each seat. loom fails where two threads use one and neither has
+/// waited for the other.
 struct Borrowed([UnsafeCell<u32>; 2]);
 
 // SAFETY: loom checks every access.
@@ -32,7 +34,7 @@ impl Borrowed {
         self.0[seat].with_mut(|value| unsafe { *value += 1 });
     }
 
-    /// What the lender does once it has its work back.
+    /// Takes the values, as the lender does once it has its work back.
     fn take(&self) -> [u32; 2] {
         // SAFETY: as above.
         [0, 1].map(|seat| self.0[seat].with_mut(|value| unsafe { std::mem::replace(&mut *value, 99) }))
@@ -112,8 +114,8 @@ fn loom_work_that_unwinds_is_given_back() {
     });
 }
 
-/// Two words of an image, from version 1 to 2, and a reader of another process: its loads are volatile, for which relaxed
-/// atomics stand.
+/// Two words of an image, from version 1 to 2, and a reader of another process. Its loads are volatile;
+/// relaxed atomics stand for them here.
 #[test]
 fn loom_what_is_read_between_equal_stamps_is_one_version() {
     loom::model(|| {

@@ -12,9 +12,9 @@ use super::{SharedBytes, stamp::publish};
 
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
-/// No other part of this process writes these bytes or borrows them, and no other process writes them. Others may read them
-/// by ways that are no borrows: the kernel, for a socket ([`SharedBytes`]), and processes that were
-/// given the mapping's file. They find out by a checksum or a version that the owner wrote meanwhile.
+/// No other part of this process writes these bytes or borrows them, and no other process writes them. Others
+/// may read them by ways that are no borrows: the kernel, for a socket ([`SharedBytes`]), and processes that
+/// were given the mapping's file. A checksum or a version tells such readers that the owner wrote meanwhile.
 pub struct Region {
     start: *mut u8,
     len: usize,
@@ -85,8 +85,8 @@ impl Region {
         front
     }
 
-    /// Gives the pages of a file in memory back to the kernel, until something is written there again: the bytes are 0
-    /// then, for all who have them mapped. Both ends must be ends of pages.
+    /// Gives the pages of a file in memory back to the kernel, until something is written there again. The
+    /// bytes are then 0 in every mapping of the file. Both ends must be ends of pages.
     pub fn give_back(&mut self) -> io::Result<()> {
         // SAFETY: &mut self makes the access exclusive, and zeros are valid bytes.
         unsafe { self.map.unchecked_advise_range(UncheckedAdvice::Remove, self.offset(), self.len) }
@@ -151,8 +151,8 @@ impl AtomicWords {
         unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
     }
 
-    /// Sets a stamp beside bytes that readers cannot be locked out of: to 0 before the first byte is written, and to another
-    /// value after the last one is.
+    /// Sets a stamp beside bytes that readers cannot be locked out of. The stamp is set to 0 before the first
+    /// byte is written, and to another value after the last one.
     pub fn publish(&self, index: usize, value: u64) {
         publish(&self.get()[index], value);
     }

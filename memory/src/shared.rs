@@ -1,4 +1,4 @@
-//! Bytes that another thread of this process may overwrite. They are held as an address from which the kernel reads.
+//! Bytes that another thread of this process may overwrite, held as an address from which the kernel reads.
 
 use std::{
     any::Any,
@@ -12,12 +12,14 @@ use memmap2::MmapRaw;
 
 /// A part of a [`Region`](super::Region) that is sent while the region's owner may write it.
 ///
-/// No Rust code can read these bytes soundly: the owner writes them with ordinary stores, and whatever loads race with those,
-/// atomic ones included, are undefined behaviour. So this type has no way to read them. It gives their address to a system
-/// call ([`write_parts`]); what the kernel does with it is no access of this program, and reads each byte as it is just
-/// then. What arrives counts only if a checksum, taken while nobody could write, says so.
+/// No Rust code can read these bytes soundly. The owner writes them with ordinary stores, and any load that
+/// races with those is undefined behaviour, an atomic one too. So this type has no way to read them, and
+/// gives their address to a system call ([`write_parts`]). The kernel's reads are no access of this program,
+/// and read each byte as it is just then. Received bytes count only if they match a checksum that was taken
+/// while nobody could write.
 ///
-/// Code that needs the bytes in this process copies them from the region, under the lock that its owner writes under.
+/// Code that needs the bytes in this process copies them from the region, under the lock that its owner
+/// writes under.
 #[derive(Clone)]
 pub struct SharedBytes {
     start: *const u8,
@@ -69,7 +71,7 @@ impl SharedBytes {
     }
 }
 
-/// One of the pieces that are written with one call, one after the other.
+/// Piece of a gathered write, which writes several one after the other.
 #[derive(Clone)]
 pub enum Part<'a> {
     Own(&'a [u8]),
@@ -89,7 +91,7 @@ impl Part<'_> {
     }
 }
 
-/// How many parts one call writes at most. Those that follow are left for the next call.
+/// Most parts that one call writes. Further parts are left for the next call.
 pub const MOST_PARTS: usize = 64;
 
 /// Writes to a socket, a pipe or a file, as `writev` does; returns how many bytes it took.

@@ -36,13 +36,12 @@ pub trait Near {
 /// A mapping that has not been cut yet.
 pub struct Slab {
     map: MmapRaw,
-    /// Where the first region starts. It is at a multiple of a huge page, to which old kernels do not map by
-    /// themselves.
+    /// Offset of the first region, at a multiple of a huge page. Old kernels do not map there by themselves.
     start: usize,
 }
 
 impl Slab {
-    /// How many bytes regions of these sizes take together, which is what [`Slab::carve`] will need.
+    /// Returns the bytes that regions of these sizes take together, which [`Slab::carve`] will need.
     pub fn bytes_for(sizes: impl IntoIterator<Item = usize>) -> usize {
         sizes.into_iter().map(|size| size.next_multiple_of(REGION_ALIGN)).sum()
     }
@@ -50,7 +49,7 @@ impl Slab {
     /// Maps zeroed memory.
     pub fn allocate(bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
-        // Address space is free, and what lies before the aligned start is never touched.
+        // Address space is free, and the bytes before the aligned start are never touched.
         let slack = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 0 };
         let map = MmapOptions::new().len(bytes + slack).map_anon();
         let map = MmapRaw::from(map.map_err(|source| AllocationError { bytes, source })?);
@@ -76,11 +75,11 @@ impl Slab {
         Ok((Slab { map, start: 0 }, file))
     }
 
-    /// Maps the start of a file that outlives the process, and reserves its space: a store to a page that the file
-    /// system cannot give would kill the process. What the file holds already stays.
+    /// Maps the start of a file that outlives the process, and reserves its space. Without the space, a store
+    /// to a page that the file system cannot give would kill the process. The file's content stays.
     ///
-    /// The file must be this process's own: private to its user, in a folder that it has locked, so that nobody else
-    /// truncates it or writes to it.
+    /// The file must be this process's own: private to its user, in a folder that it has locked. Nobody else
+    /// then truncates it or writes to it.
     pub fn over_file(file: &File, bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let failed = |source: io::Error| AllocationError { bytes, source };
@@ -92,13 +91,13 @@ impl Slab {
         Ok(Slab { map, start: 0 })
     }
 
-    /// Cuts the slab into exclusive regions, in order, and touches all of them: no later step pays for a page fault,
-    /// and an overcommitted host fails here and not in the middle of training.
+    /// Cuts the slab into exclusive regions, in order, and touches all of them. So no later step pays for a
+    /// page fault, and an overcommitted host fails here and not in the middle of training.
     ///
-    /// Each thread of `near` touches the part of a region whose blocks it will update, which also puts it on the
-    /// thread's NUMA node (no mbind: first touch decides). First touch costs most of an allocation: 24 GB/s with one
-    /// thread or two where the memory is at hand, but 4.3 and 5.2 GB/s with one and 5.8 and 5.5 with two where a virtual
-    /// machine must first get it from its host.
+    /// Each thread of `near` touches the part of a region whose blocks it will update. This also puts the
+    /// part on the thread's NUMA node (no mbind: first touch decides). First touch costs most of an
+    /// allocation. One thread or two touch 24 GB/s where the memory is at hand. A virtual machine that must
+    /// first get it from its host touched 4.3 and 5.2 GB/s with one thread, 5.8 and 5.5 with two.
     ///
     /// # Panics
     /// If the sizes need more than the slab has.
@@ -109,8 +108,8 @@ impl Slab {
         Ok(self.cut(starts, sizes))
     }
 
-    /// Does what [`Slab::carve`] does, with memory touched by the calling thread. It is meant for buffers that
-    /// devices fill, whichever thread reads them.
+    /// Cuts the slab as [`Slab::carve`] does, with memory touched by the calling thread. Meant for buffers
+    /// that devices fill, whichever thread reads them.
     pub fn carve_here(self, sizes: &[usize]) -> Vec<Region> {
         let starts = self.starts(sizes);
         if let Err(error) = self.map.advise(Advice::PopulateWrite) {

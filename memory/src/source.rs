@@ -16,17 +16,17 @@ const PIECE_BYTES: usize = 16 * 1024;
 
 /// Elements in a row that can be read while it lives.
 ///
-/// Where another process may write them no reference to them ever exists, and no allocation of Rust's contains them. Then
-/// every read of one element is a volatile one, whose outcome is whatever the bytes are just then; two reads of one element
-/// may differ. So what comes out is numbers to compute with: no index, no length and no check may rest on it, unless it
-/// was copied first.
+/// Where another process may write them no reference to them ever exists, and no allocation of Rust's
+/// contains them. Every read of one element is then a volatile one, whose outcome is whatever the bytes are
+/// just then. Two reads of one element may differ. So the values are numbers to compute with. No index, no
+/// length and no check may rest on a value that was not copied first.
 ///
-/// Vector kernels load from [`Source::as_ptr`] with the intrinsics of their instruction set. They load each element once
-/// for each use, and conclude nothing from it but sums and products.
+/// Vector kernels load from [`Source::as_ptr`] with the intrinsics of their instruction set. Such a kernel
+/// loads each element once for each use, and concludes nothing from it but sums and products.
 pub struct Source<'a, T> {
     start: *const T,
     len: usize,
-    /// Whether nobody writes the elements while this lives, so that they may be borrowed.
+    /// True if nobody writes the elements while this lives, so that they may be borrowed.
     owned: bool,
     from: PhantomData<&'a [T]>,
 }
@@ -64,8 +64,8 @@ impl<'a> Source<'a, u8> {
     /// Bytes that another process may write.
     ///
     /// # Safety
-    /// For as long as `'a` they are mapped and readable, nothing of this process writes them, and no reference to them
-    /// exists.
+    /// For as long as `'a` the bytes are mapped and readable. Nothing of this process writes them, and no
+    /// reference to them exists.
     pub(crate) unsafe fn of_another_process(start: *const u8, len: usize) -> Source<'a, u8> {
         Source { start, len, owned: false, from: PhantomData }
     }
@@ -127,8 +127,8 @@ impl<'a, T: Element> Source<'a, T> {
         }
     }
 
-    /// Shows all elements in order: `visit(index of the first, elements)`. What another process may write is shown as
-    /// copies, of 16 KiB each.
+    /// Shows all elements in order: `visit(index of the first, elements)`. Elements that another process may
+    /// write are shown as copies, of 16 KiB each.
     #[inline]
     pub fn pieces(&self, mut visit: impl FnMut(usize, &[T])) {
         if let Some(elements) = self.owned_elements() {

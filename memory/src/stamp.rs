@@ -1,7 +1,9 @@
-//! Stamps beside bytes that readers cannot be locked out of: what was read between two equal stamps is of that version.
+//! Stamps beside bytes that readers cannot be locked out of: bytes read between two equal stamps are of that
+//! version.
 //!
-//! The writer sets the stamp to 0 before it changes the first byte, and to the version's once the last one is written. A
-//! reader looks at the stamp, reads, and looks again: the read counts if both looks found the version's stamp.
+//! The writer sets the stamp to 0 before it changes the first byte, and to the version's once the last one is
+//! written. A reader looks at the stamp, reads, and looks again. The read counts if both looks found the
+//! version's stamp.
 
 use std::sync::atomic::{
     AtomicU64,

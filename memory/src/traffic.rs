@@ -1,12 +1,14 @@
-//! The least that an update can cost: its memory traffic without its arithmetic. It is the yardstick of `longshore
-//! bench update`.
+//! The least that an update can cost: its memory traffic without its arithmetic. `longshore bench update`
+//! compares with it.
 //!
-//! It stands beside the buffers and not in the bench, since stores that go past the caches have no safe form.
+//! This module stands beside the buffers and not in the bench, since stores that go past the caches have no
+//! safe form.
 
 use std::hint::black_box;
 
-/// How many elements of every array are moved at a time, so that each array gives whole cache lines: as many as an
-/// element has whole bytes. What an array has beyond that, such as the scales of 8-bit moments, follows at the end.
+/// Number of elements of every array that are moved at a time. Each array then gives whole cache lines: as
+/// many as an element has whole bytes. Remaining bytes of an array, such as the scales of 8-bit moments,
+/// follow at the end.
 const GROUP: usize = 64;
 const LINE: usize = 64;
 
@@ -30,8 +32,9 @@ impl Traffic<'_> {
     /// Moves the bytes of `elements` elements with the widest registers of this CPU.
     ///
     /// # Panics
-    /// If `elements` is not a multiple of 64, an array is not whole cache lines, the read or the written one is not a
-    /// whole number of bytes an element, or the written one does not start on a cache line.
+    /// If `elements` is not a multiple of 64, or if an array is not whole cache lines. Panics also if the
+    /// read or the written array is not a whole number of bytes an element. The written one must start on a
+    /// cache line.
     pub fn run(self, elements: usize) {
         assert!(elements.is_multiple_of(GROUP), "{elements} elements are not a multiple of {GROUP}");
         assert_eq!(self.write.as_ptr().align_offset(LINE), 0, "the written array starts inside a cache line");
@@ -76,8 +79,8 @@ struct Arrays {
     write: (*mut u8, usize),
 }
 
-/// The loop over groups and lines, for one kind of register. It writes back what it read, xored with a zero that the
-/// compiler does not know: otherwise the compiler would leave the store out.
+/// The loop over groups and lines, for one kind of register. Bytes are written back xored with a zero that
+/// the compiler does not know. Otherwise the compiler would leave the store out.
 macro_rules! loops {
     ($arrays:ident, $vector:ty, $zero:expr, $ones:expr, $load:path, $xor:path, $store:path, $stream:path) => {{
         let zero: $vector = black_box($zero);

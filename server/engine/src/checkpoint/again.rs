@@ -1,5 +1,5 @@
-//! A checkpoint that is asked for under a name that is sealed already, as when a job went back and has come to that
-//! step again. With the same state it is that checkpoint; with another state the name is taken.
+//! A checkpoint requested under a name that is sealed already, as when a job went back and has come to that
+//! step again. If the state is the same, it is that checkpoint. With another state the name is taken.
 
 use std::{path::Path, sync::Arc, time::Instant};
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::job::Job;
 
-/// This server's part of the sealed checkpoint, if the job's state is what it was made of.
+/// Returns this server's part of the sealed checkpoint, if the part was made of the job's state.
 pub(super) fn sealed_part(
     job: &Arc<Job>,
     folder: &Path,

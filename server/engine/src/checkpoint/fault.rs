@@ -1,4 +1,4 @@
-//! What can go wrong with files, in words an operator can act on.
+//! Faults of checkpoint files, in words an operator can act on.
 
 use std::{fmt, io, path::Path};
 
@@ -8,7 +8,7 @@ pub(super) const FIELD: &str = "checkpoint";
 const ANOTHER: &str =
     "restore another checkpoint (ListCheckpoints names them), or copy this file again from its source";
 
-/// Made for `map_err`: an I/O error with its path and what was being done.
+/// Made for `map_err`: an I/O error with its path and its operation.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Fault {
     let path = path.display().to_string();
     move |error| {
@@ -39,7 +39,7 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> 
     }
 }
 
-/// The fault of bytes that differ from what was written.
+/// Returns the fault of bytes that differ from the written ones.
 pub(super) fn corrupt(value: impl fmt::Display, limit: impl fmt::Display) -> Fault {
     Fault::new(FaultKind::Corrupt, FIELD, value, limit, ANOTHER)
 }

@@ -21,7 +21,7 @@ use rustix::{
 
 use super::fault::io;
 
-/// Stands between the final name and what makes a temporary one unique.
+/// Separates the final name from the suffix that makes a temporary name unique.
 const TEMPORARY: &str = ".tmp-";
 
 /// A file under a temporary name. Dropped without [`Draft::publish`] it leaves nothing behind, and takes its folder
@@ -30,7 +30,7 @@ pub(super) struct Draft {
     pub(super) file: Arc<File>,
     temporary: PathBuf,
     target: PathBuf,
-    /// It was published or discarded.
+    /// True once the draft was published or discarded.
     settled: AtomicBool,
 }
 
@@ -75,8 +75,8 @@ impl Draft {
         }
     }
 
-    /// Flushes the bytes, then gives the file its name, then flushes the folder: after a crash the name is never there
-    /// without the bytes.
+    /// Flushes the bytes, then gives the file its name, then flushes the folder. After a crash the name is so
+    /// never there without the bytes.
     pub(super) fn publish(&self) -> Result<(), Fault> {
         self.file.sync_all().map_err(io("fsync", &self.temporary))?;
         fs::rename(&self.temporary, &self.target).map_err(io("rename", &self.temporary))?;
@@ -116,7 +116,7 @@ pub(super) fn remove_empty(folder: &Path) {
     let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
 }
 
-/// Removes what a killed server left of earlier attempts at this file. Only this file's writer may call it.
+/// Removes a killed server's earlier attempts at this file. Only this file's writer may call it.
 pub(super) fn remove_drafts(target: &Path) {
     let Some(name) = target.file_name().and_then(|name| name.to_str()) else { return };
     let prefix = format!("{name}{TEMPORARY}");

@@ -1,9 +1,9 @@
-//! A restore in three acts that may each be repeated: check whether it can be done, load and hold, start.
+//! A restore in three acts that may each be repeated: check, load and hold, start.
 //!
-//! A client of several servers has all of them hold before it has any of them start. An act is asked for again when
-//! its answer was lost or the client has died. It then succeeds where its result is there already: in a job that
-//! holds the checkpoint, in one that was started from it, and in one that has come to its very state in any other
-//! way.
+//! A client of several servers has all of them hold before any of them starts. An act is repeated when its
+//! answer was lost or the client has died. The repeat succeeds if its result is there already: in a job that
+//! holds the checkpoint, or in one that was started from it. So it does in a job that has come to the very
+//! same state in any other way.
 
 use std::{sync::Arc, time::Instant};
 
@@ -43,25 +43,26 @@ impl Store {
         Ok((source.info()?, source.manifest.spec))
     }
 
-    /// Does what `check` does, and also reads and compares every byte that this server's shards need.
+    /// Runs `check`, and also reads and compares every byte that this server's shards need.
     pub fn verify(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
         let source = Source::open(&self.folder(from, name)?, job.spec())?;
         job.owned().iter().try_for_each(|&shard| source.verify(job, shard))?;
         source.info()
     }
 
-    /// Fills a job that is still loading with this server's shards of the sealed checkpoint `name` of the job `from`
-    /// (most often its own name), and holds it back until [`Job::start_held`]. `deadline` bounds the reading of the
-    /// state of a job that trains already, which is compared with the checkpoint's.
+    /// Fills a job that is still loading with this server's shards of a sealed checkpoint, and holds it back
+    /// until [`Job::start_held`]. The checkpoint is `name` of the job `from` (most often its own name).
+    /// `deadline` bounds the reading of the state of a job that trains already, which is compared with the
+    /// checkpoint's.
     ///
-    /// All that can be checked without reading tensors is checked before anything changes. After an error the job is
-    /// still loading, and may be restored from another checkpoint.
+    /// All checks that read no tensors come before anything changes. After an error the job is still loading,
+    /// and may be restored from another checkpoint.
     ///
-    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's. All else (name,
-    /// world size, micro-steps, gradient dtype, shard size, tier) may differ. Images are read when the job is a
-    /// delayed one and the checkpoint has them, and then their dtype must be the job's too. From a checkpoint of an
-    /// exact job a delayed one gets the current image only, rounded from the master weights: that is exact to the bit
-    /// for an exact step, while the version before is gone.
+    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's. All
+    /// else (name, world size, micro-steps, gradient dtype, shard size, tier) may differ. A delayed job reads
+    /// the images that the checkpoint has; their dtype must then be the job's too. A checkpoint of an exact
+    /// job gives a delayed one the current image only, rounded from the master weights. Such an image is
+    /// exact to the bit for an exact step, while the version before is gone.
     pub fn hold(
         &self,
         job: &Arc<Job>,
@@ -134,7 +135,8 @@ impl Source {
         if job.started_from(&info.id, info.version) {
             return Ok(());
         }
-        // They are compared as JSON, which is exact to the bit: the norm of a skipped step is NaN, and equals nothing.
+        // Commits are compared as JSON, which is exact to the bit: the norm of a skipped step is NaN, and
+        // equals nothing.
         let commits = [&progress.last_commit, &info.commit].map(|commit| commit_json(commit).ok());
         if commits[0] != commits[1] {
             return Err(other());

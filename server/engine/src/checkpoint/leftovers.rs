@@ -1,5 +1,5 @@
-//! Parts that were written and never sealed, because another server had no room or their caller died. They take as
-//! much room as a checkpoint and are none.
+//! Leftovers: parts that were never sealed, because another server had no room or their caller died. Such
+//! parts take as much room as a checkpoint.
 
 use std::{fs, path::Path};
 
@@ -12,7 +12,7 @@ impl Store {
     /// own. A sealed part stays as it is, and a missing one is no error.
     pub fn discard(&self, job: &JobName, name: &str, server: u32, servers: u32) -> Result<(), Fault> {
         let folder = self.folder(job, name)?;
-        // Whoever seals it now has seen this part.
+        // A server that seals the checkpoint now has seen this part.
         let Some(_lock) = whole::try_lock(&folder) else { return Ok(()) };
         if folder.join(manifest::FILE).exists() {
             return Ok(());
@@ -26,8 +26,8 @@ impl Store {
         Ok(())
     }
 
-    /// Names and parts of the unsealed checkpoints in this folder. Servers that have a folder each and were drained
-    /// cannot tell each other their parts: whoever sees all of them can seal them.
+    /// Returns names and parts of the unsealed checkpoints in this folder. Drained servers that have a folder
+    /// each cannot tell each other their parts. A client that sees all of them can seal them.
     pub fn unsealed(&self, job: &JobName) -> Vec<(String, Part)> {
         let mut found = Vec::new();
         for folder in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
@@ -44,9 +44,9 @@ impl Store {
         found
     }
 
-    /// The sequence of the next checkpoint. First it removes unsealed checkpoints that are older than a sealed one:
-    /// their callers have gone on to others. One as old as the newest stays, since it may have been written beside
-    /// that one and be about to be sealed.
+    /// Returns the sequence of the next checkpoint. First removes unsealed checkpoints that are older than a
+    /// sealed one, since their callers have gone on to others. An unsealed one as old as the newest stays. A
+    /// server may have written it beside the newest and be about to seal it.
     pub(super) fn make_way(&self, job: &JobName) -> Result<u64, Fault> {
         let newest = self.list(job)?.iter().map(|listed| listed.sequence).max().unwrap_or(0);
         for entry in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
@@ -60,8 +60,8 @@ impl Store {
     }
 }
 
-/// Whether the folder holds nothing but parts, each with its entry, and all older than `newest`. Anything else there
-/// may be a server's work in hand.
+/// Returns true if the folder holds nothing but parts, each with its entry, and all older than `newest`. Any
+/// other file may be a server's unfinished work.
 fn is_leftover(folder: &Path, newest: u64) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
     let mut parts = 0;

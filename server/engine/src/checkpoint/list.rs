@@ -1,4 +1,4 @@
-//! Which checkpoints there are, in which order they were made, and what is wrong with them.
+//! List of a job's checkpoints, in the order in which they were made, with their damage.
 
 use std::{
     fs,
@@ -20,7 +20,7 @@ use super::{
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     pub name: String,
-    /// A damaged checkpoint's version is what its manifest still seems to say.
+    /// A damaged checkpoint's version is taken from the readable part of its manifest.
     pub version: Version,
     /// See [`Manifest::sequence`]; 0 for a checkpoint that was made before sequences were.
     pub sequence: u64,
@@ -38,8 +38,9 @@ pub struct Listed {
 }
 
 impl Store {
-    /// Sealed checkpoints of a job in the order in which they were sealed, which is not that of their versions once a
-    /// job has gone back. Damaged ones are among them, so that whoever takes an older one can say why.
+    /// Returns the sealed checkpoints of a job in the order in which they were sealed. Versions are in
+    /// another order once a job has gone back. Damaged checkpoints are among them, so that a caller that
+    /// takes an older one can say why.
     pub fn list(&self, job: &JobName) -> Result<Vec<Listed>, Fault> {
         let folder = self.dir().join(job.as_str());
         let entries = match fs::read_dir(&folder) {
@@ -60,7 +61,7 @@ impl Store {
         Ok(found)
     }
 
-    /// The checkpoint sealed last, among those that can be restored.
+    /// Returns the checkpoint sealed last, among the restorable ones.
     pub fn latest(&self, job: &JobName) -> Result<Option<(String, Version)>, Fault> {
         let sound = self.list(job)?.into_iter().rfind(|listed| listed.damage.is_none());
         Ok(sound.map(|listed| (listed.name, listed.version)))
@@ -93,7 +94,8 @@ fn look(folder: &Path, name: &str) -> Option<Listed> {
     }
 }
 
-/// Adds what a look at the parts' lengths tells. Their bytes are compared with their hashes when they are restored.
+/// Adds the damage that the parts' lengths show. Their bytes are compared with their hashes when they are
+/// restored.
 fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     let (mut visible, mut damage) = (Vec::new(), None);
     for part in &manifest.parts {
@@ -145,8 +147,8 @@ fn sort(found: &mut Vec<Listed>) {
     }
 }
 
-/// Marks what a rollback left behind. Along one lineage versions rise, so it is a checkpoint that a later one does
-/// not exceed.
+/// Marks checkpoints that a rollback left behind. Along one lineage versions rise, so a stale checkpoint is
+/// one that a later checkpoint does not exceed.
 fn mark_stale(found: &mut [Listed]) {
     let mut later: Option<(Version, Option<String>)> = None;
     for listed in found.iter_mut().rev().filter(|listed| listed.damage.is_none()) {

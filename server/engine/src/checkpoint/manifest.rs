@@ -1,4 +1,4 @@
-//! `manifest.json`: what makes parts a checkpoint.
+//! `manifest.json`, which makes parts a checkpoint.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -18,17 +18,18 @@ pub(super) const FILE: &str = "manifest.json";
 /// Raised when a reader of the version before would misread the files.
 pub const FORMAT_VERSION: u32 = 1;
 const FORMAT: &str = "longshore-checkpoint";
-/// Far above any real one (a million parameters take 300 MB), far below what would exhaust a server.
+/// Most bytes of a manifest. A million parameters take 300 MB; this is far below the size that would exhaust
+/// a server.
 const MAX_BYTES: u64 = 1 << 30;
 /// Stands in place of the digest while it is computed.
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 /// The file, in the order of its fields.
 ///
-/// `format`, `format_version` and `blake3` come first and will stay so in every version, so that a reader can tell
-/// what it has, and that it is whole, before it understands the rest. What people look for follows (which version,
-/// which state), and last what grows with the model. `blake3` is the digest of the file's bytes with its own digits
-/// as zeros: it covers every byte and not only the values, and checking it needs no canonical JSON.
+/// `format`, `format_version` and `blake3` come first and will stay so in every version. So a reader can
+/// check format and integrity before it understands the rest. Version and state follow, which people look
+/// for. Fields that grow with the model come last. `blake3` is the digest of the file's bytes with its own
+/// digits as zeros. So it covers every byte and not only the values, and checking it needs no canonical JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     pub format: String,
@@ -39,8 +40,8 @@ pub struct Manifest {
     /// The hash of the whole version, as `longshore status` prints it. None when the checkpoint was sealed where not
     /// all parts were visible; the blocks are verified all the same.
     pub state_hash: Option<String>,
-    /// The highest sequence of the parts. Checkpoints are kept and listed in this order and not in that of their
-    /// versions, since versions fall when a job goes back.
+    /// The highest sequence of the parts. Checkpoints are kept and listed in this order. Versions would not
+    /// do, since they fall when a job goes back.
     #[serde(default)]
     pub sequence: u64,
     pub images: StoredImages,
@@ -75,7 +76,7 @@ pub(super) fn parse_commit(json: &[u8]) -> serde_json::Result<Option<Commit>> {
     Ok(serde_json::from_slice::<CommitJson>(json)?.commit)
 }
 
-/// What a damaged manifest still seems to say. It puts the checkpoint in its place in a list, and serves nothing
+/// Readable fields of a damaged manifest. They put the checkpoint in its place in a list, and serve nothing
 /// else.
 #[derive(Deserialize)]
 pub(super) struct Hints {

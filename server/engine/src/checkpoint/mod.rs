@@ -1,17 +1,17 @@
 //! Checkpoints: one version of a job on disk, written while training goes on and restored onto any servers.
 //!
-//! Each server writes one part, a safetensors file that any tool can open, into `<dir>/<job>/<name>/`. When all parts
-//! are there, the manifest is written beside them ([`Store::seal`]); without it there is no checkpoint. Every name
-//! appears by a rename after its bytes are flushed, so that a crash at any instant leaves either the whole file or
-//! none.
+//! Each server writes one part, a safetensors file that any tool can open, into `<dir>/<job>/<name>/`. When
+//! all parts are there, [`Store::seal`] writes the manifest beside them; without it there is no checkpoint.
+//! Every name appears by a rename after its bytes are flushed. So a crash at any instant leaves either the
+//! whole file or none.
 //!
-//! With one folder shared by all servers each of them writes the same manifest. With a folder for each host every
-//! server writes it beside its own part: the same servers restore from that, and for others the parts must be brought
-//! together.
+//! If all servers share one folder, each of them writes the same manifest. With a folder for each host, every
+//! server writes it beside its own part. The same servers restore from that; for others the parts must be
+//! brought together.
 //!
-//! The manifest protects itself with a BLAKE3. It has one digest of each part's header and one of its tail, and the
-//! tail has one BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part verifies exactly
-//! those.
+//! The manifest protects itself with a BLAKE3. For each part, one digest covers the header and one the tail,
+//! and the tail has one BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part
+//! verifies exactly those.
 
 mod again;
 mod evicted;

@@ -1,5 +1,6 @@
-//! One server's entry in the manifest. It is small whatever the model's size, since it travels in gRPC messages: what
-//! grows with the model (block hashes, spec, trainer state) lies in the part file, and only its digest is here.
+//! Entry of a server in the manifest. The entry is small whatever the model's size, since it travels in gRPC
+//! messages. Block hashes, spec and trainer state grow with the model. So they lie in the part file, and only
+//! its digest is here.
 
 use std::fmt;
 
@@ -11,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::job::StoredImages;
 
-/// What [`Store::write`](super::Store::write) returns and `seal` takes, as JSON. Digests are BLAKE3 in hex.
+/// Entry that [`Store::write`](super::Store::write) returns and `seal` takes, as JSON. Digests are BLAKE3 in
+/// hex.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// The file's name in the checkpoint's folder.
@@ -23,21 +25,21 @@ pub struct Part {
     pub servers: u32,
     pub version: Version,
     pub applied: u64,
-    /// One more than the highest sequence of the sealed checkpoints that the writer saw. It says in which order
-    /// checkpoints were made, whatever clocks and versions say. It is 0 in parts that were made before sequences
-    /// were.
+    /// One more than the highest sequence of the sealed checkpoints that the writer saw. Sequences give the
+    /// order in which checkpoints were made, whatever clocks and versions say. 0 in parts that are older than
+    /// sequences.
     #[serde(default)]
     pub sequence: u64,
     pub images: StoredImages,
-    /// The digest of the job's spec as JSON. It is the same in every part.
+    /// The digest of the job's spec as JSON, the same in every part.
     pub spec: String,
-    /// The digest of the last commit as JSON. It is the same in every part.
+    /// The digest of the last commit as JSON, the same in every part.
     pub commit: String,
     /// The digest of the file's length prefix and JSON header.
     pub header: String,
     /// The digest of the file from the first hash table to its end.
     pub tail: String,
-    /// The shards in the order of their data, which is that of the rows in the hash tables.
+    /// The shards in the order of their data, which is also the order of the rows in the hash tables.
     pub shards: Vec<PartShard>,
 }
 
@@ -51,8 +53,8 @@ pub struct PartShard {
 }
 
 impl Part {
-    /// The name that server `server` of `servers` writes under. It counts from 1, as the names of Hugging Face's
-    /// model files do.
+    /// Returns the name that server `server` of `servers` writes under. Names count from 1, as the names of
+    /// Hugging Face's model files do.
     pub fn file_name(server: u32, servers: u32) -> String {
         format!("server-{:05}-of-{servers:05}.safetensors", server + 1)
     }
@@ -76,8 +78,8 @@ pub(super) enum Array {
 }
 
 impl Array {
-    /// The arrays of a shard's state, in the order in which a block's hash takes them. A shard that is trained has those of
-    /// the rule.
+    /// The arrays of a shard's state, in the order in which a block's hash takes them. A trained shard has
+    /// the arrays of the rule.
     pub(super) fn state(spec: &JobSpec, frozen: bool) -> &'static [Array] {
         if frozen {
             return &[Array::Frozen];
@@ -100,8 +102,8 @@ impl Array {
         elements / BLOCK_ELEMENTS * self.block_bytes(spec)
     }
 
-    /// The type and shape of its tensor for so many elements. 8-bit moments are a row of bytes a block: the codes of
-    /// its elements, then their scales.
+    /// Returns the type and shape of its tensor for `elements` elements. 8-bit moments are a row of bytes a
+    /// block: the codes of its elements, then their scales.
     pub(super) fn tensor(self, spec: &JobSpec, elements: u64) -> (TensorDtype, Vec<u64>) {
         let dtype = match self {
             Array::Master if spec.formats.master == MasterFormat::Bf16 => Dtype::Bf16,
@@ -142,8 +144,8 @@ impl fmt::Display for Array {
     }
 }
 
-/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A frozen shard has rows in all tables, so
-/// that a block has the same row in each; those of images are of no bytes.
+/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A frozen shard has rows in
+/// all tables, so that a block has the same row in each. Its rows for images are hashes of no bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
     /// The hashes of master, first and second together, as the state hash takes them: one pass over the state serves

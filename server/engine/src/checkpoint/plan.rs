@@ -1,5 +1,5 @@
-//! Where everything lies in a part, decided before the version is known, so that space is reserved and each shard can
-//! be written by whichever thread captures it.
+//! Layout of a part, decided before the version is known. So space is reserved, and any thread that captures
+//! a shard can write it.
 //!
 //! ```text
 //! 8 bytes   length of the header
@@ -9,9 +9,9 @@
 //! tail      hashes.state, hashes.image, hashes.older_image, job.spec, job.commit
 //! ```
 //!
-//! What may be missing (the older image) or vary in size (the commit) comes last, so that cutting the file there keeps
-//! every offset before it, and the format's rule of no holes. The header is written last: without it no reader takes
-//! an unfinished file for a part.
+//! Optional data (the older image) and data of varying size (the commit) come last. Cutting the file there
+//! keeps every offset before it, and the format's rule of no holes. The header is written last: without it no
+//! reader takes an unfinished file for a part.
 
 use std::collections::HashMap;
 
@@ -24,12 +24,12 @@ use safetensors::{Dtype, SafeTensorError, tensor::Metadata, tensor::TensorInfo};
 use super::part::{Array, COMMIT, HASH_BYTES, SPEC, Table};
 use crate::job::StoredImages;
 
-/// What the safetensors crate and Python package accept as a header.
+/// Longest header that the safetensors crate and Python package accept.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Data start on a page, so that a reader may map them.
 const PAGE: u64 = 4096;
-/// Room for the JSON of a commit without groups and trainer state, and for that of one group: about twice what each
-/// can take.
+/// Room for the JSON of a commit without groups and trainer state, and for the JSON of one group. Both are
+/// about twice the most that each can take.
 const COMMIT_BYTES: u64 = 1024;
 const GROUP_BYTES: u64 = 1024;
 
@@ -42,7 +42,7 @@ pub(super) struct PartPlan<'a> {
     pub(super) spec_bytes: u64,
 }
 
-/// What is known only once the shards are captured.
+/// Facts that are known only once the shards are captured.
 #[derive(Clone, Copy)]
 pub(super) struct Found {
     pub(super) version: Version,
@@ -50,7 +50,7 @@ pub(super) struct Found {
     pub(super) commit_bytes: u64,
 }
 
-/// A header, and the sizes of what it lays out.
+/// A header, and the sizes of the file that it describes.
 pub(super) struct Header {
     /// The header's bytes, its length prefix included.
     pub(super) bytes: Vec<u8>,
@@ -97,7 +97,7 @@ impl PartPlan<'_> {
         arrays
     }
 
-    /// The header for what was found, without padding.
+    /// Returns the header for the captured version, without padding.
     pub(super) fn header(&self, found: Found) -> Result<Header, SafeTensorError> {
         let mut tensors = Vec::new();
         let mut end = 0;

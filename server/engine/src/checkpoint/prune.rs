@@ -7,10 +7,10 @@ use longshore_proto::{Fault, FaultKind, JobName};
 use super::{Store, fault::io, files::sync_folder, manifest};
 
 impl Store {
-    /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns what it removed.
-    /// It never removes `sealed`, which the caller has just sealed and other servers that share the folder may still
-    /// be about to seal. Damaged ones are neither counted nor removed, and unsealed ones are left alone, since a
-    /// server may be writing them.
+    /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns their
+    /// names. `sealed` is never removed: the caller has just sealed it, and other servers that share the
+    /// folder may still be about to. Damaged checkpoints are neither counted nor removed. Unsealed ones are
+    /// left alone, since a server may be writing them.
     pub fn prune(&self, job: &JobName, keep: Option<usize>, sealed: &str) -> Result<Vec<String>, Fault> {
         let Some(keep) = keep else { return Ok(Vec::new()) };
         let mut others = self.list(job)?;

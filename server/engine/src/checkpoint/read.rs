@@ -17,7 +17,8 @@ use super::{
     plan::MAX_HEADER_BYTES,
 };
 
-/// The largest single read. It keeps a reader of many parts interruptible, and the page cache from filling far ahead.
+/// The largest single read. A reader of many parts so stays interruptible, and the page cache does not fill
+/// far ahead.
 const PIECE: usize = 8 * 1024 * 1024;
 
 pub(super) struct PartReader {
@@ -26,7 +27,7 @@ pub(super) struct PartReader {
     metadata: Metadata,
     /// Where the data start in the file.
     data_start: u64,
-    /// The tail's bytes. They hold 32 bytes for each block and array, 1/8192 of the state.
+    /// The tail's bytes: 32 for each block and array, 1/8192 of the state.
     tail: Vec<u8>,
     tail_start: u64,
     /// The first row of each shard in the tables.
@@ -61,7 +62,7 @@ impl PartReader {
     fn read_tail(&mut self, part: &Part) -> Result<(), Fault> {
         let start = self.range(Table::State.name())?.start;
         let length = part.bytes - self.data_start - start;
-        // The header is verified, so this length is what a writer planned and not what damage made of it.
+        // The header is verified, so this length is the writer's and no result of damage.
         self.tail = vec![0; length as usize];
         self.tail_start = start;
         let mut tail = std::mem::take(&mut self.tail);
@@ -176,7 +177,7 @@ fn open(path: &Path, part: &Part) -> Result<File, Fault> {
     Ok(file)
 }
 
-/// Reads where the data start, and what the header says of them.
+/// Reads the start of the data, and the header's description of them.
 fn read_header(file: &File, path: &Path, part: &Part) -> Result<(u64, Metadata), Fault> {
     let bad = |what: String, limit: String| Err(corrupt(format!("{} ({what})", path.display()), limit));
     let mut prefix = [0; 8];

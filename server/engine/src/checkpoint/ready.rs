@@ -1,5 +1,5 @@
-//! Whether a checkpoint could be written now. This is asked when a server starts and before a job's first step, so
-//! that nobody trains for hours towards a checkpoint that cannot be written.
+//! Check that a checkpoint could be written now. A server checks at its start and before a job's first step,
+//! so that nobody trains for hours towards a checkpoint that cannot be written.
 
 use std::{
     fs,

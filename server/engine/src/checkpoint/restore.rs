@@ -1,9 +1,9 @@
-//! A sealed checkpoint that a job is filled from. It may have been made by any number of servers, with shards of any
-//! size, on any tier.
+//! Source of a restore: a sealed checkpoint, made by any number of servers, with shards of any size, on any
+//! tier.
 //!
-//! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes the
-//! element ranges that it needs from the old shards that have them. Both are whole blocks, and hashes are of blocks:
-//! each byte that is read is verified, and no byte is read that is not needed.
+//! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes
+//! its element ranges from the old shards that have them. Both are whole blocks, and hashes are of blocks.
+//! Each byte that is read is verified, and no byte is read that is not needed.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::job::{Captured, Job, LoadedShard, StoredImages};
 
-/// What a job was restored to.
+/// Result of a restore.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RestoreInfo {
     pub version: Version,
@@ -29,8 +29,8 @@ pub struct RestoreInfo {
     pub commit: Option<Commit>,
     /// The checkpoint's state hash, as its manifest has it.
     pub state_hash: Option<String>,
-    /// Which images were read beside the state. Less than `Both` means for a delayed job that the version before
-    /// cannot be pulled, and that its first step must be an exact one.
+    /// Images that were read beside the state. With less than `Both`, a delayed job's version before cannot
+    /// be pulled, and its first step must be an exact one.
     pub images: StoredImages,
     /// A number that is the same for the same contents, wherever they lie. Clients compare it before any server
     /// starts.
@@ -109,7 +109,8 @@ impl Source {
         needed.try_for_each(|slice| self.reader(slice.shard).map(drop))
     }
 
-    /// Fills one new shard: its bytes are read into its own memory, hashed there, and compared with what was written.
+    /// Fills one new shard. Its bytes are read into its own memory, hashed there, and compared with the
+    /// stored hashes.
     pub(super) fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
         let LoadedShard { mut state, older_image, image } = loaded;
         let slices = self.layout.slices(job.layout().shard_range(shard));

@@ -35,9 +35,9 @@ pub struct Sealed {
 }
 
 impl Store {
-    /// Checks that `parts`, which every server's [`Store::write`] returned, are one whole version, and writes the
-    /// manifest. Sealing again with the same parts is no error, so that a client may retry when a reply was lost, and
-    /// servers that share the folder may all do it.
+    /// Checks that `parts`, as every server's [`Store::write`] returned them, are one whole version, and
+    /// writes the manifest. Sealing again with the same parts is no error. So a client may retry when a reply
+    /// was lost, and servers that share the folder may all seal.
     pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
         let folder = self.folder(job, name)?;
         let parts = parse(job, parts)?;

@@ -24,15 +24,15 @@ pub(super) fn is_entry(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.ends_with(".part.json"))
 }
 
-/// Keeps parts of a checkpoint from being removed while it is sealed. It waits for others that seal or remove parts, for
-/// as long as they read or remove files. None where the file system has no locks: then servers that seal and remove at
-/// once are not kept apart.
+/// Locks a checkpoint's parts against removal while it is sealed. Waits for others that seal or remove parts,
+/// for as long as they read or remove files. None where the file system has no locks: servers that seal and
+/// remove at once are then not kept apart.
 fn lock(folder: &Path) -> Option<File> {
     let folder = File::open(folder).ok()?;
     flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)
 }
 
-/// The same without a wait: None while somebody seals the checkpoint.
+/// The same without a wait: None while another server seals the checkpoint.
 pub(super) fn try_lock(folder: &Path) -> Option<Option<File>> {
     let Ok(folder) = File::open(folder) else { return Some(None) };
     match flock(&folder, FlockOperation::NonBlockingLockExclusive) {

@@ -42,10 +42,11 @@ struct Hashes {
 }
 
 impl Store {
-    /// Writes this server's part of checkpoint `name` of the current version (which must be `expected` unless that is
-    /// None), while training goes on. It blocks until the part is on disk; until [`Store::seal`] that is not yet a
-    /// checkpoint. Where the name is sealed already with this very state, that checkpoint's part is the answer. After
-    /// an error nothing is left behind. The deadline bounds the wait for updates in progress, not the disk.
+    /// Writes this server's part of checkpoint `name` of the current version, while training goes on. The
+    /// version must be `expected` unless that is None. Blocks until the part is on disk; before
+    /// [`Store::seal`] there is no checkpoint yet. If the name is sealed already with this very state,
+    /// returns that checkpoint's part. After an error nothing is left behind. The deadline bounds the wait
+    /// for updates in progress, not the disk.
     pub fn write(
         &self,
         job: &Arc<Job>,

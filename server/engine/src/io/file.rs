@@ -109,11 +109,11 @@ fn start(engine: Engine, file: &Arc<File>, memory: Option<&Mapping>) -> io::Resu
     }
 }
 
-/// What an operator can do about a refused io_uring.
+/// Returns an operator's remedy for a refused io_uring.
 fn refusal(error: &io::Error) -> String {
     let cause = match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::PERM) => "refused by seccomp or kernel.io_uring_disabled",
-        // What podman's seccomp profile answers; Docker's answers EPERM.
+        // podman's seccomp profile answers ENOSYS; Docker's answers EPERM.
         Some(Errno::NOSYS) => "refused by seccomp, or this kernel has none",
         Some(Errno::ACCESS) => "refused by a security module",
         Some(Errno::NOMEM) => "RLIMIT_MEMLOCK is too low for its rings",

@@ -1,6 +1,7 @@
-//! What drives were asked and how long they took, counted beside the requests for whoever watches.
+//! Counts of the drives' requests and their latencies, for charts.
 //!
-//! A request pays two looks at the clock and some counters, 0.2 microseconds where a drive takes 100 at least.
+//! A request pays two looks at the clock and some counters: 0.2 microseconds, where a drive takes 100 at
+//! least.
 
 use std::{
     io,
@@ -15,7 +16,7 @@ use std::{
 use super::{Direction, Disk, OpenDisk, Request};
 use crate::memory::Mapping;
 
-/// The upper ends of the latencies that are counted apart. What takes longer than the last is counted behind it.
+/// The upper ends of the latency buckets. Longer latencies are counted in a bucket behind the last.
 pub const LATENCIES: [Duration; 14] = [
     Duration::from_micros(100),
     Duration::from_micros(250),
@@ -33,7 +34,7 @@ pub const LATENCIES: [Duration; 14] = [
     Duration::from_secs(10),
 ];
 
-/// What a drive is asked to do.
+/// Kind of a request to a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     Read,
@@ -113,7 +114,7 @@ impl Drives {
     }
 }
 
-/// Opens files by another opener, and counts what those in the drives' folders are asked.
+/// Opens files by another opener, and counts the requests to files in the drives' folders.
 pub(crate) struct Metered {
     pub(crate) opener: Arc<dyn OpenDisk>,
     pub(crate) drives: Arc<Drives>,

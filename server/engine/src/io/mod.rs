@@ -1,9 +1,9 @@
 //! Aligned reads and writes of one file on dedicated threads, so that compute never waits in a system call.
 //!
-//! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel allows that. Where it does not (default
-//! container seccomp), a few threads call pread and pwrite, and in tests a simulated disk loses, tears and reorders.
-//! A request owns its buffer until it is done, so that nobody can free or reuse memory that the device still reads or
-//! writes.
+//! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel allows that. Default container
+//! seccomp does not; a few threads then call pread and pwrite. In tests a simulated disk loses, tears and
+//! reorders. A request owns its buffer until it is done, so that nobody can free or reuse memory that the
+//! device still reads or writes.
 
 mod file;
 mod meter;
@@ -27,8 +27,8 @@ use crate::memory::{Mapping, Region};
 /// written through the page cache.
 pub const FILE_ALIGN: u64 = 4096;
 
-/// The longest single transfer handed to the kernel. Devices peak at 1 MiB, and it is the most that a block device
-/// takes as one bio of 4 KiB pages, so that io_uring never hands it to a worker thread.
+/// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A block device takes no more as
+/// one bio of 4 KiB pages, so io_uring never hands the transfer to a worker thread.
 pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
 /// How many transfers one disk has in flight. Any depth from 4 on gave the same throughput; 32 covers several NVMe
 /// queues.
@@ -54,7 +54,7 @@ pub struct Request {
     pub direction: Direction,
     pub parts: Vec<Part>,
     pub buffer: Region,
-    /// Called once, on a thread of the disk. It must be short.
+    /// Called once, on a thread of the disk. Must be short.
     pub done: Done,
 }
 
@@ -71,8 +71,9 @@ pub trait Disk: Send + Sync {
     /// Starts a request. Requests in flight may be done in any order.
     fn submit(&self, request: Request);
 
-    /// When it returns, all writes that were done before the call survive a power failure. After an error nothing is
-    /// known of them, and a second flush would report a false success: the kernel forgets what it could not write.
+    /// Makes all writes that were done before the call survive a power failure. After an error their state is
+    /// unknown, and a second flush would report a false success: the kernel forgets pages that it could not
+    /// write.
     fn flush(&self) -> io::Result<()>;
 }
 
@@ -84,7 +85,7 @@ pub trait OpenDisk: Send + Sync {
     fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
 }
 
-/// Which system calls move the bytes.
+/// System calls that move the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
     /// io_uring if a probe of it works, otherwise threads.
@@ -94,7 +95,7 @@ pub enum Engine {
     Threads,
 }
 
-/// Runs one request to its end. It is meant for small things beside the data: records and tables.
+/// Runs one request to its end. Meant for small things beside the data: records and tables.
 pub(crate) fn transfer(
     disk: &dyn Disk,
     direction: Direction,

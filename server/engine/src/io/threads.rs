@@ -11,11 +11,11 @@ use std::{
 use super::{Direction, Request};
 use crate::lock;
 
-/// Each thread moves one request at a time. One already reaches a single device's throughput with transfers of some
-/// MiB; four keep several queues busy and let a write run beside reads.
+/// Number of threads, each of which moves one request at a time. One already reaches a single device's
+/// throughput with transfers of some MiB. Four keep several queues busy and let a write run beside reads.
 const THREADS: usize = 4;
-/// Bytes in one call. They are so many that the call's own cost does not show, and the kernel splits them as the
-/// device likes.
+/// Bytes in one call: enough that the call's own cost does not show. The kernel splits them as the device
+/// likes.
 const CALL_BYTES: usize = 4 * 1024 * 1024;
 
 pub(super) struct Threads {

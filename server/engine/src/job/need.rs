@@ -14,7 +14,8 @@ use crate::{
 impl StoredJob {
     /// Returns the memory and space that opening the job takes.
     ///
-    /// # Errors For a spec or a placement that no job can have.
+    /// # Errors
+    /// For a spec or a placement that no job can have.
     pub fn need(&self, storage: &Storage) -> Result<Need, Fault> {
         let layout = self.spec.validate()?;
         self.placement.validate(layout.shards())?;

@@ -38,8 +38,9 @@ macro_rules! dispatch {
 /// The image is the new weight rounded to the image's format. If `scalars` [look
 /// ahead](Scalars::looking_ahead), the known part of the next step is subtracted from it first.
 ///
-/// # Panics If lengths differ, or if this CPU does not have `isa`. Panics also if a state slot that the rule
-/// uses is not as long as the master weights. So it does if a slot that the rule does not use is not empty.
+/// # Panics
+/// If lengths differ, or if this CPU does not have `isa`. A state slot that the rule uses must be as long as
+/// the master weights, and an unused one empty.
 pub fn update(isa: Isa, scalars: &Scalars, gradient: Gradient<'_>, state: State<'_>, image: ImageMut<'_>) {
     let count = gradient.len();
     let slots = scalars.rule().state_slots();
@@ -71,7 +72,8 @@ pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
 /// Returns the statistics of a gradient as it came. Statistics of two halves do not add up to the bits of the
 /// whole slice's.
 ///
-/// # Panics If this CPU does not have `isa`.
+/// # Panics
+/// If this CPU does not have `isa`.
 pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
     dispatch!(isa, statistics(gradient))
 }
@@ -101,9 +103,10 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
 /// The rules compute in f32. Their results are rounded stochastically, by bits that depend on `random` and
 /// the index of an element alone.
 ///
-/// # Panics If lengths differ, or if this CPU does not have `isa`. Panics if the range or its beginning is
-/// not a multiple of blocks, or if segments leave gaps or differ in their rule. Panics also if a state slot
-/// that the rule uses is missing, or if an unused one is not empty.
+/// # Panics
+/// If lengths differ, or if this CPU does not have `isa`. Panics if the range or its beginning is not a
+/// multiple of blocks, or if segments leave gaps or differ in their rule. Panics also if a state slot that
+/// the rule uses is missing, or if an unused one is not empty.
 pub fn update_low(
     isa: Isa,
     segments: &[(Range<usize>, &Scalars)],

@@ -11,8 +11,8 @@ use std::{
     time::Instant,
 };
 
-/// A thread that has done so many blocks of one call looks whether another call is due. They take 0.3 ms, and a look
-/// takes the lock of all calls.
+/// Number of blocks of one call after which a thread checks if another call is due. These blocks take 0.3 ms,
+/// and a check takes the lock of all calls.
 const BATCH: u32 = 4;
 /// The nanoseconds of thread time that one job has used.
 pub struct Account {
@@ -37,14 +37,14 @@ impl Account {
 #[derive(Default)]
 pub(super) struct Queue {
     open: AtomicUsize,
-    /// What the account whose call was served last had used by then.
+    /// Use of the last served call's account at that time.
     now: AtomicU64,
     /// The most that any account has used.
     most: AtomicU64,
 }
 
 impl Queue {
-    /// A call begins. Call it, and what follows, under the lock of the calls.
+    /// Begins a call. Like the methods below, called under the lock of the calls.
     pub(super) fn enter(&self, account: &Account) {
         account.used.fetch_max(self.now.load(Relaxed), Relaxed);
         self.open.fetch_add(1, Relaxed);

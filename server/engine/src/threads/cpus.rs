@@ -1,4 +1,4 @@
-//! Which cores this process may use, and which NUMA node each belongs to.
+//! The cores that this process may use, and the NUMA node of each.
 
 use std::{fs, io, path::Path, thread};
 
@@ -10,8 +10,8 @@ pub(super) struct Node {
     pub(super) cores: Vec<usize>,
 }
 
-/// How many threads can run at once: the cores in the affinity mask (which a cpuset narrows), and no more than a
-/// cgroup's CPU quota pays for, rounded down. The standard library looks at all three.
+/// Returns the number of threads that can run at once. The affinity mask (which a cpuset narrows) and a
+/// cgroup's CPU quota, rounded down, bound it. The standard library looks at all three.
 pub fn available_threads() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn nodes_are_read_as_the_kernel_writes_them() {
         let root = tempfile::tempdir().unwrap();
-        // The list is out of order, and has a node of memory alone and one that is not allowed.
+        // The list is out of order. It has a node of memory alone, and a node that is not allowed.
         for (node, list) in [(10, "4-5,12-13\n"), (0, "0-1,8-9\n"), (2, "\n"), (3, "6-7\n")] {
             let folder = root.path().join(format!("node{node}"));
             fs::create_dir(&folder).unwrap();

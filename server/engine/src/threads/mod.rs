@@ -1,9 +1,9 @@
-//! Threads that sum and update blocks. A general thread pool would not do: it would spin while idle, against the
-//! network threads, and give a block to another core, and so maybe to another NUMA node, at every step.
+//! Threads that sum and update blocks. A general thread pool would spin while idle, against the network
+//! threads. At every step it would give a block to another core, and so maybe to another NUMA node.
 //!
-//! A pool of n has n - 1 threads, since the caller takes a share itself, which saves a wake-up on each side. Idle
-//! threads sleep in a futex; a thread that has just computed first looks for the next call for a moment, see
-//! [`SPIN`]. Results never depend on which thread computed what.
+//! A pool of n has n - 1 threads, since the caller takes a share itself, which saves a wake-up on each side.
+//! Idle threads sleep in a futex. A thread that has just computed first looks for the next call for a moment,
+//! see [`SPIN`]. Results never depend on the thread that computed them.
 
 mod account;
 mod cpus;
@@ -39,9 +39,9 @@ use crate::{
     },
 };
 
-/// How long a thread looks for what it waits for before it sleeps. The caller waits for blocks that others have
-/// begun, at most 70 us each; the others wait for the next call, which comes 20 us later while shards are updated. A
-/// wake-up takes 25 to 50 us. Steps of 48 shards took 122.8 ms this way and 125.2 ms without; over TCP, where network
+/// Time that a thread spins before it sleeps. The caller spins for blocks that others have begun, at most 70
+/// us each. The others spin for the next call, which comes 20 us later while shards are updated. A wake-up
+/// takes 25 to 50 us. Steps of 48 shards took 122.8 ms this way and 125.2 ms without. Over TCP, where network
 /// threads want the cores, nothing changed.
 const SPIN: Duration = Duration::from_micros(60);
 
@@ -100,7 +100,8 @@ impl ThreadPool {
         });
         let (several_nodes, anybody) = (nodes.len() > 1, Account::new());
         let mut pool = ThreadPool { several_nodes, shared, threads: Vec::new(), seats, anybody };
-        // They start last first: each wakes the two that come after it in the tree, so it must know them.
+        // Threads start last first: each wakes the two that come after it in the tree, so it needs their
+        // handles.
         let mut handles: Vec<Option<Thread>> = vec![None; threads];
         for seat in (1..threads).rev() {
             let wakes = children(seat, threads).filter_map(|child| handles[child].clone()).collect();
@@ -120,8 +121,9 @@ impl ThreadPool {
         self.seats.len()
     }
 
-    /// Binds the calling thread to the core left for it and lowers its priority, as the pool's own threads are. It is
-    /// meant for the thread that makes most of the calls; any other caller computes wherever it happens to run.
+    /// Binds the calling thread to the core left for it and lowers its priority, like the pool's own threads.
+    /// Meant for the thread that makes most of the calls. Any other caller computes wherever it happens to
+    /// run.
     pub fn adopt_caller(&self) {
         settle(&self.seats[0].cores);
     }
@@ -224,8 +226,8 @@ impl ThreadPool {
             shared.posted.fetch_add(1, Ordering::Release);
             self.wake();
             meanwhile();
-            // The caller takes over what late threads have not begun, so that it waits for blocks and never for
-            // threads.
+            // The caller takes over the blocks that late threads have not begun. So it waits for blocks and
+            // never for threads.
             loan.run(0);
             {
                 let mut calls = lock(&shared.calls);
@@ -244,8 +246,9 @@ impl ThreadPool {
 }
 
 impl Near for ThreadPool {
-    /// Runs `part` once for each seat, with the part of `0..count` that [`ThreadPool::blocks`] gives it, on a thread near
-    /// the memory that the seat will use. No other thread may do it, since first touch decides where memory lies.
+    /// Runs `part` once for each seat, with the part of `0..count` that [`ThreadPool::blocks`] gives it. The
+    /// thread of each part is near the memory that the seat will use. No other thread may run it, since first
+    /// touch decides where memory lies.
     fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync)) {
         let seats = self.seats.len();
         let run = |seat: usize| part(share(count, seat, seats));
@@ -289,19 +292,19 @@ fn serve(seat: usize, cores: &[usize], shared: &CallBoard, wakes: Vec<Thread>) {
         let posted = shared.posted.load(Ordering::Acquire);
         match shared.next(seat) {
             Some(call) => {
-                // They are woken again here, since a thread that has not slept since the last call gets here without
-                // having woken them.
+                // Children are woken again here: a thread that has not slept since the last call has not
+                // woken them.
                 wakes.iter().for_each(Thread::unpark);
                 call.loan.run(seat);
-                // It may have left blocks because another call is due.
+                // The seat may have left blocks because another call is due.
                 if !call.phase.has_blocks_for(seat) {
                     spin_while(|| shared.posted.load(Ordering::Relaxed) == posted);
                 }
             }
             None => {
                 thread::park();
-                // This comes before the look at the calls: this thread may be on a node with nothing left to do, and
-                // the next one not.
+                // Children are woken before the look at the calls. This thread may be on a node with nothing
+                // left to do, and the next one not.
                 wakes.iter().for_each(Thread::unpark);
             }
         }
@@ -328,8 +331,8 @@ fn settle(cores: &[usize]) {
     }
 }
 
-/// One step of priority below the network threads, which work little and must not wait. A network thread that woke
-/// every millisecond beside two busy threads was 83, 2790 and 1861 us late (90th percentile of three runs) with
-/// update threads at its own priority, and 77, 81 and 76 us with them one step below. More steps gained nothing, and
-/// would lose the update its share against other processes.
+/// One step of priority below the network threads, which work little and must not wait. A network thread that
+/// woke every millisecond beside two busy threads was 83, 2790 and 1861 us late with update threads at its
+/// own priority. With them one step below it was 77, 81 and 76 us late (90th percentile of three runs). More
+/// steps gained nothing, and would lose the update its share against other processes.
 const NICE: i32 = 1;

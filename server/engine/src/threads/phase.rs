@@ -1,5 +1,5 @@
-//! The blocks of one call, shared out. Each seat has its own run of them, and a seat that is done helps one that is
-//! not.
+//! The blocks of one call, shared among seats. Each seat has its own run of blocks, and helps another seat
+//! when its run is done.
 
 use std::ops::Range;
 #[cfg(not(loom))]
@@ -10,16 +10,16 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 
 use super::seats::Seat;
 
-/// What is left of each seat's blocks.
+/// Remaining blocks of each seat.
 pub(super) struct Phase {
     runs: Vec<Run>,
-    /// The seats whose blocks a seat may take over: those of its node, and for the caller all.
+    /// The seats whose blocks a seat may take over: the seats of its node, and for the caller all.
     reach: Vec<Range<usize>>,
 }
 
-/// A run's front in the low half and its end in the high half. The owner takes from the front and helpers from the
-/// end, so that helpers take the blocks that the owner would come to last. It has a cache line of its own, since its
-/// owner writes it at every block.
+/// A run's front in the low half and its end in the high half. The owner takes from the front and helpers
+/// from the end. So helpers take the blocks that the owner would come to last. A run has a cache line of its
+/// own, since its owner writes it at every block.
 #[repr(align(128))]
 struct Run(AtomicU64);
 
@@ -47,10 +47,10 @@ impl Phase {
         self.runs[self.reach[seat].clone()].iter().any(|run| !run.is_empty())
     }
 
-    /// Gives up what nobody has taken.
+    /// Gives up the blocks that no seat has taken.
     pub(super) fn abandon(&self) {
-        // A swap and no store: a block that another thread takes at the same moment is then taken before, or not at all,
-        // in loom's models too.
+        // A swap and no store. A block that another thread takes at the same moment is then taken before, or
+        // not at all, in loom's models too.
         self.runs.iter().for_each(|run| _ = run.0.swap(0, Ordering::Relaxed));
     }
 }

@@ -15,8 +15,9 @@ pub(super) struct Seat {
 
 /// The seats, node by node, so that neighbouring blocks share a node.
 ///
-/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the scheduler,
-/// inside a node where there are several: two servers on a host would otherwise choose the same cores.
+/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the
+/// scheduler, inside a node where there are several. Two servers on a host would otherwise choose the same
+/// cores.
 pub(super) fn seats(threads: usize, nodes: &[Node]) -> Vec<Seat> {
     let cores: usize = nodes.iter().map(|node| node.cores.len()).sum();
     let mut seats = Vec::with_capacity(threads);

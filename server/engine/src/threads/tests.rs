@@ -1,4 +1,4 @@
-//! What callers rely on: order, panics, every size, several callers, and idle threads that do nothing.
+//! Guarantees to callers: order, panics, every size, several callers, and idle threads that do nothing.
 
 use std::{
     collections::BTreeSet,
@@ -38,8 +38,8 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
             Vec::<Vec<usize>>::new()
         );
     }
-    // There are as many blocks as threads, and all wait for each other, so each must be where its share of its own
-    // group is.
+    // There are as many blocks as threads, and all wait for each other. So each must be where its share of
+    // its own group is.
     let pool = ThreadPool::new(2).unwrap();
     let barrier = Barrier::new(2);
     let block = |()| {
@@ -76,7 +76,7 @@ fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
     }
 }
 
-/// There are as many blocks as threads, and all wait for each other, so each must be on a thread of its own.
+/// There are as many blocks as threads, and all wait for each other. So each must be on a thread of its own.
 #[test]
 fn all_threads_take_part() {
     let pool = ThreadPool::new(4).unwrap();
@@ -207,7 +207,8 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
         early.use_up(1000);
     }
     queue.enter(&late);
-    // It begins where the other one was when it was served last: one turn ahead, and not a hundred.
+    // The late account begins where the other one was when it was served last: one turn ahead, and not a
+    // hundred.
     assert_eq!(early.used() - late.used(), 1000);
     queue.leave(&early);
     queue.leave(&late);
@@ -217,8 +218,9 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
     assert_eq!(third.used(), early.used());
 }
 
-/// With two calls open a pool's thread leaves the first one's blocks for the other one's. A thread that took calls as they
-/// come would not: all blocks of the first call wait until a block of the second one has run on that thread.
+/// With two calls open a pool's thread leaves the first one's blocks for the other one's. All blocks of the
+/// first call wait until a block of the second one has run on that thread. A thread that took calls as they
+/// come would wait for ever.
 #[test]
 fn a_thread_turns_to_another_call_before_the_first_is_done() {
     let pool = ThreadPool::new(2).unwrap();

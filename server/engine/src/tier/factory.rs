@@ -57,7 +57,8 @@ impl Storage {
 /// that keeps them. `pool` will update the state. `notify` is called after each change that a thread may wait
 /// for.
 ///
-/// # Errors After an error, no file or folder that was made here stays behind.
+/// # Errors
+/// After an error, no file or folder that was made here stays behind.
 pub fn open(
     inputs: &Inputs<'_>,
     buffers: usize,

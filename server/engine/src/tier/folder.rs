@@ -186,7 +186,8 @@ impl Folder {
     /// Takes the job's folder. If there is none, makes one under another name, which holds nothing until it
     /// is [settled](Folder::settle).
     ///
-    /// # Errors `Corrupt` where there are files and no header: they belong to another program.
+    /// # Errors
+    /// `Corrupt` where there are files and no header: they belong to another program.
     pub(super) fn take(home: PathBuf) -> Result<Folder, Fault> {
         // The state directory itself is never made: a missing one is a disk that is not mounted.
         let root = home.parent().and_then(Path::parent).unwrap_or(Path::new("."));

@@ -20,7 +20,8 @@ pub use super::{
 /// Returns the folders of jobs at or below `path`. `path` is a state directory, a job's folder in it, or one
 /// server's folder in that.
 ///
-/// # Errors `NotFound` when there is none.
+/// # Errors
+/// `NotFound` when there is none.
 pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
     let mut found = Vec::new();
     // <state-dir>/<job>/server-<i>-of-<n>
@@ -53,7 +54,8 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
 
 /// Reads and verifies one server's folder of a job.
 ///
-/// # Errors `Conflict` while a server uses it: writes in progress cannot be told from damage.
+/// # Errors
+/// `Conflict` while a server uses it: writes in progress cannot be told from damage.
 pub fn inspect(path: &Path) -> Result<Report, Fault> {
     let Some(folder) = Folder::take_to_read(path.to_path_buf())? else {
         let value = format!("{} (in use by another process)", path.display());

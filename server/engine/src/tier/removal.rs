@@ -69,7 +69,8 @@ fn remove(folder: &Path) -> Result<(), Fault> {
 
 /// Deletes all files that these directories keep of a job that is not open, whether or not they can be read.
 ///
-/// # Errors `Conflict` while another process uses one of its folders.
+/// # Errors
+/// `Conflict` while another process uses one of its folders.
 pub fn delete_stored(dirs: &[PathBuf], job: &JobName) -> Result<(), Fault> {
     let homes: Vec<PathBuf> =
         folders_of(dirs, job).filter(|path| name_of(path).starts_with(FOLDER)).collect();

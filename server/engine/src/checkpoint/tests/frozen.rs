@@ -1,4 +1,5 @@
-//! Frozen parameters in checkpoints: their weights return to the bit, and whoever trains other parameters is refused.
+//! Frozen parameters in checkpoints: their weights return to the bit, and a job that trains other parameters
+//! is refused.
 
 use longshore_proto::{FaultKind, Partition};
 
@@ -73,13 +74,13 @@ fn other_frozen_parameters_are_refused() {
         assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, field), "{fault}");
         assert!(fault.to_string().contains("frozen"), "{fault}");
     }
-    // What is trained elsewhere may not become frozen here.
+    // A parameter that is trained elsewhere may not become frozen here.
     Cluster::trained(&spec(2, 0), 2, 2).save(&store, "all");
     let fault = Cluster::open(&frozen(2, 0), 1).restore(&store, "all").unwrap_err();
     assert_eq!(fault.field, "spec.partitions", "{fault}");
 }
 
-/// They take two bytes an element of the state, and nothing of what is there for gradients and images.
+/// Frozen elements take two bytes each of the state, and none of the memory of gradients and images.
 #[test]
 fn frozen_elements_take_two_bytes() {
     let need = |spec: &JobSpec| {

@@ -225,7 +225,7 @@ fn commit(spec: &JobSpec, step: u64) -> Commit {
     }
 }
 
-/// Whether a parameter gets a gradient, in a job that leaves out those that get none.
+/// Returns true if a parameter gets a gradient, in a job that leaves out parameters without one.
 fn is_given(param: u32, step: u64) -> bool {
     !(param == 1 && step % 2 == 1 || param == 2 && step % 5 == 4)
 }

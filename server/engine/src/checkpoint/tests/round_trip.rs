@@ -1,4 +1,4 @@
-//! What is restored is what was written, whatever the servers and shards.
+//! A restore returns the written bytes, whatever the servers and shards.
 
 use longshore_proto::{FaultKind, Formats, MasterFormat, StateFormat};
 use safetensors::SafeTensors;
@@ -220,7 +220,7 @@ fn without_an_older_image_there_is_none() {
     assert_eq!(delayed.restore(&store, "exact").unwrap()[0].images, StoredImages::None);
     assert_eq!(delayed.image(Version(4)).unwrap(), exact.image(Version(4)).unwrap());
     assert!(delayed.image(Version(3)).is_err());
-    // It is saved again before its first step, and still has no older image.
+    // The job is saved again before its first step, and still has no older image.
     delayed.save(&store, "again");
     let again = Cluster::open(&spec(1, 1), 2);
     assert_eq!(again.restore(&store, "again").unwrap()[0].images, StoredImages::Current);

@@ -1,4 +1,4 @@
-//! What makes a checkpoint, what is refused, and how old ones go.
+//! Sealing: conditions of a checkpoint, refusals, and the removal of old ones.
 
 use std::fs;
 
@@ -140,7 +140,7 @@ fn a_job_that_trains_is_not_restored_and_one_that_loads_is_not_written() {
     let (root, store) = store();
     let cluster = Cluster::trained(&spec(1, 0), 1, 1);
     cluster.save(&store, "a");
-    // This job is at the checkpoint already, which is what was asked for; the next job is a version beyond it.
+    // This job is at the requested checkpoint already; the next job is a version beyond it.
     assert_eq!(cluster.restore(&store, "a").unwrap()[0].version, Version(1));
     let ahead = Cluster::trained(&spec(1, 0), 1, 2);
     assert_eq!(ahead.restore(&store, "a").unwrap_err().field, "job.phase");
@@ -271,7 +271,8 @@ fn the_first_sealed_go_first_and_the_one_just_sealed_never() {
     assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "y"]);
 }
 
-/// A job has gone back to an older checkpoint: what it seals then is the newest, whatever its version.
+/// A job has gone back to an older checkpoint. Its next sealed checkpoint is the newest, whatever its
+/// version.
 #[test]
 fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_stale() {
     let (_root, store) = store();
@@ -346,7 +347,7 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     cluster.save(&store, "sealed");
     cluster.step(2);
     cluster.save(&store, "next");
-    // This one may have been written beside the first one that was sealed, and may still be sealed.
+    // This one may have been written beside the first sealed one, and may still be sealed.
     assert_eq!(files(&root.path().join("run")), ["forgotten", "next", "sealed"]);
     cluster.step(3);
     cluster.save(&store, "last");

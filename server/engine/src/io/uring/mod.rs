@@ -1,6 +1,6 @@
-//! io_uring, with one ring and one thread for each file. This is the only module that names it.
+//! io_uring, with one ring and one thread for each file. No other module names it.
 //!
-//! The thread owns a request, buffer included, from taking it until the request's last completion has come. It ends
+//! The thread owns a request, buffer included, until the request's last completion has come. The thread ends
 //! only when nothing is in flight, and the registered memory is released after the ring is gone.
 
 #![allow(unsafe_code)]
@@ -60,7 +60,7 @@ struct Worker {
     /// Transfers that were cut short and go on later.
     again: Vec<Transfer>,
     wake_armed: bool,
-    /// It outlives `ring`, which is declared before it.
+    /// Outlives `ring`, which is declared before it.
     registered: Option<Mapping>,
 }
 
@@ -217,7 +217,7 @@ impl Worker {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.raw_os_error() == Some(Errno::INTR.raw_os_error()) => {}
-                // The kernel is out of resources for the moment. What is in flight frees some.
+                // The kernel is out of resources for the moment. Transfers in flight free some.
                 Err(error) => {
                     tracing::warn!(%error, "io_uring took no submission");
                     thread::sleep(std::time::Duration::from_millis(1));
@@ -241,7 +241,8 @@ impl Worker {
         self.wake_armed = unsafe { self.ring.submission().push(&poll.user_data(WAKE)) }.is_ok();
     }
 
-    /// Fills the ring: first what was cut short, then the parts of the requests in order.
+    /// Fills the ring: first with transfers that were cut short, then with the parts of the requests in
+    /// order.
     fn start_transfers(&mut self) {
         while !self.free.is_empty() {
             let next = self.again.pop().or_else(|| self.cut());

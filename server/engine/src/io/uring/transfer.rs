@@ -19,7 +19,7 @@ pub(super) struct Active {
     pub(super) error: Option<io::Error>,
 }
 
-/// One entry of the ring.
+/// Entry of the ring.
 #[derive(Clone, Copy)]
 pub(super) struct Transfer {
     pub(super) active: usize,

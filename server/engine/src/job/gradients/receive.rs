@@ -96,7 +96,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Reads the next bytes of the payload to their place, at most `most` of them, with one call of `read`.
     /// Their checksum is taken while they are in cache.
     ///
-    /// # Errors Returns the error of `read`: then nothing has arrived.
+    /// # Errors
+    /// Returns the error of `read`: then nothing has arrived.
     pub fn read_from(
         &mut self,
         most: usize,
@@ -197,8 +198,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Counts the chunk, if all of it came and matches its checksum. A chunk for the drives counts only once
     /// it is there and has been [collected](Job::collect).
     ///
-    /// # Errors `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one:
-    /// then nothing was stored.
+    /// # Errors
+    /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing
+    /// was stored.
     pub fn finish(mut self) -> Result<Option<Work>, Fault> {
         self.job.check_alive()?;
         if !self.left.is_empty() {

@@ -124,7 +124,8 @@ macro_rules! rules {
             /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and
             /// `applied` are the arguments of [`new`](Scalars::new).
             ///
-            /// # Panics If the rule [cannot](Kind::can_look_ahead).
+            /// # Panics
+            /// If the rule [cannot](Kind::can_look_ahead).
             pub fn looking_ahead(mut self, hyper: &Hyper, applied: u64, next_lr: f64) -> Scalars {
                 match &mut self {
                     $(Scalars::$rule(constants) => constants.look_ahead(hyper, applied, next_lr),)*

@@ -65,7 +65,7 @@ pub(in super::super) unsafe fn update_floats<V: Lanes>(
     update_middle::<V, Floats>(scalars, gradient, state.master, moments, image);
 }
 
-/// Runs [`update_floats`] with moments in `moments`.
+/// Updates low-precision moments, with the lengths and alignment of [`update_floats`].
 #[inline(always)]
 pub(in super::super) unsafe fn update_low_moments<V: Lanes>(
     scalars: &Scalars,

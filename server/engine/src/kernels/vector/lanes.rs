@@ -11,8 +11,9 @@ use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 /// one function per kernel that has the feature enabled contains them all (see `entry_points!`). A method
 /// that is not inlined there would call every intrinsic as a function.
 ///
-/// # Safety For all methods: this CPU has the instruction set of the implementing type. Pointers are valid
-/// for 16 elements, with no alignment beyond the element's own unless the method says so.
+/// # Safety
+/// For all methods: this CPU has the instruction set of the implementing type. Pointers are valid for 16
+/// elements, with no alignment beyond the element's own unless the method says so.
 pub(in super::super) trait Lanes: Number {
     /// Sixteen 16-bit patterns.
     type Half: Copy;
