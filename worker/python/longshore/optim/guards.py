@@ -1,14 +1,15 @@
 """Guards against uses of an optimizer's parameters that would silently train something else.
 
-====================== ============================================ ======================================= guard                  refuses
-looks ====================== ============================================ ======================================= :func:`guard_clipping`
-clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
+====================== ============================================ =======================================
+guard                  refuses                                      looks
+====================== ============================================ =======================================
+:func:`guard_clipping` clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
                        that servers clip
 :class:`Writes`        trained weights that differ from the         when a step begins, and in ``shard()``
                        servers' after a write
-:class:`Watch`         a parameter that another one replaced        when a step begins, and in saves :class:`Absent`        (names) a
-parameter without any gradient     after the first steps ====================== ============================================
-=======================================
+:class:`Watch`         a parameter that another one replaced        when a step begins, and in saves
+:class:`Absent`        (names) a parameter without any gradient     after the first steps
+====================== ============================================ =======================================
 
 All run on the training thread, called by the optimizer. docs/pytorch.md says which mistakes no guard finds.
 """

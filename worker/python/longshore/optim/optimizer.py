@@ -260,7 +260,8 @@ class Optimizer(Stepping, Stateful, Succession):
         """Returns the job, opened now if necessary.
 
         Args:
-            in_step: weights may have been used already, for example by the forward of a running backward. Weights that equal the job's stay untouched.
+            in_step: weights may have been used already, for example by the forward of a running backward. Weights that equal the job's stay
+                untouched.
         """
         self._check_not_replaced()
         if self._process != os.getpid():

@@ -94,13 +94,15 @@ def shard(
         units: the modules that are units: names (``"layers.*"``), classes or modules. By default they are found.
         device: where the model trains, if it is elsewhere now and does not fit there whole.
         weights: how several ranks get a unit. ``"whole"``: each pulls all of it, and none waits for another. ``"gathered"``: each
-            pulls its part, and they gather the others' with torch.distributed, in the same order on all ranks. The default is gathered where ranks reduce gradients among themselves (``partition="reduce-scatter"``), and whole elsewhere.
+            pulls its part, and they gather the others' with torch.distributed, in the same order on all ranks. The default is gathered
+            where ranks reduce gradients among themselves (``partition="reduce-scatter"``), and whole elsewhere.
 
     Returns:
         The model's units, with counters of their bytes.
 
     Raises:
-        InvalidError: if a unit does not fit into the budget, if ``units`` names no possible unit, or if gathering ranks differ in their units.
+        InvalidError: if a unit does not fit into the budget, if ``units`` names no possible unit, or if gathering ranks differ in their
+            units.
         UsageError: for a model that is in units already, an optimizer that cannot be used, or a weight written since the job was opened.
     """
     _check(model, optimizer)

@@ -431,7 +431,9 @@ class Stateful(torch.optim.Optimizer):
 
         Args:
             full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
-                same name loads it, and so does an optimizer of this package whose job is new. The full state takes 12 bytes a parameter of this process; :mod:`longshore.checkpoint` writes files without that. None is True where a framework's adapter saves and the server ends with this process; without an adapter a warning says that the handle ends with the process.
+                same name loads it, and so does an optimizer of this package whose job is new. The full state takes 12 bytes a parameter of
+                this process; :mod:`longshore.checkpoint` writes files without that. None is True where a framework's adapter saves and the
+                server ends with this process; without an adapter a warning says that the handle ends with the process.
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
@@ -490,7 +492,8 @@ class Stateful(torch.optim.Optimizer):
         file when they are sent.
 
         Raises:
-            StateError: for a state of another model, job or version, naming the tensor that is missing, unknown or of another shape. Nothing has changed then.
+            StateError: for a state of another model, job or version, naming the tensor that is missing, unknown or of another shape.
+                Nothing has changed then.
         """
         # Hooks get a copy of the whole state, as in torch's own method.
         state_dict = state_dict.copy()
