@@ -1,1 +1,1 @@
-"""What every framework shares: options and settings of a job, its parameters, and their way to and from the servers."""
+"""Shared by every framework: options and settings of a job, its parameters, and their way to and from the servers."""

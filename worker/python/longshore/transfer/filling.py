@@ -19,7 +19,7 @@ from longshore.transfer.params import DTYPES, Param, is_sharded
 from longshore.transfer.partitions import Piece
 from longshore.transfer.weights import on_host, values
 
-#: By rule: torch's names of the arrays that servers keep beside the master weights.
+#: Torch's names of the arrays that servers keep beside the master weights, by rule.
 NAMES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -30,7 +30,7 @@ NAMES = {
 
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
-    """Where an array's values go: a contiguous CPU tensor for each parameter. None for an array without tensors."""
+    """Returns the places for an array's values: a contiguous CPU tensor for each parameter, or nothing for an array without tensors."""
     return [
         (param.index, tensor.data_ptr(), param.elements, DTYPES[tensor.dtype])
         for param, tensor in zip(params if tensors else [], tensors, strict=True)
@@ -38,13 +38,13 @@ def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
 
 
 def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
-    """By parameter: memory for its moments in torch's names, and for its fp32 ``master`` weights."""
+    """Returns by parameter memory for its moments in torch's names, and for its fp32 ``master`` weights."""
     arrays = ("master", *NAMES[rule])
     return [{name: torch.empty(param.shape, dtype=torch.float32) for name in arrays} for param in params]
 
 
 def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """The tensors of all arrays, in the servers' order; none of those that no state has."""
+    """Returns the tensors of all arrays in the servers' order; an empty list for an array that the states lack."""
     return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *NAMES[rule])]
 
 
@@ -52,7 +52,7 @@ class FrozenParams:
     """Frozen parameters that each rank has whole. They come after all others in the job.
 
     Args:
-        first: how many others there are.
+        first: number of other parameters.
         fills: whether this rank fills a new job.
     """
 
@@ -65,26 +65,27 @@ class FrozenParams:
         self._params = [dataclasses.replace(param, index=first + place) for place, param in enumerate(params)]
 
     def described(self) -> Sequence[JobParam]:
-        """What the job's layout has of them."""
+        """Returns the frozen parameters for the job's layout."""
         return self._params
 
     def values(self) -> tuple[list[Place], list[Tensor]]:
-        """All of them as they are now, where this rank fills the job, and what holds their memory."""
+        """Returns the frozen parameters' current places, and the tensors that hold their memory. Both are empty unless this rank fills the
+        job."""
         return values(self._params) if self._fills else ([], [])
 
     def whole(self) -> list[Param]:
-        """Those that each rank has whole."""
+        """Returns the frozen parameters that each rank has whole."""
         return self._params
 
     def own(self) -> list[Param]:
-        """Those of which each rank has a part of its own."""
+        """Returns the frozen parameters of which each rank has a part."""
         return []
 
     def read(self, job: Any, version: int, params: list[Param]) -> None:
-        """Gives some of them the job's weights, one at a time: this process may not have made them.
+        """Gives parameters the job's weights, one at a time. Another process may have made these weights.
 
         Raises:
-            UsageError: as in :func:`give`.
+            UsageError: as in :func:`write_frozen`.
         """
         for param in params:
             memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
@@ -94,15 +95,15 @@ class FrozenParams:
 
 @torch.no_grad()
 def write_frozen(param: Param, weights: Tensor) -> None:
-    """Gives a frozen parameter the job's weights of it.
+    """Writes the job's weights into a frozen parameter.
 
     Raises:
-        UsageError: where a backward runs that needs the weights it had.
+        UsageError: if a running backward needs the earlier weights.
     """
     if torch.equal(weights, param.tensor.to(weights.device)):
         return
     if torch._C._current_graph_task_id() != -1:
-        # Streaming opens a job with its first gradient, and that backward needs the weights that its forward used.
+        # Streaming opens a job with its first gradient. The running backward needs the weights that its forward used.
         raise UsageError(
             f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
             "bits: call optimizer.open() before the first forward"
@@ -110,11 +111,11 @@ def write_frozen(param: Param, weights: Tensor) -> None:
     param.tensor.copy_(weights)
 
 
-#: How many updates made a state, which parameters of the job have fewer and how many fewer, and what is asked for the tensor of an array
-#: and a parameter: its place, and what holds its memory.
+#: Number of updates that made a state; the job's parameters with fewer updates, and how many fewer; and a function that returns the place
+#: of an array's tensor for a parameter, with the object that holds its memory.
 Source = tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]
 
-#: The array of master weights; those behind it are the rule's moments.
+#: Index of the master weights' array; the rule's moments follow it.
 MASTER = 0
 
 
@@ -123,10 +124,10 @@ class Filling:
     """Tensors for a new job, read one by one as they are sent.
 
     Attributes:
-        applied: how many updates made the state; None where there are weights alone.
-        read: the tensor of an array (0 is the master weights) and a parameter, of its shape.
+        applied: number of updates that made the state; None for weights alone.
+        read: returns the tensor of an array (0 is the master weights) and a parameter, in its shape.
         check: refuses tensors that do not fit these parameters.
-        fewer: by the name of a parameter whose state fewer updates made: how many fewer.
+        fewer: number of missing updates, by the name of each parameter that has fewer than ``applied``.
     """
 
     applied: int | None
@@ -135,13 +136,13 @@ class Filling:
     fewer: Mapping[str, int] = field(default_factory=dict)
 
     def of_job(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
-        """The tensors that the Rust half fills a new job with.
+        """Returns the tensors with which the Rust half fills a new job.
 
         Args:
             params: the parameters that train.
-            pieces: what the job has of these, in its order.
-            first: the places of the model's own weights, by piece; none where they are to be asked of the parameters.
-            frozen: those of the frozen parameters, which have no state and come after the others.
+            pieces: the job's pieces of ``params``, in its order.
+            first: the places of the model's own weights by piece; empty to read them from the parameters.
+            frozen: the places of the frozen parameters, which have no state and come last.
         """
         self.check(params)
 
@@ -160,7 +161,7 @@ class Filling:
 
 
 def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
-    """Refuses what cannot be a parameter's weights or moments. One that is only ``described`` has no memory.
+    """Refuses a value that cannot be a parameter's weights or moments. A tensor that is only ``described`` has no memory.
 
     Raises:
         StateError: naming the tensor.
@@ -183,7 +184,7 @@ def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, descri
 
 
 def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]:
-    """How many updates made the state, and by parameter how many fewer made its own: steps without a gradient do not count for it."""
+    """Returns the number of updates that made the state, and how many fewer each parameter had: steps without its gradient do not count."""
     counts: dict[str, int] = {}
     for name, given in named.items():
         count = float(given)
@@ -197,18 +198,18 @@ def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]
 def of_torch(
     state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str, *, later: bool
 ) -> Filling | None:
-    """The state of a torch optimizer, or all of one of this package. Where it was saved before the first update it is the master weights
-    alone, and None where it has none of these.
+    """Returns the state of a torch optimizer, or a full state of this package. A state saved before the first update has the master weights
+    alone; without these the result is None.
 
     Args:
-        state_dict: what ``state_dict`` returned, checked by :func:`check_groups`.
-        tensors: by its number in the state: this optimizer's parameter.
-        names: and its name.
-        rule: this optimizer's.
-        later: frozen parameters train later. One that has no state begins with moments of zero, as in torch.
+        state_dict: the result of ``state_dict``, checked by :func:`check_groups`.
+        tensors: this optimizer's parameters, by their numbers in the state.
+        names: their names, by the same numbers.
+        rule: this optimizer's rule.
+        later: whether frozen parameters train later. A parameter without state begins with moments of zero, as in torch.
 
     Raises:
-        StateError: naming the tensor that is missing, is not known, or does not fit.
+        StateError: naming the tensor that is missing, unknown or of another shape.
     """
     where = "state_dict"
     moments = NAMES[rule]
@@ -226,7 +227,7 @@ def of_torch(
             remedy = "set requires_grad on it, or take it out of the state"
             raise invalid(f"{name}.{moments[0]}", "there", "absent, since the parameter is frozen", remedy, StateError)
     steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
-    # Momentum has no step count in torch: it goes on as after any update.
+    # Momentum has no step count in torch: it continues as after any update.
     applied, fewer = steps_of(steps, where) if steps else (1, {})
     with_master = any("master" in states.get(number, {}) for number in trained)
     has_begun = applied > 0 and any(state.get(key) is not None for state in states.values() for key in moments)
@@ -257,7 +258,7 @@ def of_torch(
 
 
 def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Refuses a state of other param groups, by number and size, in torch's words.
+    """Refuses a state whose param groups differ in number or size, in torch's words.
 
     Raises:
         GroupsError: naming the group.
@@ -275,7 +276,7 @@ def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
 
 
 def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], rule: str) -> None:
-    """Refuses a state of other param groups, as torch does, and of parameters of other names.
+    """Refuses a state of other param groups, as torch does, or of parameters with other names.
 
     Raises:
         StateError: naming the group and the parameter.

@@ -1,8 +1,8 @@
-"""Gradients as host memory: addresses for the Rust half, and copies of gradients that have none.
+"""Gradients as host memory: addresses for the Rust half, and copies of gradients without usable memory.
 
-A gradient of the CPU whose elements lie end to end is read where it is. One of an accelerator is copied on a stream of the package, behind
-the work that makes it: into page-locked memory of the job, or else of torch's. The training thread takes gradients; :class:`Pusher` pushes
-them from a thread of its own once their copies are done, so that backward never waits.
+A contiguous CPU gradient is read in place. An accelerator's gradient is copied on a stream of the package, behind the work that makes it,
+into page-locked memory of the job or of torch. The training thread takes gradients; :class:`Pusher` pushes them from its own thread once
+their copies are done, so that backward never waits.
 """
 
 import functools
@@ -20,18 +20,18 @@ from longshore.transfer import device as _device
 from longshore.transfer.params import Param, check_gradient
 from longshore.transfer.pinned import LockedMemory, Straight
 
-#: Parameter, address, elements, type: what the Rust half takes.
+#: A gradient for the Rust half: parameter, address, elements, type.
 Place = tuple[int, int, int, str]
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's own memory can be used."""
+    """Returns whether the Rust half can read the tensor's own memory."""
     return tensor.is_contiguous() and not _device.accelerator.has(tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A gradient on its way: where it can be read, once its copy is done, and what keeps its memory until then."""
+    """A gradient on its way: the place to read it from once its copy is done, and the tensors that keep its memory until then."""
 
     place: Place
     held: tuple[Tensor, ...]
@@ -39,16 +39,16 @@ class Leaving:
 
     @property
     def on_device(self) -> int:
-        """Bytes of the device's memory that it holds."""
+        """Bytes of the device's memory that the gradient holds."""
         return sum(tensor.nbytes for tensor in self.held[1:])
 
     def push(self, job: Any, scale: float = 1.0) -> None:
-        """Waits until it can be read, and pushes it."""
+        """Waits until the gradient can be read, and pushes it."""
         self.wait()
         job.push([self.place], scale)
 
     def wait(self) -> None:
-        """Blocks until it can be read, without the GIL."""
+        """Blocks until the gradient can be read, without the GIL."""
         if self.copied is not None:
             _device.accelerator.wait(self.copied)
 
@@ -57,23 +57,23 @@ class Gradients:
     """Gradients of one step as host memory.
 
     Attributes:
-        locked: the memory that gradients leave from, if a device may copy them there.
+        locked: page-locked memory of the job, if a device may copy gradients there.
     """
 
     def __init__(self) -> None:
         self.locked: LockedMemory | None = None
         self._staged: dict[int, Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
-        #: What was taken by :meth:`take` and may still be copied, or is not copied yet.
+        #: Gradients taken by :meth:`take` whose copies are under way, or have not begun.
         self._leaving: list[Leaving] = []
         self._straight: list[Straight] = []
 
     def take(self, param: Param, gradient: Tensor, scale: float = 1.0) -> list[Place]:
-        """Checks a gradient that is to leave times ``scale``, and starts copying it if it has to be. What this thread gives to the
-        device from now on comes after the copy.
+        """Checks a gradient, and starts its copy if it needs one. It leaves multiplied by ``scale``. Later work of this thread on the
+        device is ordered behind the copy.
 
         Returns:
-            Its place for :meth:`push`; none where :meth:`push` has the device copy it.
+            Its place for :meth:`push`; empty if :meth:`push` has the device copy it.
         """
         if is_plain(gradient):
             check_gradient(param, gradient)
@@ -88,8 +88,8 @@ class Gradients:
         return [leaving.place]
 
     def start(self, param: Param, gradient: Tensor, scale: float = 1.0) -> Leaving | Straight:
-        """Checks a gradient that is to leave times ``scale``, and starts copying it if it has to be. What was started before for this
-        parameter must have been read."""
+        """Checks a gradient, and starts its copy if it needs one. It leaves multiplied by ``scale``. The parameter's earlier gradient must
+        have been read."""
         check_gradient(param, gradient)
         if is_plain(gradient):
             return Leaving((param.index, gradient.data_ptr(), param.elements, param.wire), (gradient,))
@@ -123,7 +123,7 @@ class Gradients:
         return self._streams[device]
 
     def push(self, job: Any, places: list[Place], scale: float = 1.0) -> None:
-        """Pushes what was taken: these are its places."""
+        """Pushes the taken gradients, whose places are ``places``."""
         for leaving in self._leaving:
             leaving.wait()
         job.push(places, scale)
@@ -132,21 +132,21 @@ class Gradients:
         self.release()
 
     def release(self) -> None:
-        """Lets go of what was taken."""
+        """Drops the taken gradients."""
         self._leaving.clear()
         self._straight.clear()
 
 
 class _Work:
-    """What the pusher and its thread share."""
+    """State shared by the pusher and its thread."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[tuple[int | None, int, Callable[[], None]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.left = 0
-        #: Bytes of gradients on their way.
+        #: Bytes of unsent gradients.
         self.nbytes = 0
-        #: Parameters whose gradients are on their way.
+        #: Parameters with unsent gradients.
         self.params: set[int] = set()
         self.failure: BaseException | None = None
 
@@ -158,7 +158,7 @@ class _Work:
                     act()
             except BaseException as failure:
                 self.failure = failure
-            # What the act holds, such as a gradient, goes before somebody is told that it is done.
+            # References held by the act, for example to a gradient, end before waiting threads are notified.
             del item, act
             with self.changed:
                 self.left -= 1
@@ -168,7 +168,7 @@ class _Work:
 
 
 class Pusher:
-    """Does things in the order given, on a thread of its own. A failure is raised by the next call of any method."""
+    """Runs pushes in the order given, on a thread of its own. The next call of any method raises a failure."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -181,7 +181,7 @@ class Pusher:
         self._give(param, functools.partial(leaving.push, self._job), leaving.on_device)
 
     def then(self, act: Callable[[], None]) -> None:
-        """Does this after all that was given before."""
+        """Runs ``act`` after all earlier work."""
         self._give(None, act)
 
     def _give(self, param: int | None, act: Callable[[], None], nbytes: int = 0) -> None:
@@ -194,19 +194,19 @@ class Pusher:
         self._work.queue.put((param, nbytes, act))
 
     def wait_for(self, param: int) -> None:
-        """Waits until a parameter's gradient of the micro-step before has been read."""
+        """Waits until a parameter's gradient of the previous micro-step has been read."""
         with self._work.changed:
             self._work.changed.wait_for(lambda: param not in self._work.params)
         self._raise()
 
     def wait_for_room(self, nbytes: int, room: int) -> None:
-        """Waits until a gradient of this size fits into so many bytes, with those on their way that a device still holds."""
+        """Waits until a gradient of ``nbytes`` fits into ``room`` bytes, beside unsent gradients that a device still holds."""
         with self._work.changed:
             self._work.changed.wait_for(lambda: not self._work.nbytes or self._work.nbytes + nbytes <= room)
         self._raise()
 
     def wait(self) -> None:
-        """Waits until all that was given is done."""
+        """Waits until all given work is done. Raises its failure."""
         with self._work.changed:
             self._work.changed.wait_for(lambda: self._work.left == 0)
         self._raise()
@@ -219,7 +219,7 @@ class Pusher:
             raise failure
 
     def wait_until_idle(self) -> None:
-        """Waits until nothing is under way, whatever became of it."""
+        """Waits until no work is left, also after a failure."""
         with self._work.changed:
             self._work.changed.wait_for(lambda: self._work.left == 0)
 
@@ -229,11 +229,11 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.gradients = Gradients()
-        #: Those that an accelerator copies to the host, oldest first, with what to multiply them by.
+        #: Gradients that an accelerator copies to the host, oldest first, with their factors.
         self._copying: list[tuple[Leaving | Straight, float]] = []
 
     def send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
-        """Sends a gradient times ``scale``. One of an accelerator leaves with the next one, or at the end."""
+        """Sends a gradient multiplied by ``scale``. An accelerator's gradient leaves with the next one, or at the end."""
         self.push_copied(job)
         leaving = self.gradients.start(param, gradient, scale)
         if isinstance(leaving, Leaving) and leaving.copied is None:
@@ -242,7 +242,7 @@ class Outgoing:
             self._copying.append((leaving, scale))
 
     def push_copied(self, job: Any) -> None:
-        """Waits for the copies under way, and sends what they brought."""
+        """Waits for the copies under way, and sends their gradients."""
         for leaving, scale in self._copying:
             leaving.push(job, scale)
         self._copying.clear()

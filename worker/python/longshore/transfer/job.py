@@ -1,4 +1,4 @@
-"""A job's settings for the Rust half, the hyperparameters of a step, and the report of one. No framework is named here.
+"""A job's settings for the Rust half, a step's hyperparameters and its report. No framework is named here.
 
 Connections and clients build :class:`Settings` once, :class:`Hyper` for each step and group, and :class:`StepReport` from each outcome.
 """
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from longshore.transfer import server
 from longshore.transfer.options import Options
 
-# How many shards a small model has, as in the trainer of the command line.
+# Number of shards of a small model, as in the command line's trainer.
 _SMALL_MODEL_SHARDS = 16
 _BLOCK_ELEMENTS = 64 * 1024
 _DEFAULT_SHARD_ELEMENTS = 4 * 1024 * 1024
 
 
 class JobParam(Protocol):
-    """What a job's layout has of a parameter."""
+    """A parameter as a job's layout sees it."""
 
     @property
     def name(self) -> str: ...
@@ -39,14 +39,14 @@ class JobParam(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Options):
-    """A job and the way to it: the options with every default resolved, and the layout. ``Settings`` in settings.rs reads these fields.
+    """A job's options with every default resolved, and its layout. ``Settings`` in settings.rs reads these fields.
 
     Attributes:
         params: name, shape and group of each parameter, frozen ones last.
         groups: the names of the param groups.
         rule: the update rule's name.
-        partitions: the first parameter of each partition, and the rank that sends it. Empty where all ranks send everything.
-        frozen_from: the first of the frozen parameters; None without any.
+        partitions: the first parameter of each partition, and the rank that sends it. Empty if all ranks send everything.
+        frozen_from: index of the first frozen parameter; None without any.
     """
 
     servers: list[str]
@@ -67,7 +67,7 @@ class Settings(Options):
 
 
 def new_job_name(framework: str) -> str:
-    """A name that no other job has."""
+    """Returns a unique job name."""
     return f"{framework}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -80,8 +80,10 @@ def settings(
     partitions: Sequence[tuple[int, int]] = (),
     frozen: Sequence[JobParam] = (),
 ) -> Settings:
-    """``partitions`` are the first parameter and the rank of each, where ranks do not send all of the gradient. ``frozen`` are
-    parameters that no step changes; servers keep their weights alone."""
+    """Returns a job's settings.
+
+    ``partitions`` has the first parameter and the rank of each partition, for ranks that send a part of the gradient. ``frozen`` parameters
+    are changed by no step; servers keep their weights alone."""
     addresses = options.addresses()
     if addresses is None:
         addresses = [server.default().address]
@@ -109,13 +111,13 @@ def settings(
 
 
 def common_dtype(params: Sequence[JobParam]) -> str:
-    """The type that all parameters have, or fp32."""
+    """Returns the parameters' common type, or ``"fp32"``."""
     dtypes = {param.wire for param in params}
     return dtypes.pop() if len(dtypes) == 1 else "fp32"
 
 
 def shard_elements(params: Sequence[JobParam]) -> int:
-    """Enough shards for a small model to stream, and shards of the usual size for a large one."""
+    """Returns a shard's size: a small model gets enough shards to stream, a large one shards of the usual size."""
     elements = sum(param.elements for param in params)
     shard = math.ceil(elements / _SMALL_MODEL_SHARDS / _BLOCK_ELEMENTS) * _BLOCK_ELEMENTS
     return min(max(shard, _BLOCK_ELEMENTS), _DEFAULT_SHARD_ELEMENTS)
@@ -123,18 +125,18 @@ def shard_elements(params: Sequence[JobParam]) -> int:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of a step.
+    """Outcome of a step.
 
     Attributes:
         step: its number, counted from 1.
         read: the version of the weights that its gradient was computed with.
-        skipped: whether nothing was updated, since the gradient was not finite.
-        grad_norm: the global gradient norm before clipping; 0 where the job takes none, and nan where the step was skipped.
-        clip_coefficient: what gradients were multiplied by; 1 when they were not clipped.
-        loss_scale: what the step's loss was multiplied by; 1 without the option ``loss_scale``.
-        overflow: the parameter and element that was not finite first. Rank 0 knows it.
+        skipped: whether the update was skipped, since the gradient was not finite.
+        grad_norm: the global gradient norm before clipping; 0 if the job takes none, nan if the step was skipped.
+        clip_coefficient: the gradients' factor; 1 without clipping.
+        loss_scale: the loss's factor; 1 without the option ``loss_scale``.
+        overflow: the parameter and element that was not finite first. Only rank 0 knows it.
         wall_s: seconds from its first push to the return of its commit.
-        exposed_s: seconds of these in which this process waited.
+        exposed_s: part of ``wall_s`` in which this process waited.
         pushed_bytes, pulled_bytes: payload on the wire.
     """
 
@@ -152,11 +154,11 @@ class StepReport:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "StepReport":
-        """What the job says. All ranks have the same norm: a commit carries none that is not finite."""
+        """Returns the report of the job's fields. All ranks have the same norm: a commit carries no non-finite one."""
         return cls(**{**fields, "grad_norm": math.nan} if fields["skipped"] else fields)
 
     def why_skipped(self) -> str:
-        """What to say of a step that was skipped."""
+        """Returns the message for a skipped step."""
         where = f"first in {self.overflow}" if self.overflow is not None else "and rank 0 says where"
         return (
             f"step {self.step} was skipped, and nothing is lost: the gradient is not finite, {where}. "
@@ -166,12 +168,12 @@ class StepReport:
 
 @dataclass(slots=True)
 class Hyper:
-    """Hyperparameters of a param group in one step. A rule ignores those that it does not have.
+    """Hyperparameters of a param group in one step. A rule ignores the ones that it does not use.
 
     Attributes:
         lr: the learning rate.
         beta1, beta2, eps: of AdamW, Adam and Lion; Adagrad has ``eps`` too.
-        weight_decay: decoupled with AdamW and Lion, otherwise a part of the gradient.
+        weight_decay: decoupled with AdamW and Lion, otherwise added to the gradient.
         momentum, dampening, nesterov: of SGD.
         lr_decay: of Adagrad.
     """

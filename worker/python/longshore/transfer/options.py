@@ -19,14 +19,14 @@ Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the losses of an fp16 model are multiplied by, as DeepSpeed's section ``fp16`` says it. Servers take it off again.
+    """Factor for the losses of an fp16 model, as in DeepSpeed's section ``fp16``. Servers divide gradients by it again.
 
     Attributes:
-        initial: the first scale, or the only one.
+        initial: the first scale, or the constant one.
         dynamic: whether it halves after an overflow, whose step is skipped, and doubles after clean steps.
-        window: how many clean steps come before it doubles.
-        hysteresis: how many overflows come before it halves; consecutive_hysteresis: whether a clean step refills these.
-        min: the floor. An overflow there pauses the job, since a smaller scale would not help.
+        window: number of clean steps before it doubles.
+        hysteresis: number of overflows before it halves; consecutive_hysteresis: whether a clean step resets their count.
+        min: the floor. An overflow at the floor pauses the job, since a smaller scale would not help.
     """
 
     initial: float = 65536.0
@@ -73,52 +73,52 @@ class JobOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How a job is opened, and how its gradients and weights travel.
+    """Options of a job: how it is opened, and how its gradients and weights travel.
 
     Attributes:
         servers: addresses (``"host1:7070,host2:7070"`` or a sequence), a :class:`longshore.Server`, or None for a server
             inside this process.
         tls_dir: a folder with ``ca.pem``, and with ``client.pem`` and ``client.key`` or with ``token``, for servers that have
             ``--tls-dir``: connections are then encrypted. By default ``LONGSHORE_TLS_DIR`` of the environment.
-        job: the job's name on its servers. With ``servers=`` it is how a new process finds the job again. By default a name
-            of its own.
-        rank, world_size: this worker among those whose gradients the servers sum. By default ``RANK`` and ``WORLD_SIZE``
-            of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else
+        job: the job's name on its servers. With ``servers=`` a new process finds the job again by it. By default a unique name.
+        rank, world_size: this worker's rank, and the number of ranks whose gradients the servers sum. By default ``RANK`` and
+            ``WORLD_SIZE`` of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else
             torch.distributed's, else 0 and 1. A step applies the mean over ranks.
-        partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed; each sends its part of them, reads
-            its part of the weights and gathers the rest, as ZeRO-2 does. ``"all-reduced"`` says that gradients come reduced, as
-            DistributedDataParallel makes them. By default the servers sum; models of ``fully_shard`` need no word here.
-        reduce_dtype: what ``"reduce-scatter"`` adds gradients up in. ``"auto"`` is their own type.
-        streaming: gradients leave as backward makes them, instead of in ``step``.
+        partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed; each sends its part of them, reads its part of
+            the weights and gathers the rest, as ZeRO-2 does. ``"all-reduced"`` says that gradients come reduced, as DistributedDataParallel
+            makes them. By default the servers sum; models of ``fully_shard`` need no value here.
+        reduce_dtype: the type in which ``"reduce-scatter"`` adds gradients. ``"auto"`` is their own type.
+        streaming: whether gradients leave as backward makes them, instead of in ``step``.
         layerwise: in streaming mode, each parameter gets its new weights when it is first used after a step, so that the
             next forward starts while the last weights arrive. False has ``step`` wait for all of them.
-        frozen: what becomes of parameters with ``requires_grad=False``. ``"leave"`` leaves them to the framework. ``"keep"`` has
-            servers keep their weights, in ``image_dtype`` and without state: exports, checkpoints and a process that finds the job
-            again then have the whole model. ``"train-later"`` gives them state as well: steps leave them out for as long as they get
-            no gradient, and whoever sets ``requires_grad=True`` between two steps trains them from then on.
-        accumulate: in streaming mode, how many backward passes a step has. Their gradients add up, as in torch.
-        accumulate_on: who adds them up. Servers get each one; a worker takes 4 bytes a parameter of this host and sends one.
+        frozen: handling of parameters with ``requires_grad=False``. ``"leave"`` leaves them to the framework. ``"keep"`` has servers keep
+            their weights, in ``image_dtype`` and without state: exports, checkpoints and a process that finds the job again then have the
+            whole model. ``"train-later"`` gives them state as well: steps leave them out while they get no gradient. Setting
+            ``requires_grad=True`` between two steps trains them from then on.
+        accumulate: in streaming mode, the number of backward passes in a step. Their gradients add up, as in torch.
+        accumulate_on: the adder of these gradients. Servers get each gradient; a worker takes 4 bytes a parameter of this host and sends
+            one sum.
         max_grad_norm: the largest global gradient norm; servers clip to it exactly. None does not clip.
-        missing_gradients: what a parameter means that got no gradient in a step, from any rank and any backward pass. ``"skip"``
-            leaves it out of the step, as torch does: its weight, its moments and its step count stay. ``"zeros"`` takes zeros, as
-            DeepSpeed does: moments and weights then decay. ``"error"`` refuses a step in which others have a gradient. By default
-            it is ``"skip"``, and ``"error"`` with ``state="block8"``, which cannot skip.
-        written_weights: what becomes of trained weights that somebody has written since the last step, and that are others than the
-            servers'. ``"error"`` refuses the step, naming the parameter. ``"drop"`` computes it with them and loses them.
-        nonfinite: what happens to a step whose gradient has inf or NaN. ``"skip"`` leaves everything as it is and warns,
-            ``"raise"`` does so and raises, ``"apply"`` uses it as torch does, and takes no norm.
-        loss_scale: what losses are multiplied by, for fp16: ``(loss * optimizer.loss_scale).backward()``. None multiplies nothing.
-        gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own
-            type, or fp32 where they differ.
+        missing_gradients: handling of a parameter that got no gradient in a step, from any rank and any backward pass. ``"skip"`` leaves
+            the parameter out of the step, as torch does: its weight, its moments and its step count stay. ``"zeros"`` takes zeros, as
+            DeepSpeed does: moments and weights then decay. ``"error"`` refuses a step in which others have a gradient. The default is
+            ``"skip"``, and ``"error"`` with ``state="block8"``, which cannot skip.
+        written_weights: handling of trained weights that were written since the last step and differ from the servers'. ``"error"`` refuses
+            the step, naming the parameter. ``"drop"`` computes the step with the written weights and loses them.
+        nonfinite: handling of a step whose gradient has inf or NaN. ``"skip"`` leaves everything unchanged and warns. ``"raise"`` leaves
+            everything unchanged and raises. ``"apply"`` uses the gradient as torch does, and takes no norm.
+        loss_scale: factor of losses, for fp16: ``(loss * optimizer.loss_scale).backward()``. None means no factor.
+        gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own type, or fp32 if
+            these differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
-        warmup_steps: how many steps are exact before the delay starts. The first steps move the weights most.
-        correction: of the delay: ``"look-ahead"``, or ``"none"``, which Lion and Adagrad need.
+        warmup_steps: number of exact steps before the delay starts. The first steps move the weights most.
+        correction: correction of the delay: ``"look-ahead"``, or ``"none"``, which Lion and Adagrad need.
         tier: where servers keep the state.
-        state, master: the formats in which they keep moments and master weights.
-        seed: of stochastic rounding, where state is not fp32.
+        state, master: the servers' formats of moments and master weights.
+        seed: seed of stochastic rounding, if state is not fp32.
         shard_elements: the size of a shard; by default it follows from the model's size.
         transport: how payloads travel; ``"auto"`` is shared memory on one host and sockets elsewhere.
-        deadline: seconds that anything may take which a healthy job does at once.
+        deadline: most seconds for an operation that a healthy job does at once.
     """
 
     servers: str | Sequence[str] | Server | None = None
@@ -153,10 +153,10 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "Options":
-        """Checks what was given.
+        """Returns checked options.
 
         Raises:
-            TypeError: for a name that is none of these.
+            TypeError: for an unknown name.
             InvalidError: for a value that cannot be used, or that contradicts another.
         """
         known = {field.name for field in fields(cls)}
@@ -220,19 +220,19 @@ class Options:
 
     @property
     def trains_later(self) -> bool:
-        """Whether the job trains parameters that are frozen at the first step, once they are not any more."""
+        """Whether parameters frozen at the first step train once they are unfrozen."""
         return self.frozen == "train-later"
 
     def on_missing(self) -> str:
-        """What a parameter without a gradient means."""
+        """Returns the handling of a parameter without a gradient."""
         return self.missing_gradients or ("error" if self.state == "block8" else "skip")
 
     def may_differ(self) -> bool:
-        """Whether another rank may have gradients in a step in which this one has none."""
+        """Returns whether another rank may have gradients in a step in which this one has none."""
         return self.place()[1] > 1 and self.on_missing() != "error"
 
     def place(self) -> tuple[int, int]:
-        """Rank and world size."""
+        """Returns rank and world size."""
         rank_name, world_size_name = _launcher()
         group_rank, group_size = _group()
         rank = _of_environment(rank_name, group_rank) if self.rank is None else self.rank
@@ -240,13 +240,13 @@ class Options:
         return (0 if world_size == 1 and self.rank is None else rank), world_size
 
     def server(self) -> Server | None:
-        """The server inside this process, if that is where the job is."""
+        """Returns the server inside this process, if it holds the job."""
         if self.servers is None:
             return _server.default()
         return self.servers if isinstance(self.servers, Server) else None
 
     def addresses(self) -> list[str] | None:
-        """The servers' addresses; None for the one inside this process."""
+        """Returns the servers' addresses; None for this process's default server."""
         if self.servers is None:
             return None
         if isinstance(self.servers, Server):
@@ -256,7 +256,7 @@ class Options:
         return list(self.servers)
 
     def tls_folder(self) -> str | None:
-        """The folder of what servers are shown and asked for. A server inside this process has none."""
+        """Returns the folder of certificates and tokens. A server inside this process has none."""
         if self.servers is None or isinstance(self.servers, Server):
             return None
         folder = os.environ.get("LONGSHORE_TLS_DIR") if self.tls_dir is None else self.tls_dir
@@ -265,7 +265,7 @@ class Options:
 
 @functools.cache
 def _choices() -> dict[str, tuple[str | None, ...]]:
-    """The values of each option that has a few, by its type."""
+    """Returns the allowed values of each option whose type is a Literal."""
     found = {}
     for field, hint in get_type_hints(JobOptions).items():
         kinds = [hint] if get_origin(hint) is Literal else get_args(hint)
@@ -276,16 +276,16 @@ def _choices() -> dict[str, tuple[str | None, ...]]:
 
 
 def _group() -> tuple[int, int]:
-    """Rank and world size of torch.distributed, if it has a process group."""
-    torch = sys.modules.get("torch")  # other frameworks' clients do without it
+    """Returns torch.distributed's rank and world size, or 0 and 1 without a process group."""
+    torch = sys.modules.get("torch")  # other frameworks' clients run without torch
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
 def _launcher() -> tuple[str, str]:
-    """The variables in which the program that started this process says its rank and the world size."""
-    # sbatch sets SLURM_NTASKS for the one process of a script, too. Only srun sets this one, for each of its processes.
+    """Returns the names of the launcher's variables for rank and world size."""
+    # sbatch sets SLURM_NTASKS even for a script's single process. Only srun sets SLURM_STEP_NUM_TASKS, for each of its processes.
     if "WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         return "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
     return "RANK", "WORLD_SIZE"

@@ -1,4 +1,4 @@
-"""The parameters of a job: what torch's param groups hold, checked, named and numbered."""
+"""The parameters of a job: the tensors of torch's param groups, checked, named and numbered."""
 
 import gc
 import hashlib
@@ -19,13 +19,13 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def dtype_of(wire: str) -> torch.dtype:
-    """The type that the Rust half calls so."""
+    """Returns the type for a name of the Rust half, for example ``torch.bfloat16`` for ``"bf16"``."""
     return next(dtype for dtype, name in DTYPES.items() if name == wire)
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the job, at its place in the job's order."""
+    """A parameter of the job, at its place in the job's order."""
 
     index: int
     name: str
@@ -38,44 +38,44 @@ class Param:
     elements: int
 
 
-#: Names by which a framework's adapter knows a model's parameters, where the framework gives its optimizer none.
+#: Names from a framework's adapter, for frameworks that give their optimizer none.
 _NAMES = WeakTensorKeyDictionary()
 
 
 def learn_names(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Has optimizers that are built later call these parameters so, if they are given no names."""
+    """Stores names for parameters of later optimizers that are given none."""
     for name, tensor in named_parameters:
         _NAMES[tensor] = name
 
 
 def name_of(group: dict[str, Any], group_index: int, index: int) -> str:
-    """The model's name of a parameter, or its place where nobody has said names."""
+    """Returns a parameter's name in the model, or its place if no name is known."""
     names = group.get("param_names")
     return names[index] if names else _NAMES.get(group["params"][index], f"group{group_index}.param{index}")
 
 
 def is_place(name: str) -> bool:
-    """Whether a name is that of a parameter's place."""
+    """Returns whether a name is a place, for example ``group0.param3``."""
     return re.fullmatch(r"group\d+\.param\d+", name) is not None
 
 
 def named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """All parameters of the groups, with their names."""
+    """Yields all parameters of the groups with their names."""
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
             yield name_of(group, group_index, index), tensor
 
 
 def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) -> None:
-    """Refuses a group with a parameter of another one, or with one that no server could keep. torch says the first
-    without a name. ``later`` is as in :func:`table`."""
+    """Refuses a group with a parameter of another group, or with a parameter that no server can keep. torch's own error for the first names
+    no parameter. ``later`` is as in :func:`table`."""
     known = {id(tensor): name for name, tensor in named(groups)}
     for index, item in enumerate(added):
         name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
         if not isinstance(tensor, Tensor):
             continue
         if id(tensor) in known:
-            # torch's own words lead, since callers look for them.
+            # torch's words lead, since callers search for them.
             raise invalid(
                 f"some parameters appear in more than one parameter group: {name}",
                 f"in a second group, as {known[id(tensor)]} before",
@@ -87,7 +87,7 @@ def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) 
 
 
 def check(name: str, tensor: Tensor) -> None:
-    """Refuses a parameter that no server could keep."""
+    """Refuses a parameter that no server can keep."""
     if tensor.is_complex():
         raise invalid(
             name,
@@ -102,13 +102,13 @@ def check(name: str, tensor: Tensor) -> None:
 
 
 def table(groups: list[dict[str, Any]], *, later: bool = False) -> list[Param]:
-    """The parameters that train, in the order of the groups. Empty ones are left to the framework, and so are frozen ones.
+    """Returns the parameters that train, in the order of the groups. Empty and frozen ones are left to the framework.
 
     Args:
-        later: frozen ones train as well, once they are not frozen any more.
+        later: whether frozen parameters are included, which train once they are unfrozen.
 
     Raises:
-        InvalidError: for two parameters over one memory, or where nothing trains.
+        InvalidError: for two parameters over one memory, or if nothing trains.
     """
     params = _table(groups, which=(True, False) if later else (True,), first=0)
     if not params:
@@ -118,10 +118,10 @@ def table(groups: list[dict[str, Any]], *, later: bool = False) -> list[Param]:
 
 
 def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Param]:
-    """The frozen parameters, which are the last ones of a job that keeps them.
+    """Returns the frozen parameters, which come last in a job that keeps them.
 
     Raises:
-        InvalidError: for two parameters over one memory, or for one whose name a trained one has.
+        InvalidError: for two parameters over one memory, or for a name that a trained parameter has.
     """
     frozen = _table(groups, which=(False,), first=len(trained))
     names = {param.name for param in trained}
@@ -132,7 +132,7 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
 
 
 def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int) -> list[Param]:
-    """The parameters whose ``requires_grad`` is one of ``which``, numbered from ``first`` on."""
+    """Returns the parameters whose ``requires_grad`` is in ``which``, numbered from ``first`` on."""
     params: list[Param] = []
     seen: dict[tuple[int, int], str] = {}
     names: set[str] = set()
@@ -156,22 +156,22 @@ def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of any placement."""
-    module = sys.modules.get("torch.distributed.tensor")  # which takes long to import, and is not there without FSDP
+    """Returns whether the tensor is a DTensor, of any placement."""
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import, and absent without FSDP
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _memory(tensor: Any) -> tuple[int, int]:
-    """Where its elements, or those of its shard, lie, and how many there are."""
+    """Returns the address and number of the tensor's elements, or its local shard's."""
     if is_sharded(tensor):
         tensor = tensor.detach().to_local()
     if hasattr(tensor, "_longshore_member"):
-        return (id(tensor), 0)  # its memory was its own when its model was cut into units, and may be away
+        return (id(tensor), 0)  # its memory was checked when its model was cut into units, and may be released
     return (tensor.data_ptr(), tensor.numel())
 
 
 def fingerprint(rule: str, params: Iterable[Param]) -> str:
-    """Differs between models, and is the same in every process."""
+    """Returns a hash that differs between models and is equal in every process."""
     digest = hashlib.sha256(rule.encode())
     for param in params:
         digest.update(f"{param.name}\0{tuple(param.shape)}\0{param.group}\n".encode())
@@ -179,7 +179,7 @@ def fingerprint(rule: str, params: Iterable[Param]) -> str:
 
 
 def check_unchanged(params: list[Param], frozen: list[tuple[str, Tensor]]) -> None:
-    """Refuses to go on with a model that was changed under the optimizer."""
+    """Refuses parameters whose shape, type or frozen state changed after the job was opened."""
     for param in params:
         tensor = param.tensor
         if tensor.shape != param.shape or tensor.dtype is not param.dtype:
@@ -202,7 +202,7 @@ def check_unchanged(params: list[Param], frozen: list[tuple[str, Tensor]]) -> No
 
 
 def check_has_no_graph(param: Param, gradient: Tensor) -> None:
-    """Refuses a gradient that a later backward still needs: it would be a part of the step, and leaves before that."""
+    """Refuses a gradient with a graph: a later backward needs it after it has left."""
     if gradient.requires_grad:
         raise invalid(
             f"{param.name}.grad",
@@ -214,7 +214,7 @@ def check_has_no_graph(param: Param, gradient: Tensor) -> None:
 
 
 def check_gradient(param: Param, gradient: Tensor) -> None:
-    """Refuses a gradient that is not the parameter's, as that of one that was changed under the optimizer."""
+    """Refuses a gradient of another type, layout or shape than its parameter, for example after the model was changed."""
     if gradient.dtype is param.dtype and gradient.layout is torch.strided and gradient.shape == param.shape:
         return
     check_unchanged([param], [])
@@ -235,11 +235,11 @@ def check_gradient(param: Param, gradient: Tensor) -> None:
 
 
 def check_missing(missing: list[Param], afterwards: str = "") -> None:
-    """Refuses a step in which these have no gradient.
+    """Refuses a step with missing gradients.
 
     Args:
-        missing: these.
-        afterwards: how to go on where the others' gradients have left already.
+        missing: the parameters without a gradient.
+        afterwards: how to continue if the others' gradients have left already.
     """
     if not missing:
         return
@@ -254,22 +254,23 @@ def check_missing(missing: list[Param], afterwards: str = "") -> None:
     )
 
 
-# Which optimizer updates a parameter, once its job is open or it watches backward: two would overwrite each other's weights.
+# The optimizer of each parameter, once its job is open or it watches backward. Two optimizers would overwrite each other's weights.
 _owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
 
 
 def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any, *, is_begun: bool = True) -> None:
-    """Notes that an optimizer updates these from now on. One that updated some of them before is closed, if it can give way: that of a
-    notebook's cell that runs again may still be referred to by a scheduler or a traceback.
+    """Makes ``optimizer`` the owner of parameters. An earlier owner is closed if it can give way: an optimizer of a notebook cell that runs
+    again may still be referred to by a scheduler or a traceback.
 
     Args:
-        is_begun: the optimizer makes a step now. Otherwise one that cannot give way may still end before that, and nothing is noted.
+        is_begun: whether the optimizer makes a step now. Otherwise an owner that cannot give way may still end before the first step, and
+            nothing is noted.
 
     Raises:
-        UsageError: where another one does and cannot give way.
+        UsageError: if another owner cannot give way.
     """
     if owners(named, optimizer):
-        gc.collect()  # an optimizer that is gone may still wait for this
+        gc.collect()  # a dropped optimizer may still wait for collection
     tensors = {id(tensor) for _, tensor in named}
     staying = [name for name, other in owners(named, optimizer) if not other.give_way(tensors)]
     if staying and is_begun:
@@ -286,7 +287,7 @@ def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any, *, is_begun: bool
 
 
 def owners(named: Sequence[tuple[str, Tensor]], optimizer: Any = None) -> list[tuple[str, Any]]:
-    """The optimizers that update some of these, but for this one, each with the name of the first that it updates."""
+    """Returns the other optimizers that own some of the parameters, each with the name of its first one."""
     found: dict[int, tuple[str, Any]] = {}
     for name, mine in named:
         tensor, owner = _owners.get(id(mine), (None, None))
@@ -298,16 +299,16 @@ def owners(named: Sequence[tuple[str, Tensor]], optimizer: Any = None) -> list[t
 
 
 def release(tensors: Iterable[int]) -> None:
-    """Forgets the owners of these, by ``id``."""
+    """Removes the owners of tensors, by ``id``."""
     for tensor in tensors:
         _owners.pop(tensor, None)
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same bits, those of NaN as well."""
+    """Returns whether both have the same bits, also of NaN."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def is_image(mine: Tensor, theirs: Tensor, image: torch.dtype) -> bool:
-    """Whether the second are the first, rounded as servers round weights to an image."""
+    """Returns whether ``theirs`` is ``mine``, rounded as servers round weights to an image."""
     return are_equal(mine.to(image).to(mine.dtype), theirs)

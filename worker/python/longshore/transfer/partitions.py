@@ -1,9 +1,8 @@
-"""Which rank has which part of each parameter: the layout of a job whose gradients come in partitions.
+"""Layout of a job whose gradients come in partitions: the part of each parameter that each rank has.
 
-Each parameter is cut into pieces. Where ranks hold it whole there is one for each of them, cut along its first dimension as
-``torch.chunk`` cuts; where it is a DTensor its local shards are the pieces (``_sharding.py``). A piece is a parameter of the
-job. Pieces lie bucket by bucket, in forward order, and within a bucket rank by rank: so servers update the first layers
-first, and each rank's pieces of a bucket are a partition.
+Each parameter is cut into pieces. A whole parameter has one piece for each rank, cut along its first dimension as ``torch.chunk`` cuts; a
+DTensor's pieces are its local shards (``_sharding.py``). A piece is a parameter of the job. Pieces lie bucket by bucket in forward order,
+and within a bucket rank by rank. So servers update the first layers first, and each rank's pieces of a bucket are a partition.
 """
 
 import contextlib
@@ -19,15 +18,15 @@ from longshore.errors import invalid
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import DTYPES, Param
 
-#: A partition is padded to whole blocks of 64 Ki elements. With as many blocks as this in each, padding takes 3 % of the space.
+#: A partition is padded to whole blocks of 64 Ki elements. With 16 blocks in each, padding takes 3 % of the space.
 _BLOCKS = 16
 _BLOCK_ELEMENTS = 64 * 1024
-#: What servers take, in limits.rs: partitions, and parameters that steps may leave out.
+#: The servers' limits, in limits.rs: partitions, and parameters that steps may leave out.
 _MOST_PARTITIONS = 4096
 _MOST_PIECES = 65_536
 
 
-#: Where a piece lies in its parameter: in each dimension its first index, and the one behind its last.
+#: A piece's place in its parameter: the first index and the end index of each dimension.
 Box = tuple[tuple[int, int], ...]
 
 
@@ -40,14 +39,14 @@ class Piece:
     param: Param
     rank: int
     shape: tuple[int, ...]
-    #: Its first element in the parameter, and how many it has.
+    #: Index of its first element in the parameter, and its number of elements.
     start: int
     elements: int
-    #: Where it lies in its rank's part of the bucket.
+    #: Its first element's index in the rank's part of the bucket.
     offset: int
-    #: Where it lies in the parameter, if its elements are not a run of the parameter's, as columns of a matrix are not.
+    #: Its place in the parameter if its elements are not consecutive there, for example columns of a matrix.
     box: Box | None = None
-    #: The ranks that hold it, in ascending order, if they are others than ``rank`` alone.
+    #: The ranks that hold it, in ascending order, if these are more than ``rank`` alone.
     replicas: tuple[int, ...] = ()
 
     @property
@@ -60,23 +59,23 @@ class Piece:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The ranks whose model has it."""
+        """The ranks whose model has the piece."""
         return self.replicas or (self.rank,)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """Its elements in a contiguous tensor of the parameter's shape, where they lie."""
+        """Returns the piece's elements as a view of a contiguous tensor of the parameter's shape."""
         if self.box is None:
             return whole.view(-1)[self.start : self.start + self.elements]
         return whole[tuple(slice(first, end) for first, end in self.box)]
 
     def place(self, part: Tensor) -> Place:
-        """The memory of its elements, which are end to end in a CPU tensor."""
+        """Returns the place of the piece's elements, which lie end to end in a CPU tensor."""
         return (self.index, part.data_ptr(), self.elements, DTYPES[part.dtype])
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients the ranks reduce together. Each rank's part of it has the same size, ``slot`` elements."""
+    """Parameters whose gradients the ranks reduce together. Each rank's part has ``slot`` elements."""
 
     index: int
     params: list[Param]
@@ -88,43 +87,43 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Layout:
     buckets: list[Bucket]
-    #: First piece and rank of each.
+    #: First piece and rank of each partition.
     partitions: list[tuple[int, int]]
 
     def pieces(self) -> Iterator[Piece]:
-        """All pieces, in the job's order."""
+        """Yields all pieces in the job's order."""
         for bucket in self.buckets:
             for pieces in bucket.pieces:
                 yield from pieces
 
     def count(self) -> int:
-        """How many pieces there are."""
+        """Returns the number of pieces."""
         return sum(len(pieces) for bucket in self.buckets for pieces in bucket.pieces)
 
     def of_rank(self, rank: int) -> list[Piece]:
         return [piece for bucket in self.buckets for piece in bucket.pieces[rank]]
 
     def of_params(self) -> dict[int, list[Piece]]:
-        """By parameter: its pieces, which end to end are its elements."""
+        """Returns each parameter's pieces, which end to end are its elements."""
         found: dict[int, list[Piece]] = {}
         for piece in self.pieces():
             found.setdefault(piece.param.index, []).append(piece)
         return found
 
 
-#: The pieces of a parameter in the order of its elements, before they have a place in the job.
+#: Cuts a parameter into pieces in the order of its elements, without places in the job yet.
 Cut = Callable[[Param], list[Piece]]
 
 
 def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layout:
-    """Cuts the parameters for so many ranks.
+    """Cuts the parameters for ``world_size`` ranks.
 
     Args:
-        cut: cuts a parameter, of which a rank sends one piece at most. Without it each rank has as much of it as the next one, of
-            whole rows where these can be dealt evenly.
+        cut: cuts a parameter into at most one piece for each rank. By default all ranks have equal parts, of whole rows if the rows divide
+            evenly.
 
     Raises:
-        InvalidError: where a rank would have nothing, or where there are more pieces than servers take.
+        InvalidError: if a rank has nothing, or if there are more pieces than servers take.
     """
     cuts = {param.index: cut(param) if cut is not None else _evenly(param, world_size) for param in params}
     pieces = sum(map(len, cuts.values()))
@@ -159,19 +158,19 @@ def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layo
 
 
 def in_one_piece(param: Param) -> Piece:
-    """A parameter that is one of the job, as a piece."""
+    """Returns a whole parameter as a piece."""
     return Piece(param.index, param.name, param, 0, tuple(param.shape), 0, param.elements, 0)
 
 
 def piece_param(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> Param:
-    """A piece as what gradients and weights are taken for."""
+    """Returns a piece as the :class:`Param` that gradients and weights need."""
     return Param(
         piece.index, piece.name, piece.param.group, tensor, torch.Size([piece.elements]), dtype, DTYPES[dtype], piece.elements
     )
 
 
 def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int, int, int]]:
-    """Where elements of a parameter lie in its pieces: which piece, the first element in it, and how many."""
+    """Yields the places of a parameter's elements in its pieces: the piece, the first element in it, and their number."""
     for piece in pieces:
         first, end = max(start, piece.start), min(start + elements, piece.start + piece.elements)
         if first < end:
@@ -180,9 +179,10 @@ def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int,
 
 @contextlib.contextmanager
 def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[list[Place]]]:
-    """Within it values can be written to what it gives: by array the place of each piece, none for an array without tensors. At its end
-    they are in the arrays' tensors, which are contiguous ones of the CPU, one for each parameter. Pieces that are no run of their
-    parameter have memory of their own until then."""
+    """Yields places to write exported values to: by array a place for each piece, none for an array without tensors.
+
+    At its end the values are in the arrays' tensors: contiguous CPU tensors, one for each parameter. Until then a piece that is not
+    consecutive in its parameter has memory of its own."""
     apart: list[tuple[Tensor, Tensor]] = []
 
     def place(piece: Piece, whole: Tensor) -> Place:
@@ -212,7 +212,7 @@ def _check_ranks(partitions: list[tuple[int, int]], world_size: int) -> None:
 
 
 def _evenly(param: Param, world_size: int) -> list[Piece]:
-    """A piece for each rank for which there are elements."""
+    """Returns a piece for each rank, as long as there are elements."""
     rows = param.shape[0] if param.shape else 1
     unit = param.elements // rows if rows % world_size == 0 else 1
     step = math.ceil(param.elements // unit / world_size) * unit
@@ -226,14 +226,14 @@ def _evenly(param: Param, world_size: int) -> list[Piece]:
 
 
 def _shape(param: Param, start: int, elements: int) -> tuple[int, ...]:
-    """That of rows of the parameter, where they are whole."""
+    """Returns the shape of whole rows of the parameter, or else a flat one."""
     row = param.elements // param.shape[0] if param.shape else 1
     is_rows = param.shape and start % row == 0 and elements % row == 0
     return (elements // row, *param.shape[1:]) if is_rows else (elements,)
 
 
 def _grouped(params: list[Param], world_size: int) -> list[list[Param]]:
-    """The parameters of each bucket. They are of one device."""
+    """Returns the parameters of each bucket, which are on one device."""
     total = sum(param.elements for param in params)
     least = max(_BLOCKS * _BLOCK_ELEMENTS * world_size, total * 2 * world_size // _MOST_PARTITIONS)
     groups: list[list[Param]] = []
@@ -252,7 +252,7 @@ def _grouped(params: list[Param], world_size: int) -> list[list[Param]]:
 
 
 def copy(pieces: list[Piece], tensor: Tensor, slots: Tensor) -> None:
-    """Copies a parameter or its gradient into its bucket, which has a row a rank."""
+    """Copies a parameter or its gradient into its bucket, which has one row for each rank."""
     flat = tensor.reshape(-1)
     columns = _columns(pieces, slots)
     if columns is not None:
@@ -274,7 +274,7 @@ def copy_back(pieces: list[Piece], slots: Tensor, tensor: Tensor) -> None:
 
 
 def _columns(pieces: list[Piece], slots: Tensor) -> Tensor | None:
-    """A parameter's place in its bucket, where all ranks have as much of it."""
+    """Returns the parameter's columns in its bucket; None unless all ranks have equal parts."""
     first = pieces[0]
     if len(pieces) != len(slots) or any(piece.elements != first.elements for piece in pieces):
         return None

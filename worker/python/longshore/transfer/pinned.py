@@ -1,4 +1,4 @@
-"""Page-locked memory of the host: gradients leave from it, weights are lent from it, and other copies go through it.
+"""Page-locked memory of the host. Gradients leave from it, weights are lent from it, and other copies pass through it.
 
 A job owns its :class:`LockedMemory` and its :class:`Lending`, which register memory of the Rust half with the device. Both are used on the
 training thread and on the pusher's. Staging memory belongs to the fetcher of a model in units.
@@ -25,15 +25,15 @@ from longshore.transfer.params import Param
 
 
 class Registered:
-    """Pieces of memory that are registered with a device, each with what keeps it mapped meanwhile.
+    """Pieces of memory that are registered with a device. Each has an object that keeps it mapped.
 
     Args:
-        read_only: this process may only read them.
+        read_only: whether this process may only read the pieces.
     """
 
     def __init__(self, *, read_only: bool = False) -> None:
         self._read_only = read_only
-        #: Where each begins, in order; and by that its bytes, its device, and what keeps it.
+        #: Sorted start addresses; and by address the number of bytes, the device and the object that keeps the piece mapped.
         self._starts: list[int] = []
         self._pieces: dict[int, tuple[int, torch.device, Any]] = {}
         self._release = weakref.finalize(self, _unregister, os.getpid(), self._pieces)
@@ -41,37 +41,37 @@ class Registered:
         self._release.atexit = False
 
     def finds(self, address: int, nbytes: int) -> bool:
-        """Whether these bytes lie in one of the pieces."""
+        """Returns whether the bytes lie in one piece."""
         at = bisect.bisect_right(self._starts, address) - 1
         return at >= 0 and address + nbytes <= self._starts[at] + self._pieces[self._starts[at]][0]
 
     def starts(self) -> list[int]:
-        """Where the pieces begin."""
+        """Returns the pieces' start addresses."""
         return list(self._starts)
 
     def add(self, address: int, nbytes: int, device: torch.device, keeper: Any) -> None:
         """Registers a piece.
 
         Raises:
-            NotRegistered: where it cannot be.
+            NotRegistered: if the device cannot lock the memory.
         """
         _device.accelerator.register(address, nbytes, device, read_only=self._read_only)
         self._pieces[address] = nbytes, device, keeper
         bisect.insort(self._starts, address)
 
     def remove(self, address: int) -> None:
-        """Unregisters a piece. No copy may be under way there."""
+        """Unregisters a piece. No copy may be under way in it."""
         self._starts.remove(address)
         _unregister(os.getpid(), {address: self._pieces.pop(address)})
 
     def release(self) -> None:
-        """Unregisters all pieces. No copy may be under way there."""
+        """Unregisters all pieces. No copy may be under way in them."""
         self._starts.clear()
         self._release()
 
 
 def _unregister(process: int, pieces: dict[int, tuple[int, torch.device, Any]]) -> None:
-    """Unregisters pieces, and lets go of what keeps them. In a fork they are the parent's."""
+    """Unregisters pieces and drops the objects that keep them mapped. A fork only drops them: the registration is its parent's."""
     if os.getpid() == process:
         for address, (_, device, _) in pieces.items():
             _device.accelerator.unregister(address, device)
@@ -82,27 +82,29 @@ _LOGGER = logging.getLogger("longshore.worker")
 
 
 class LockedMemory:
-    """The pieces of that memory which are registered with a device. Each is registered when the first gradient comes to it, and until
-    :meth:`release`, since each step uses it again. Only a write of :meth:`Job.push_with` calls :meth:`holds`: one at a time.
+    """The job's gradient memory, registered piece by piece with a device.
+
+    A piece is registered when the first gradient comes to it, and stays so until :meth:`release`, since each step uses it again. Only a
+    write of :meth:`Job.push_with` calls :meth:`holds`, so calls never overlap.
 
     Args:
-        job: the Rust half's.
-        dtype: what gradients leave in.
+        job: the Rust half's job.
+        dtype: the type in which gradients leave.
     """
 
     def __init__(self, job: Any, dtype: torch.dtype) -> None:
         self._job, self._dtype = job, dtype
-        #: The Rust half's, which keeps the memory mapped and its pages in place; None where no server may read it.
+        #: The Rust half's memory, which stays mapped with its pages in place; None if no server may read it.
         self._memory: Any = None
         self._is_asked = False
-        #: How many pieces of it were looked at, and those that are registered.
+        #: Number of pieces seen so far, and the registered ones.
         self._known = 0
         self._registered = Registered()
-        #: Whether gradients may still go this way.
+        #: Whether gradients may still use this memory.
         self._is_usable = True
 
     def takes(self, gradient: Tensor, scale: float) -> bool:
-        """Whether a gradient of a device goes there as it is: as bytes that nobody has to convert or to multiply."""
+        """Returns whether a device's gradient is copied as its bytes are, without conversion or scaling."""
         fits = self._is_usable and scale == 1.0 and gradient.dtype is self._dtype and gradient.is_contiguous()
         if fits and not self._is_asked:
             self._is_asked = True
@@ -111,13 +113,13 @@ class LockedMemory:
         return fits
 
     def holds(self, address: int, nbytes: int, device: torch.device) -> bool:
-        """Whether these bytes are page-locked, in a piece that is registered now if it was not. One that cannot be is the last that is
-        tried, and one line is logged."""
+        """Returns whether the bytes are page-locked, after registering a new piece if needed. The first failure is logged in one line and
+        ends all registering."""
         found = self._registered.finds(address, nbytes)
         return found or (self._is_usable and self._register(device) and self._registered.finds(address, nbytes))
 
     def _register(self, device: torch.device) -> bool:
-        """Registers the pieces that have come since the last time."""
+        """Registers the pieces that are new since the last call. Returns whether all could be."""
         for address, nbytes in self._memory.pieces(self._known):
             self._known += 1
             try:
@@ -129,7 +131,7 @@ class LockedMemory:
         return True
 
     def release(self) -> None:
-        """Unregisters all of it. The job is closed, and no copy is under way."""
+        """Unregisters all pieces. The job must be closed, with no copy under way."""
         self._is_usable = False
         self._registered.release()
         self._memory = None
@@ -137,12 +139,12 @@ class LockedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """A gradient that its device copies to where it leaves from, once it is made.
+    """A gradient that its device copies directly into the memory it is sent from, once it is computed.
 
     Attributes:
-        param, gradient: whose it is, and what must stay until it has been pushed.
-        made: the event after which it is there.
-        stream: that of the copy.
+        param, gradient: the parameter, and the tensor that must stay alive until it has been pushed.
+        made: the event after which the gradient is complete.
+        stream: the copy's stream.
     """
 
     param: Param
@@ -153,17 +155,17 @@ class Straight:
 
     @property
     def on_device(self) -> int:
-        """Bytes of the device's memory that it holds."""
+        """Bytes of the device's memory that the gradient holds."""
         return self.gradient.nbytes
 
     def push(self, job: Any, scale: float = 1.0) -> None:
-        """Waits until it is made, without the job, which others use meanwhile. Then pushes it."""
+        """Waits for ``made`` without the job, which other threads use meanwhile. Then pushes the gradient."""
         assert scale == 1.0, scale
         _device.accelerator.wait(self.made)
         job.push_with(self.param.index, self.param.elements, self._copy)
 
     def _copy(self, address: int, first: int, elements: int) -> None:
-        """Copies elements, from one on, to an address. They are there when this returns, and a copy is over however it ends: the
+        """Copies elements from ``first`` on to an address, and returns when they are there. The copy is over even after an error: the
         memory may go to another gradient then."""
         part = self.gradient.view(-1)[first : first + elements]
         target = host_tensor(address, elements, part.dtype)
@@ -177,24 +179,24 @@ class Straight:
 
 
 def host_tensor(address: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """The host's memory at an address as a tensor, which does not keep it."""
+    """Returns the host's memory at an address as a tensor that does not keep it alive."""
     memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 
 
-#: Weights that lie in a row: their address, the first of them among a target's elements, and how many.
+#: Consecutive weights: their address, the index of the first within the target, and their number.
 Run = tuple[int, int, int]
-#: Copies that are not waited for, at the most. A step of a large model has fewer.
+#: Most copies under way before the next one waits. A step of a large model has fewer.
 _MOST = 1024
 
 
 class Lending:
-    """What a job's servers lend of their memory, registered with a device when weights are first copied from it, and until
+    """Weights that a job's servers lend from their own memory. The memory is registered with a device at the first copy, until
     :meth:`release`.
 
     Args:
-        job: the Rust half's.
-        dtype: what servers round weights to.
+        job: the Rust half's job.
+        dtype: the type that servers round weights to.
     """
 
     def __init__(self, job: Any, dtype: torch.dtype) -> None:
@@ -202,22 +204,22 @@ class Lending:
         self._memory = Registered(read_only=True)
         self._is_usable = True
         self._process = os.getpid()
-        #: What devices may still copy, each with the events after its copies, and copies of it on the host. Under the lock somebody waits
-        #: for these.
+        #: Lent weights that devices may still copy, with the events after the copies and any copies on the host. A thread waits for these
+        #: under the lock.
         self._lent: collections.deque[tuple[Any, list[Any], list[Tensor]]] = collections.deque()
         self._lock = threading.RLock()
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor can have its weights as they lie there."""
+        """Returns whether the tensor can take weights exactly as servers have them."""
         return self._is_usable and _device.accelerator.has(tensor) and tensor.dtype is self._dtype and tensor.is_contiguous()
 
     def copy(self, lent: Any, runs: list[list[Run]], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
-        """Has devices copy weights from where they lie.
+        """Has devices copy weights from servers' memory.
 
         Args:
-            lent, runs: the Rust half's, and what it says of each target.
+            lent, runs: the Rust half's lent weights, and their runs by target.
             targets: flat memory of devices.
-            stream: of a device, for copies.
+            stream: returns a device's stream for copies.
         """
         held: list[Tensor] = []
         sources = [[self._source(run, target, held) for run in of_target] for target, of_target in zip(targets, runs, strict=True)]
@@ -229,7 +231,7 @@ class Lending:
             self._keep(lent, targets, stream, held)
 
     def _source(self, run: Run, target: Tensor, held: list[Tensor]) -> Tensor:
-        """Memory that a target's device copies from: a run where it lies, or a copy of it on the host, which ``held`` keeps."""
+        """Returns the source of a device's copy: the run in servers' memory, or a copy on the host, which ``held`` keeps."""
         address, _, elements = run
         source = host_tensor(address, elements, target.dtype)
         if not self._holds(address, source.nbytes, target.device):
@@ -238,7 +240,7 @@ class Lending:
         return source
 
     def hold(self, memory: list[Tensor], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
-        """Keeps memory of the host until what was copied from there is in the targets."""
+        """Keeps memory of the host until its copies to the targets are done."""
         self._keep(None, targets, stream, memory)
 
     def _keep(self, lent: Any, targets: list[Tensor], stream: Callable[[torch.device], Any], held: list[Tensor]) -> None:
@@ -249,11 +251,11 @@ class Lending:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until no device copies weights from servers' memory. They may be overwritten once the gradients have left of a step that
-        was made with them.
+        """Waits until no device copies weights from servers' memory. Servers may overwrite these once all gradients of their step have
+        left.
 
         Raises:
-            LongshoreError: where a server has overwritten them before that, so that what was copied may be torn.
+            LongshoreError: if a server has overwritten them earlier, so that a copy may be torn.
         """
         if os.getpid() != self._process:
             return  # a fork has no device
@@ -274,7 +276,7 @@ class Lending:
         return found or (self._is_usable and self._register(device) and self._memory.finds(address, nbytes))
 
     def _register(self, device: torch.device) -> bool:
-        """Registers the memory of servers as they are now. A server that was started again has other memory."""
+        """Registers servers' current memory. A restarted server has other memory than before."""
         memories = {memory.address: memory for memory in self._job.image_memory()}
         gone = [address for address in self._memory.starts() if address not in memories]
         if gone:
@@ -291,12 +293,12 @@ class Lending:
         return self._is_usable
 
     def renewed(self, job: Any) -> "Lending":
-        """What stands in its place where weights come from another job from now on."""
+        """Releases this object and returns one for another job."""
         self.release()
         return Lending(job, self._dtype)
 
     def release(self) -> None:
-        """Unregisters all of it, once nothing is copied."""
+        """Unregisters all memory, once no copy is under way."""
         self._is_usable = False
         with contextlib.suppress(LongshoreError):
             self.finish()
@@ -304,14 +306,14 @@ class Lending:
 
 
 def host_memory(tensor: Tensor) -> Tensor:
-    """Memory of the host for such a tensor, page-locked where a device copies from it."""
+    """Returns host memory of a tensor's shape and type, page-locked if the tensor is on a device."""
     if _device.accelerator.has(tensor):
         return _device.accelerator.locked(tensor.shape, tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 class Staging:
-    """Host memory that weights go through: what was used once is used again for others of the same size."""
+    """Host memory that weights pass through, reused for tensors of the same size and type."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype, bool], list[tuple[Tensor, Any]]] = {}
@@ -326,7 +328,7 @@ class Staging:
         return staged
 
     def give_back(self, staged: Tensor, copied: Any) -> None:
-        """``copied`` is the event after the last copy that reads it."""
+        """Takes staging memory back. ``copied`` is the event after the last copy that reads it."""
         kind = _kind(staged.shape, staged.dtype, copied is not None)
         self._free.setdefault(kind, []).append((staged, copied))
 

@@ -12,25 +12,24 @@ from longshore import _longshore
 
 
 class Server:
-    """An optimizer server inside this process, on a free loopback port. It ends with ``close()``, at the end of ``with``, or
-    with this object.
+    """An optimizer server inside this process, on a free loopback port. ``close()``, the end of ``with`` or of this object ends it.
 
     Several optimizers may share one: pass it as ``servers=``. Close them first.
 
     Args:
         memory: bytes that jobs may be admitted to; by default 80 % of what this process may use.
         threads: update threads; by default one a core.
-        checkpoint_dir: where checkpoints go. Without it none can be written.
-        checkpoint_keep: how many checkpoints of a job stay there, the last ones; 0 keeps all.
-        state_dirs: one folder or more for the state of jobs with ``tier="nvme"``. It outlives the process.
+        checkpoint_dir: folder for checkpoints. None refuses checkpoints.
+        checkpoint_keep: number of a job's newest checkpoints to keep; 0 keeps all.
+        state_dirs: one or more folders for the state of jobs with ``tier="nvme"``. The state outlives the process.
         resident: bytes of that state that stay in memory.
-        spill: what of such jobs is on the drives instead of in memory, as in ``longshored --spill``: ``"state"``, ``"images"`` (the
-            16-bit weights too) or ``"all"`` (gradients too). Folders of jobs belong to one choice.
-        shm_dir: a folder of a tmpfs for the state of jobs with ``tier="shm"``. It outlives the process.
+        spill: the parts of such jobs that are on the drives instead of in memory, as in ``longshored --spill``: ``"state"``, ``"images"``
+            (the 16-bit weights too) or ``"all"`` (gradients too). Folders of jobs belong to one choice.
+        shm_dir: a folder of a tmpfs for the state of jobs with ``tier="shm"``. The state outlives the process.
 
     Raises:
-        InvalidError: for a setting out of its limits, as ``spill`` without ``state_dirs``.
-        LongshoreError: when it cannot start, with the reason.
+        InvalidError: for a setting out of its limits, for example ``spill`` without ``state_dirs``.
+        LongshoreError: if the server cannot start, with the reason.
     """
 
     def __init__(
@@ -45,9 +44,9 @@ class Server:
         spill: Literal["state", "images", "all"] = "state",
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        #: Where checkpoints go.
+        #: Folder for checkpoints.
         self.checkpoint_dir = checkpoint_dir
-        #: Whether its folders end with this process.
+        #: Whether the server's folders are deleted at the end of this process.
         self.is_passing = False
         self._inner = _longshore.Server(
             memory=memory,
@@ -59,11 +58,11 @@ class Server:
 
     @property
     def address(self) -> str:
-        """What other processes of this host name in ``servers=``."""
+        """Address for ``servers=`` in other processes of this host."""
         return self._inner.address
 
     def close(self) -> None:
-        """Ends the server, and waits until nothing uses its folders any more, so that another server may have them."""
+        """Ends the server, and waits until nothing uses its folders, so that another server may take them."""
         self._inner.close()
 
     def __enter__(self) -> Self:
@@ -81,25 +80,25 @@ _default: tuple[int, Server] | None = None
 
 
 def default() -> Server:
-    """The server of optimizers that name none: one a process, started when it is first needed."""
+    """Returns the process's shared server for optimizers without ``servers=``, started at the first call."""
     global _default
     with _lock:
         if _default is None or _default[0] != os.getpid():
-            # After a fork the parent's server is not here. Its object is kept, since the child must not end it.
-            # Checkpoints go there for a moment, when somebody asks for all state.
+            # After a fork the parent's server does not run here. The tuple keeps its object alive, since the child must not end it.
+            # Checkpoints are written there briefly, when a caller asks for the full state.
             _default = (os.getpid(), Server(checkpoint_dir=_passing_folder()))
             _default[1].is_passing = True
         return _default[1]
 
 
 def passing(drive: str | os.PathLike[str], spill: Literal["state", "images", "all"]) -> Server:
-    """A server that keeps state, and what ``spill`` says, in a folder of a drive, as long as this process lives."""
+    """Returns a server that keeps state, and the parts named by ``spill``, in a drive's folder until this process ends."""
     os.makedirs(drive, exist_ok=True)
     folder = _passing_folder(drive)
     places = [os.path.join(folder, name) for name in ("state", "checkpoints")]
     for place in places:
         os.mkdir(place)
-    # Engines alone have such a server, and what they save is copied from there.
+    # Only engines have such a server, and copy their saves from its folder.
     server = Server(state_dirs=places[:1], spill=spill, checkpoint_dir=places[1], checkpoint_keep=1)
     server.is_passing = True
     return server
@@ -112,6 +111,6 @@ def _passing_folder(within: str | os.PathLike[str] | None = None) -> str:
 
 
 def _remove(folder: str, owner: int) -> None:
-    # A fork ends with the same calls, and the folder is its parent's.
+    # A fork runs the same exit handlers, but the folder is its parent's.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

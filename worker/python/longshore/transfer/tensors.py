@@ -1,8 +1,9 @@
-"""Parameters whose memory is not there yet. Any use of one fetches it first.
+"""Parameters without resident memory. Any use of one fetches its weights first.
 
-Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit have no memory outside of their modules. Both
-are subclasses that torch asks before any of its functions touches them: a forward, ``state_dict``, ``copy.deepcopy``, printing. Code that
-reaches their memory past torch's functions is not seen: see :func:`longshore.transfer.weights.Weights.is_awaited`.
+Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit have no memory outside of their modules.
+Both are tensor subclasses: torch calls them before any of its functions touches their memory, for example a forward, ``state_dict``,
+``copy.deepcopy`` or printing. Code that reaches the memory past torch's functions is not noticed: see
+:func:`longshore.transfer.weights.Weights.is_awaited`.
 """
 
 import copy
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from longshore.errors import UsageError
 
-# What reads the weights of an awaited parameter, by its id.
+# Readers of awaited parameters' weights, by the parameter's id.
 _readers: dict[int, Callable[[], None]] = {}
-# Whether torch's compiler leaves awaited tensors alone.
+# Whether torch's compiler has been told to leave awaited tensors alone.
 _is_kept_out = False
 
 _LOOKED_AT = (
@@ -32,7 +33,7 @@ _ASKED = (
 
 
 def _of_no_element() -> Iterator[Any]:
-    """The functions of torch that look at a tensor and at none of its elements, as far as this torch has them."""
+    """Yields torch's functions that read none of a tensor's elements, as far as this torch has them."""
     for name in _LOOKED_AT:
         if hasattr(Tensor, name):
             yield getattr(Tensor, name).__get__
@@ -43,12 +44,12 @@ def _of_no_element() -> Iterator[Any]:
         yield getattr(Tensor, name)
 
 
-#: The functions of torch that need no weights.
+#: Torch's functions that need no weights.
 OF_NO_ELEMENT = frozenset(_of_no_element())
 
 
 class _Awaited:
-    """What both classes of awaited parameters do."""
+    """Common part of both classes of awaited parameters."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +58,7 @@ class _Awaited:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = list(_among((args, kwargs)))
-        if not found:  # it lies in a container that is not looked into
+        if not found:  # a container hides the tensor
             read_all()
         for tensor in found:
             read(tensor)
@@ -85,17 +86,17 @@ _PLAIN = {awaited: plain for plain, awaited in _KINDS.items()}
 
 
 def can_await(tensor: Tensor) -> bool:
-    """Whether its use can be noticed: subclasses of other libraries have ways of their own."""
+    """Returns whether the tensor's use can be noticed. Subclasses of other libraries have a ``__torch_function__`` of their own."""
     return type(tensor) in _KINDS
 
 
 def is_awaited(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are still to be read."""
+    """Returns whether the tensor's elements are not read yet."""
     return id(tensor) in _readers
 
 
 def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
-    """From now on ``reader`` is called before the elements of one of these are used. It calls :func:`end`."""
+    """Makes the tensors awaited: ``reader`` is called before the first use of their elements, and calls :func:`end`."""
     _keep_compilers_out()
     _readers.update(dict.fromkeys(map(id, tensors), reader))
     for tensor in tensors:
@@ -103,8 +104,8 @@ def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
 
 
 def _keep_compilers_out() -> None:
-    """``torch.compile`` would compile what is done at the use of an awaited tensor, without its weights coming. torch's compiler is slow to
-    import, so it is told only where it was."""
+    """Disables ``torch.compile`` for ``__torch_function__``: a compiled use of an awaited tensor would not read its weights. torch's
+    compiler is slow to import, so only an imported one is told."""
     global _is_kept_out
     if not _is_kept_out and "torch._dynamo.eval_frame" in sys.modules:
         ask: Any = vars(_Awaited)["__torch_function__"]
@@ -113,27 +114,27 @@ def _keep_compilers_out() -> None:
 
 
 def end(tensors: Sequence[Tensor]) -> None:
-    """These have their weights."""
+    """Makes tensors plain again once they have their weights."""
     for tensor in tensors:
         tensor.__class__ = _PLAIN.get(type(tensor), type(tensor))
         _readers.pop(id(tensor), None)
 
 
 def read(tensor: Any) -> None:
-    """Has an awaited tensor read its weights."""
+    """Reads the weights of a tensor, if it is awaited."""
     reader = _readers.get(id(tensor))
     if reader is not None:
         reader()
 
 
 def read_all() -> None:
-    """Has all awaited tensors read their weights."""
+    """Reads the weights of all awaited tensors."""
     for reader in list(_readers.values()):
         reader()
 
 
 def _among(given: Any) -> Iterator[Any]:
-    """The awaited tensors in arguments, and in lists, tuples and dicts among them."""
+    """Yields the awaited tensors in arguments, and in lists, tuples and dicts among them."""
     if isinstance(given, _Awaited):
         yield given
     elif isinstance(given, (tuple, list)):
@@ -145,20 +146,20 @@ def _among(given: Any) -> Iterator[Any]:
 
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-#: What makes a view of all of it, and needs no memory for that.
+#: Functions that return a view of the whole tensor and need no memory.
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-#: What lends the memory to arrays of others, which would have it when it is away or another's.
+#: Functions that lend the memory to arrays of other libraries. A released unit's memory would go to other weights under such an array.
 _LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
 
 class Member(Protocol):
-    """What is asked of a :class:`longshore.units.model.Member` here."""
+    """The part of :class:`longshore.units.model.Member` that this module uses."""
 
     name: str
 
 
 class Home(Protocol):
-    """What is asked of a :class:`longshore.units.residency.Residency` here."""
+    """The part of :class:`longshore.units.residency.Residency` that this module uses."""
 
     def using(self, members: list[Any]) -> AbstractContextManager[None]: ...
 
@@ -168,7 +169,7 @@ class Home(Protocol):
 
 
 class _OfUnit:
-    """What both classes do. An instance has the attributes ``_longshore_member`` and ``_longshore_home``."""
+    """Common part of both classes of units' parameters. An instance has the attributes ``_longshore_member`` and ``_longshore_home``."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,11 +206,11 @@ class UnitParameter(_OfUnit, nn.Parameter):
 
 
 class UnitTensor(_OfUnit, Tensor):
-    """A view of such a parameter."""
+    """A view of a unit's parameter."""
 
 
 def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function of torch while the units of these are here."""
+    """Calls a function of torch while the units of ``found`` are resident."""
     if homes:
         with homes[0].using([tensor._longshore_member for tensor in found if tensor._longshore_home is homes[0]]):
             return _within(homes[1:], found, func, args, kwargs)
@@ -224,10 +225,10 @@ def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: A
 
 
 def _set_data(tensor: Any, value: Tensor) -> None:
-    """``tensor.data = value``, as ``Module.to`` does it. What changes nothing is let through."""
+    """Handles ``tensor.data = value``, as ``Module.to`` does it. An assignment that changes nothing passes."""
     if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
         return
-    # To torch cpu:0 is another device than cpu, so ``to`` copies. Accelerate asks for it where a launcher started the process.
+    # To torch cpu:0 is another device than cpu, so ``to`` copies. Accelerate calls it so where a launcher started the process.
     if value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype:
         with tensor._longshore_home.using([tensor._longshore_member]):
             if torch.equal(tensor, value):
@@ -240,27 +241,27 @@ def _set_data(tensor: Any, value: Tensor) -> None:
 
 
 def _clone_of(tensor: Any) -> Tensor:
-    """A plain tensor with memory of its own, where the weights are."""
+    """Returns a plain tensor with memory of its own, on the weights' device."""
     with tensor._longshore_home.using([tensor._longshore_member]), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         cloned: Tensor = tensor.detach().clone()
         return cloned.requires_grad_(tensor.requires_grad)
 
 
 def copy_of(tensor: Any) -> Any:
-    """A plain copy in the host's memory."""
+    """Returns a plain copy in the host's memory."""
     with tensor._longshore_home.using([tensor._longshore_member]), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         copied = tensor.detach().to("cpu", copy=True)
         return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 def is_built(tensor: Tensor) -> bool:
-    """Whether :class:`longshore.Init` built it, and it is in no unit yet."""
+    """Returns whether :class:`longshore.Init` built the tensor, and no unit has it yet."""
     return isinstance(tensor, UnitParameter) and tensor._longshore_home.is_building  # type: ignore[attr-defined]
 
 
 def built(tensor: Tensor) -> Tensor | None:
-    """The weights of a parameter that :class:`longshore.Init` built, in the memory that they are kept in until it is in a unit. None for
-    any other parameter."""
+    """Returns the weights of a parameter built by :class:`longshore.Init`, in the memory that keeps them until a unit has it. None for any
+    other parameter."""
     if not is_built(tensor):
         return None
     kept: Tensor = tensor._longshore_home.kept(tensor._longshore_member)  # type: ignore[attr-defined]
@@ -268,19 +269,19 @@ def built(tensor: Tensor) -> Tensor | None:
 
 
 def hide(tensor: Tensor, member: Member, home: Home) -> None:
-    """From now on each use of it is asked for."""
+    """Makes the tensor a unit's: each later use fetches its unit."""
     tensor._longshore_member, tensor._longshore_home = member, home  # type: ignore[attr-defined]
     tensor.__class__ = UnitParameter if isinstance(tensor, nn.Parameter) else UnitTensor
 
 
 def show(tensor: Tensor) -> None:
-    """The tensor is a plain one again."""
+    """Makes the tensor plain again."""
     if isinstance(tensor, _OfUnit):
         tensor.__class__ = type(tensor).__bases__[-1]
 
 
 def among(given: Any) -> Iterator[Any]:
-    """The tensors of units in arguments, and in lists, tuples and dicts among them."""
+    """Yields the tensors of units in arguments, and in lists, tuples and dicts among them."""
     if isinstance(given, _OfUnit):
         yield given
     elif isinstance(given, (tuple, list)):

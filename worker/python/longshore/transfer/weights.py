@@ -1,8 +1,8 @@
-"""Weights that arrive: written into the parameters at once, or each before its first use, on the training thread.
+"""Writes arriving weights into the parameters: at once, or each before its first use, on the training thread.
 
-The connection of an optimizer owns one :class:`Weights`. The first weights of a job are rank 0's: other ranks read them when the job is opened,
-which may be in the midst of a step. By then a forward has used the model's own weights, and autograd refuses a backward whose weights were
-written since; :func:`read_in_step` leaves equal ones as they are.
+The connection of an optimizer owns one :class:`Weights`. The first weights of a job are rank 0's: other ranks read them when the job is
+opened, possibly within a step. A forward has used the model's own weights then, and autograd refuses a backward whose weights were written
+since. So :func:`read_in_step` leaves equal weights unwritten.
 """
 
 import contextlib
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     from longshore._longshore import Job
 
 
-#: How far a master weight of 16 bits may be from what it was made of, relative to that: bf16 has 8 bits, and rounds either way.
+#: Largest relative error of a 16-bit master weight: bf16 has 8 bits, and rounds either way.
 _MASTER_APART = 2.0**-7
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What servers do to weights before workers read them.
+    """The servers' rounding of weights before workers read them.
 
     Attributes:
-        image: the type that they round to.
-        is_master: whether they keep the master weights in fewer bits than fp32 as well.
+        image: the type of the rounded weights.
+        is_master: whether servers also keep master weights in fewer bits than fp32.
     """
 
     image: torch.dtype
     is_master: bool
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this type may come back as others."""
+        """Returns whether rounding can change weights of this type."""
         return self.is_master or dtype != self.image
 
     def may_give(self, own: Tensor, theirs: Tensor) -> bool:
-        """Whether the second come of the first."""
+        """Returns whether ``theirs`` can be ``own`` after rounding."""
         if self.is_master:
             return torch.allclose(theirs, own.to(self.image).to(own.dtype), rtol=2 * _MASTER_APART, atol=0.0)
         return is_image(own, theirs, self.image)
@@ -55,15 +55,15 @@ class Rounding:
 
 @torch.no_grad()
 def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], None]) -> list[Param]:
-    """Reads a job's first weights where the model's may have been used. Those that servers have only rounded stay as they were, and
-    autograd does not learn of it. It takes a copy of all weights in the host's memory meanwhile.
+    """Reads a job's first weights within a step. Weights that servers have only rounded stay unwritten, hidden from autograd. A copy of all
+    weights takes host memory meanwhile.
 
     Args:
-        params: the job's. Shards are read and no more: what has used them had a copy.
+        params: the job's parameters. Shards are only read: forward has used a copy of them.
         read: writes the job's weights into the parameters.
 
     Returns:
-        The parameters that had other weights, and have the job's now.
+        The parameters that had other weights, and now have the job's.
     """
     whole = [param for param in params if not is_sharded(param.tensor)]
     tensors = [param.tensor for param in whole]
@@ -78,7 +78,7 @@ def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], Non
 
 
 def _put_back(tensor: Tensor, own: Tensor, rounding: Rounding) -> bool:
-    """Gives a tensor its own weights again if those that it has now come of them."""
+    """Restores a tensor's own weights if the read ones are their rounding. Returns whether they are."""
     if not rounding.may_give(own.reshape(-1), tensor.to("cpu").reshape(-1)):
         return False
     if rounding.changes(tensor.dtype):
@@ -88,10 +88,10 @@ def _put_back(tensor: Tensor, own: Tensor, rounding: Rounding) -> bool:
 
 @torch.no_grad()
 def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param, Tensor], None]) -> None:
-    """Gives the model that a job was filled from the weights as servers round them, which all others have.
+    """Rounds the weights of a model that filled a job, since all other ranks read rounded ones.
 
     Args:
-        params: the job's. Shards of one rank that has all of them stay as they are.
+        params: the job's parameters. A single rank's DTensors stay unchanged.
         read: writes the servers' weights of a parameter into memory of its shape.
     """
     for param in params:
@@ -101,17 +101,17 @@ def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param,
             param.tensor.copy_(theirs)
 
 
-#: Weights arrive in chunks of this size, so parameters that share one are read together.
+#: Size of a weight chunk: parameters that share one are read together.
 GROUP_BYTES = 1024 * 1024
 
 
 class Weights:
-    """The parameters of a job, as what weights are written to.
+    """Writes weights into the parameters of a job.
 
     Args:
-        params: these.
-        job: the Rust half's.
-        lending: what servers lend of their memory; None where all weights are copied out of it.
+        params: the parameters.
+        job: the Rust half's job.
+        lending: servers' lent memory; None if all weights are copied out of it.
     """
 
     def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None) -> None:
@@ -119,12 +119,12 @@ class Weights:
         self._job = job
         self._lending = lending
         self._staged: dict[int, Tensor] = {}
-        #: By parameter: the copy to the device that reads its staging memory.
+        #: Each parameter's last copy to the device, which reads its staging memory.
         self._copies: dict[int, Any] = {}
-        #: By device: the stream of these copies, and what the device had to do when the weights were asked for.
+        #: Streams of these copies by device, and the device's work at the time when the weights were requested.
         self._streams: dict[torch.device, Any] = {}
         self._before: dict[torch.device, tuple[Any, Any]] = {}
-        #: Parameters that have not been read, and what reads those of a group.
+        #: Indices of parameters that are not read yet, and a reader for each group.
         self._awaited: set[int] = set()
         #: Called with parameters that have got their weights.
         self.when_read: Callable[[list[Param]], None] | None = None
@@ -133,16 +133,16 @@ class Weights:
         self._lock = threading.RLock()
 
     def values(self) -> tuple[list[Place], list[Tensor]]:
-        """The weights as they are now, and what holds their memory."""
+        """Returns the places of the current weights, and the tensors that hold their memory."""
         return values(self._params)
 
     def is_awaited(self, param: Param) -> bool:
-        """Whether the parameter does not have the newest weights. No gradient can come of it then, unless something
-        reached its memory past torch's functions."""
+        """Returns whether the parameter lacks the newest weights. No gradient can come from it then, unless some code reached its memory
+        past torch's functions."""
         return param.index in self._awaited
 
     def expect(self) -> None:
-        """New weights come, for all parameters. Those whose use cannot be noticed are read at once."""
+        """Makes all parameters awaited. Parameters whose use cannot be noticed are read at once."""
         with self._lock:
             self._note_what_came_before()
             at_once: list[Param] = []
@@ -157,7 +157,7 @@ class Weights:
                 self._read(at_once)
 
     def read(self) -> None:
-        """Waits for new weights, and writes them into all parameters that do not have them."""
+        """Waits for new weights, and writes them into all parameters that lack them."""
         with self._lock:
             if self._job.unread_weights() is not None:
                 self._note_what_came_before()
@@ -165,14 +165,14 @@ class Weights:
             self.forget()
 
     def read_frozen(self) -> set[int]:
-        """Reads none: frozen weights are the connection's to read."""
+        """Returns an empty set: the connection reads frozen weights."""
         return set()
 
     def meet(self) -> None:
-        """Does nothing: ranks that read weights together do that between steps."""
+        """Does nothing: ranks that read weights together do so between steps."""
 
     def settle(self) -> None:
-        """Reads what is still awaited, if anything is."""
+        """Reads all awaited parameters."""
         with self._lock:
             if self._awaited:
                 self.read()
@@ -180,7 +180,7 @@ class Weights:
     give_up = settle
 
     def abandon(self) -> None:
-        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had."""
+        """Gives a model that outlives its optimizer the newest weights, if servers can send them."""
         with contextlib.suppress(LongshoreError):
             self.settle()
         with contextlib.suppress(LongshoreError):
@@ -188,42 +188,42 @@ class Weights:
         self.forget()
 
     def read_group(self, group: list[Param]) -> None:
-        """Waits for the new weights of those parameters of a group that do not have them, and writes them."""
+        """Waits for the new weights of a group's awaited parameters, and writes them."""
         with self._lock:
             left = [param for param in group if param.index in self._awaited]
             if left:
                 self._read(left)
 
     def forget(self) -> None:
-        """Lets the parameters be as they are."""
+        """Makes all parameters plain again, with the weights that they have."""
         with self._lock:
             self._arrived(self._params)
 
     def _arrived(self, params: list[Param]) -> None:
-        """These have their weights, or nobody reads them any more. Where Ctrl-C ends this, those that are left are read again."""
+        """Ends the wait of parameters that have their weights. After Ctrl-C the remaining ones are read again."""
         if self._awaited:
             here = [param for param in params if param.index in self._awaited]
             _tensors.end([param.tensor for param in here])
             self._awaited.difference_update([param.index for param in here])
 
     def finish_copies(self) -> None:
-        """Waits until no device copies weights from a server's memory. It is called before a step's last gradient has left.
+        """Waits until no device copies weights from a server's memory. Called before a step's last gradient has left.
 
         Raises:
-            LongshoreError: where the server has overwritten them before that.
+            LongshoreError: if the server has overwritten the weights earlier.
         """
         if self._lending is not None:
             self._lending.finish()
 
     def release(self) -> None:
-        """The job is closed: no device copies from a server's memory any more."""
+        """Ends all copies from a server's memory, once the job is closed."""
         if self._lending is not None:
             self._lending.release()
 
     @torch.no_grad()
     def _read(self, params: list[Param]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            # Weights are written by address: a tensor that has become smaller would not hold them.
+            # Weights are written by address: a tensor that became smaller would overflow.
             check_unchanged(params, [])
             fit, others = self._by_fit(params)
             if fit and self._copy_lent(fit):
@@ -237,21 +237,21 @@ class Weights:
             places = [(param.index, at.data_ptr(), param.elements, param.wire) for param, at in zip(params, memory, strict=True)]
             if self._job.read_weights(places) is not None:
                 self._copy(list(staged.values()))
-                # Autograd learns that they have changed.
+                # Autograd learns of the change.
                 torch.autograd.graph.increment_version([param.tensor for param in params if param.index not in staged])
                 if self.when_read is not None:
                     self.when_read(params)
             self._arrived(params)
 
     def _by_fit(self, params: list[Param]) -> tuple[list[Param], list[Param]]:
-        """Those that a device may copy from servers' memory, and the others."""
+        """Returns the parameters that a device may copy from servers' memory, and the others."""
         if self._lending is None:
             return [], params
         fits = [self._lending.fits(param.tensor) for param in params]
         return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
 
     def _copy_lent(self, params: list[Param]) -> bool:
-        """Has devices copy weights from where they lie in servers' memory. Returns whether they lie where a device can do that."""
+        """Has devices copy weights from servers' memory. Returns False if the weights lie where no device can copy them."""
         assert self._lending is not None
         lent = self._job.lent_weights([param.index for param in params])
         runs = None if lent is None else lent.runs()
@@ -270,7 +270,7 @@ class Weights:
         return True
 
     def _free(self, param: Param) -> None:
-        """Sees to it that a parameter has staging memory that no copy reads any more."""
+        """Gives a parameter staging memory that no copy reads any more."""
         copy = self._copies.pop(param.index, None)
         if copy is not None:
             _device.accelerator.wait(copy)
@@ -281,14 +281,14 @@ class Weights:
                 self._staged[param.index] = torch.empty(param.shape, dtype=param.dtype, device="cpu")
 
     def _note_what_came_before(self) -> None:
-        """Work that the devices have got by now may read the older weights."""
+        """Records the devices' current work, which may read the older weights."""
         has = _device.accelerator.has
         for device in {param.tensor.device for param in self._params if has(param.tensor)}:
             stream = _device.accelerator.current_stream(device)
             self._before[device] = (stream, _device.accelerator.record(stream))
 
     def _copy(self, staged: list[Param]) -> None:
-        """Copies staged weights into parameters, and lets what comes next on the devices wait for that."""
+        """Copies staged weights into parameters. Later work on the devices waits for the copies."""
         devices: list[torch.device] = []
         for param in staged:
             source, tensor = self._staged[param.index], param.tensor
@@ -302,7 +302,7 @@ class Weights:
             self._show(device)
 
     def _ordered(self, device: torch.device, devices: list[torch.device]) -> Any:
-        """The stream of copies to a device, behind what may read older weights there. ``devices`` are those that are so far."""
+        """Returns the copies' stream of a device, ordered behind readers of older weights. ``devices`` collects the devices."""
         stream = self._stream(device)
         if device not in devices:
             devices.append(device)
@@ -315,7 +315,7 @@ class Weights:
         return self._streams[device]
 
     def _show(self, device: torch.device) -> None:
-        """Lets the stream that uses the weights now wait for their copies, and the one that called ``step``."""
+        """Makes the current stream wait for the weights' copies, and also the stream that called ``step``."""
         copied = _device.accelerator.record(self._streams[device])
         current = _device.accelerator.current_stream(device)
         asked = self._before[device][0]
@@ -324,7 +324,7 @@ class Weights:
 
 
 def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
-    """The weights of parameters as they are now, and what holds their memory."""
+    """Returns the places of the parameters' current weights, and the tensors that hold their memory."""
     held, places = [], []
     for param in params:
         memory = on_host(param.tensor)
@@ -334,7 +334,7 @@ def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The values of a tensor, end to end in the host's memory: its own memory where they are so there, or that in which ``Init`` keeps them."""
+    """Returns a tensor's values end to end in the host's memory: its own memory if they lie there so, or the memory of ``Init``."""
     kept = _tensors.built(tensor)
     memory = tensor.detach() if kept is None else kept
     if _device.accelerator.has(memory):
@@ -355,7 +355,7 @@ class _Reader:
 
 
 def groups_of(params: list[Param]) -> list[list[Param]]:
-    """Parameters that follow each other and fit into a chunk."""
+    """Returns groups of consecutive parameters that fit into a chunk."""
     groups: list[list[Param]] = []
     room = 0
     for param in params:
@@ -369,6 +369,6 @@ def groups_of(params: list[Param]) -> list[list[Param]]:
 
 
 def is_compiling() -> bool:
-    """Whether ``torch.compile`` has made code in this process: that reads parameters past torch's functions."""
+    """Returns whether ``torch.compile`` has made code in this process: compiled code reads parameters past torch's functions."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
