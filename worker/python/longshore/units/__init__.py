@@ -1,1 +1,1 @@
-"""Models larger than their device: units of weights that come before their use and go after it."""
+"""Models larger than their device: units of weights that are fetched before their use and released after it."""

@@ -1,7 +1,7 @@
 """Models larger than memory while they are built: ``longshore.Init``, ``longshore.tiled`` and ``longshore.GatheredParameters``.
 
-``Init`` runs a model's constructor without ever holding all weights. A tiled layer has slices of one weight that alone exceeds the budget. Gathered
-parameters are whole and plain for code that must see them so.
+``Init`` runs a model's constructor without ever holding all weights. A tiled layer has slices of a weight that alone exceeds the budget.
+Gathered parameters are whole and plain for code that needs them so.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from longshore.units.residency import Residency
 
 
 class GatheredParameters:
-    """Within it these parameters are plain ones with their weights, all at a time, as in ``deepspeed.zero.GatheredParameters``.
+    """Context in which parameters are plain and resident together, as in ``deepspeed.zero.GatheredParameters``.
 
-    Their units must fit into the budget together. What trains is the servers' and cannot be written here; what is frozen can.
+    Their units must fit into the budget together. Trained weights belong to the servers and cannot be written here; frozen weights can.
 
     Args:
-        params: a parameter, or several. Those that are in no unit are left as they are.
-        modifier_rank: means nothing: every rank may write to its frozen weights, and none to those that train.
+        params: one parameter, or several. Parameters outside of units stay unchanged.
+        modifier_rank: ignored: every rank may write to its frozen weights, and none to trained ones.
         enabled: False does nothing.
     """
 
@@ -49,7 +49,7 @@ class GatheredParameters:
                 units[tensor._longshore_member.unit] = tensor._longshore_home  # type: ignore[attr-defined]
         with contextlib.ExitStack() as held:
             for home in {id(home): home for home in units.values()}.values():
-                # What autograd saves here may be asked for when the weights have gone.
+                # Backward may need tensors saved here after their weights are released.
                 held.enter_context(home.saving())
             for unit, home in units.items():
                 home.pin(unit, alone=True)
@@ -61,15 +61,15 @@ class GatheredParameters:
 
 
 class Init:
-    """Within it modules are built as ever, with the same random numbers, and their parameters beyond the budget go to a file.
+    """Context in which modules are built as usual, with the same random numbers. Parameters beyond the budget go to a file.
 
-    Initialisation may come back to any of them. The optimizer's job is filled parameter by parameter. ``shard`` must be called
-    before the model is trained.
+    Initialisation may touch any of them again. The optimizer's job is filled parameter by parameter. ``shard`` must be called before the
+    model is trained.
 
     Args:
         budget: bytes of weights in memory at a time.
-        folder: where the file is; by default that of temporary files. It is deleted when the last of the weights is.
-        dtype: the type of what is built, as ``torch.set_default_dtype`` says it.
+        folder: folder of the file; by default that of temporary files. The file is deleted with the last of the weights.
+        dtype: the modules' type, as in ``torch.set_default_dtype``.
         enabled: False does nothing.
     """
 
@@ -93,7 +93,7 @@ class Init:
 
     @property
     def peak_weight_bytes(self) -> int:
-        """The most weights that were ever in memory."""
+        """Most bytes of weights in memory so far."""
         return self._home.peak
 
     def __enter__(self) -> "Init":
@@ -112,7 +112,7 @@ class Init:
             torch.set_default_dtype(self._before)
 
     def _registered(self, module: nn.Module, name: str, tensor: nn.Parameter | None) -> None:
-        # What a module has already, as a tied weight, has come here before.
+        # Parameters that a module shares, such as tied weights, were adopted earlier.
         if type(tensor) is not nn.Parameter or tensor.numel() == 0 or tensor.device.type != "cpu":
             return
         _adopt(self._home, module, name, tensor)
@@ -127,35 +127,35 @@ def _adopt(home: Residency, module: nn.Module, name: str, tensor: nn.Parameter) 
 
 
 def replace(built: Tensor, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
-    """Has a module's new parameter, which is a part of one that :class:`Init` has built, go where that one is. Within Init it has."""
+    """Adopts a module's new parameter, a slice of one that :class:`Init` built, in the same home. Within Init the hook has adopted it."""
     if not isinstance(tensor, UnitParameter):
         _adopt(built._longshore_home, module, name, tensor)  # type: ignore[attr-defined]
 
 
 class _Store(Fetcher):
-    """Weights that no server has yet, in a file."""
+    """Weights in a file, before any server has them."""
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         super().__init__(None, 0, [], lambda _: False, memory=functools.partial(_in_file, folder))
 
 
 def _in_file(folder: str | os.PathLike[str] | None, tensor: Tensor) -> Tensor:
-    """Memory for such a tensor that is a file's."""
+    """Returns file-backed memory for a tensor."""
     with tempfile.NamedTemporaryFile(prefix="longshore-init-", dir=folder) as file:
-        # It goes when the mapping does.
+        # The unlinked file lives as long as its mapping.
         mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
     return mapped.view(tensor.shape)
 
 
 def filling(params: list[Param]) -> Filling | None:
-    """What a new job is filled with, parameter by parameter; None where none of these was built by :class:`Init`."""
+    """Returns the weights that fill a new job parameter by parameter; None if :class:`Init` built no parameter."""
     if not any(is_built(param.tensor) for param in params):
         return None
     return Filling(None, lambda _, param: param.tensor, lambda _: None)
 
 
 class Unplaced:
-    """The weights of a job whose model :class:`Init` has built, until ``shard``: they are in no tensor."""
+    """Stands for the weights of a job whose model :class:`Init` built, until ``shard``: no tensor has them."""
 
     def values(self) -> tuple[list[Place], list[Tensor]]:
         return [], []
@@ -171,14 +171,14 @@ class Unplaced:
         """Does nothing: units are fetched when they are used."""
 
     def read_frozen(self) -> set[int]:
-        """Reads none."""
+        """Returns an empty set: nothing is read."""
         return set()
 
     meet = settle = give_up = abandon = forget = finish_copies = release = read
 
 
 class TiledLinear(nn.Module):
-    """Does what an ``nn.Linear`` does, slice by slice of its outputs. Its state dict is that of the whole layer.
+    """An ``nn.Linear`` computed slice by slice of its outputs. Its state dict equals the whole layer's.
 
     Attributes:
         tiles: the slices, each an ``nn.Linear``.
@@ -213,7 +213,7 @@ def _rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
 
 
 def _join(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Names in a state dict are those of the whole layer, wherever its tiles' tensors lie."""
+    """Joins the tiles' tensors in a state dict under the whole layer's names."""
     assert isinstance(module, TiledLinear)
     for name in ("weight", "bias"):
         slices = [state.pop(f"{prefix}tiles.{number}.{name}", None) for number in range(len(module.tiles))]
@@ -237,21 +237,20 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
 
 
 def tiled(model: nn.Module, most: int) -> nn.Module:
-    """Replaces linear layers whose weight is larger by ones in slices of at most so many bytes. Call it before the optimizer is built.
+    """Replaces linear layers with larger weights by slices of at most ``most`` bytes. Call it before the optimizer is built.
 
-    Sums over outputs, as backward has them, are added up tile by tile: results agree with the whole layer's up to the order of
-    sums.
+    Backward's sums over outputs are added tile by tile, so results equal the whole layer's up to the order of sums.
 
     Args:
         model: a model, or a linear layer.
         most: bytes of a slice's weight.
 
     Returns:
-        The model, or what replaces the layer.
+        The model, or the layer's replacement.
 
     Raises:
-        UsageError: for a weight that is tied, or in units already.
-        InvalidError: where one row is larger.
+        UsageError: for a weight that is tied, or in a unit already.
+        InvalidError: if one row is larger than ``most``.
     """
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Fetches under way: weights of units from servers, copies or lent memory to the device, and the streams that wait for them.
+"""Fetches under way: a unit's weights from servers, copies or lent memory to the device, and the streams that wait for them.
 
 :mod:`longshore.units.residency` begins a fetch on the training thread; a device copies on streams of the package.
 """
@@ -22,22 +22,22 @@ from longshore.units.model import Member, Span, Unit
 
 @dataclass(slots=True)
 class _Uses:
-    """What one device has of a unit."""
+    """One device's uses of a unit."""
 
-    #: The streams that its memory belongs to: what is given up is theirs again at once, whoever still reads it.
+    #: Streams that own the unit's memory. Released memory is theirs again at once, even if other streams still read it.
     owners: list[Any] = field(default_factory=list)
-    #: The streams that have used it, and those that wait for the last of it that came.
+    #: Streams that have used the unit, and streams that wait for its latest weights.
     users: list[Any] = field(default_factory=list)
     shown: list[Any] = field(default_factory=list)
-    #: The streams that ranks have gathered parts of it behind, each with when that is done.
+    #: Streams behind which ranks have gathered the unit, each with the event of the gather's end.
     gathered: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class UnitStreams:
-    """Orders streams by the units that they share. A caller orders none that only read.
+    """Orders streams by the units that they share. Streams that only read are not ordered.
 
     Args:
-        copies: by device, the stream that weights come on.
+        copies: returns a device's stream for arriving weights.
     """
 
     def __init__(self, copies: Callable[[torch.device], Any]) -> None:
@@ -45,21 +45,21 @@ class UnitStreams:
         self._uses: dict[Unit, dict[torch.device, _Uses]] = {}
 
     def begin(self, unit: Unit, owners: Mapping[torch.device, Any]) -> None:
-        """Weights of a unit come to memory of these streams, by device."""
+        """Notes that a unit's weights arrive in memory of these streams, by device."""
         for device, owner in owners.items():
             uses = self._uses.setdefault(unit, {}).setdefault(device, _Uses())
             _add(uses.owners, owner)
             uses.shown.clear()
 
     def gathered(self, unit: Unit) -> None:
-        """Ranks gather a unit's weights, and this thread's streams wait for that: others that use the unit will, too."""
+        """Notes a gather on this thread's streams. Other streams that use the unit wait for it, too."""
         for device, uses in self._uses.get(unit, {}).items():
             current = _device.accelerator.current_stream(device)
             others = [(stream, done) for stream, done in uses.gathered if stream != current]
             uses.gathered = [*others, (current, _device.accelerator.record(current))]
 
     def use(self, unit: Unit, *, waits: bool) -> None:
-        """This thread's streams use a unit from now on. ``waits`` says that they wait for its weights already."""
+        """Notes a use by this thread's streams. ``waits`` means that they wait for the weights already."""
         for device, uses in self._uses.get(unit, {}).items():
             current = _device.accelerator.current_stream(device)
             if current in uses.shown:
@@ -71,7 +71,7 @@ class UnitStreams:
             _add(uses.users, current)
 
     def leave(self, unit: Unit) -> None:
-        """Weights of a unit go: what comes next in their memory waits for those who use them."""
+        """Makes later work in a unit's memory wait for its users, before the weights are released."""
         for uses in self._uses.get(unit, {}).values():
             for owner in uses.owners:
                 for user in uses.users:
@@ -79,7 +79,7 @@ class UnitStreams:
                         _device.accelerator.let_wait(owner, _device.accelerator.record(user))
 
     def forget(self, unit: Unit) -> None:
-        """Nothing of a unit is on a device any more."""
+        """Forgets a unit that no device has any more."""
         self._uses.pop(unit, None)
 
 
@@ -95,13 +95,13 @@ def _add(streams: list[Any], stream: Any) -> None:
 
 
 class MappedFetch:
-    """What was asked for together.
+    """Weights requested together, for a copy from servers' mapped memory.
 
     Args:
-        job: the Rust half's.
-        version: of the weights.
-        asked: the Rust half's, which will say where they lie.
-        parts: where each part lies in the job, and the device's flat memory that it comes to.
+        job: the Rust half's job.
+        version: the weights' version.
+        asked: the Rust half's request, which returns the weights' addresses.
+        parts: each part's span in the job, and the device's flat memory that it is copied to.
     """
 
     def __init__(self, job: Any, version: int, asked: Any, parts: list[tuple[Span, Tensor]]) -> None:
@@ -111,8 +111,8 @@ class MappedFetch:
         self._fetch: Any = None
 
     def read(self) -> None:
-        """Waits for the weights. Where they came to this process's memory after all, since the link with a server was lost, they are read
-        into page-locked memory."""
+        """Waits for the weights. If the link with a server was lost, they arrived in this process's memory instead, and are read into
+        page-locked memory."""
         self._runs = self._asked.runs()
         if self._runs is None:
             self._staged = [_device.accelerator.locked(target.shape, target.dtype) for _, target in self._parts]
@@ -124,13 +124,13 @@ class MappedFetch:
             self._fetch.read()
 
     def cancel(self) -> None:
-        """Ends the wait of a thread that reads."""
+        """Ends the wait of a thread in :meth:`read`."""
         self._asked.cancel()
         if self._fetch is not None:
             self._fetch.cancel()
 
     def copy(self, lending: Lending, stream: Callable[[torch.device], Any]) -> None:
-        """Gives the copies to the streams of their devices, once the weights were read."""
+        """Enqueues the copies on their devices' streams, after :meth:`read`."""
         targets = [target for _, target in self._parts]
         if self._runs is not None:
             lending.copy(self._asked, self._runs, targets, stream)
@@ -140,12 +140,12 @@ class MappedFetch:
         lending.hold(self._staged, targets, stream)
 
 
-#: Seconds after which a wait lets the handlers of signals run.
+#: Seconds after which a wait lets signal handlers run.
 _PERIOD = 0.1
 
 
 class Source(Protocol):
-    """What is asked of a :class:`longshore.units.fetching.Fetcher` here."""
+    """The part of :class:`longshore.units.fetching.Fetcher` that this module uses."""
 
     rounds: Rounds | None
     lending: Lending | None
@@ -158,23 +158,23 @@ class Source(Protocol):
 
 
 class Fetch:
-    """Weights of some members on their way."""
+    """A fetch of some members' weights."""
 
     def __init__(self, fetcher: Source, members: list[Member]) -> None:
         self.members = members
-        #: What waits for them in the background, and what ends that wait.
+        #: The background wait for the weights, and the pull that can cancel it.
         self.read: Future[None] | None = None
         self.pull: Any = None
-        #: Those that their device copies from servers' memory.
+        #: Members that their device copies from servers' memory.
         self.lent: MappedFetch | None = None
-        #: What is copied into a member or a part of it when it has come. Staging memory, and the device that it is for.
+        #: Copies to a member or a part of it once the source has arrived. Staging memory with its device.
         self.sources: list[tuple[Tensor, Tensor]] = []
         self.staged: list[tuple[Tensor, torch.device]] = []
-        #: Members of which this is a rank's part, with the bytes that ranks gather and how many of them are a part.
+        #: Members of which this fetch brings a rank's part, with the bytes to gather and the size of a part.
         self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
-        #: By device: the stream that the memory was allocated for, and what it had to do then with memory that another had before.
+        #: By device, the stream that the memory was allocated for, and its work at that time in memory that another tensor had before.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
             stream = _device.accelerator.current_stream(device)
@@ -182,24 +182,24 @@ class Fetch:
 
     @property
     def is_staged(self) -> bool:
-        """Whether some of it is copied to a device, or to memory of another shape, once it has come."""
+        """Whether arrived weights still need a copy to a device or to memory of another shape."""
         return bool(self.sources or self._before)
 
     def owners(self) -> dict[torch.device, Any]:
-        """By device, the stream that the members' memory belongs to."""
+        """Returns by device the stream that owns the members' memory."""
         return {device: stream for device, (stream, _) in self._before.items()}
 
     def has_come(self) -> bool:
-        """Whether all is in the host's memory."""
+        """Returns whether all weights are in the host's memory."""
         return self.read is None or (self.read.done() and not self.read.cancelled() and self.read.exception() is None)
 
     def advance(self) -> None:
-        """Begins to copy to the device what has come by now."""
+        """Begins the copies to the device if the weights have arrived."""
         if self.is_staged and self.has_come():
             self._copy()
 
     def finish(self) -> None:
-        """Waits until the members can be used by what this thread does next. If that fails, nothing writes to them any more."""
+        """Waits until this thread's next work can use the members. After an error nothing writes to them any more."""
         try:
             if self.read is not None:
                 _result(self.read)
@@ -211,13 +211,14 @@ class Fetch:
             raise
 
     def finish_together(self, name: str, place: int, *, is_backward: bool) -> bool:
-        """Waits for this rank's part of a unit, and gathers the others' if all ranks want the same. Else it fetches all of it.
+        """Waits for this rank's part of a unit, and gathers the others if all ranks want the same unit. Otherwise it fetches the whole
+        unit.
 
         Args:
-            name, place, is_backward: what :meth:`longshore.distributed.rounds.Rounds.agree` says.
+            name, place, is_backward: as in :meth:`longshore.distributed.rounds.Rounds.agree`.
 
         Returns:
-            Whether ranks gather it, which this thread's stream waits for and no other one does.
+            Whether ranks gather the unit. Only this thread's stream waits for the gather.
         """
         rounds = self._fetcher.rounds
         if rounds is None:  # the optimizer is gone
@@ -240,24 +241,24 @@ class Fetch:
         return False
 
     def finish_alone(self) -> None:
-        """Fetches all of the members, where this is a rank's part."""
+        """Fetches the whole members instead of this rank's part."""
         self.give_up()
         again = self._fetcher.begin(self.members, ahead=False)
-        again._before = self._before  # it is the same memory
+        again._before = self._before  # the memory is the same
         again.finish()
 
     def give_up(self) -> None:
-        """Nobody needs the members any more. Nothing writes to them after this."""
+        """Ends the fetch. Nothing writes to the members afterwards."""
         self._end()
 
     def _end(self) -> None:
-        """Ends what still writes to the members, whose memory goes now."""
+        """Ends all writes to the members, whose memory is released next."""
         for wait_ in (self.pull, self.lent):
             if wait_ is not None:
                 wait_.cancel()
         if self.read is not None and not self.read.cancel():
             while not self.read.done():
-                # It ends soon. Ctrl-C once more must not free what it writes to.
+                # The read ends soon. A second Ctrl-C must not free memory that it writes to.
                 with contextlib.suppress(KeyboardInterrupt):
                     wait([self.read])
         for device, (owner, _) in self._before.items():
@@ -288,7 +289,7 @@ class Fetch:
 
 
 def _result(read: "Future[None]") -> None:
-    """Waits for its end. A signal that comes just before a wait does not end that: its handler runs between two waits."""
+    """Waits for the read. A signal just before a wait does not end the wait: its handler runs between two waits."""
     while True:
         try:
             return read.result(_PERIOD)

@@ -1,6 +1,7 @@
 """Sources of units' weights: servers for trained ones, copies in the host's memory for frozen ones.
 
-A model in units has one :class:`Fetcher`. Copies hold frozen weights, a rank's part of these, and all weights once no server will be there.
+A model in units has one :class:`Fetcher`. Copies hold frozen weights, a rank's part of these, and at the end all weights, when servers are
+gone.
 """
 
 import contextlib
@@ -24,23 +25,22 @@ from longshore.units.model import Member, Span, Spans, in_one_piece, parts_of, p
 
 
 class Copies:
-    """What is kept of the members of a model, so that servers need not be asked for it.
+    """Members' weights on the host, which need no fetch from servers.
 
     Args:
-        rounds: in which ranks that gather weights say what they want; None where each has all of what it keeps.
-        memory: makes memory for a tensor.
+        rounds: the rounds in which ranks agree on gathers; None if each rank keeps whole weights.
+        memory: returns memory for a tensor.
     """
 
     def __init__(self, rounds: Rounds | None, memory: Callable[[Tensor], Tensor]) -> None:
         self._rounds = rounds
         self._memory = memory
         self._whole: dict[int, Tensor] = {}
-        #: By frozen member whose other parts come from other ranks: it, and what this rank keeps of it, each piece with its first
-        #: element.
+        #: Frozen members of which each rank keeps a part: the member, and this rank's pieces with the first element of each.
         self._parts: dict[int, tuple[Member, list[tuple[Tensor, int]]]] = {}
 
     def take(self, member: Member) -> None:
-        """Keeps a frozen member: this rank's part alone, where servers and the other ranks have the rest."""
+        """Keeps a frozen member. A rank keeps only its part if servers and the other ranks have the rest."""
         copy = tensors.built(member.tensor)
         if member.kept is not None and share_of(self._rounds, member.tensor) is not None:
             self._take_part(member, member.tensor if copy is None else copy)
@@ -50,7 +50,7 @@ class Copies:
             self.write(member)
 
     def write(self, member: Member) -> None:
-        """Keeps all of a member as it is now, from which it comes from now on."""
+        """Keeps a whole copy of a member's current weights, which serves its later fetches."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             kept = self._whole.get(id(member))
             if kept is None:
@@ -66,7 +66,7 @@ class Copies:
             self._parts[id(member)] = member, [(self._memory(part).copy_(part), start) for part, start in parts]
 
     def take_all_of(self, names: Iterable[str]) -> None:
-        """Keeps all of these frozen members instead of a part, before their memory goes."""
+        """Keeps whole copies of frozen members instead of parts, before their memory is released."""
         wanted = set(names)
         for key, (member, _) in list(self._parts.items()):
             if member.name in wanted:
@@ -78,61 +78,61 @@ class Copies:
                     self._whole[key] = copy
 
     def whole(self, member: Member) -> Tensor | None:
-        """All of a member, where that is kept."""
+        """Returns a member's whole copy; None without one."""
         return self._whole.get(id(member))
 
     def parts(self, member: Member) -> list[tuple[Tensor, int]] | None:
-        """The pieces that this rank keeps of a member, each with its first element, where it keeps a part."""
+        """Returns this rank's pieces of a member with the first element of each; None unless it keeps a part."""
         found = self._parts.get(id(member))
         return None if found is None else found[1]
 
     def in_parts(self) -> list[tuple[Member, list[tuple[Tensor, int]]]]:
-        """The members of which this rank keeps a part, the same ones on all ranks, and these parts."""
+        """Returns the members of which ranks keep parts, the same on all ranks, with this rank's parts."""
         return list(self._parts.values())
 
     def forget_written(self, member: Member) -> None:
-        """Lets go of what somebody wrote to a member of which a part is kept."""
+        """Drops a written copy of a member of which a part is kept."""
         if id(member) in self._parts:
             self._whole.pop(id(member), None)
 
     def forget_all_but(self, members: set[int]) -> None:
-        """Lets go of what is kept whole of any other members than these, by ``id``."""
+        """Drops whole copies except those of ``members``, by ``id``."""
         self._whole = {key: kept for key, kept in self._whole.items() if key in members}
 
     def add(self, whole: dict[int, Tensor]) -> None:
-        """Has these members, by ``id``, come from these copies. What somebody wrote to one stays."""
+        """Adds whole copies by the member's ``id``. An existing copy, which may have been written, wins."""
         self._whole = whole | self._whole
 
     def end_parts(self) -> None:
-        """Has no member come from a part any more."""
+        """Drops all parts."""
         self._parts.clear()
 
 
 def share_of(rounds: Rounds | None, target: Tensor) -> Share | None:
-    """What this rank has to bring of a member before ranks gather it; None where it is all of it."""
+    """Returns this rank's part of a member for a gather; None if the rank fetches all of it."""
     if rounds is None or not target.is_contiguous():
         return None
     return share(target.numel(), target.element_size(), rounds.rank, rounds.world_size)
 
 
 class Fetcher:
-    """Where weights come from.
+    """Fetches weights from servers, copies or other ranks.
 
     Args:
-        job: the Rust half's.
-        version: that which the trained parameters have now.
-        is_gone: whether servers may not have a parameter's weights of this version any more.
-        spans: where elements of a parameter lie in the job.
-        rounds: in which ranks that gather weights say what they want; None where each pulls all of them.
-        memory: makes the memory in which a tensor is kept.
-        lending: what servers lend of their memory, for a device to copy weights from; None where they come to this process's first.
+        job: the Rust half's job.
+        version: the trained parameters' current version.
+        is_gone: returns whether servers may have overwritten a parameter's weights of this version.
+        spans: returns the spans of a parameter's elements in the job.
+        rounds: the rounds in which ranks agree on gathers; None if each rank pulls whole weights.
+        memory: returns memory for a tensor's copy.
+        lending: servers' memory that a device copies weights from; None if weights arrive in this process's memory first.
 
     Attributes:
-        version, rounds, lending: these.
-        staging: memory that weights go through on their way to a device.
-        is_at_hand: whether what came last was one copy from a server's memory to where it is used. Then nothing is won by fetching
-            ahead: on two cores the other thread that this takes made a step 4 % longer.
-        pulled: bytes of weights that servers were asked for.
+        version, rounds, lending: as above.
+        staging: host memory that weights pass through on their way to a device.
+        is_at_hand: whether the last fetch was one copy from a server's memory to its target. Prefetch wins nothing then: on two cores its
+            extra thread made a step 4 % longer.
+        pulled: bytes of weights requested from servers.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Fetcher:
         self._spans = spans
         self.rounds = rounds
         self.lending = lending
-        #: Trained parameters that nobody has read in this version.
+        #: Trained parameters whose weights of this version are not read yet.
         self._unread: set[int] = set()
         self._trained = {member.param.index for member in members if member.param is not None}
         self._frozen = {id(member) for member in members if not member.is_trained}
@@ -160,7 +160,7 @@ class Fetcher:
         self._copies = Copies(rounds, memory)
         self.staging = Staging()
         self._streams: dict[torch.device, Any] = {}
-        # One thread, since weights come in the order in which they were asked for.
+        # One thread keeps weights in the order of their requests.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self.is_at_hand = False
         self._is_closed = False
@@ -169,15 +169,15 @@ class Fetcher:
                 self._copies.take(member)
 
     def is_gone(self, member: Member) -> bool:
-        """Whether its weights cannot be had before the next step."""
+        """Returns whether the member's weights are unavailable until the next step."""
         return self._copies.whole(member) is None and self._is_gone(member)
 
     def keep(self, member: Member) -> None:
-        """Keeps a copy of a member in the host's memory, from which it comes from now on."""
+        """Keeps a copy of a member in the host's memory, which serves its later fetches."""
         self._copies.write(member)
 
     def written(self) -> list[str]:
-        """The frozen members that are not what servers have of them, as far as this rank's part of them shows."""
+        """Returns the frozen members that differ from the servers' weights, judged by this rank's part."""
         names = []
         for member, parts in self._copies.in_parts():
             theirs = [(torch.empty(part.shape, dtype=part.dtype, device="cpu"), start) for part, start in parts]
@@ -187,41 +187,41 @@ class Fetcher:
         return names
 
     def take_all_of(self, names: Iterable[str]) -> None:
-        """Keeps all of these frozen members as they are, instead of a part. It is called before their memory goes."""
+        """Keeps whole copies of frozen members instead of parts. Called before their memory is released."""
         self._copies.take_all_of(names)
 
     def read_frozen(self, members: list[Member]) -> None:
-        """Reads what is kept of these frozen members from the servers, whose job may be another now."""
+        """Reads the kept copies or parts of frozen members from the servers, whose job may have changed."""
         for member in members:
             self._copies.forget_written(member)
             parts = self._copies.parts(member) or [(self.kept(member), 0)]
             self._ask([place for part, start in parts for place in places_of(self._spans, member, part, start)]).read()
 
     def kept(self, member: Member) -> Tensor:
-        """The copy of a member that is kept."""
+        """Returns a member's kept copy."""
         kept = self._copies.whole(member)
         assert kept is not None, member.name
         return kept
 
     def expect(self, version: int) -> None:
-        """New weights were asked for, of all trained parameters."""
+        """Marks all trained parameters unread, since new weights were requested."""
         self.version = version
         self._unread = set(self._trained)
 
     def belong_to(self, job: Any) -> None:
-        """Weights come from this job from now on: trained ones that were kept, and those that were asked for, are the old one's."""
+        """Switches to another job: kept copies of trained weights and open requests belong to the old one."""
         self._job = job
         self.lending = None if self.lending is None else self.lending.renewed(job)
         self._unread.clear()
         self._copies.forget_all_but(self._frozen)
 
     def has_unread(self, member: Member) -> bool:
-        """Whether new weights of it were asked for and nobody has read them."""
+        """Returns whether new weights of the member were requested and are not read yet."""
         return member.param is not None and member.param.index in self._unread
 
     def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
-        """Begins to fetch into these members' memory, in the background if that is ahead of their use. Where ranks share, it
-        fetches this rank's part of those that are worth it."""
+        """Begins a fetch into the members' memory, on the background thread if it is ``ahead`` of their use. With ``shared`` it fetches
+        only this rank's part of members large enough to gather."""
         with torch._C.DisableTorchFunctionSubclass():
             fetch = Fetch(self, members)
             lent = self._lent(members)
@@ -232,7 +232,7 @@ class Fetcher:
         version = self.version
         pull = self._ask([place for place, _ in places]) if places else None
 
-        # It holds the tensors of the places, whose memory stays as long as something may write there.
+        # The default argument keeps the places' tensors alive as long as the pull may write into their memory.
         def read(held: list[tuple[tuple[Place, int], Tensor]] = places) -> None:
             if fetch.lent is not None:
                 fetch.lent.read()
@@ -250,11 +250,12 @@ class Fetcher:
         return fetch
 
     def gather_all(self, members: list[Member]) -> None:
-        """Keeps all of these, which ranks gather from each other in the host's memory, each with its part. What is small,
-        and what cannot be gathered since a rank is gone, is left out. A copy that was kept whole before stays the one that is kept."""
+        """Keeps copies of all members, gathered among ranks in the host's memory. Each rank brings its part.
+
+        Small members are left out, and all if a rank is gone. An existing whole copy is kept."""
         if self.rounds is None or self.rounds.is_over:
             return
-        # These are the same on all ranks, also where one has a copy of what it has written.
+        # The list is the same on all ranks, even if one has a copy of weights it wrote.
         with torch._C.DisableTorchFunctionSubclass():
             shares = [(member, share_of(self.rounds, member.tensor)) for member in members]
             shared = [(m, of_rank) for m, of_rank in shares if of_rank and (m.is_trained or self._copies.parts(m) is not None)]
@@ -273,7 +274,7 @@ class Fetcher:
                 self._copies.add({id(member): whole for whole, (member, _) in zip(kept, shared, strict=True)})
 
     def _read_own(self, member: Member, whole: Tensor, of_rank: Share) -> None:
-        """Brings this rank's part of a member into memory for all of it."""
+        """Reads this rank's part of a member into memory for all of it."""
         own = [(whole[start : start + elements], start) for start, elements in of_rank.own]
         mine = self._copies.parts(member)
         if mine is None:
@@ -283,7 +284,7 @@ class Fetcher:
                 part.copy_(source)
 
     def keep_all(self, members: list[Member]) -> None:
-        """Copies from the servers, which will not be there, what is not kept whole of these. Nothing is gathered from now on."""
+        """Copies all members without a whole copy from the servers, which end next. Nothing is gathered afterwards."""
         self._copies.end_parts()
         self.rounds = None
         kept: dict[int, Tensor] = {}
@@ -296,11 +297,11 @@ class Fetcher:
         self._copies.add(kept)
 
     def retire(self) -> None:
-        """Gives the thread nothing more. It ends with the model."""
+        """Accepts no further background fetch. The thread ends with the model."""
         self._is_closed = True
 
     def close(self) -> None:
-        """Ends the thread. Weights that are in the host's memory are fetched as before."""
+        """Ends the thread. Weights in the host's memory are fetched as before."""
         self.retire()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -309,17 +310,17 @@ class Fetcher:
         return self._job.fetch(self.version, places)
 
     def _lent(self, members: list[Member]) -> list[Member]:
-        """Those that a device may copy from servers' memory."""
+        """Returns the members that a device may copy from servers' memory."""
         lending = self.lending
         if lending is None:
             return []
         return [m for m in members if m.is_trained and self._copies.whole(m) is None and lending.fits(m.tensor)]
 
     def _lend(self, members: list[Member]) -> MappedFetch | None:
-        """Asks for members to be copied from where they lie, if that is servers' memory."""
+        """Requests members for a copy straight from servers' memory; None if the weights do not lie there."""
         parts: list[tuple[Span, Tensor]] = []
         for member in members:
-            # Not the parameter itself: autograd would take what is written there for a change.
+            # ``.data``, not the parameter itself: autograd would count the write as a change.
             left = member.tensor.data.view(-1)
             for part in parts_of(self._spans, member, left.numel()):
                 parts.append((part, left[: part[2]]))
@@ -331,7 +332,7 @@ class Fetcher:
         return MappedFetch(self._job, self.version, asked, parts)
 
     def _places(self, fetch: Fetch, lent: list[Member], shared: bool) -> list[tuple[tuple[Place, int], Tensor]]:
-        """Where servers' weights go in the host's memory, and the tensors whose memory that is; those that are lent go nowhere there."""
+        """Returns places in host memory for servers' weights, with the tensors that own the memory. Lent members have none."""
         places: list[tuple[tuple[Place, int], Tensor]] = []
         for member in fetch.members:
             if any(member is other for other in lent):
@@ -340,7 +341,7 @@ class Fetcher:
             if kept is None and not shared and is_plain(member.tensor):
                 places += [(place, member.tensor) for place in places_of(self._spans, member, member.tensor, 0)]
                 continue
-            # Not the parameter itself: autograd would take what is written there for a change.
+            # ``.data``, not the parameter itself: autograd would count the write as a change.
             target = member.tensor.data
             if kept is not None:
                 fetch.sources.append((target, kept))
@@ -360,7 +361,7 @@ class Fetcher:
         return places
 
     def _share_of(self, fetch: Fetch, member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
-        """The memory that this rank fills of a member before ranks gather it, and its first elements."""
+        """Returns the memory that this rank fills of a member before the gather, with its first elements."""
         of_rank = share_of(self.rounds, target)
         if of_rank is None:
             return [(target, 0)]
@@ -369,7 +370,7 @@ class Fetcher:
         return [(flat[start : start + elements], start) for start, elements in of_rank.own]
 
     def stream(self, device: torch.device) -> Any:
-        """The stream that weights come to a device on."""
+        """Returns the device's stream for arriving weights."""
         if device not in self._streams:
             self._streams[device] = _device.accelerator.new_stream(device)
         return self._streams[device]

@@ -1,7 +1,7 @@
-"""Hooks on modules and on backward: they fetch a unit before its module runs, and before backward needs saved weights.
+"""Hooks on modules and on backward: a unit is fetched before its module runs, and before backward needs saved weights.
 
-``longshore.shard`` puts them on. They run on the training thread in forward and on autograd's threads in backward. Activation checkpointing computes
-a module again, and gets the unit's hooks on top of its own.
+``longshore.shard`` installs them. They run on the training thread in forward and on autograd's threads in backward. Activation
+checkpointing recomputes a module, and puts the unit's hooks on top of its own.
 """
 
 import contextlib
@@ -21,17 +21,19 @@ from longshore.units.model import Member, Unit
 from longshore.units.residency import Residency, is_in_backward
 
 _autograd: Any = torch._C._autograd
-#: What torch puts its hooks with while a checkpointed function runs, where it has that and does not run backward itself.
+#: torch's context of hooks around a checkpointed function, if this torch has it and does not run backward itself.
 _HOOK: Any = getattr(checkpoint, "_checkpoint_hook", None)
 
 
 def follow(on_again: Callable[[Any], bool], off: Callable[[], None]) -> None:
-    """torch counts what a checkpointed function saves, and what it saves when it is computed again. Then no unit's module runs, and weights
-    that are used directly go to hooks of ours. So ours go on top of those of a checkpoint in forward, too.
+    """Puts the unit's hooks on top of a checkpoint's hooks in forward, too.
+
+    torch counts the tensors that a checkpointed function saves, in forward and in recomputation, and both must agree. In recomputation no
+    unit's module runs, and directly used weights go to the package's hooks. So forward needs these hooks on top, too.
 
     Args:
-        on_again: puts hooks on top of what is there now, if the hooks that were on top before are those of a unit that runs; says whether.
-        off: takes them away.
+        on_again: puts hooks on top if the earlier top hooks are of a running unit; returns whether it did.
+        off: removes these hooks.
     """
     if _HOOK is None or hasattr(_HOOK, "_longshore_follows"):
         return
@@ -55,13 +57,13 @@ _graph: Any = torch._C._autograd
 
 
 class Saving:
-    """What autograd saves while this is on: weights are noted by name, and come again when they are needed."""
+    """Hooks for tensors that autograd saves: a weight is saved by name, and fetched again when backward needs it."""
 
     def __init__(self, home: Residency) -> None:
         self._home = home
 
     def on(self) -> None:
-        """Puts our hooks on top of those of others, such as activation checkpointing, which get everything but weights."""
+        """Puts these hooks on top of others, such as activation checkpointing. Other hooks get everything but weights."""
         below = _graph._top_saved_tensors_default_hooks(True)
         if self._is_ours(below):
             pack, unpack = below
@@ -70,7 +72,7 @@ class Saving:
         _graph._push_saved_tensors_default_hooks(pack, unpack)
 
     def is_on_top(self) -> bool:
-        """Whether what autograd saves now comes to us first."""
+        """Returns whether these hooks are on top."""
         return self._is_ours(_graph._top_saved_tensors_default_hooks(True))
 
     def _is_ours(self, hooks: Any) -> bool:
@@ -81,7 +83,7 @@ class Saving:
         _graph._pop_saved_tensors_default_hooks()
 
     def take_away(self) -> None:
-        """Does what :meth:`off` does where others may have put hooks on top of ours since, or taken ours away with an end of theirs."""
+        """Removes these hooks even if other hooks lie on top of them, or another hook's end has removed them."""
         above: list[Any] = []
         while (top := _graph._top_saved_tensors_default_hooks(True)) is not None:
             self.off()
@@ -101,13 +103,13 @@ class Saving:
 
     def _unpack(self, saved: Any) -> Tensor:
         if torch.is_grad_enabled() and is_in_backward():
-            # Backward makes a graph of its own, which saves weights as well. This lasts until the node that runs is done.
+            # Backward builds a graph of its own, which saves weights as well. The hooks stay until the running node is done.
             self.on()
         return saved.get()
 
 
 def _on_again(before: Any) -> bool:
-    """Puts our hooks on top again, where these hooks are ours."""
+    """Puts a unit's hooks on top again, if the earlier top hooks are a unit's. Returns whether it did."""
     is_ours = before is not None and isinstance(before[0], _Pack)
     if is_ours:
         Saving(before[0].home).on()
@@ -131,7 +133,7 @@ class _Pack:
 
 
 class _Weight:
-    """A member, or a view of it."""
+    """A saved member, or a view of one."""
 
     __slots__ = ("_epoch", "_home", "_member", "_view")
 
@@ -151,7 +153,7 @@ class _Weight:
 
 
 class _Others:
-    """What other hooks made of a tensor."""
+    """A tensor packed by other hooks."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -164,12 +166,12 @@ class _Others:
 
 
 class _Kept:
-    """A tensor that is no weight, as torch keeps it."""
+    """A saved tensor that is no weight, kept as torch keeps it."""
 
     __slots__ = ("_changes", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        # The tensor itself would keep the graph, and the graph would keep it.
+        # Keeping the tensor itself would make a cycle with its graph.
         self._tensor = tensor.detach()
         self._changes = self._tensor._version
 
@@ -184,17 +186,17 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A call of a module whose units stay meanwhile: it lasts as long as this frame of this thread."""
+    """A running call of a module whose units are pinned. It lasts as long as its frame on its thread."""
 
     module: nn.Module
     units: list[Unit]
     frame: FrameType
     thread: int
-    #: Whether it runs within another call that has these units.
+    #: Whether the call runs within another one that pins the same units.
     is_within: bool = False
 
     def has_ended(self) -> bool:
-        """Whether it has, as far as this thread can tell."""
+        """Returns whether the call has ended, as far as this thread can tell."""
         if self.thread != threading.get_ident():
             return False
         frame: FrameType | None = sys._getframe(1)
@@ -204,12 +206,12 @@ class _Run:
 
 
 class ModuleHooks:
-    """Has the units of a model's modules stay while these run."""
+    """Pins the units of a model's modules while the modules run."""
 
     def __init__(self, model: nn.Module, home: Residency, saving: Saving) -> None:
         self._home, self._saving = home, saving
         self._running: list[_Run] = []
-        #: The modules that run, with those around units: the outermost one says what for.
+        #: The running modules, including those around units. The outermost one decides whether the call may train.
         self._calls: list[nn.Module] = []
         self._handles: list[Any] = []
         home.unwind = self.unwind
@@ -243,7 +245,7 @@ class ModuleHooks:
         return before, after
 
     def _follow_compile(self, module: nn.Module, units: list[Unit]) -> None:
-        """``module.compile()`` puts hooks into what is compiled, where they do nothing. So what is compiled is called between."""
+        """Wraps the compiled call of ``module.compile()``. Hooks inside the compiled code do nothing."""
 
         def guard() -> None:
             compiled: Any = module._compiled_call_impl
@@ -269,8 +271,8 @@ class ModuleHooks:
         module.compile = compile_  # type: ignore[method-assign]
 
     def unwind(self) -> None:
-        """Lets go of the units of calls that have ended and no hook was told: torch tells none where Ctrl-C ends a call. Whether one has
-        is seen by its frame, since a module may be called again within its own call."""
+        """Unpins the units of ended calls whose hooks never ran: after Ctrl-C torch calls none. The frame tells whether a call has ended,
+        since a module may be called again within its own call."""
         while self._running and self._running[-1].has_ended():
             run = self._running.pop()
             self._end(run.module)
@@ -283,7 +285,7 @@ class ModuleHooks:
             return
         self.unwind()
         if module in self._calls:
-            del self._calls[self._calls.index(module) :]  # Ctrl-C ended that call, and no hook was told
+            del self._calls[self._calls.index(module) :]  # Ctrl-C ended that call without its hooks
         if not self._calls:
             self._home.may_train = torch.is_grad_enabled()
         self._calls.append(module)
@@ -313,8 +315,8 @@ class ModuleHooks:
         self._running.append(_Run(module, units, frame, threading.get_ident()))
 
     def _units_around(self, units: list[Unit]) -> list[Unit] | None:
-        """The units of the call that this thread is in, where these are among them, and what autograd saves is ours to keep: a call within
-        that one needs nothing more."""
+        """Returns the units of this thread's current call if they include ``units`` and saved tensors reach these hooks. A nested call then
+        needs nothing more."""
         if not self._running or self._running[-1].thread != threading.get_ident():
             return None
         around = self._running[-1].units
@@ -324,7 +326,7 @@ class ModuleHooks:
 
     def _leave(self, module: nn.Module, output: Any) -> None:
         if not self._running or self._running[-1].module is not module:
-            return  # it failed before it began
+            return  # the call failed before it began
         run = self._running.pop()
         if not run.is_within:
             self._saving.off()
@@ -335,14 +337,15 @@ class ModuleHooks:
 
 
 def _around(model: nn.Module, inner: list[nn.Module]) -> list[nn.Module]:
-    """The modules that have some of these inside and are none of them."""
+    """Returns the modules that contain some of ``inner`` and are not among them."""
     ids = {id(module) for module in inner}
     return [module for module in model.modules() if id(module) not in ids and any(id(part) in ids for part in module.modules())]
 
 
 def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:
-    """The modules whose forward needs units, and which: a unit's own module, and modules that have parameters of others. One
-    that has other units inside takes none with it: what it uses of its own is fetched by use."""
+    """Yields the modules whose forward needs units, with these units: a unit's own module, and modules with parameters of other units.
+
+    A module that contains other units needs none for itself: its own parameters are fetched at their use."""
     owned: dict[int, list[Unit]] = {}
     for unit in units:
         for member in unit.members:

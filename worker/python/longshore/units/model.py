@@ -1,6 +1,7 @@
-"""Units: the parts of a model whose weights come to the device and go from it together, and the order of their use.
+"""Units: parts of a model whose weights are acquired and released together, and the order of their use.
 
-:func:`members` and :func:`cut` run once in ``longshore.shard``. :class:`Order` learns the order in one step, and looks it up in the next.
+:func:`members` and :func:`cut` run once in ``longshore.shard``. :class:`Order` learns the order in one step, and predicts the next step by
+it.
 """
 
 import re
@@ -16,28 +17,28 @@ from longshore.errors import UsageError, invalid
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import DTYPES, Param
 
-#: What names a unit: a module, a class of modules, or a module's name, in which * stands for any one part ("layers.*").
+#: A unit's name for ``units=``: a module, a class of modules, or a module's name, in which * stands for any one part ("layers.*").
 Named = str | type | nn.Module
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A parameter whose memory comes and goes."""
+    """A parameter of a unit, whose memory is acquired and released."""
 
     name: str
     tensor: Tensor
-    #: The modules that have it, and by which name of theirs.
+    #: The modules that have the parameter, and its name in each.
     owners: list[tuple[nn.Module, str]]
-    #: Its place in the job; None where it is frozen.
+    #: The parameter in the job; None if frozen.
     param: Param | None
-    #: Its place there if it is frozen and servers keep it.
+    #: The parameter in the job if it is frozen and servers keep it.
     kept: Param | None = None
     unit: "Unit" = None  # type: ignore[assignment]
     is_here: bool = False
-    #: torch's count of changes to it when its weights came.
+    #: torch's version counter when the weights arrived.
     changes: int = 0
     nbytes: int = 0
-    #: Its whole storage, which is empty while it is away.
+    #: The parameter's whole storage, empty while released.
     memory: torch.UntypedStorage = None  # type: ignore[assignment]
 
     @property
@@ -47,14 +48,14 @@ class Member:
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """Parameters that are on the device together."""
+    """Parameters that are resident together."""
 
     name: str
     members: list[Member] = field(default_factory=list)
-    #: The module that they belong to, and whether all parameters inside it do.
+    #: The module of the parameters, and whether the unit has all parameters inside it.
     module: nn.Module | None = None
     is_block: bool = False
-    #: How many need it to stay, and how many of these are modules that run.
+    #: Number of pins that keep the unit resident, and how many of these are running modules.
     pins: int = 0
     runs: int = 0
 
@@ -68,10 +69,10 @@ class Unit:
 
 
 def members(model: nn.Module, params: Iterable[Param], frozen: Iterable[Param] = ()) -> list[Member]:
-    """The model's parameters that are of the job or frozen. Those that something else trains stay where they are.
+    """Returns the model's parameters that are in the job or frozen. Parameters trained by another optimizer stay on their device.
 
     Args:
-        frozen: those that servers keep though nothing trains them.
+        frozen: frozen parameters that servers keep.
     """
     trained = {id(param.tensor): param for param in params}
     kept = {id(param.tensor): param for param in frozen}
@@ -102,12 +103,12 @@ def members(model: nn.Module, params: Iterable[Param], frozen: Iterable[Param] =
 
 
 def cut(model: nn.Module, of_model: list[Member], named: Sequence[Named] | None, room: int | None, copies: int = 1) -> list[Unit]:
-    """Deals the parameters to units.
+    """Returns units with all the parameters.
 
     Args:
-        named: the units' modules. By default they are found: repeated blocks, cut further where they do not fit.
-        room: bytes that a unit's weights and the largest gradients of one must fit into together; None cuts nothing further.
-        copies: of how many units there are gradients at a time.
+        named: the units' modules. The default is the model's repeated blocks, cut further if they do not fit.
+        room: bytes for a unit's weights and the largest unit's gradients together; None cuts nothing further.
+        copies: number of units that have gradients at a time.
 
     Raises:
         InvalidError: naming the unit that does not fit, and the remedy.
@@ -144,7 +145,7 @@ def _too_large(unit: Unit, reserve: int, room: int) -> Exception:
 
 
 def _deal(model: nn.Module, of_model: list[Member], roots: dict[str, nn.Module]) -> list[Unit]:
-    """A unit for each root that has parameters of its own, and one for each other module that has some directly."""
+    """Returns a unit for each root with parameters of its own, and one for each other module that has some directly."""
     unit_of_module: dict[int, Unit] = {}
     for name, root in roots.items():
         unit = Unit(name, module=root, is_block=True)
@@ -164,7 +165,7 @@ def _deal(model: nn.Module, of_model: list[Member], roots: dict[str, nn.Module])
 
 
 def _cut_further(roots: dict[str, nn.Module], large: list[Unit]) -> dict[str, nn.Module] | None:
-    """Roots with the children of the large units in place of these; None where nothing can be cut."""
+    """Returns roots in which the large units are replaced by their children; None if nothing can be cut."""
     names = {unit.name for unit in large}
     smaller: dict[str, nn.Module] = {}
     for name, root in roots.items():
@@ -172,7 +173,7 @@ def _cut_further(roots: dict[str, nn.Module], large: list[Unit]) -> dict[str, nn
             smaller[name] = root
             continue
         smaller |= {f"{name}.{child}": module for child, module in root.named_children() if _has_parameters(module)}
-    # A root that is gone leaves its own parameters to a unit of their own.
+    # A replaced root's own parameters become a unit of their own.
     return smaller if smaller.keys() != roots.keys() else None
 
 
@@ -181,7 +182,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a Hugging Face model names, or the parts of its outermost lists of modules."""
+    """Returns the blocks that a Hugging Face model names, or else the items of the outermost lists of modules."""
     classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     found = {name: module for name, module in model.named_modules() if name and type(_inner(module)).__name__ in classes}
     if not found:
@@ -190,7 +191,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """The module that torch.compile has wrapped, or itself."""
+    """Returns the module inside a torch.compile wrapper, or the module itself."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -243,7 +244,7 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10,
 
 
 def budget(given: int | str) -> int:
-    """A number of bytes, or a text as ``"6GiB"``."""
+    """Returns bytes for a number or a text such as ``"6GiB"``."""
     if isinstance(given, str):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([KMGT]I?)?B?", given.strip().upper())
         if match is None:
@@ -255,7 +256,7 @@ def budget(given: int | str) -> int:
 
 
 def own_memory(member: Member) -> None:
-    """Sees to it that a parameter has a whole storage for itself, whose size can change."""
+    """Gives a parameter a resizable storage of its own."""
     tensor = member.tensor
     storage = tensor.untyped_storage()
     if storage.nbytes() == member.nbytes and storage.resizable() and tensor.storage_offset() == 0 and not tensor.is_shared():
@@ -266,26 +267,26 @@ def own_memory(member: Member) -> None:
         tensor.data = tensor.detach().contiguous().clone(memory_format=torch.contiguous_format)
 
 
-#: Where some elements of a parameter lie in the job: its parameter there, the first element in that, and how many.
+#: A run of a parameter's elements in the job: the job's parameter, the first element in it, and the number of elements.
 Span = tuple[int, int, int]
-#: The spans of a parameter's elements, from one on and so many.
+#: Returns the spans of a parameter's elements, from a first element on, for a number of elements.
 Spans = Callable[[Param, int, int], Iterable[Span]]
 
 
 def in_one_piece(param: Param, start: int, elements: int) -> Iterable[Span]:
-    """The span of elements of a parameter that is one of the job, too."""
+    """Returns the span of elements of a parameter that the job has whole."""
     return [(param.index, start, elements)]
 
 
 def parts_of(spans: Spans, member: Member, elements: int) -> list[Span]:
-    """Where a trained member lies in the job, whole."""
+    """Returns the spans of a whole trained member."""
     assert member.param is not None
     return list(spans(member.param, 0, elements))
 
 
 def places_of(spans: Spans, member: Member, memory: Tensor, start: int) -> list[tuple[Place, int]]:
-    """Where elements of a member go, from one on, and where each run of them begins in its parameter of the job. The memory has no
-    gaps. What is frozen lies there in one piece."""
+    """Returns places in ``memory`` for a member's elements from ``start`` on, each with its first element in the job's parameter. The
+    memory has no gaps. A frozen member is one run in the job."""
     address, wire, size, found = memory.data_ptr(), DTYPES[memory.dtype], memory.element_size(), []
     if member.param is not None:
         of_job = spans(member.param, start, memory.numel())
@@ -298,31 +299,31 @@ def places_of(spans: Spans, member: Member, memory: Tensor, start: int) -> list[
     return found
 
 
-#: How far a unit is that is not used any more, as far as one can know.
+#: Distance of a unit without a known next use.
 _NEVER = 1 << 40
 
 
 class Order:
-    """Where the step in hand is in the order of the step before."""
+    """The current step's position in the order of the previous step."""
 
     def __init__(self) -> None:
         self._learned: list[Unit] = []
         self._places: dict[Unit, list[int]] = {}
         self._seen: list[Unit] = []
         self._at = -1
-        #: Where the step was before uses that do not count; None where there were none since.
+        #: Position before uses that do not count; None if there were none since.
         self._was_at: int | None = None
-        #: The unit that was used last, and whether that counted.
+        #: The last used unit, and whether its use counted.
         self._last: tuple[Unit, bool] | None = None
-        #: By unit: when it was used last, in uses.
+        #: Time of each unit's last use, in uses.
         self._used: dict[Unit, int] = {}
         self._clock = 0
 
     def note(self, unit: Unit, *, counts: bool) -> bool:
-        """A unit is used. One that does not count, as in an evaluation, is not learned, and the step goes on from where it was.
+        """Notes a use of a unit. A use that does not count, as in an evaluation, is not learned and does not move the step.
 
         Returns:
-            Whether another one was used before. Several modules of a unit run one after the other.
+            Whether the previous use was of another unit. Several modules of a unit run one after the other.
         """
         self._clock += 1
         self._used[unit] = self._clock
@@ -342,12 +343,12 @@ class Order:
         if after < len(places):
             self._at = places[after]
         elif places:
-            # As the next batch of an evaluation begins, or one more micro-step than the step before had.
+            # Examples: an evaluation's next batch, or one more micro-step than the previous step had.
             self._at = places[0]
         return True
 
     def end(self) -> None:
-        """A step has ended."""
+        """Ends a step: its uses become the learned order."""
         if self._seen:
             self._learned, self._seen = self._seen, []
             self._places = {}
@@ -356,8 +357,8 @@ class Order:
         self._at, self._was_at, self._last = -1, None, None
 
     def distance(self, unit: Unit) -> int:
-        """How many other uses come before the unit's next one. Of those that are not used any more in this step, the one that was
-        used last is nearest."""
+        """Returns the number of other uses before the unit's next one. Among units with no further use in this step, the last used one is
+        nearest."""
         places = self._places.get(unit, ())
         after = bisect_right(places, self._at)
         if after < len(places):
@@ -365,5 +366,5 @@ class Order:
         return _NEVER + self._clock - self._used.get(unit, 0)
 
     def upcoming(self, most: int) -> Iterator[Unit]:
-        """The units that are used next."""
+        """Yields the next units in the learned order, at most ``most``."""
         yield from self._learned[self._at + 1 : self._at + 1 + most]

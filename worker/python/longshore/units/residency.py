@@ -1,7 +1,7 @@
 """Resident units: as many as the budget holds, fetched before their use in the learned order.
 
-:class:`Residency` decides on the training thread and on autograd's threads which units come and go. A unit that backward was given stays until
-its node has run. :class:`UnitWeights` stands for the weights of a job whose model is in units.
+:class:`Residency` decides on the training thread and on autograd's threads which units are fetched and released. A unit that backward needs
+stays until its node has run. :class:`UnitWeights` stands for the weights of a job whose model is in units.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ from longshore.units.model import Member, Order, Unit
 
 
 class Nodes:
-    """What the nodes were given of all backwards that run, where one may run inside another.
+    """Units pinned for the nodes of running backward passes, which may be nested.
 
     Args:
-        lock: under which units are pinned. Whoever calls has it.
+        lock: the lock of pins. Callers hold it.
     """
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
-        #: By number of a backward: the node that it is at, by its own number, and the units that this was given weights of.
+        #: By backward pass: the sequence number of its current node, and the units pinned for that node.
         self._given: dict[int, tuple[int | None, list[Unit]]] = {}
 
     def give(self, unit: Unit) -> None:
-        """Has a unit stay for the node that runs."""
+        """Pins a unit for the running node."""
         backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
         number = None if node is None else node._sequence_nr()
-        # Those that ran inside this one began later, and have ended.
+        # Backward passes nested in this one began later, and have ended.
         self.end(inside=backward)
         if backward not in self._given and backward != -1:
             Variable._execution_engine.queue_callback(functools.partial(self._end_backward, backward))
@@ -55,7 +55,7 @@ class Nodes:
             given.append(unit)
 
     def end(self, inside: int = -1) -> None:
-        """Ends what nodes were given in backwards that ran inside this one, and outside of any."""
+        """Unpins the units of nested backward passes, and of nodes outside of any."""
         for backward in list(self._given):
             if backward > inside or backward == -1:
                 self._end_node(backward)
@@ -71,31 +71,31 @@ class Nodes:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Returns whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Resident:
-    """Counts the members that are on the device, so that nobody has to look at all units at each use of one.
+    """Counts the resident members, so that a use of a unit needs no search of all units.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: bytes of all resident members.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        #: By unit of which something is here: how many members, and their bytes.
+        #: Number and bytes of resident members, by unit.
         self._of: dict[Unit, tuple[int, int]] = {}
 
     def add(self, member: Member) -> None:
-        """It has memory."""
+        """Notes that a member has memory."""
         members, nbytes = self._of.get(member.unit, (0, 0))
         self._of[member.unit] = members + 1, nbytes + member.nbytes
         self.nbytes += member.nbytes
         member.is_here = True
 
     def remove(self, member: Member) -> None:
-        """It has none any more."""
+        """Notes that a member's memory was released."""
         members, nbytes = self._of.pop(member.unit)
         if members > 1:
             self._of[member.unit] = members - 1, nbytes - member.nbytes
@@ -103,24 +103,24 @@ class Resident:
         member.is_here = False
 
     def has(self, unit: Unit) -> bool:
-        """Whether something of it is here."""
+        """Returns whether a part of the unit is resident."""
         return unit in self._of
 
     def has_all(self, unit: Unit) -> bool:
-        """Whether all of it is here."""
+        """Returns whether the whole unit is resident."""
         return self._of.get(unit, (0, 0))[0] == len(unit.members)
 
     def nbytes_of(self, unit: Unit) -> int:
-        """The bytes of what is here of it."""
+        """Returns the bytes of the unit's resident members."""
         return self._of.get(unit, (0, 0))[1]
 
     def unpinned(self) -> list[Unit]:
-        """The units of which something is here, and which may go."""
+        """Returns the units with resident members and no pin."""
         return [unit for unit in self._of if unit.pins == 0]
 
 
 def size(member: Member, nbytes: int) -> None:
-    """Gives a member memory, or takes it. What NumPy has got within a forward, where nobody is asked, torch does not let go of: it stays."""
+    """Resizes a member's storage. torch cannot resize memory that forward code gave to NumPy, unnoticed: such memory stays."""
     if member.memory.resizable():
         member.memory.resize_(nbytes)
     elif not nbytes:
@@ -133,7 +133,7 @@ def size(member: Member, nbytes: int) -> None:
 
 
 def check_here(members: list[Member]) -> None:
-    """Refuses to use what could not be fetched."""
+    """Refuses to use members that could not be fetched."""
     for member in members:
         if not member.is_here:
             raise UsageError(
@@ -143,7 +143,7 @@ def check_here(members: list[Member]) -> None:
 
 
 def check_same(unit: Unit) -> None:
-    """Refuses a model that was changed under this."""
+    """Refuses a unit whose parameters or their memory were replaced after shard()."""
     for member in unit.members:
         for module, name in member.owners:
             if module._parameters.get(name) is not member.tensor:
@@ -166,19 +166,19 @@ def check_same(unit: Unit) -> None:
             )
 
 
-#: How many uses ahead units are fetched however large they are. Beyond these it is as many as have this many bytes together, so that small
-#: units hide a round trip too; further than so many uses nobody looks.
+#: Prefetch distance. The next 4 uses are fetched whatever their size. Further uses are fetched up to 64 MiB together, so that small units
+#: hide a round trip too, and at most 128 uses ahead.
 _AHEAD, _AHEAD_BYTES, _FARTHEST = 4, 64 * 1024 * 1024, 128
 
 
 class Residency:
-    """The units of a model, and what of them is on the device.
+    """The units of a model, and their resident parts.
 
     Attributes:
         units: in the model's order.
         room: bytes for weights; None for no limit.
-        peak: the most bytes of weights that were on the device; fetched: bytes that came.
-        epoch: how often new weights have come for the trained parameters.
+        peak: most bytes of weights on the device so far; fetched: bytes fetched so far.
+        epoch: number of times that new weights came for the trained parameters.
     """
 
     def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
@@ -191,12 +191,12 @@ class Residency:
         self.epoch = 0
         #: Whether the model is being built, so that no server has its weights.
         self.is_building = False
-        #: Whether the call that runs may be of training: the outermost one of a module was made with gradients. What it calls may
-        #: still be without, as a block of a reentrant checkpoint is.
+        #: Whether the running call may train: its outermost module was called with gradients enabled. An inner call may still disable them,
+        #: for example a block of a reentrant checkpoint.
         self.may_train = True
-        #: Under this, what autograd saves of weights is fetched when it is needed. See :mod:`longshore.units.hooks`.
+        #: Context in which tensors that autograd saves of weights are fetched at their use. See :mod:`longshore.units.hooks`.
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        #: Lets go of the units of modules' calls that have ended and that nobody was told of.
+        #: Unpins the units of ended module calls whose hooks never ran.
         self.unwind: Callable[[], None] = lambda: None
         self._fetcher = fetcher
         self._order = Order()
@@ -207,7 +207,7 @@ class Residency:
         self._nodes = Nodes(self._lock)
 
     def begin(self) -> None:
-        """Takes over the parameters, and lets go of their weights."""
+        """Takes over the parameters, and releases their weights."""
         for unit in self.units:
             for member in unit.members:
                 member.is_here, member.changes = False, member.tensor._version
@@ -216,7 +216,7 @@ class Residency:
                 tensors.hide(member.tensor, member, self)
 
     def adopt(self, unit: Unit) -> None:
-        """Takes over one more unit, whose parameters have their weights."""
+        """Takes over another unit, whose parameters have their weights."""
         self.units.append(unit)
         self._nbytes[unit] = unit.nbytes
         for member in unit.members:
@@ -229,14 +229,14 @@ class Residency:
         self.peak = max(self.peak, self.here)
 
     def kept(self, member: Member) -> Tensor:
-        """The copy in the host's memory of a frozen member, or of one that no server has yet."""
+        """Returns the host copy of a frozen member, or of a member that no server has yet."""
         return self._fetcher.kept(member)
 
     def member_of(self, tensor: Tensor) -> Member | None:
-        """The member whose memory this is, or is a part of."""
+        """Returns the member whose memory the tensor shares."""
         try:
             return self._by_storage.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse tensors, and others without memory
+        except (NotImplementedError, RuntimeError):  # sparse and other tensors without memory
             return None
 
     @property
@@ -247,10 +247,10 @@ class Residency:
     # Uses
 
     def use(self, unit: Unit, *, alone: bool = False) -> None:
-        """Has the unit's weights here, and those that are used next on their way.
+        """Makes the unit resident, and prefetches the next units.
 
         Args:
-            alone: the other ranks may not use it now, also where all of them train on the same modules.
+            alone: whether other ranks may not use the unit now, although all of them train on the same modules.
         """
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             if not is_in_backward():
@@ -263,7 +263,7 @@ class Residency:
             if under_way is None and not self._under_way and not self._fetcher.is_at_hand:
                 under_way = self._begin_first(unit, shared=together, ahead_shared=trains)
             if under_way is not None:
-                with contextlib.suppress(CancelledError):  # the optimizer was closed, and it comes from elsewhere
+                with contextlib.suppress(CancelledError):  # the optimizer was closed, so weights come from elsewhere
                     self._finish(unit, under_way, together)
             missing = self._missing(unit)
             if missing:
@@ -277,7 +277,7 @@ class Residency:
                 self._fetch_ahead(shared=trains)
 
     def pin(self, unit: Unit, *, alone: bool = False) -> None:
-        """Has the unit stay, as plain parameters, until it is unpinned as often. ``alone`` is that of :meth:`use`."""
+        """Pins the unit as resident, plain parameters. Each pin needs one unpin. ``alone`` is as in :meth:`use`."""
         with self._lock:
             unit.pins += 1
             try:
@@ -292,7 +292,7 @@ class Residency:
                     tensors.show(member.tensor)
 
     def still_uses(self, units: list[Unit]) -> bool:
-        """Whether all of these are here. If so, what this thread's streams do from now on may use them, while they are pinned."""
+        """Returns whether all these units are resident. If so, later work of this thread's streams may use them while they are pinned."""
         if not all(self._present.has_all(unit) for unit in units):
             return False
         with self._lock:
@@ -301,21 +301,21 @@ class Residency:
         return True
 
     def unpin(self, *units: Unit) -> None:
-        """Does so for each of them, whatever :meth:`changed` raises; the first of that is raised."""
-        # Callbacks run from the last to the first, and the error of the one that runs last is raised.
+        """Unpins each unit, even if :meth:`changed` raises; the first error is raised."""
+        # Callbacks run from the last to the first, and the last one's error is raised.
         with self._lock, contextlib.ExitStack() as changes:
             for unit in units:
                 unit.pins -= 1
                 unit.runs -= 1
                 for member in unit.members if unit.runs == 0 else ():
-                    # Before it is hidden, since torch asks us for whatever it reads of what is.
+                    # Read the version before hiding: afterwards torch calls ``__torch_function__`` for every read.
                     if member.is_here and member.tensor._version != member.changes:
                         changes.callback(self.changed, member)
                     tensors.hide(member.tensor, member, self)
 
     @contextlib.contextmanager
     def using(self, members: list[Member]) -> Iterator[None]:
-        """Has the units of these stay for an operation of somebody else's."""
+        """Pins the units of members during an operation outside of modules."""
         units = list(dict.fromkeys(member.unit for member in members))
         for unit in units:
             unit.pins += 1
@@ -330,14 +330,14 @@ class Residency:
                 unit.pins -= 1
 
     def give(self, member: Member) -> None:
-        """Has a member here for the node of backward that runs, and until that has run."""
+        """Makes a member resident for backward's running node, until that node has run."""
         with self._lock:
             self._nodes.give(member.unit)
             self.use(member.unit)
             check_here([member])
 
     def mark(self, result: Any) -> None:
-        """Has views of members be asked for as the members are."""
+        """Hides views of members like the members themselves."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if type(tensor) is Tensor:
                 member = self.member_of(tensor)
@@ -345,10 +345,10 @@ class Residency:
                     tensors.hide(tensor, member, self)
 
     def changed(self, member: Member) -> None:
-        """Somebody wrote to a member.
+        """Handles a write to a member: a frozen one is kept.
 
         Raises:
-            UsageError: where that would be lost.
+            UsageError: for a trained member, whose write would be lost.
         """
         member.changes = member.tensor._version
         if not member.is_trained:
@@ -364,13 +364,13 @@ class Residency:
     # Memory
 
     def renew(self) -> None:
-        """New weights come for the trained parameters: those that are here are old."""
+        """Releases the trained parameters' old weights, since new ones come."""
         with self._lock:
             self.unwind()
             self._nodes.end()
             self._order.end()
             self.epoch += 1
-            self.give_up_all()  # servers may have let go of the older weights
+            self.give_up_all()  # servers may have freed the older weights
             for unit in self.units:
                 check_same(unit)
                 for member in unit.members:
@@ -378,7 +378,7 @@ class Residency:
                         self._free(member)
 
     def let_go_of(self, members: list[Member]) -> None:
-        """The weights of these are old."""
+        """Releases the outdated weights of members."""
         with self._lock:
             self.give_up_all()
             for member in members:
@@ -386,18 +386,18 @@ class Residency:
                     self._free(member)
 
     def give_up_all(self) -> None:
-        """Gives up what is under way. It is fetched when it is used."""
+        """Cancels all fetches under way. A later use fetches again."""
         with self._lock:
             while self._under_way:
                 _, fetch = self._under_way.popitem()
                 self._give_up(fetch)
 
     def release(self) -> None:
-        """Lets go of all weights that nothing uses now."""
+        """Releases all weights that are not in use."""
         with self._lock:
             self.unwind()
             if not is_in_backward():
-                self._nodes.end()  # of a backward that raised, which ends nothing itself
+                self._nodes.end()  # a backward that raised leaves its pins
             for unit in self.units:
                 if unit.pins == 0:
                     self._let_go(unit)
@@ -445,13 +445,13 @@ class Residency:
             self._streams.forget(member.unit)
 
     def _begin_first(self, unit: Unit, *, shared: bool, ahead_shared: bool) -> Fetch | None:
-        """Asks for a unit before which nothing was asked for, and for those behind it: requests that leave together take one round trip."""
+        """Fetches a unit together with the next ones if no fetch is under way: requests that leave together take one round trip."""
         missing = self._missing(unit)
         if not missing:
             return None
         self._make_room(sum(member.nbytes for member in missing), unit)
         fetch = self._begin_fetch(missing, ahead=True, shared=shared)
-        unit.pins += 1  # what comes behind it does not take its memory
+        unit.pins += 1  # the prefetches must not take the unit's memory
         try:
             self._fetch_ahead(shared=ahead_shared)
         except BaseException:
@@ -476,13 +476,13 @@ class Residency:
             raise
 
     def _give_up(self, fetch: Fetch) -> None:
-        """Nobody needs what is under way."""
+        """Cancels a fetch."""
         has_come = fetch.has_come()
         fetch.give_up()
         self._take_back(fetch.members, have_come=has_come)
 
     def _take_back(self, members: list[Member], *, have_come: bool = False) -> None:
-        """These are not wanted, or did not come, so they are not here."""
+        """Releases members that are not wanted or did not arrive."""
         for member in members:
             size(member, 0)
             if member.is_here:
@@ -490,7 +490,7 @@ class Residency:
                 self.fetched -= 0 if have_come else member.nbytes
 
     def _finish(self, unit: Unit, fetch: Fetch, together: bool) -> None:
-        """Waits for what was fetched. What did not come is not here."""
+        """Waits for a fetch. After an error its members are released."""
         try:
             if not fetch.shared:
                 fetch.finish()
@@ -508,7 +508,7 @@ class Residency:
             member.changes = member.tensor._version
 
     def _fetch_ahead(self, *, shared: bool) -> None:
-        """Begins to fetch what is used next, as far as there is room beside what is used before it."""
+        """Prefetches the next units, as far as they fit beside the units used before them."""
         seen = 0
         for place, unit in enumerate(self._order.upcoming(_FARTHEST), 1):
             seen += self._nbytes[unit]
@@ -522,7 +522,7 @@ class Residency:
             self._under_way[unit] = self._begin_fetch(missing, ahead=True, shared=shared)
 
     def _room_before(self, wanted: Unit, nbytes: int, place: int) -> bool:
-        """Lets go of units whose next use comes after a place, until there is room. Returns whether there is."""
+        """Releases units whose next use is later than ``place``, until ``nbytes`` fit. Returns whether they do."""
         if self.room is None:
             return True
         if self.here + nbytes <= self.room:
@@ -538,7 +538,7 @@ class Residency:
 
 
 class UnitWeights:
-    """Stands where :class:`longshore.transfer.weights.Weights` does."""
+    """Replaces :class:`longshore.transfer.weights.Weights` for a model in units."""
 
     def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
         self._home, self._fetcher, self._job = home, fetcher, job
@@ -548,42 +548,42 @@ class UnitWeights:
         self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
 
     def belong_to(self, job: Any) -> "UnitWeights":
-        """Weights come from this job from now on, once it was started: the one before was given up for a checkpoint."""
+        """Switches to another job once it was started; the one before was abandoned for a checkpoint."""
         self._home.renew()
         self._job = job
         self._fetcher.belong_to(job)
         return self
 
     def values(self) -> tuple[list[Place], list[Tensor]]:
-        """Nothing: a job that is found has its weights, and none is filled from a model in units."""
+        """Returns nothing: a found job has its weights, and no job is filled from a model in units."""
         return [], []
 
     def is_awaited(self, param: Param) -> bool:
-        """Whether the parameter's newest weights were never fetched. No gradient can come of it then."""
+        """Returns whether the parameter's newest weights were never fetched. No gradient can come from it then."""
         return self._fetcher.has_unread(self._members[param.index])
 
     def expect(self) -> None:
-        """New weights come, for all parameters."""
+        """Notes that new weights come for all parameters."""
         version = self._job.unread_weights()
         if version is not None:
             self._home.renew()
             self._fetcher.expect(version)
-            # Last, so that it is all done again where it was interrupted.
+            # This call comes last, so that an interrupted expect() is repeated as a whole.
             self._job.take_unread_weights()
 
     def read(self) -> None:
-        """Does the same: units are fetched when they are used."""
+        """Same as :meth:`expect`: units are fetched at their use."""
         self.expect()
 
     def read_frozen(self) -> set[int]:
-        """Reads the frozen weights of units that servers keep, as far as they are kept here. Returns their places in the job."""
+        """Reads the frozen weights that servers keep and this process copies. Returns their places in the job."""
         self._home.let_go_of(self._frozen)
         self._fetcher.read_frozen(self._frozen)
         return {member.kept.index for member in self._frozen if member.kept is not None}
 
     def meet(self) -> None:
-        """Where ranks gather units: waits until all of them have used those that they still want, before they wait for each
-        other in another way."""
+        """Waits, for ranks that gather units, until all ranks have used the units that they want. Ranks may then wait for each other in
+        another way."""
         if self._fetcher.rounds is not None:
             self._fetcher.rounds.meet()
 
@@ -593,16 +593,16 @@ class UnitWeights:
             self._fetcher.lending.finish()
 
     def release(self) -> None:
-        """The job is closed: no device copies from a server's memory any more."""
+        """Ends all copies from a server's memory, once the job is closed."""
         if self._fetcher.lending is not None:
             self._fetcher.lending.release()
 
     def settle(self) -> None:
-        """The job ends: its last weights stay in the host's memory, and the model can be used."""
+        """Keeps the job's last weights in the host's memory at its end, so that the model stays usable."""
         members = [*self._members.values(), *self._frozen]
         try:
             self._home.give_up_all()
-            # Where an exception ends this rank, the others may be anywhere.
+            # After an exception on this rank, the others may be anywhere.
             if sys.exception() is None:
                 self._fetcher.gather_all(members)
             self._fetcher.keep_all(members)
@@ -611,17 +611,17 @@ class UnitWeights:
             self._fetcher.close()
 
     def give_up(self) -> None:
-        """The job is joined again: what it has for the step in hand is of no use."""
+        """Drops the current step's weights before the job is joined again."""
         self._home.renew()
 
     def abandon(self) -> None:
-        """The optimizer is gone: a model that outlives it has the newest weights, if they can be had. What is frozen stays with
-        the servers, which change it for nobody."""
-        # Garbage collection may call this anywhere, also where a lock is held: it waits for no thread of ours and for no rank.
+        """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
+        servers, which change them for nobody."""
+        # Garbage collection may call this anywhere, even under a lock: it waits for no thread of the package and for no rank.
         with contextlib.suppress(LongshoreError):
             self._fetcher.keep_all([*self._members.values()])
         self.release()
         self._fetcher.retire()
 
     def forget(self) -> None:
-        """Lets the parameters be as they are."""
+        """Does nothing: the parameters stay unchanged."""
