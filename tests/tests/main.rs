@@ -1,6 +1,6 @@
-//! End-to-end tests: one program, so that one build links the harness and the libraries once.
+//! End-to-end tests as one program, so that one build links the harness and the libraries once.
 //!
-//! `tests/runner.py` gives each test a process, and runs modules that measure one test at a time.
+//! `tests/runner.py` runs each test in its own process, and modules that measure one test at a time.
 
 mod bad_input;
 mod bad_storage;

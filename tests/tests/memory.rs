@@ -1,4 +1,4 @@
-//! A server uses the memory it admitted a job with, however many ranks push and however slow one of them is.
+//! A server's memory stays within a job's admission, however many ranks push and however slow one rank is.
 
 use std::{
     sync::{
@@ -24,8 +24,7 @@ const STEPS: u64 = 4;
 /// The step in which the slow rank stops.
 const STALLS_IN: u64 = 2;
 
-/// How long the slow rank stops. With the slow tests, it is as long as a rank may be gone before anybody gives up on
-/// it.
+/// Returns the slow rank's stop. In the slow tests its 30 s are the longest absence that other ranks accept.
 fn stall() -> Duration {
     Duration::from_secs(soak::pick(2, 30))
 }
@@ -99,7 +98,7 @@ fn sixteen_ranks_and_a_stalled_one_take_the_memory_that_was_admitted() {
     take_what_was_admitted(TierKind::Memory, ServerOptions::new());
 }
 
-/// The chunks of sixteen ranks, in whatever order they come, share the few buffers on their way to the drive.
+/// The chunks of sixteen ranks, in any order, share the few buffers on their way to the drive.
 #[test]
 fn so_they_do_where_gradients_live_on_a_drive() {
     let root = TempDir::new().expect("a folder for state");
@@ -119,8 +118,8 @@ fn take_what_was_admitted(tier: TierKind, options: ServerOptions) {
             let options = Options {
                 runtime: Some(runtime.handle().clone()),
                 deadline: Duration::from_secs(120),
-                // Over shared memory the server maps its workers' gradients, which would count as resident there
-                // though they are the workers', and the sockets' buffers would not be tested.
+                // Over shared memory the server would map its workers' gradients, which would count as its
+                // own resident bytes. The sockets' buffers would then stay untested.
                 transport: Transport::Tcp,
                 ..Options::new(addresses.to_vec(), spec(tier), Rank(rank))
             };
@@ -128,13 +127,13 @@ fn take_what_was_admitted(tier: TierKind, options: ServerOptions) {
             scope.spawn(move || train(options, &gradient, started, stall));
         }
         eventually("the slow rank's stall", || stall.begun.load(Ordering::Acquire).then_some(()));
-        // The others have pushed all they can when the server waits for nobody else.
+        // Once the server waits for the slow rank alone, the other ranks have pushed all they can.
         let waits = eventually("the server to wait for the slow rank alone", || {
             let waits = job_status(&addresses).servers[0].waiting_for.clone();
             waits.ends_with(&format!("from rank {SLOW}")).then_some(waits)
         });
         eprintln!("during the stall the server waits for {waits}");
-        // This waits for nothing: it is the time in which a server without bounds would grow.
+        // A wait without a condition: in this time a server without bounds would grow.
         thread::sleep(stalled);
         let (during, _) = memory_of(server.process.id());
         stall.end();

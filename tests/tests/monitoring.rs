@@ -1,4 +1,4 @@
-//! What ships for Prometheus and Grafana fits what servers say, as Prometheus itself sees it.
+//! Checks the Prometheus and Grafana files against servers' metrics, with Prometheus itself.
 
 use std::{
     collections::BTreeSet,
@@ -21,14 +21,14 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const TOKEN: &str = "foo";
-/// Its SHA-256.
+/// The token's SHA-256.
 const TOKEN_SHA256: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
 
 fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
 }
 
-/// Whether Debian's package `prometheus` is installed, which has both programs.
+/// Returns whether a program of Debian's package `prometheus` is installed. The package has both programs.
 fn is_installed(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok()
 }
@@ -37,7 +37,7 @@ fn promtool(arguments: &[&str]) -> Output {
     run("promtool", Command::new("promtool").args(arguments).current_dir(deploy().join("prometheus")))
 }
 
-/// The names in `text` that begin as the servers' metrics do.
+/// Returns the names in `text` with the prefix of servers' metrics.
 fn names(text: &str) -> BTreeSet<String> {
     let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     let words = text.split(|c| !is_name(c)).filter(|word| word.starts_with("longshore_"));
@@ -94,7 +94,7 @@ fn alerts_fire_as_promtool_finds() {
     assert_eq!((checked.code, checked.stderr.as_str()), (0, ""), "{checked:?}");
 }
 
-/// Every expression of a dashboard, wherever in it.
+/// Collects every expression of a dashboard, at any depth.
 fn expressions(of: &Value, found: &mut Vec<String>) {
     match of {
         Value::Array(all) => all.iter().for_each(|one| expressions(one, found)),
@@ -110,7 +110,7 @@ fn expressions(of: &Value, found: &mut Vec<String>) {
     }
 }
 
-/// What promtool says of a rules file in which each expression is a rule.
+/// Runs promtool on a rules file with each expression as a rule.
 fn checked(expressions: &[String]) -> Output {
     let rule = |(index, expression): (usize, &String)| serde_json::json!({"record": format!("panel:{index}"), "expr": expression});
     let rules: Vec<Value> = expressions.iter().enumerate().map(rule).collect();
@@ -132,7 +132,7 @@ fn every_expression_of_the_dashboard_parses() {
     let mut found = Vec::new();
     expressions(&dashboard["panels"], &mut found);
     assert!(found.len() > 20, "{found:?}");
-    // Grafana puts a value in the place of each variable, which may stand in a string alone.
+    // Grafana substitutes each variable, and a variable may stand only inside a string.
     let variables = dashboard["templating"]["list"].as_array().unwrap().iter();
     let variables: Vec<String> =
         variables.filter_map(|one| Some(format!("${}", one["name"].as_str()?))).collect();
@@ -145,7 +145,7 @@ fn every_expression_of_the_dashboard_parses() {
     let output = checked(&found);
     assert_eq!(output.code, 0, "{output:?}");
     assert!(output.stdout.contains(&format!("{} rules found", found.len())), "{output:?}");
-    // A bracket that is missing is found.
+    // promtool finds a missing bracket.
     found[3].pop();
     assert_ne!(checked(&found).code, 0);
 }
@@ -162,7 +162,7 @@ fn prometheus_follows_a_run_in_which_workers_are_killed() {
     for kill in 0..3 {
         let mut worker = if kill == 0 { train.start() } else { train.start_with(["--resume"]) };
         worker.until_step(last + 3);
-        // Prometheus sees the version of the run while it trains.
+        // Prometheus sees the run's version during training.
         let seen = eventually("Prometheus to see the run", || {
             prometheus.value("longshore_job_version").filter(|&version| version > last as f64)
         });
@@ -188,7 +188,8 @@ fn prometheus_reads_over_tls_by_certificate_and_by_token() {
     let server = ServerOptions::new().tls(&folders.server()).args(FLAGS).args(["--http-tls"]).start();
     let http = http::address(&server);
     let (host, _) = server.address().rsplit_once(':').unwrap();
-    // As docs/secure.md says. The pages are at another address of this host than the certificate is for.
+    // Configured as in docs/secure.md. The pages have another address of this host than the certificate
+    // names.
     let whom = format!("ca_file: {}, server_name: {host}", worker.join("ca.pem").display());
     let by_token = format!(
         "  scheme: https\n  tls_config: {{{whom}}}\n  authorization: {{credentials_file: {}}}\n",
@@ -213,7 +214,7 @@ fn prometheus_reads_over_tls_by_certificate_and_by_token() {
     assert_eq!(by_nothing.value("longshore_job_version"), None);
 }
 
-/// Prometheus, which reads one server's metrics.
+/// A Prometheus that reads one server's metrics.
 struct Prometheus {
     address: String,
     _process: Process,
@@ -221,7 +222,7 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// `more` is what the scrape has beside its target.
+    /// Starts Prometheus. `more` is the scrape configuration beside the target.
     fn start(target: &str, more: &str) -> Prometheus {
         let root = TempDir::new().unwrap();
         let (config, address) = (root.path().join("prometheus.yml"), free_address());
@@ -238,7 +239,7 @@ impl Prometheus {
         Prometheus { address, _process: process, _root: root }
     }
 
-    /// The value of an expression now; None where it has none, or Prometheus does not answer yet.
+    /// Returns an expression's value now. None without a value, or before Prometheus answers.
     fn value(&self, expression: &str) -> Option<f64> {
         std::net::TcpStream::connect(&self.address).ok()?;
         let (code, _, body) = http::get(&self.address, &format!("/api/v1/query?query={expression}"));

@@ -1,5 +1,5 @@
-//! What programs read of the command line: JSON of every command, errors as JSON, exit codes, clusters by name, completions and
-//! manual pages.
+//! Machine-readable output of the command line: JSON of every command, errors as JSON, exit codes, clusters
+//! by name, completions and manual pages.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -13,12 +13,12 @@ use longshore_tests::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Runs `longshore` with these words, its servers named by the last.
+/// Runs `longshore` with these words, and with `server` as the last.
 fn on(server: &Longshored, words: &[&str]) -> Output {
     longshore([words, &["--servers", server.address(), "--output", "json"]].concat())
 }
 
-/// The objects that a command printed, one a line, each with all of these keys.
+/// Returns a command's objects, one for each line. Each must have all of these keys.
 #[track_caller]
 fn objects(output: &Output, keys: &[&str]) -> Vec<Value> {
     assert_eq!(output.code, 0, "{output:?}");
@@ -33,7 +33,7 @@ fn objects(output: &Output, keys: &[&str]) -> Vec<Value> {
     objects
 }
 
-/// The error that a command ended with.
+/// Returns the error of a command that ended with this code.
 #[track_caller]
 fn error(output: &Output, code: i32) -> Value {
     assert_eq!(output.code, code, "{output:?}");
@@ -132,7 +132,7 @@ fn errors_say_by_fields_what_is_wrong() {
     let mistyped = error(&longshore(["status", "--output=json", "--sevrers", "x"]), 2);
     assert_eq!((&mistyped["kind"], &mistyped["field"]), (&"USAGE".into(), &"--sevrers".into()));
     assert!(mistyped["remedy"].as_str().unwrap().contains("--servers"), "{mistyped}");
-    // The older flag changes results alone, so that scripts which read errors go on.
+    // The older flag changes results alone, so scripts that parse errors still work.
     let older = longshore(["status", "--servers", "127.0.0.1:1", "--json"]);
     assert!(
         older.code == 1 && older.stderr.starts_with("longshore: 127.0.0.1:1 cannot be reached"),
@@ -143,7 +143,7 @@ fn errors_say_by_fields_what_is_wrong() {
     error(&by_variable, 1);
 }
 
-/// The table of exit codes is in the help and in docs/cli.md, and each code is what it says.
+/// The help and docs/cli.md have the same table of exit codes, and each code means what the table says.
 #[test]
 fn exit_codes_are_what_the_help_says() {
     let help = longshore(["--help"]).stdout;
@@ -174,7 +174,7 @@ fn exit_codes_are_what_the_help_says() {
     }
 }
 
-/// A config file in a folder of its own, and commands that find it there.
+/// A config file in a temporary folder, and commands that find it there.
 struct Config(TempDir);
 
 impl Config {
@@ -216,7 +216,7 @@ fn clusters_have_names() {
     assert_eq!(objects(&json, &["cluster", "default", "servers", "tls_dir", "token_file"]).len(), 2);
     let both = config.longshore(&[], &["status", "--cluster", "first", "--servers", "a:1"]);
     assert!(both.code == 2 && both.stderr.contains("--cluster"), "{both:?}");
-    // A trainer goes to a cluster that is named, and to the default one never.
+    // A trainer connects to a named cluster, but never to the default one.
     let trained = config.longshore(&[], &["plan", "--params", "1M"]);
     assert_eq!(trained.code, 0, "{trained:?}");
 }
@@ -231,13 +231,13 @@ fn a_wrong_config_file_is_named_with_its_key() {
     assert_eq!(error["remedy"], "did you mean `tls-dir`?");
     let absent = longshore(["status", "--config", "/nowhere.toml"]);
     assert!(absent.code == 2 && absent.stderr.contains("/nowhere.toml"), "{absent:?}");
-    // Who names servers needs no file.
+    // A command with --servers needs no config file.
     assert!(
         config.longshore(&[], &["status", "--servers", "127.0.0.1:1"]).stderr.contains("cannot be reached")
     );
 }
 
-/// A cluster of the file has its certificates too, and a token in a file of its own.
+/// A cluster's entry also names its certificates, and a file with its token.
 #[test]
 fn a_cluster_is_entered_as_its_entry_says() {
     let hash = |token: &str| {

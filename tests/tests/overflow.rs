@@ -1,5 +1,5 @@
-//! Steps whose gradient overflows are skipped everywhere together, the loss scale follows its rule, and at the floor
-//! a job waits for a person without losing anything.
+//! All ranks and servers skip a step whose gradient overflows, and the loss scale follows its rule. At the
+//! floor a job waits for an operator without loss.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::SeqCst},
@@ -18,7 +18,7 @@ use longshore_tests::conformance::{
 use longshore_wire::v1::{self, Phase};
 use longshore_worker::{Error, LossScalerOptions, Pipeline};
 
-/// "hot" lies in the second block, which only the second server has, and "tail" from there to the end.
+/// "hot" lies in the second block, which only the second server has. "tail" reaches from there to the end.
 fn model() -> Synthetic {
     let sizes = vec![("cool", vec![70_003], 0), ("hot", vec![5], 1), ("tail", vec![130_001], 0)];
     Synthetic { sizes, ..Synthetic::default() }
@@ -31,10 +31,10 @@ fn plan(steps: u64, options: LossScalerOptions) -> Scenario {
 
 const HIGH: f64 = (1u64 << 20) as f64;
 
-/// Worked out by hand from DeepSpeed's rule: first scale 2^20, window 3, hysteresis 2, floor 1. "hot" is 1 everywhere,
-/// which 2^16 takes beyond f16's largest number, 65504; step 19 has a NaN besides.
+/// Worked out by hand from DeepSpeed's rule: first scale 2^20, window 3, hysteresis 2, floor 1. "hot" is 1
+/// everywhere, and 2^16 takes it beyond f16's largest number, 65504. Step 19 also has a NaN.
 ///
-/// (scale used, skipped, scale after, what happens)
+/// (log2 of the scale used, skipped, log2 of the scale after, reason)
 const EVENTS: [(u32, bool, u32); 20] = [
     (20, true, 20),  // 1: the hysteresis, 2, is down to 1
     (20, true, 19),  // 2
@@ -100,7 +100,7 @@ fn twenty_steps_by_hand_are_skipped_on_every_shard_or_on_none() {
     assert_trace(&trace, &reference::train(&model, &plan), &model, &plan, "by-hand");
 }
 
-/// The first steps have a scale that nothing survives, 2^40, on two ranks; at the end one of them overflows alone.
+/// No gradient of two ranks survives the first scale, 2^40. At the end one rank overflows alone.
 #[test]
 fn one_ranks_overflow_skips_the_step_for_all() {
     let spike = Spike { step: 30, rank: 1, param: 0, element: 65_000, value: f32::INFINITY };
@@ -109,8 +109,8 @@ fn one_ranks_overflow_skips_the_step_for_all() {
     let plan = Scenario { world: 2, micro_steps: 2, ..plan(31, options) };
     let trace = run::check(&Cluster::start(2), &model, &plan, "forty");
     let skipped: Vec<u64> = trace.steps.iter().filter(|step| step.skip).map(|step| step.step).collect();
-    // Two micro-steps of two ranks are summed in fp32, so only each contribution must stay in f16's range: 2^40 to
-    // 2^16.
+    // Two micro-steps of two ranks are summed in fp32, so only each contribution must stay in f16's range.
+    // The 25 scales from 2^40 to 2^16 overflow.
     assert_eq!(skipped, (1..=25).chain([30]).collect::<Vec<_>>());
     assert_eq!(trace.steps[29].overflow.as_deref(), Some("cool, element 65000"));
 }
@@ -119,7 +119,7 @@ fn image(pipeline: &Pipeline, version: u64) -> Vec<u8> {
     run::image(pipeline.session(), longshore_proto::Version(version)).expect("an image")
 }
 
-/// Whether each shard, which here has one block, has changed.
+/// Returns whether each shard has changed. A shard has one block here.
 fn changed(before: &[u8], after: &[u8]) -> Vec<bool> {
     let shard = 2 * BLOCK_ELEMENTS as usize;
     before.chunks(shard).zip(after.chunks(shard)).map(|(before, after)| before != after).collect()
@@ -133,7 +133,7 @@ const FLOOR: LossScalerOptions =
 const PAUSED_AT: u64 = 3;
 const STEPS: u64 = 6;
 
-/// A model that is beyond f16 at scale 1, and within it at 0.5.
+/// A model beyond f16's range at scale 1, and within it at 0.5.
 fn too_hot() -> Synthetic {
     Synthetic { constants: vec![(1, 70_000.0)], ..model() }
 }
@@ -148,7 +148,7 @@ fn floor_plan() -> Scenario {
     Scenario { world: 2, ..plan(STEPS, FLOOR) }
 }
 
-/// What the run must come to when an operator chooses `scale` in the pause; 0 keeps the old one.
+/// Returns the expected trace after an operator's `scale` in the pause; 0 keeps the old scale.
 fn expected(model: &dyn Model, scale: f64) -> Trace {
     let mut reference = Reference::new(model, floor_plan());
     (0..PAUSED_AT).for_each(|_| reference.step());
@@ -159,11 +159,11 @@ fn expected(model: &dyn Model, scale: f64) -> Trace {
     reference.end()
 }
 
-/// Waits until all servers say that the job is paused, and returns the reason.
+/// Waits until all servers report the pause. Returns its reason.
 fn await_pause(cluster: &Cluster, job: &str) -> String {
     let paused = |server: usize| {
         eventually("a pause", || {
-            // Its ranks may not have opened it yet.
+            // The ranks may not have opened the job yet.
             let progress = cluster.raw(server).find(job).ok()?.progress?;
             (progress.phase() == Phase::Paused).then_some(progress)
         })
@@ -208,7 +208,7 @@ fn at_the_floor_the_job_pauses_names_the_tensor_and_goes_on_when_told() {
 
 // ---- workers that die in the pause --------------------------------------------------------------------------------
 
-/// Which ranks give up in the pause and start again, and whether they do so before the operator comes.
+/// The ranks that give up in the pause and start again, and whether they do so before the operator's resume.
 struct Deaths {
     ranks: &'static [u32],
     rejoin_first: bool,
@@ -266,12 +266,13 @@ fn deadly_pause(cluster: &Cluster, job: &str, deaths: &Deaths) -> Trace {
         resumed.store(1, SeqCst);
         ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
     });
-    // A rank that died in that step cannot tell what became of it.
+    // A rank that died in that step does not know its outcome.
     ranks.iter_mut().for_each(|rank| rank.outcomes.retain(|outcome| outcome.step.0 != PAUSED_AT));
     run::collect(cluster, &model, &plan, job, ranks)
 }
 
-/// Runs a worker with little patience. It gives up with a typed error that says why, and the job is still there.
+/// Runs a worker with a short deadline. It gives up with a typed error that names the reason, and the job
+/// remains.
 fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mut Rank) {
     let plan = floor_plan();
     let mut options = cluster.options(&plan.spec(job, model), rank);
@@ -292,7 +293,8 @@ fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mu
 
 // ---- decisions and resumes that reach one server only ---------------------------------------------------------------
 
-/// The rank 0 that decided it died between two servers: the pause goes where its decision goes.
+/// Rank 0 decided the pause and died between two servers. The pause comes to the other server with the
+/// decision.
 #[test]
 fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
     let (cluster, model, job) = (Cluster::start(2), model(), "half-decided");
@@ -303,7 +305,7 @@ fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
     run::steps(&mut pipeline, &model, &plan, PAUSED_AT - 1, &mut seen).expect("steps");
     drop(pipeline);
     decide_on_first(&cluster, &spec, "step 3 overflowed");
-    // A client that does not look is refused by either server, as soon as that server has the decision.
+    // Either server refuses a client that ignores the pause, as soon as that server has the decision.
     let early = cluster.raw(0).push(next_chunk(&cluster, &spec, 0, PAUSED_AT + 1));
     assert_fault(early, FaultKind::Precondition, "job.phase", "paused", "training");
     std::thread::scope(|scope| {
@@ -325,7 +327,7 @@ fn a_decision_that_reached_one_server_pauses_the_other_as_well() {
     assert_eq!(cluster.raw(1).progress(job).version, STEPS);
 }
 
-/// A valid chunk of zeros.
+/// Returns a valid chunk of zeros.
 fn next_chunk(cluster: &Cluster, spec: &JobSpec, shard: u32, step: u64) -> v1::PushRequest {
     let described = cluster.raw(0).describe(spec.name.as_str());
     let incarnation = Incarnation(described.ranks[0].incarnation);
@@ -358,7 +360,7 @@ fn decide_on_first(cluster: &Cluster, spec: &JobSpec, reason: &str) {
     assert_eq!(server.commit(job, incarnation, &decided), Ok(false));
 }
 
-/// An operator's command died half-way. Rank 0, or its successor, brings it to the other server.
+/// An operator's command died halfway. Rank 0 or its successor completes it on the other server.
 #[test]
 fn a_resume_that_reached_one_server_reaches_the_other() {
     let cluster = Cluster::start(2);

@@ -1,5 +1,5 @@
-//! The Debian package: what is in it runs, its service is one that systemd takes, and its scripts do what they are for. A release: its files are what its checksums say, and
-//! made again they are the same.
+//! The Debian package: its programs run, systemd accepts its service, and its scripts do their work. The
+//! release: its files match their checksums, and a second build gives the same files.
 
 use std::{env, fs, path::Path, process::Command};
 
@@ -10,7 +10,7 @@ use longshore_tests::{
 };
 use tempfile::TempDir;
 
-/// Makes dpkg-deb take seconds instead of a minute where other programs run. How small a package gets is not tested.
+/// dpkg-deb then takes seconds instead of a minute on a busy machine. The package's size is not tested.
 const QUICKLY: [(&str, &str); 1] = [("DPKG_DEB_COMPRESSOR_LEVEL", "0")];
 
 fn is_installed(program: &str) -> bool {
@@ -57,12 +57,12 @@ fn a_debian_package_has_both_commands_and_a_service() {
         let size = fs::metadata(tree.join("usr/share").join(file)).map(|found| found.len());
         assert!(size.is_ok_and(|size| size > 100), "{file} is missing or empty");
     }
-    // The configuration that it installs is one that the server takes, here at other places.
+    // The installed configuration is valid for the server, here with other paths and ports.
     let config = fs::read_to_string(tree.join("etc/longshore/longshored.toml")).unwrap();
     let here = config
         .replace("/run/", &format!("{}/run/", root.path().display()))
         .replace("/var/", &format!("{}/var/", root.path().display()))
-        // This host has no group of that name.
+        // This host has no group `longshore`.
         .replace("\"longshore\"", &format!("\"{}\"", rustix::process::getgid().as_raw()))
         .replace(":7070", ":0")
         .replace(":7071", ":0");
@@ -80,7 +80,7 @@ fn a_debian_package_has_both_commands_and_a_service() {
     assert_eq!(server.code(), 0, "{}", server.stderr());
 }
 
-/// Shells read the script that completes both commands without a complaint.
+/// Checks that the shell reads the completion script of both commands without an error.
 fn shell_reads(shell: &str) {
     if !is_installed(shell) {
         return skip::skipped(&format!("there is no {shell}: install Debian's package {shell}"));
@@ -118,7 +118,7 @@ fn fish_reads_its_completions() {
 
 #[test]
 fn manual_pages_are_as_mandoc_wants_them() {
-    // It knows no --version.
+    // mandoc has no --version.
     if Command::new("mandoc").arg("/dev/null").output().is_err() {
         return skip::skipped("there is no mandoc: install Debian's package mandoc");
     }
@@ -129,7 +129,8 @@ fn manual_pages_are_as_mandoc_wants_them() {
     pages.sort();
     assert!(pages.len() > 20, "{pages:?}");
     let lint = |level: &str| run("mandoc", Command::new("mandoc").args(["-Tlint", "-W", level]).args(&pages));
-    // Errors change what is shown. Warnings are of style: clap_mangen gives pages no date, and breaks paragraphs twice.
+    // Errors change the rendered page. Warnings concern style: clap_mangen gives pages no date, and breaks
+    // paragraphs twice.
     let errors = lint("error");
     assert_eq!((errors.code, errors.stdout.as_str()), (0, ""), "{errors:?}");
     for page in &pages {
@@ -145,14 +146,15 @@ fn systemd_takes_the_service() {
         return skip::skipped("there is no systemd-analyze: install Debian's package systemd");
     }
     let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/systemd/longshored.service");
-    // The service's program is not installed here; nothing else may be said of the unit.
+    // The service's program is not installed here. The unit must give no other message.
     let said = run("systemd-analyze", Command::new("systemd-analyze").arg("verify").arg(unit));
     let others: Vec<&str> =
         said.stderr.lines().filter(|line| !line.contains("/usr/bin/longshored")).collect();
     assert!(others.is_empty(), "{others:?}");
 }
 
-/// A script in a copy of this system that lies over it in memory and ends with the script; the folder is its /mnt. None where this user may not do that.
+/// Returns a shell that runs a script in a copy-on-write overlay of this system, with `folder` as /mnt. The
+/// overlay lies in memory and ends with the script. None where this user has no permission.
 fn in_a_copy(folder: &Path, script: &str) -> Option<Command> {
     const COPY: &str = "mount -t tmpfs tmpfs /mnt && mkdir /mnt/upper /mnt/work /mnt/root \
         && mount -t overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work overlay /mnt/root \
@@ -176,7 +178,7 @@ fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
             ));
         }
     }
-    // What the scripts ask of systemd is noted, as it is not running there.
+    // systemd does not run there, so the scripts' requests to it are recorded.
     const SCRIPT: &str = r#"
         exec 2>&1
         cd /mnt
@@ -259,7 +261,7 @@ fn a_release_made_twice_is_the_same_and_its_commands_run() {
     let made = ["first", "second"].map(|name| {
         let out = root.path().join(name);
         let mut command = Command::new(&release);
-        // The binaries that are here: to build those of a release takes as long as all other builds together.
+        // The binaries under test: building a release's own takes as long as all other builds together.
         command.arg("--without-wheel").arg("--binaries").arg(&binaries).arg(&out);
         let made = run("deploy/release", command.env("SOURCE_DATE_EPOCH", "1700000000").envs(QUICKLY));
         assert_eq!(made.code, 0, "{made:?}");

@@ -1,4 +1,5 @@
-//! `kill -9` of servers while their job is paused. A pause lasts until an operator ends it, and its end lasts too.
+//! `kill -9` of servers while their job is paused. A pause lasts until an operator's resume, and the resume
+//! lasts too.
 
 use std::{thread, time::Duration};
 
@@ -19,7 +20,7 @@ use longshore_worker::{LossScalerOptions, Options};
 const PAUSED_AT: u64 = 3;
 const STEPS: u64 = 6;
 
-/// Scale 4, 2, then 1, the floor; "hot" overflows f16 at 1, and does not at 0.5.
+/// Scale 4, 2, then 1, the floor. "hot" overflows f16 at 1, and does not at 0.5.
 fn plan() -> Scenario {
     let options = LossScalerOptions {
         initial: 4.0,
@@ -104,7 +105,7 @@ fn a_pause_outlives_killed_servers_and_so_does_its_end() {
             assert_eq!(await_pause(&raw(servers[0].address()), job), reason, "the pause is gone");
             thread::sleep(Duration::from_millis(300));
             assert!(!is_finished(), "nobody has ended the pause");
-            // One server has the operator's resume and dies; the other gets it later.
+            // One server gets the operator's resume and dies. The other server gets it later.
             raw(servers[1].address()).resume(job, PAUSED_AT, 0.5).expect("a resume");
             servers[1].kill_and_restart();
             let resumed =

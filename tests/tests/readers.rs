@@ -1,5 +1,5 @@
-//! Readers of a job's state that stall, leave, or ask for a version far away. They can hold up neither training nor
-//! the server's memory.
+//! Readers of a job's state that stall, leave, or ask for a distant version. Such readers neither delay
+//! training nor grow the server's memory.
 
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,11 @@ use tonic::Streaming;
 const JOB: &str = "read";
 const PARAMS: usize = 12;
 const ELEMENTS: u64 = 1 << 20;
-/// A reader who takes nothing is cut off after this. A step that waited for the reader would not be done before.
+/// The server cuts a stalled reader off after this. A step that waited for the reader would not be done
+/// before.
 const STALL: Duration = Duration::from_secs(10);
 
-/// A job of 48 MiB as fp32, which is more than lies between a server and a reader who takes nothing.
+/// A job of 48 MiB as fp32: more than fits between a server and a stalled reader.
 fn spec(tier: TierKind) -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
@@ -57,7 +58,7 @@ fn export(raw: &Raw, version: u64) -> Result<Streaming<v1::ExportResponse>, Faul
 }
 
 fn stuck_readers(cluster: &Cluster, tier: TierKind) {
-    // The readers have a connection of their own, since what they do not take fills its window.
+    // The readers have their own connection, since their unread bytes fill its window.
     let (mut pipeline, raw, stuck) = (enter(cluster, tier), cluster.raw(0), cluster.raw(0));
     let gradient: Vec<f32> = (0..ELEMENTS).map(|index| (index % 97) as f32 * 1e-3).collect();
     step(&mut pipeline, &gradient);
@@ -66,7 +67,7 @@ fn stuck_readers(cluster: &Cluster, tier: TierKind) {
     for _ in 0..3 {
         step(&mut pipeline, &gradient);
     }
-    // A reader who wants the hash waits too: nobody has a shard.
+    // Stuck readers hold no shard, so the hash does not wait for them.
     let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true, ..Default::default() };
     let described = raw.call(raw.admin.clone().describe(request)).expect("a hash");
     let took = begun.elapsed();
@@ -101,7 +102,7 @@ fn an_export_of_a_version_to_come_holds_no_deleted_job() {
     let mut waiting = export(&raw, 1_000_000).expect("an export");
     let gone: Vec<_> = (1..MAX_EXPORTS_AT_ONCE).map(|_| export(&raw, 1_000_000).expect("another")).collect();
     assert_fault(export(&raw, 0).map(drop), FaultKind::Exhausted, "exports", "4", "fewer than 4");
-    // Readers who left are not waited for.
+    // The server does not wait for readers that left.
     drop(gone);
     eventually("room for a reader", || export(&raw, 1_000_000).ok());
     drop(pipeline);

@@ -1,5 +1,5 @@
-//! Going back to a checkpoint on rare paths: a drive that is not mounted, a restore that is cut off, a damaged
-//! checkpoint, and ranks that start at any moment of it.
+//! Rare paths back to a checkpoint: an unmounted drive, an interrupted restore, a damaged checkpoint, and
+//! ranks that start at any moment of it.
 
 use std::{
     fs::{self, OpenOptions},
@@ -47,7 +47,7 @@ fn train_until_cut(train: &Train) {
     running.kill();
 }
 
-/// The versions of the sealed checkpoints, oldest first. A worker may have made one more before it was killed.
+/// Returns the versions of the sealed checkpoints, oldest first. A worker may make one more before its kill.
 fn sealed(checkpoints: &Path) -> Vec<u64> {
     let entries = fs::read_dir(checkpoints.join("default")).unwrap().map(|entry| entry.unwrap().path());
     let sealed = entries.filter(|folder| folder.join("manifest.json").exists());
@@ -67,7 +67,7 @@ fn name(version: u64) -> String {
     format!("step-{version:08}")
 }
 
-/// What `longshore restore` says.
+/// Returns the output of `longshore restore`.
 fn restored(version: u64) -> String {
     format!("restored {}: version {version}\n", name(version))
 }
@@ -84,7 +84,7 @@ fn says(text: &str, words: &[&str]) {
     }
 }
 
-/// A server's state folder as it is when its drive is not mounted: empty. Its files lie elsewhere meanwhile.
+/// A server's state folder as with an unmounted drive: empty. Its files lie elsewhere meanwhile.
 struct Unmounted {
     folder: PathBuf,
     aside: PathBuf,
@@ -105,7 +105,7 @@ impl Unmounted {
     }
 }
 
-/// Two servers of three are healthy and durable, and the third comes back with an empty folder.
+/// Two servers of three are healthy and durable, and the third restarts with an empty folder.
 fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
     let expected = hash();
     let checkpoints = TempDir::new().unwrap();
@@ -133,17 +133,17 @@ fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
     for (now, then) in healthy.servers.iter().zip(&before.servers) {
         assert_eq!((now.version, now.applied), (then.version, then.applied), "nothing may be deleted");
     }
-    // Its drive is back, and only time was lost.
+    // The drive is back, and only time was lost.
     servers[2].process.kill();
     unmounted.mount();
     servers[2].restart();
     let run = train.run();
-    // Nothing is lost but a step that had not reached every drive when the server was killed.
+    // Only a step that had not reached every drive at the kill may be lost.
     assert!(run.start.first_step >= CUT_AT, "{:?}", run.start);
     assert_eq!(run.end.state_hash, expected);
 }
 
-/// The same happens, and the drive will not come back.
+/// The same fault, on a drive that will not come back.
 fn is_given_up_for_a_word(tier: &str, root: &Path, options: ServerOptions) {
     let expected = hash();
     let checkpoints = TempDir::new().unwrap();
@@ -153,7 +153,7 @@ fn is_given_up_for_a_word(tier: &str, root: &Path, options: ServerOptions) {
     servers[0].process.kill();
     Unmounted::swap(root, &servers[0]);
     servers[0].restart();
-    // A checkpoint that cannot be read is noticed before anything is given up for it.
+    // A checkpoint is read before any state is given up for it.
     let (newest, version) = newest(checkpoints.path());
     let part = checkpoints.path().join("default").join(&newest).join("server-00002-of-00002.safetensors");
     flip(&part);
@@ -219,7 +219,7 @@ fn without_a_checkpoint_nothing_is_deleted() {
     assert!(train.run().start.first_step >= CUT_AT);
 }
 
-/// A job of the memory tier with checkpoints, whose servers have all restarted and have nothing.
+/// Returns a job of the memory tier with checkpoints, whose servers have all restarted empty.
 fn forgotten(count: usize, checkpoints: &Path) -> (Train, Vec<Longshored>) {
     let mut servers = server::servers(count, &ServerOptions::new().checkpoint_dir(checkpoints));
     let train = train("memory").servers(&server::addresses(&servers));
@@ -241,7 +241,7 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
         let mut command = binaries::command("longshore");
         command.args(["restore", "--job", "default", "--name", name, "--servers", &addresses]);
         let mut client = Process::start("longshore restore", &mut command);
-        // This is any moment of its life.
+        // A random moment of the client's life.
         thread::sleep(Duration::from_millis(random.below(80)));
         client.kill();
         if round % 2 == 0 {
@@ -254,7 +254,7 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
             );
             assert_eq!(job_status(&server::addresses(&servers)).servers[2].version, version);
         } else {
-            // The workers go back without another word: what was asked for is that checkpoint.
+            // The workers go back without further flags: they asked for that checkpoint.
             let run = train.start_with(["--resume-from", name]).finish();
             assert_eq!(
                 (run.start.first_step, &run.end.state_hash),
@@ -278,11 +278,11 @@ fn ranks_that_resume_together_wait_for_rank_0() {
     first.until_step(CUT_AT);
     first.kill();
     let (newest, version) = newest(checkpoints.path());
-    // Their names are sealed already.
+    // The run's checkpoint names are sealed already.
     let train = train.args(["--checkpoint-every", "0"]);
     let start = |rank: &str| train.start_with(["--resume-from", &newest, "--rank", rank]);
     for round in 0..soak::pick(4, 80) {
-        // All of them lost it, or one did and the others hold what is past the checkpoint.
+        // All servers lost the job, or one did and the others hold versions past the checkpoint.
         let lost = if round % 2 == 0 { 0..3 } else { 1..2 };
         lost.for_each(|server| servers[server].kill_and_restart());
         let (rank_0, mut rank_1) = match round % 4 {
@@ -349,7 +349,8 @@ fn restore_opens_the_job_on_any_number_of_servers() {
     assert_eq!((run.start.first_step, &run.end.state_hash), (CHECKPOINT_EVERY + 1, &expected));
 }
 
-/// The spec and the hash of a job of three servers with a checkpoint of version 2, which was deleted again.
+/// Makes a checkpoint of version 2 of a job on three servers, and deletes the job. Returns the checkpoint's
+/// hash.
 fn deleted(cluster: &Cluster, plan: &Scenario) -> longshore_worker::StateHash {
     let model = Synthetic::default();
     let mut pipeline = run::enter(cluster.options(&plan.spec("job", &model), 0), &model, plan);
@@ -418,7 +419,7 @@ fn a_held_restore_can_be_given_up_and_the_job_then_starts_afresh() {
     run::assert_trace(&trace, &reference, &model, &plan, "job");
 }
 
-/// Two servers train and one has nothing yet. Rank 0 knows what that means, and the others do not.
+/// Two servers train and one has nothing yet. Rank 0 can judge this, and other ranks cannot.
 #[test]
 fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let cluster = Cluster::start(3);
@@ -451,7 +452,7 @@ fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let patient = thread::scope(|scope| {
         let patient = scope
             .spawn(|| Session::connect(cluster.options(&spec, 1)).expect("a session").start(&|_| Vec::new()));
-        // One part was missing: what the others hold is the checkpoint's state, and nothing has to be deleted.
+        // One part was missing. The others hold the checkpoint's state, and nothing has to be deleted.
         let how = longshore_worker::GoBack::default();
         let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
         assert_eq!(session.go_back(&how).expect("the third one's part").version.0, 2);

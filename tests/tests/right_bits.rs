@@ -1,5 +1,4 @@
-//! Every bit that a run computes is the one that a plain loop computes: master weights, moments, images, losses,
-//! norms.
+//! Every bit of a run equals the reference loop's: master weights, moments, images, losses, norms.
 
 use std::sync::Arc;
 
@@ -26,7 +25,7 @@ fn exact_steps_have_the_bits_of_a_plain_loop() {
                     let plan = Scenario { gradient: dtype, image: dtype, ..plan };
                     let job = format!("{dtype}-{world}-{micro_steps}-{}", clip.is_some());
                     let trace = check(&cluster, &model, &plan, &job);
-                    // The cases are different ones: clipping clips, and the wire's type shows.
+                    // The cases must differ: clipping clips, and the wire's type shows.
                     assert_eq!(trace.steps[0].clip_coefficient < 1.0, clip.is_some());
                     assert!(trace.steps.iter().all(|step| !step.skip && step.norm > Some(0.0)));
                 }
@@ -35,7 +34,7 @@ fn exact_steps_have_the_bits_of_a_plain_loop() {
     }
 }
 
-/// Gradients have one type and images another, shards have several chunks, and the clip seldom clips.
+/// Gradients and images have different types, shards have several chunks, and the clip seldom clips.
 #[test]
 fn mixed_types_and_large_shards_have_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Synthetic::default());
@@ -57,7 +56,7 @@ fn weights_pulled_on_demand_give_the_same_bits() {
     check(&cluster, &model, &Scenario { delay, steps: 9, ..staged }, "staged-delayed");
 }
 
-/// There are warm-up, delayed steps, evaluations that drain, and the end, with every correction.
+/// Covers warm-up, delayed steps, evaluations that drain, and the end, with every correction.
 #[test]
 fn delayed_steps_have_the_bits_of_a_plain_delayed_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
@@ -87,7 +86,7 @@ fn micro_steps_that_workers_add_up_have_the_bits_of_a_plain_loop() {
     check(&cluster, &model, &plan, "on-worker-delayed");
 }
 
-/// A delayed step is scaled, and unscaled, by the loss scale of the version it reads.
+/// The loss scale of a delayed step is that of the version it reads, for scaling and unscaling.
 #[test]
 fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
@@ -107,7 +106,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
         let steps = &trace.steps;
         assert_eq!(steps[0].scale, options.initial);
         assert!(steps.iter().any(|step| step.skip) && steps.iter().any(|step| !step.skip));
-        // The scale changed while a step that does not see the change yet was under way.
+        // The scale changed during a step that does not see the change yet.
         let stale = |step: &_| {
             let longshore_tests::conformance::reference::Step { step, reads, scale, .. } = step;
             *reads + 2 == *step && *scale != steps[*step as usize - 2].scale_next
@@ -116,7 +115,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     }
 }
 
-/// This is the trainer's own model and arithmetic.
+/// Uses the trainer's own model and arithmetic.
 #[test]
 fn a_gpt_has_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Bytes::new(Arc::new(HostDevice::new(u64::MAX))));

@@ -1,4 +1,4 @@
-//! The structure that ARCHITECTURE.md promises: crates that a crate must not be built from, and where `unsafe` may be.
+//! Checks the structure in ARCHITECTURE.md: forbidden dependencies of crates, and the places of `unsafe`.
 
 use std::process::Command;
 

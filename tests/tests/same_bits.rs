@@ -1,4 +1,4 @@
-//! The same job has the same bits however it is spread: over servers, shards, threads and instruction sets.
+//! A job has the same bits over any servers, shards, threads and instruction sets.
 
 use longshore_tests::{
     server::{self, ServerOptions},
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 const STEPS: u64 = 50;
 
-/// What the bits must not depend on.
+/// Settings that must not change the bits.
 #[derive(Clone, Copy, Debug)]
 struct Setup {
     /// 0 embeds the server in the worker.
@@ -22,7 +22,7 @@ struct Setup {
 
 const PLAIN: Setup = Setup { servers: 0, shard_elements: 65536, threads: 1, isa: None };
 
-/// Trains to the end and returns the state hash, after comparing it with the one `longshore status` prints.
+/// Trains to the end. Returns the state hash, after comparing it with the output of `longshore status`.
 fn hash(setup: Setup, job: &[&str]) -> String {
     let mut options = ServerOptions::new().threads(setup.threads);
     let shard_elements = setup.shard_elements.to_string();
@@ -49,7 +49,7 @@ fn hash(setup: Setup, job: &[&str]) -> String {
     run.end.state_hash
 }
 
-/// Every setup must end with the hash of the first.
+/// Checks that every setup ends with the hash of the first.
 fn compare(setups: &[Setup], job: &[&str]) {
     let expected = hash(setups[0], job);
     for &setup in &setups[1..] {
@@ -85,7 +85,7 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
     compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
 }
 
-/// A delayed step reads images that lie in the server's memory, or come through a socket.
+/// A delayed step reads images in the server's memory, or through a socket.
 #[test]
 fn every_correction_has_the_same_bits_over_every_transport() {
     const SHORT: u64 = 16;
@@ -108,13 +108,13 @@ fn every_correction_has_the_same_bits_over_every_transport() {
     }
 }
 
-/// What decides which weights a step reads may be changed while a job lives, as the length of a run may. Then the bits are not those
-/// of an undisturbed run, and it is said which settings differ.
+/// Settings that decide which weights a step reads may change during a job's life, as may the length of a
+/// run. The bits then differ from an undisturbed run's, and the run names the settings.
 #[test]
 fn a_run_that_goes_on_with_other_settings_says_which() {
     const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "3"];
     let server = ServerOptions::new().start();
-    // No life reaches the end.
+    // No process reaches the end.
     let train = Train::new(1_000_000).args(DELAYED).servers(&[server.address().to_string()]);
     let lives = |train: &Train| {
         let mut running: Running = train.start();
@@ -139,7 +139,7 @@ fn a_run_that_goes_on_with_other_settings_says_which() {
     assert!(!none.contains("--warmup-steps"), "only what differs is said: {none}");
 }
 
-/// The random numbers of stochastic rounding belong to the element and the step too.
+/// Random numbers of stochastic rounding depend only on the element and the step.
 #[test]
 fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
     let setups = [

@@ -1,6 +1,6 @@
-//! `kill -9` of a server together with one of two ranks, while the other rank lives on. What the other servers have
-//! decided without the dead one is taken back while the living rank trains: it must send that again, and compute
-//! again what it had built on it.
+//! `kill -9` of a server together with one of two ranks, while the other rank lives on. Steps that the other
+//! servers decided without the dead one are taken back. The living rank must resend its gradients, and
+//! recompute all later steps.
 
 use std::thread;
 
@@ -13,7 +13,7 @@ use longshore_tests::{
 use tempfile::TempDir;
 
 const STEPS: u64 = 60;
-/// The kills of one run, few enough that its steps stay few.
+/// Number of kills in one run: few, so that its steps stay few.
 const KILLS_A_RUN: u64 = 5;
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
 const MICRO_STEPS: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"];
@@ -44,7 +44,8 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
             let steps = 1 + random.below(share.max(1));
             ranks[0].until_steps(steps);
             done += steps;
-            // Mostly it dies at once: the step is decided everywhere then, and perhaps durable on one server.
+            // Mostly both die at once: the step is then decided everywhere, and perhaps durable on one
+            // server.
             if random.below(4) == 0 {
                 spin(random.part_of(known.step));
             }
@@ -68,7 +69,7 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
     eprintln!("a step was taken back {taken_back} times");
 }
 
-/// A rank that says what it had to say where the test fails: the first that fails may do so for the other's sake.
+/// A rank whose output is printed if the test fails: the rank that fails first may fail because of this one.
 struct Other(Running);
 
 impl Drop for Other {
@@ -114,8 +115,8 @@ fn a_delayed_nvme_job_of_two_micro_steps_survives_kills_of_rank_one_with_a_serve
     survives_without(1, 3, MICRO_STEPS);
 }
 
-/// The last step is decided everywhere when one of its ranks dies with a server that had not yet kept it. The other rank
-/// has nothing more to compute: it must take the step back all the same, instead of waiting for the dead server's part.
+/// The last step is decided everywhere when a rank dies with a server that had not stored it. The other rank
+/// has no more steps, and must still take the step back instead of waiting for the dead server's part.
 #[test]
 fn the_last_step_survives_kills_of_rank_one_with_a_server() {
     let job = [MICRO_STEPS, &["--world-size", "2"]].concat();

@@ -1,5 +1,5 @@
-//! `kill -9` of a server with the memory tier. The worker says at once what is gone and what to do, and the job goes
-//! on from the last checkpoint to the bits that it would have had.
+//! `kill -9` of a server with the memory tier. The worker names the loss and the remedy at once. The job
+//! continues from the last checkpoint to the bits of an undisturbed run.
 
 use std::{
     path::Path,
@@ -16,7 +16,7 @@ const STEPS: u64 = 40;
 const CHECKPOINT_EVERY: u64 = 6;
 /// The step at which the server is killed, some steps after a checkpoint.
 const KILLED_AT: u64 = 16;
-/// `--deadline-s`, and how much longer the worker may take to end: connecting and collecting have a grace of their own.
+/// `--deadline-s`, and the grace until the worker ends: connecting and collecting have their own.
 const DEADLINE: Duration = Duration::from_secs(3);
 const GRACE: Duration = Duration::from_secs(8);
 
@@ -34,7 +34,7 @@ fn options(checkpoints: &Path) -> ServerOptions {
     ServerOptions::new().checkpoint_dir(checkpoints)
 }
 
-/// A worker whose server `killed` has died must end in time, with its address and a remedy.
+/// Checks that a worker ends in time after its server `killed` died, with the server's address and a remedy.
 fn fails_clearly(mut running: Running, servers: &mut [Longshored], killed: usize) {
     running.until_step(KILLED_AT);
     let begun = Instant::now();
@@ -59,8 +59,8 @@ fn resumes(job: &[&str], count: usize, killed: usize) {
     assert_eq!(run.end.state_hash, expected);
 }
 
-/// A run resumes from the newest checkpoint before the kill, or from a later one, since the worker goes on while it
-/// is killed.
+/// Checks that a run resumes from the newest checkpoint before the kill, or a later one: the worker trains on
+/// during the kill.
 fn check_resumed(first_step: u64) {
     let newest = KILLED_AT / CHECKPOINT_EVERY * CHECKPOINT_EVERY;
     let right = [newest + 1, newest + CHECKPOINT_EVERY + 1];
@@ -93,7 +93,7 @@ fn a_job_without_a_correction_resumes_after_it_was_killed() {
     resumes(&["--delay", "1", "--warmup-steps", "5", "--correction", "none"], 1, 0);
 }
 
-/// Goes from one server to three, and for the delayed job from three to one.
+/// Moves from one server to three, and a delayed job from three to one.
 fn moves(job: &[&str], from: usize, to: usize) {
     let expected = train(job).undisturbed().hash;
     let checkpoints = TempDir::new().unwrap();
@@ -129,7 +129,8 @@ fn a_server_that_comes_back_empty_is_told_from_one_that_is_gone() {
     assert!(stderr.contains("Restore the last checkpoint"), "no remedy: {stderr}");
 }
 
-/// Nothing must ever be trained on a mixture of servers: neither by the same command nor silently from the start.
+/// A job must never train on a mixture of servers: the same command must not continue it, nor silently start
+/// it anew.
 #[test]
 fn a_job_that_lost_a_part_is_not_continued_without_resume() {
     let checkpoints = TempDir::new().unwrap();

@@ -1,5 +1,5 @@
-//! `kill -9` of servers whose tier outlives them, at random instants. The worker waits, the servers come back by
-//! themselves, and the run ends with the bits of one that was never disturbed.
+//! `kill -9` of servers of a lasting tier, at random instants. The worker waits, the servers recover by
+//! themselves, and the run ends with the bits of an undisturbed run.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use longshore_tests::{
 use tempfile::TempDir;
 
 const STEPS: u64 = 60;
-/// The kills of one run, few enough that its steps stay few.
+/// Number of kills in one run: few, so that its steps stay few.
 const KILLS_A_RUN: u64 = 5;
 
 /// The processes that are killed at once.
@@ -23,7 +23,7 @@ const KILLS_A_RUN: u64 = 5;
 enum Victims {
     OneServer,
     BothServers,
-    /// Both servers and the worker: nobody is left who could send a gradient again.
+    /// Both servers and the worker: no process is left that could resend a gradient.
     All,
 }
 
@@ -31,7 +31,7 @@ struct Case {
     tier: &'static str,
     victims: Victims,
     job: &'static [&'static str],
-    /// More flags of the servers.
+    /// Further flags of the servers.
     server: &'static [&'static str],
 }
 
@@ -47,7 +47,7 @@ fn survives(case: &Case) {
     }
 }
 
-/// Makes one run with so many kills, and returns its hash.
+/// Makes one run with `kills` kills. Returns its hash.
 fn disturbed(case: &Case, random: &mut Random, kills: u64, known: &Undisturbed) -> String {
     let root = if case.tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
     let root = root.expect("a folder for the servers' state");
@@ -63,7 +63,7 @@ fn disturbed(case: &Case, random: &mut Random, kills: u64, known: &Undisturbed) 
     let mut done = 1;
     for kill in 0..kills {
         let share = (STEPS - done).saturating_sub(2) / (kills - kill);
-        // Now and then it is killed at once, while it recovers from the last kill.
+        // Now and then the kill comes at once, while the server recovers from the last one.
         if random.below(4) > 0 && share > 0 {
             let steps = 1 + random.below(share);
             worker.until_steps(steps);
@@ -74,14 +74,15 @@ fn disturbed(case: &Case, random: &mut Random, kills: u64, known: &Undisturbed) 
         }
         strike(case.victims, random, &mut servers, &mut worker, &train);
         if case.victims == Victims::All {
-            // It may have decided steps that it had no time to say, and one may have been taken back.
+            // The worker may have decided steps that it had no time to print, and one step may have been
+            // taken back.
             done = worker.until_started_at() - 1;
         }
     }
     worker.finish().end.state_hash
 }
 
-/// Kills the victims and starts them again with their own commands.
+/// Kills the victims and restarts them with their own commands.
 fn strike(
     victims: Victims,
     random: &mut Random,
@@ -108,7 +109,7 @@ fn strike(
 
 /// DRAM holds two of a server's two or three images.
 const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
-/// Gradients are on the drives too, but for those that are lent.
+/// Gradients are on the drives too, except lent ones.
 const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
 const PLAIN: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "none"];
@@ -125,19 +126,19 @@ fn a_server_that_does_not_come_back_is_named_in_time() {
     servers[1].process.kill();
     let (stderr, said) = worker.fails(Duration::from_secs(15));
     let error = stderr.lines().last().unwrap_or_default();
-    // It waited for a version's weights, or for a step's decision.
+    // The error names a version's weights, or a step's decision.
     let last = said.last_step();
     let waits = [format!("step {}", last + 1), format!("step {last}"), format!("version {last}")];
     assert!(error.contains(&addresses[1]) && error.contains("job default"), "{stderr}");
     assert!(waits.iter().any(|wait| error.contains(wait)), "none of {waits:?} is named: {stderr}");
     assert!(stderr.contains("waiting for a server"), "{stderr}");
-    // The job is still there when the server is.
+    // The job is still there once the server runs.
     servers[1].restart();
     train.allow("waiting for a server").run();
 }
 
-/// One of a server's two connections carries nothing here: its shards have a chunk each, and all of them take the
-/// other. Nothing that the idle connection is owed may count as late when the server dies again.
+/// One of a server's two connections is idle here: its shards have one chunk each, which all take the other
+/// connection. The idle connection must not count as late when the server dies again.
 #[test]
 fn a_server_that_dies_again_after_the_deadline_is_waited_for_again() {
     const DEADLINE: Duration = Duration::from_secs(3);
@@ -176,8 +177,8 @@ fn a_server_that_restarted_shares_memory_again() {
     worker.kill();
 }
 
-/// A worker that was stopped, and replaced meanwhile, goes on when both its successor and its server have died, and
-/// is the first to reach the next server.
+/// A worker was stopped and replaced. It resumes when its successor and its server have died, and is the
+/// first to reach the next server.
 #[test]
 fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
     for tier in ["nvme", "shm"] {
@@ -197,7 +198,7 @@ fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
         new.kill();
         servers[0].kill_and_restart();
         old.process.go_on();
-        // Whether it first sees that it is fenced or that its weights are gone depends on where it was stopped.
+        // Depending on its stop, the worker first sees the fence or the loss of its weights.
         old.fails(Duration::from_secs(30));
         let joined = |line: &serde_json::Value| line.to_string().contains("rank joined");
         assert!(!servers[0].log().iter().any(joined), "it took the rank again: {:?}", servers[0].log());
@@ -264,8 +265,8 @@ fn an_nvme_job_without_a_correction_survives_kills_of_everything() {
     survives(&Case { tier: "nvme", victims: Victims::All, job: PLAIN, server: &[] });
 }
 
-/// The upload of a job's first weights takes seconds where the network is slow. A server that dies meanwhile has
-/// forgotten who had joined, and with the memory tier even the job.
+/// On a slow network the upload of first weights takes seconds. A server that dies meanwhile forgets the
+/// joins, and with the memory tier even the job.
 fn upload_survives(tier: &str) {
     let known = Train::new(3).undisturbed().hash;
     let root = TempDir::new().expect("a folder for the servers' state");

@@ -1,5 +1,5 @@
-//! The Slurm script on a Slurm of one node: a job that ends by itself, one that is told to end before its time, which goes on afterwards, and
-//! one whose workers fail. Each exit status is the workers'.
+//! The Slurm script on a Slurm of one node. One job ends by itself, one is told to end early and continues
+//! later, and one has failing workers. Each exit status is the workers'.
 
 use std::{
     fs,
@@ -31,14 +31,14 @@ fn the_script_is_one_that_bash_takes() {
     assert_eq!((parsed.code, parsed.stderr.as_str()), (0, ""), "{parsed:?}");
 }
 
-/// Slurm's daemons on this host, which end with it.
+/// Slurm's daemons on this host. Drop ends them.
 struct Slurm {
     root: TempDir,
     _daemons: [Process; 3],
 }
 
 impl Slurm {
-    /// `Err` says why there can be none here.
+    /// Starts the daemons. `Err` gives the reason why this host cannot run them.
     fn start() -> Result<Slurm, String> {
         for daemon in ["munged", "slurmctld", "slurmd"] {
             if Command::new(daemon).arg("-V").output().is_err() {
@@ -76,7 +76,7 @@ impl Slurm {
         {
             munged.arg(format!("--{flag}={}", at(name)));
         }
-        // A key is read by its owner alone.
+        // munge requires a key that only its owner can read.
         run("chmod", Command::new("chmod").args(["0600", &at("key")]));
         let daemon = |program: &str, flags: &[&str]| {
             let mut command = Command::new(program);
@@ -101,7 +101,7 @@ impl Slurm {
         run(program, command.current_dir(self.root.path()))
     }
 
-    /// Submits the script, and returns the job's number.
+    /// Submits the script. Returns the job's number.
     fn submit(&self, train: &str) -> String {
         let longshore = binaries::command("longshore");
         let folder = Path::new(longshore.get_program()).parent().unwrap();
@@ -120,7 +120,7 @@ impl Slurm {
         fs::read_to_string(self.root.path().join(format!("slurm-{job}.out"))).unwrap_or_default()
     }
 
-    /// Waits for the job's end and returns its exit status.
+    /// Waits for the job's end. Returns its exit status.
     fn ended(&self, job: &str) -> String {
         eventually("the job to end", || {
             let shown = self.call("scontrol", &["show", "job", job]).stdout;
@@ -143,12 +143,12 @@ fn jobs_end_with_their_workers_status_and_go_on_from_the_drains_checkpoint() {
     };
     let told = slurm.submit(&train(1_000_000));
     eventually("some steps", || slurm.said(&told).contains("step-00000050").then_some(()));
-    // As Slurm does before the time limit.
+    // Slurm sends the same signal before the time limit.
     let signal = slurm.call("scancel", &["--signal=TERM", "--batch", &told]);
     assert_eq!(signal.code, 0, "{signal:?}");
     let (status, said) = (slurm.ended(&told), slurm.said(&told));
     assert_eq!(status, "143:0", "{said}");
-    // Workers finish their step first, and only then servers are drained.
+    // Workers finish their step first, and only then servers drain.
     let at = |part: &str| said.find(part).unwrap_or_else(|| panic!("no {part:?} in {said}"));
     assert!(at("stopped by SIGTERM after step") < at("drain: draining"), "{said}");
     assert!(at("drain: draining") < at("checkpoint written on drain"), "{said}");

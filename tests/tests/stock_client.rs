@@ -1,5 +1,5 @@
-//! Any language's stock gRPC client can train: Python with grpcio follows docs/protocol.md from the .proto files alone, and gets
-//! what NumPy computes.
+//! A stock gRPC client of any language can train. Here Python with grpcio follows docs/protocol.md from the
+//! .proto files alone, and gets NumPy's results.
 
 use std::process::Command;
 
@@ -29,9 +29,9 @@ fn a_stock_python_client_follows_the_protocol() {
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "the client failed ({}):\n{out}\n{err}", output.status);
     assert!(out.trim_end().ends_with("ok"), "the client did not come to its end:\n{out}\n{err}");
-    // It was there: each job made its steps on all servers, and skipped one of them.
+    // Each job made its steps on all servers, and skipped one of them.
     let jobs = status::status(&addresses);
-    // The last went on from the state of 30 updates.
+    // The last job continued from the state of 30 updates.
     let steps =
         [("stock-bf16", 8, 0), ("stock-f32", 8, 0), ("stock-left-out", 4, 0), ("stock-partitions", 3, 30)];
     assert_eq!(jobs.iter().map(|job| job.job.as_str()).collect::<Vec<_>>(), steps.map(|(job, ..)| job));

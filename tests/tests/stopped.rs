@@ -1,4 +1,4 @@
-//! Trainers that a signal stops: how they end where something goes wrong, and what they say of the way on.
+//! Trainers stopped by a signal: their end after a failure, and their messages on how to continue.
 
 use std::{fs, path::Path, process::Command};
 
@@ -18,7 +18,7 @@ fn signal(process: u32, names: &[&str]) {
     }
 }
 
-/// Sends two signals that are there at once, and returns the exit code and what was said on stderr.
+/// Sends two signals at once. Returns the exit code and stderr.
 fn stopped_twice(mut running: Running) -> (i32, String) {
     running.until_step(3);
     signal(running.process.id(), &["-STOP", "-TERM", "-INT", "-CONT"]);
@@ -28,7 +28,7 @@ fn stopped_twice(mut running: Running) -> (i32, String) {
     (code, running.process.stderr())
 }
 
-/// A run that keeps its state in memory, with this folder for checkpoints.
+/// Returns a run with state in memory, and this folder for checkpoints.
 fn in_memory(checkpoints: &Path, ranks: &str) -> Train {
     let flags = ["--checkpoint-dir", &checkpoints.display().to_string(), "--world-size", ranks];
     Train::new(ENDLESS).args(flags)
@@ -73,7 +73,8 @@ fn a_second_signal_says_what_is_left() {
     assert!(last.contains("the servers hold the job at its last decided step"), "{stderr}");
 }
 
-/// A checkpoint that the command names counts before the newest one, so the same command with --resume would go back to it.
+/// A checkpoint named by the command wins over the newest one, so the same command with --resume would go
+/// back to it.
 #[test]
 fn a_run_that_went_on_from_a_named_checkpoint_names_its_newest() {
     let folder = TempDir::new().unwrap();

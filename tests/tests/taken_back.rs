@@ -1,6 +1,6 @@
-//! A decision that a server refuses because it has other contributions to the step than those it was made from. The
-//! servers that took it must take it back: completed with the other contributions, the step would be of one gradient on
-//! some servers and of another on the rest, with a norm that fits neither.
+//! A server refuses a decision if its contributions differ from those behind the decision. The servers that
+//! took it must take it back. Completed anyway, the step would have different gradients on different servers,
+//! and a norm that fits neither.
 
 use std::{
     ops::Range,
@@ -30,11 +30,11 @@ use tokio::runtime::Runtime;
 
 const JOB: &str = "refused";
 const ALL: Range<u64> = 0..4 * BLOCK_ELEMENTS;
-/// What a rank's gradient is multiplied by, before and after its process was replaced.
+/// Factors of a rank's gradient, before and after its process was replaced.
 const BEFORE: f32 = 1.0;
 const AFTER: f32 = 3.0;
 
-/// One parameter in four shards, dealt to two servers.
+/// One parameter in four shards, placed on two servers in turn.
 fn spec(tier: TierKind) -> JobSpec {
     JobSpec {
         world_size: 2,
@@ -61,7 +61,7 @@ impl Trainer {
         let mut session = Session::connect(options).expect("servers");
         let joined = session.start(&|_| numbers(0).collect()).expect("a rank");
         let hyper = |_| vec![Hyper { lr: 1e-2, ..Hyper::default() }];
-        // The coefficient depends on the whole gradient's norm.
+        // The clip coefficient depends on the whole gradient's norm.
         let how = PipelineOptions {
             clip: Some(0.1),
             ..PipelineOptions::new(LossScaler::fixed(1.0).expect("a scale"), hyper)
@@ -100,7 +100,7 @@ fn step(ranks: &mut [Trainer; 2], factor: f32) {
     ranks.iter_mut().for_each(|rank| rank.finish().expect("a decision"));
 }
 
-/// The state after two steps that nothing disturbed.
+/// Returns the state's hash after two undisturbed steps.
 fn undisturbed(factor: f32) -> String {
     let cluster = Cluster::start(2);
     let spec = spec(TierKind::Memory);
@@ -136,7 +136,7 @@ impl Bed {
         self.raw(server).progress(JOB).version
     }
 
-    /// Takes no decision on this server until [`Bed::resume`]. Statistics can be asked for meanwhile.
+    /// Blocks decisions on this server until [`Bed::resume`]. Statistics stay available.
     fn pause(&self, server: usize, incarnation: Incarnation) {
         let raw = self.raw(server);
         let reason = "a test".into();
@@ -150,9 +150,9 @@ impl Bed {
     }
 }
 
-/// Rank 1's process is replaced when both servers have all contributions to step 2, and the new one's gradient is
-/// another. Then the first server takes the decision, and the second one dies before it does, and is sent the gradient of
-/// the new process. Rank 0 is told, or dies before that.
+/// Rank 1's process is replaced once both servers have all contributions to step 2. The new process has
+/// another gradient. The first server takes the decision. The second dies before, and receives the new
+/// gradient. Rank 0 gets the refusal, or dies before.
 fn is_taken_back(rank0_dies: bool) {
     let root = TempDir::new().expect("a folder for the servers' state");
     let mut bed = Bed::new(root.path());
@@ -187,7 +187,7 @@ fn is_taken_back(rank0_dies: bool) {
     assert_eq!(rank0.pipeline.decided().0, 1, "the step was not taken back");
     rank0.push(BEFORE).expect("rank 0's gradient, once more");
     rank0.finish().expect("another decision");
-    // It may have read what was taken back, and then it starts over.
+    // The new rank 1 may have read weights of the step taken back, and then starts over.
     match rank1.finish().and_then(|()| rank1.pipeline.settle()) {
         Ok(_) => {}
         Err(Error::Outdated(_)) => {

@@ -1,4 +1,4 @@
-//! `longshore top` in a terminal: keys, a server that falls silent, and a terminal that is as it was before.
+//! `longshore top` in a terminal: keys, a silent server, and a terminal restored at the end.
 
 use std::{fs, process::Command};
 
@@ -64,7 +64,7 @@ fn an_interrupt_gives_the_terminal_back() {
     assert_eq!(terminal.ended(), 0);
 }
 
-/// Whether a process watches this server.
+/// Returns whether a process watches this server.
 fn is_watched(server: &Longshored) -> bool {
     let processes = fs::read_dir("/proc").expect("processes");
     let lines = processes.filter_map(|entry| fs::read_to_string(entry.ok()?.path().join("cmdline")).ok());
@@ -72,7 +72,7 @@ fn is_watched(server: &Longshored) -> bool {
     lines.into_iter().any(|line| line.ends_with(&watches))
 }
 
-/// A program that ignores SIGHUP, as under `nohup`, is not ended with its terminal.
+/// A program that ignores SIGHUP, as under `nohup`, does not end with its terminal by itself.
 #[test]
 fn a_terminal_that_is_gone_ends_it() {
     let server = ServerOptions::new().start();

@@ -1,5 +1,5 @@
-//! `kill -9` of a worker at any moment costs nothing: the same command goes on from the last version, to the same
-//! bits.
+//! `kill -9` of a worker at any moment costs nothing: the same command continues from the last version, to
+//! the same bits.
 
 use std::time::Duration;
 
@@ -14,15 +14,15 @@ use longshore_tests::{
 
 const STEPS: u64 = 120;
 const KILLS: u64 = 20;
-/// The kills of each world of two ranks.
+/// Number of kills in each world of two ranks.
 const RANK_KILLS: u64 = 8;
 
 fn undisturbed(job: &[&str]) -> Undisturbed {
     Train::new(STEPS).args(job).undisturbed()
 }
 
-/// Lets a worker live until a random moment: while it starts, or some steps and a part of two steps later. `lives`
-/// are still to come, and the steps left are shared among them.
+/// Lets a worker live until a random moment: during its start, or some steps and a part of two steps later.
+/// `lives` are still to come, and share the steps left.
 fn live(running: &mut Running, random: &mut Random, known: &Undisturbed, left: u64, lives: u64) {
     let share = left / (lives + 1);
     match random.below(share.max(1) * 2).min(left.saturating_sub(3)) {
@@ -34,14 +34,14 @@ fn live(running: &mut Running, random: &mut Random, known: &Undisturbed, left: u
     }
 }
 
-/// The newest version any server holds; 0 while there is no job.
+/// Returns the newest version on any server; 0 before the job exists.
 fn newest(addresses: &[String]) -> u64 {
     let jobs = status(addresses);
     jobs.iter().flat_map(|job| &job.servers).map(|server| server.version).max().unwrap_or(0)
 }
 
-/// Checks that steps which were said are held, and that none which is held is made again. A commit may still have
-/// been on its way to the server when its sender died.
+/// Checks that servers hold printed steps, and that no held step is repeated. A commit may still be on its
+/// way when its sender dies.
 fn check_continued(said: &Said, held_before: u64) {
     said.check_steps();
     let Some(start) = said.start() else { return };
@@ -127,8 +127,8 @@ fn a_delayed_job_survives_kills_of_either_rank() {
     ranks_survive(&["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"]);
 }
 
-/// A rank that says nothing for longer than the deadline, as one that evaluates, is waited for while its process is
-/// there, and named soon when it is gone.
+/// A rank that is silent past the deadline, as during an evaluation, is waited for while its process lives.
+/// Once it is gone, the wait names it soon.
 #[test]
 fn a_rank_that_is_slow_is_waited_for_past_the_deadline() {
     let known = undisturbed(&["--world-size", "2"]);

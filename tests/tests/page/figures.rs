@@ -1,4 +1,4 @@
-//! What the page draws is what `longshore status` says.
+//! The page's charts match `longshore status`.
 
 use longshore_tests::{
     browser::Browser,
@@ -13,7 +13,7 @@ use super::{browser, open};
 
 const STEPS: u64 = 20;
 
-/// A chart's title, its figures in status, and the page's function that writes them.
+/// A chart's title, its field in status, and the page's function that formats it.
 const CHARTS: [(&str, &str, &str); 9] = [
     ("loss", "loss", "number"),
     ("step time", "seconds", "seconds"),
@@ -26,12 +26,12 @@ const CHARTS: [(&str, &str, &str); 9] = [
     ("updates", "update_per_s", "speed"),
 ];
 
-/// The figures of one chart that status has, with their steps.
+/// Returns one chart's values in status, with their steps.
 fn told(steps: &[Value], field: &str) -> Vec<(u64, f64)> {
     steps.iter().filter_map(|step| Some((step["step"].as_u64()?, step[field].as_f64()?))).collect()
 }
 
-/// Where a chart has its points, from 0 to 1 of its width and from its highest point downwards.
+/// Returns a chart's points, as fractions of its width and of its height from the highest point down.
 fn drawn(browser: &mut Browser, title: &str) -> Vec<(f64, f64)> {
     let path = format!("{}.querySelector('path').getAttribute('d')", figure(title));
     let path = browser.eval(&path).as_str().unwrap_or_else(|| panic!("no line of {title}")).to_string();
@@ -43,7 +43,7 @@ fn drawn(browser: &mut Browser, title: &str) -> Vec<(f64, f64)> {
     points.map(point).collect()
 }
 
-/// The figure of this title, in the page.
+/// Returns the page's expression for the figure of this title.
 fn figure(title: &str) -> String {
     format!(
         "[...document.querySelectorAll('figure')].find((one) => one.querySelector('h3').textContent === '{title}')"
@@ -54,7 +54,7 @@ fn figure(title: &str) -> String {
 fn charts_show_the_steps_that_status_tells() {
     let Some(mut browser) = browser() else { return };
     let server = ServerOptions::new().args(FLAGS).start();
-    // With two ranks an update moves a sum in fp32, so that its speed is not that of one rank's.
+    // With two ranks an update reads a sum in fp32, so its speed differs from that of one rank.
     let pair = ["--transport", "tcp", "--world-size", "2"];
     Train::new(STEPS).args(pair).servers(&[server.address().to_string()]).run();
     open(&mut browser, &http::address(&server));
@@ -68,7 +68,8 @@ fn charts_show_the_steps_that_status_tells() {
 
     for (title, field, show) in CHARTS {
         let told = told(steps, field);
-        // Before the first step there was none to count from, and the second may be decided before an update has ended.
+        // The first step has no predecessor to count from. The second may be decided before an update has
+        // ended.
         assert!(told.len() as u64 >= STEPS - 2, "{title}: {told:?}");
         let values = told.iter().map(|(_, value)| *value);
         let (low, high) = (values.clone().fold(f64::MAX, f64::min), values.fold(f64::MIN, f64::max));

@@ -1,7 +1,8 @@
-//! The status page as a browser draws it: what is wrong and what to do, nothing on the console, nothing fetched from elsewhere, and nothing
-//! that sticks out at the width of a phone.
+//! The status page in a browser: faults with remedies, an empty console, no foreign requests, and no overflow
+//! at a phone's width.
 //!
-//! `LONGSHORE_REGENERATE=1 cargo test --release --locked -p longshore-tests --test all page::` makes the screenshots of docs/observe.md anew.
+//! `LONGSHORE_REGENERATE=1 cargo test --release --locked -p longshore-tests --test all page::` renews the
+//! screenshots of docs/observe.md.
 
 mod figures;
 mod reach;
@@ -25,10 +26,10 @@ use tempfile::TempDir;
 const WIDE: u32 = 1100;
 const PHONE: u32 = 360;
 const HEIGHT: u32 = 800;
-/// A name as long as they may be, without a place at which a line would break.
+/// A name of the greatest length, without a place for a line break.
 const LONG: &str = "a_name_of_128_characters_which_is_as_many_as_there_may_be_and_has_no_place_where_a_line_would_break_so_that_a_phone_has_no_room_";
 
-/// A browser, or a report that the test is skipped.
+/// Returns a browser, or reports the test as skipped.
 fn browser() -> Option<Browser> {
     let found = Browser::start();
     if found.is_none() {
@@ -37,14 +38,14 @@ fn browser() -> Option<Browser> {
     found
 }
 
-/// Opens the page and waits until it was drawn.
+/// Opens the page and waits until it is drawn.
 fn open(browser: &mut Browser, http: &str) {
     browser.size(WIDE, HEIGHT);
     browser.open(&format!("http://{http}/"));
     browser.until("the page to be drawn", "!!document.querySelector('#room .bar')");
 }
 
-/// Nothing went wrong in the page, nothing came from elsewhere, and nothing sticks out at any width.
+/// Checks that the page has no errors, fetches nothing from elsewhere, and fits every width.
 #[track_caller]
 fn check(browser: &mut Browser, http: &str) {
     let out = "(width) => [...document.querySelectorAll('body *')].filter((one) => !one.closest('.scroll') && one.getClientRects().length \
@@ -66,7 +67,7 @@ fn check(browser: &mut Browser, http: &str) {
     assert!(elsewhere.is_empty(), "{elsewhere:?}");
 }
 
-/// Makes a screenshot of the docs, if that is what this run is for.
+/// Makes a screenshot for the docs, if `LONGSHORE_REGENERATE` is set.
 fn screenshot(browser: &mut Browser, name: &str, (width, most): (u32, u64)) {
     if env::var_os("LONGSHORE_REGENERATE").is_some() {
         browser.size(width, HEIGHT);
@@ -98,7 +99,7 @@ fn it_draws_jobs_that_train_and_wait_and_have_ended() {
     open(&mut browser, &http);
     let text = browser.text();
     has(&text, &["0 B of 1.0 GiB reserved by jobs", &format!("drive {}: ", drive.display()), " free of "]);
-    // A worker that takes the page's word finds the server.
+    // A worker that follows the page's command finds the server.
     has(&text, &[&format!("longshore train --servers {}", server.address())]);
     check(&mut browser, &http);
     screenshot(&mut browser, "page-idle.png", (WIDE, 400));
@@ -123,7 +124,7 @@ fn it_draws_jobs_that_train_and_wait_and_have_ended() {
     let enough = if env::var_os("LONGSHORE_REGENERATE").is_some() { 600 } else { 20 };
     ranks[0].until_step(enough);
     browser.until("both jobs", "document.querySelectorAll('article').length === 2 && /steps \\d+ to \\d\\d/.test(document.body.innerText)");
-    // One job that has ended does not make the other's steps come again and again.
+    // An ended job must not make the page fetch the other job's steps repeatedly.
     let asked = "wanted().getAll('after').every((of) => Number(of.split(':')[1]) === known.get(of.split(':')[0]).steps.at(-1).step - 2)";
     browser.until(
         "each job's new steps alone to be asked for",
@@ -152,7 +153,7 @@ fn it_draws_jobs_that_train_and_wait_and_have_ended() {
             "Remedy: see whether that rank's process runs",
         ],
     );
-    // It stands there as it is while the time beside it goes on, so that it is spoken once.
+    // The element stays in place while the time beside it changes, so a screen reader speaks it once.
     browser.eval("window.told = [document.querySelector('#troubles p'), document.querySelector('#troubles .since').textContent]");
     browser.until("the time to go on", &format!("{stalled} !== told[1]"));
     assert_eq!(browser.eval("document.querySelector('#troubles p') === told[0]"), true);
@@ -204,7 +205,8 @@ fn it_says_which_drive_is_full_and_what_to_do() {
     worker.kill();
 }
 
-/// A shell that has a tmpfs of 9 MiB, which has room for one checkpoint, at the folder, in a mount namespace of its own. None where such namespaces are not permitted.
+/// Returns a shell with a tmpfs of 9 MiB at the folder, in its own mount namespace: room for one checkpoint.
+/// None where such namespaces are not permitted.
 fn with_little_room(folder: &Path) -> Option<Command> {
     let shell = |script: &str| {
         let mut shell = Command::new("unshare");
@@ -222,7 +224,7 @@ fn counters_that_begin_again_give_no_negative_speed() {
     let Some(mut browser) = browser() else { return };
     let server = ServerOptions::new().args(FLAGS).start();
     open(&mut browser, &http::address(&server));
-    // Answers as those of a server that was started again give them, four seconds later.
+    // The answers of a server that restarted four seconds before.
     let speeds = "(() => { \
         const job = (version, bytes) => ({ name: 'x', version, applied: version, pushed_bytes: bytes, pulled_bytes: bytes, \
             update_seconds: bytes / 1e9, update_bytes: 1e6, steps: [] }); \
@@ -231,7 +233,7 @@ fn counters_that_begin_again_give_no_negative_speed() {
             learn(job(version, bytes), now); pushed.push(rate(job(version, bytes))?.pushed ?? null); }); \
         known.delete('x'); return pushed; })()";
     assert_eq!(browser.eval(speeds), serde_json::json!([null, 100_000_000, null, 100_000_000]));
-    // A version that was taken back makes the steps be asked for anew.
+    // A version that was taken back makes the page ask for the steps again.
     let asked = "(() => { \
         const step = (step) => ({ step, seconds: 1, skipped: false, at_ms: 0, pushed_bytes: 0, pulled_bytes: 0, update_seconds: 0 }); \
         const job = (version, steps) => ({ name: 'x', version, applied: 0, pushed_bytes: 0, pulled_bytes: 0, update_seconds: 0, steps }); \
@@ -242,7 +244,7 @@ fn counters_that_begin_again_give_no_negative_speed() {
     assert_eq!(browser.eval(asked), serde_json::json!(["after=x%3A7", "", "after=x%3A4"]));
     let complaints = browser.complaints();
     assert!(complaints.is_empty(), "{complaints:?}");
-    // What goes wrong while the page is drawn is not told as the server's silence, and is told on the console.
+    // An exception while drawing must appear on the console, and not as the server's silence.
     browser.eval("draw = () => { throw new Error('a defect'); }; 0");
     browser.until(
         "what the page says",

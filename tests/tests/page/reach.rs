@@ -1,4 +1,4 @@
-//! The page for those who use no mouse, and for those who need contrast.
+//! The page with a keyboard alone, and its contrast.
 
 use longshore_tests::{
     browser::Browser,
@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 
 use super::{browser, open};
 
-/// A server whose only job has ended.
+/// Returns a server whose only job has ended.
 fn trained() -> Longshored {
     let server = ServerOptions::new().args(FLAGS).start();
     Train::new(7).servers(&[server.address().to_string()]).run();
     server
 }
 
-/// What has the focus, in words.
+/// Describes the focused element in words.
 fn focused(browser: &mut Browser) -> String {
     let focused = browser.eval(
         "(() => { const one = document.activeElement; \
@@ -26,7 +26,7 @@ fn focused(browser: &mut Browser) -> String {
     focused.as_str().unwrap_or_default().to_string()
 }
 
-/// Waits until the page was drawn anew from the server's answer.
+/// Waits until the page is redrawn from the server's answer.
 fn drawn_again(browser: &mut Browser) {
     browser.eval("window.drawnBefore = document.querySelector('article'); 0");
     browser.until(
@@ -35,7 +35,7 @@ fn drawn_again(browser: &mut Browser) {
     );
 }
 
-/// The focus can be seen.
+/// Checks that the focus is visible.
 #[track_caller]
 fn is_outlined(browser: &mut Browser) {
     let outline = "getComputedStyle(document.activeElement).outlineStyle + ' ' + getComputedStyle(document.activeElement).outlineWidth";
@@ -59,7 +59,7 @@ fn all_of_it_is_reached_by_keys_and_no_redraw_takes_the_focus() {
     let mut seen = Vec::new();
     for at in 0..expected.len() {
         browser.press("Tab");
-        // A redraw between two keys leaves the focus where it was.
+        // A redraw between two keys must keep the focus.
         if at % 4 == 1 {
             drawn_again(&mut browser);
         }
@@ -68,7 +68,7 @@ fn all_of_it_is_reached_by_keys_and_no_redraw_takes_the_focus() {
     }
     assert_eq!(seen, expected);
 
-    // What is opened stays open, and what is closed stays closed, with the focus on it.
+    // Redraws keep opened parts open and closed parts closed, with the focus on them.
     let isolated = "document.querySelector('details[data-keep=room]').open";
     browser.eval("document.querySelector('details[data-keep=room] summary').focus(); 0");
     for is_open in [true, false] {
@@ -80,12 +80,12 @@ fn all_of_it_is_reached_by_keys_and_no_redraw_takes_the_focus() {
     assert_eq!(browser.complaints(), Vec::<String>::new());
 }
 
-/// WCAG 2.2 at level AA: of text (1.4.3), and of what else must be seen to be understood (1.4.11).
+/// WCAG 2.2, level AA: contrast of text (1.4.3), and of other essential marks (1.4.11).
 const TEXT: f64 = 4.5;
 const MARK: f64 = 3.0;
 
-/// A script that gives each pair of colours that are seen one on the other, with what they are of: the text of each element on what
-/// lies behind it, and lines, dots and bars.
+/// A script that returns each visible pair of colours with its element: text on its background, and lines,
+/// dots and bars.
 const PAIRS: &str = r"(() => {
     const behind = (one) => {
         for (; one; one = one.parentElement) {
@@ -107,7 +107,7 @@ const PAIRS: &str = r"(() => {
     return [...pairs.values()];
 })()";
 
-/// The relative luminance of a colour as a browser says it, such as `rgb(11, 98, 168)`.
+/// Returns the relative luminance of a colour in a browser's form, such as `rgb(11, 98, 168)`.
 fn luminance(colour: &str) -> f64 {
     let numbers = colour.strip_prefix("rgb(").and_then(|rest| rest.strip_suffix(')'));
     let numbers = numbers.unwrap_or_else(|| panic!("not an opaque colour: {colour}"));
@@ -124,7 +124,7 @@ fn contrast(front: &str, back: &str) -> f64 {
     (front.max(back) + 0.05) / (front.min(back) + 0.05)
 }
 
-/// What has less contrast than it must have, and how many pairs of colours were seen.
+/// Returns the pairs with too little contrast, and the number of pairs seen.
 fn too_little(browser: &mut Browser) -> (Vec<String>, usize) {
     let pairs = browser.eval(PAIRS);
     let pairs = pairs.as_array().unwrap();
@@ -144,7 +144,7 @@ fn contrast_is_as_it_should_be_by_day_and_by_night() {
     let server = trained();
     open(&mut browser, &http::address(&server));
     browser.until("the job's charts", "document.querySelectorAll('svg path').length > 6");
-    // All that a page may show is there at once: each state, each kind of trouble, and a skipped step.
+    // All possible elements at once: each state, each kind of trouble, and a skipped step.
     browser.eval(
         "draw = () => {}; turn = () => {}; \
          for (const state of ['training', 'idle', 'paused', 'loading', 'away', 'failed']) \
@@ -163,7 +163,7 @@ fn contrast_is_as_it_should_be_by_day_and_by_night() {
     }
     let [day, night] = [&backs[0], &backs[1]].map(|back| luminance(back.as_str().unwrap()));
     assert!(day > 0.8 && night < 0.05, "{backs:?}");
-    // Grey of a kind that pages are fond of is found.
+    // A typical grey with too little contrast is found.
     browser.eval("document.documentElement.style.setProperty('--quiet', '#6a6d72'); 0");
     let (found, _) = too_little(&mut browser);
     assert!(!found.is_empty() && found.iter().all(|pair| pair.contains("106, 109, 114")), "{found:?}");

@@ -1,4 +1,4 @@
-//! Connections that do not come about: each is refused with the reason, and soon.
+//! Refused connections: each is refused soon, and with the reason.
 
 use std::{
     fs,
@@ -25,7 +25,7 @@ fn reader() -> String {
     identity("reader", &["reader"], &["*"], &[])
 }
 
-/// Checks that a client with this folder is refused for this reason, and is so at once.
+/// Checks that the server refuses a client with this folder at once, for this reason.
 fn is_refused(server: &Longshored, tls_dir: &Path, why: &str) {
     let start = Instant::now();
     let said = ask(server, tls_dir, &["status"]);
@@ -40,7 +40,7 @@ fn who_is_not_trusted_is_told_why() {
     let good = ask(&server, &folders.client("reader"), &["status"]);
     assert_eq!(good.code, 0, "{}", good.stderr);
 
-    // The server has no token on its list, so it takes no connection without a certificate.
+    // The server lists no token, so it accepts no connection without a certificate.
     is_refused(&server, &folders.token(TOKEN), "it asks for a client's certificate, and none was shown");
 
     let other = Authority::new();
@@ -57,7 +57,7 @@ fn who_is_not_trusted_is_told_why() {
     let nobody = folders.client("nobody");
     is_refused(&server, &nobody, "a certificate with the name \"nobody\" that this server does not know");
 
-    // A server's certificate lets nobody in.
+    // A server's certificate is no client's certificate.
     let server_as_client = folders.dir("server-as-client");
     for (from, to) in [("ca.pem", "ca.pem"), ("server.pem", "client.pem"), ("server.key", "client.key")] {
         write(&server_as_client, to, &fs::read_to_string(folders.server().join(from)).unwrap());
@@ -65,7 +65,7 @@ fn who_is_not_trusted_is_told_why() {
     is_refused(&server, &server_as_client, "it does not accept the client's certificate");
 }
 
-/// As `longshore doctor` does it, and whatever else looks whether a port is open.
+/// Port checks, as by `longshore doctor`, count as no failure.
 #[test]
 fn who_asks_only_whether_the_port_is_open_has_failed_at_nothing() {
     let folders = Folders::new(&reader());
@@ -73,7 +73,7 @@ fn who_asks_only_whether_the_port_is_open_has_failed_at_nothing() {
     let mut stranger = TcpStream::connect(server.address()).unwrap();
     drop(TcpStream::connect(server.address()).unwrap());
     assert_eq!(ask(&server, &folders.client("reader"), &["doctor"]).code, 0);
-    // The log says one failure in ten seconds, so that it is this one or one before it.
+    // The log has one failure in ten seconds: this one or an earlier one.
     stranger.write_all(&[0; 64]).unwrap();
     let failed = eventually("the failure of a stranger's handshake", || {
         let log = server.log();
@@ -153,12 +153,14 @@ fn only_tls_1_3_with_good_ciphers_is_spoken() {
         }
         run("openssl s_client", command.args(flags))
     };
-    // The alerts' numbers, since their names differ from one openssl to the next. An openssl that refuses by itself has none.
+    // Alert numbers, since their names differ between versions of openssl. An openssl that refuses by itself
+    // prints none.
     const HANDSHAKE_FAILURE: &str = "SSL alert number 40";
     const PROTOCOL_VERSION: &str = "SSL alert number 70";
     let said = connect(&["-tls1_3"]);
     assert!(said.stderr.contains("Protocol version: TLSv1.3"), "{}", said.stderr);
-    // Without a word on its level of security openssl would not offer versions before 1.2. To those rustls says the former.
+    // Without SECLEVEL=0 openssl would not offer versions below 1.2. rustls answers those with
+    // HANDSHAKE_FAILURE.
     const ANY: [&str; 2] = ["-cipher", "ALL:@SECLEVEL=0"];
     for (offered, alert) in [
         (&["-tls1_2", ANY[0], ANY[1]][..], PROTOCOL_VERSION),
@@ -186,11 +188,12 @@ fn half_open_handshakes_are_bounded_and_end() {
     let before = descriptors(&server);
     let mut flood: Vec<TcpStream> =
         (0..3 * MAX_HANDSHAKES).filter_map(|_| TcpStream::connect(server.address()).ok()).collect();
-    // Each is accepted before a step that begins after it is over, and the job goes on.
+    // The server accepts each connection before the end of a step that begins after it, and the job
+    // continues.
     running.until_steps(20);
     let beside = descriptors(&server) - before;
     assert!(beside <= MAX_HANDSHAKES + 8, "{beside} descriptors for half-open handshakes");
-    // The last ones are left alone until their deadline, and no longer.
+    // The last handshakes stay open until their deadline, and no longer.
     let last = flood.pop().unwrap();
     last.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let ended = std::io::Read::read(&mut &last, &mut [0; 1]);

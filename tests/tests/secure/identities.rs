@@ -1,4 +1,4 @@
-//! What an identity may not do is refused with the reason, and nothing changes.
+//! Calls that an identity may not make: the server refuses them with the reason, and nothing changes.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -63,14 +63,14 @@ fn roles_and_jobs_are_checked() {
         assert!(stderr.contains(why) && stderr.contains("FORBIDDEN"), "{stderr}");
     }
     assert_eq!(version(&server, &reader), 4, "what was refused has changed something");
-    // Who has other jobs is not told of this one.
+    // An identity with other jobs does not see this one.
     assert!(ask(&server, &elsewhere, &["status"]).stdout.lines().all(|line| !line.contains("default")));
     let deleted = ask(&server, &operator, &["delete", "--job", "default"]);
     assert_eq!(deleted.code, 0, "{}", deleted.stderr);
     is_on_record(&server);
 }
 
-/// Checks the lines that are logged of operators' calls.
+/// Checks the log's lines of operators' calls.
 fn is_on_record(server: &Longshored) {
     let log = server.log();
     let lines = || log.iter().filter(|line| line["target"] == "audit").map(|line| &line["fields"]);
@@ -83,7 +83,7 @@ fn is_on_record(server: &Longshored) {
     assert_eq!(deleted["job"], "\"default\"");
 }
 
-/// The calls of all services, as the .proto files have them.
+/// Returns the calls of all services in the .proto files.
 fn calls() -> BTreeSet<String> {
     let files = ["admin", "tensors", "training"].map(|name| {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../proto/longshore/v1/{name}.proto"));
@@ -107,12 +107,12 @@ fn calls() -> BTreeSet<String> {
 const PERMISSION_DENIED: i32 = 7;
 const UNAUTHENTICATED: i32 = 16;
 
-/// A message that names a job, which is the first field of all that have one.
+/// Returns a message that names a job, always in the first field.
 fn naming(job: &str) -> Vec<u8> {
     DescribeRequest { job: job.into(), ..Default::default() }.encode_to_vec()
 }
 
-/// Makes a call with this message. Returns its status, and what came with it.
+/// Makes a call with this message. Returns its status, and the answer's text.
 async fn call(channel: &mut Channel, path: &str, message: &[u8]) -> (i32, String) {
     let message = [&[0][..], &(message.len() as u32).to_be_bytes(), message].concat();
     let body = http_body_util::Full::new(bytes::Bytes::from(message)).map_err(|never| match never {});
@@ -140,9 +140,9 @@ fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
         for path in calls() {
             let (status, said) = call(&mut elsewhere, &path, &[]).await;
             match path.rsplit('/').next() {
-                // It names those jobs that the caller has.
+                // The answer lists the caller's jobs alone.
                 Some("ListJobs") => assert_eq!(status, 0),
-                // Each chunk has an answer of its own.
+                // Each chunk has its own answer.
                 Some("Push") => assert!(said.contains("FORBIDDEN"), "{path}: {status} {said}"),
                 _ => assert_eq!(status, PERMISSION_DENIED, "{path}: {said}"),
             }
@@ -151,16 +151,16 @@ fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
     });
 }
 
-/// What each role may do, as docs/secure.md has it.
+/// The calls of each role, as in docs/secure.md.
 const LOOK: [&str; 8] =
     ["ListJobs", "Describe", "DescribeInParts", "ListCheckpoints", "Export", "Pull", "AwaitDurable", "Watch"];
 const TEND: [&str; 7] =
     ["OpenJob", "Pause", "Checkpoint", "SealCheckpoint", "DiscardCheckpoint", "Restore", "StepBack"];
 const TRAIN: [&str; 6] = ["Upload", "Join", "Push", "Stats", "Commit", "Leave"];
-/// Beside Drain, which is for who has all jobs.
+/// Beside Drain, which needs an identity with all jobs.
 const OPERATE: [&str; 2] = ["Resume", "DeleteJob"];
 
-/// All that a server says of the job, with the hash of its state.
+/// Returns the server's description of the job, with the hash of its state.
 async fn state(channel: &Channel) -> DescribeResponse {
     let request = DescribeRequest { job: "default".into(), state_hash: true, ..Default::default() };
     let answer = AdminClient::new(channel.clone()).describe(request).await.expect("an answer").into_inner();
@@ -168,7 +168,7 @@ async fn state(channel: &Channel) -> DescribeResponse {
     DescribeResponse { idle_ms: 0, ..answer }
 }
 
-/// The calls that a server puts on record, as its own list of calls has them.
+/// Returns the calls that a server audits, from its own list of calls.
 fn audited() -> BTreeSet<String> {
     let list = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/src/trust/calls.rs");
     let list = std::fs::read_to_string(list).expect("the list of calls");
@@ -177,8 +177,8 @@ fn audited() -> BTreeSet<String> {
     list.lines().map(str::trim).filter(is_audited).filter_map(path).collect()
 }
 
-/// Checks that the record has a line of each operator's call that somebody made, and one of each call that was refused for
-/// who made it; and no other line of theirs. `jobs` are those that the calls named, by the call.
+/// Checks the audit log: a line for each operator's call, a line for each call refused for its caller, and no
+/// other line of this caller. `jobs` has each call, its job, and whether it was refused.
 fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)]) {
     let lines = || {
         let of_them = |line: &Value| line["target"] == "audit" && line["fields"]["who"] == who;
@@ -193,10 +193,10 @@ fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)
         let call = path.rsplit('/').next().unwrap();
         let found: Vec<Value> = lines().into_iter().filter(|line| line["call"] == call).collect();
         let [line] = &found[..] else { panic!("{who}, {call}: {found:?}") };
-        // Who lacks the role is refused before the message is read that names the job.
+        // A call without the role is refused before its message, which names the job, is read.
         let named = if *denied { String::new() } else { job.to_string() };
         assert_eq!(line["job"], format!("{named:?}"), "{who}, {call}: {line}");
-        // A job that is not there is one more reason to refuse, and each refusal says why.
+        // A missing job is another reason to refuse, and each refusal names its reason.
         assert_eq!(line["outcome"], "refused", "{who}, {call}: {line}");
         let why = line["why"].as_str().unwrap_or_default();
         assert_eq!(why.starts_with(&format!("identity is {who}")), *denied, "{who}, {call}: {line}");
@@ -220,7 +220,7 @@ fn each_role_may_do_what_it_is_for_and_nothing_else() {
             let mut made = Vec::new();
             for path in calls() {
                 let name = path.rsplit('/').next().unwrap();
-                // What is permitted would be done, and so is asked of a job that is not there.
+                // Permitted calls would take effect, so they name a job that does not exist.
                 let job = if may.contains(&name) { "absent" } else { "default" };
                 let (status, said) = call(&mut channel, &path, &naming(job)).await;
                 let refused = status == PERMISSION_DENIED || said.contains("FORBIDDEN");

@@ -1,4 +1,4 @@
-//! `longshore tls`: a cluster's folders in one command, and a cluster that runs with them.
+//! `longshore tls`: a cluster's folders from one command, and a cluster that runs with them.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use longshore_tests::{
 
 use super::{ask, train};
 
-/// All files below a folder.
+/// Returns all files below a folder.
 fn files(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()

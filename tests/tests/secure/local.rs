@@ -1,4 +1,5 @@
-//! The Unix socket is for its server's user, and for a group where the server says so, whatever its file's mode is.
+//! The Unix socket admits its server's user, and a group where the server names one, whatever its file's
+//! mode.
 
 use std::{
     fs,
@@ -19,11 +20,11 @@ use longshore_tests::{
 use rustix::process::geteuid;
 use tempfile::TempDir;
 
-/// Numbers that no user and no group of this host has.
+/// Numbers of no user and no group on this host.
 const STRANGER: u32 = 3_912_345;
 const GROUP: u32 = 3_954_321;
 
-/// A server with a Unix socket, in a folder that everybody can enter.
+/// Starts a server with a Unix socket, in a folder that every user can enter.
 fn server(folder: &Path, arguments: &[&str]) -> (Longshored, PathBuf) {
     fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
     let socket = folder.join("longshored.sock");
@@ -55,7 +56,7 @@ fn a_group_may_connect_and_strangers_may_not() {
     assert_eq!(member.code, 0, "{}", member.stderr);
     let stranger = ask(&socket, STRANGER, STRANGER);
     assert!(stranger.code == 1 && stranger.stderr.contains("ermission denied"), "{}", stranger.stderr);
-    // Where the mode lets everybody in the server does not, and says so.
+    // Where the mode admits every user, the server still refuses, and gives the reason.
     fs::set_permissions(&socket, fs::Permissions::from_mode(0o666)).unwrap();
     assert_eq!(ask(&socket, STRANGER, STRANGER).code, 1);
     let line = eventually("a line on the record", || {

@@ -1,4 +1,4 @@
-//! Who is trusted on a network: handshakes that are refused, identities that may not, and what changes while a job trains.
+//! Trust on a network: refused handshakes, forbidden calls, and changes while a job trains.
 
 mod handshakes;
 mod identities;
@@ -23,7 +23,7 @@ use longshore_worker::session::Address;
 const TOKEN: &str = "foo";
 const TOKEN_SHA256: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
 
-/// A run over TLS, and never over shared memory.
+/// Returns a run over TLS, and never over shared memory.
 fn train(steps: u64, server: &Longshored, tls_dir: &Path) -> Train {
     let tls_dir = tls_dir.display().to_string();
     Train::new(steps)
@@ -43,7 +43,7 @@ async fn connect(server: &Longshored, tls_dir: &Path) -> Channel {
     Address::new(server.address(), Some(&credentials)).unwrap().connect().await.unwrap()
 }
 
-/// The version of the only job that the caller sees.
+/// Returns the version of the only job that the caller sees.
 fn version(server: &Longshored, tls_dir: &Path) -> u64 {
     let said = ask(server, tls_dir, &["status", "--json"]);
     assert_eq!(said.code, 0, "{}", said.stderr);

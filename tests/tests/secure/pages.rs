@@ -1,4 +1,5 @@
-//! The HTTP address over TLS: identities that have all jobs read it, by a certificate or a token, and nobody else learns a job's name.
+//! The HTTP address over TLS. Identities with all jobs read it by a certificate or a token; other callers
+//! learn no job's name.
 
 use std::{
     io::{Read, Write},
@@ -23,17 +24,18 @@ use rustls::{
 
 use super::{TOKEN_SHA256, train};
 
-/// The code, head and body of an answer.
+/// Status code, head and body of an answer.
 type Answer = (u16, String, String);
 
-/// What a reader shows beside what it asks for.
+/// A reader's credentials.
 #[derive(Default)]
 struct Shown<'a> {
     certificate: Option<&'a Path>,
     authorization: Option<&'a str>,
 }
 
-/// Asks as a browser does. An error where the handshake fails, or the server hangs up. The certificate is to be for `host`.
+/// Sends a browser's request. Fails if the handshake fails or the server closes the connection. The
+/// certificate must name `host`.
 fn get(
     (host, address): (&str, &str),
     authority: &Path,
@@ -82,7 +84,7 @@ fn pages_over_tls_are_for_identities_with_all_jobs() {
     let address = http::address(&server);
     train(4, &server, &worker).args(["--job", "run-1"]).run();
 
-    // The pages are at another address of this host than the certificate is for.
+    // The pages have another address of this host than the certificate names.
     let (host, _) = server.address().rsplit_once(':').unwrap();
     let ask = |shown: &Shown<'_>, path: &str| get((host, &address), &worker, shown, path);
     let certificate = |dir| Shown { certificate: Some(dir), ..Shown::default() };
@@ -105,13 +107,13 @@ fn pages_over_tls_are_for_identities_with_all_jobs() {
             assert!(code == *expected && !body.contains("run-1"), "{path}: {code} {body}");
             assert_eq!(head.contains("www-authenticate: basic"), code == 401, "{head}");
         }
-        // Kubernetes' probes show nothing.
+        // Kubernetes' probes have no credentials.
         assert_eq!(ask(shown, "/healthz").unwrap().0, 200);
         assert_eq!(ask(shown, "/readyz").unwrap().0, 200);
     }
     let (code, _, body) = http::get(&address, "/healthz");
     assert!(code == 400 && body.contains("https://"), "{code} {body}");
-    // A certificate of another authority, and one that has expired.
+    // A certificate of another authority, and an expired one.
     let stranger = folders.dir("stranger");
     Authority::new().write_client(&stranger, "worker", Life::Valid);
     let expired = folders.dir("expired");
@@ -119,7 +121,7 @@ fn pages_over_tls_are_for_identities_with_all_jobs() {
     for dir in [&stranger, &expired] {
         assert!(ask(&certificate(dir), "/healthz").is_err());
     }
-    // A token that was taken back.
+    // A revoked token.
     folders.list(&identities[..2].concat());
     let gone = || (ask(&readers[1], "/metrics").unwrap().0 == 401).then_some(());
     eventually("the token to be taken back", gone);

@@ -1,4 +1,4 @@
-//! What an identity may have of a server: more is refused before anything is taken, and what is there stays.
+//! Quotas of an identity: the server refuses more before it takes anything, and existing jobs stay.
 
 use std::path::Path;
 
@@ -13,13 +13,13 @@ use tempfile::TempDir;
 
 use super::{ask, train};
 
-/// An operator with everything, and a worker with this quota.
+/// Returns a list with an operator for everything, and a worker with this quota.
 fn list(quota: &str) -> String {
     let worker = identity("team", &["worker"], &["*"], &[]);
     [identity("operator", &["operator"], &["*"], &[]), worker, format!("quota = {quota}\n")].concat()
 }
 
-/// The server's line on the identity, as its status says it.
+/// Returns the status line of the identity.
 fn has(server: &Longshored, tls_dir: &Path) -> String {
     let said = ask(server, tls_dir, &["status", "--no-hash"]);
     assert_eq!(said.code, 0, "{}", said.stderr);
@@ -54,10 +54,10 @@ fn a_job_beyond_the_quota_is_refused_and_nothing_is_taken() {
     is_refused(&server, &team, "b", &["quota.jobs is 1 more for team, which has 1", "at most 1 together"]);
     assert!(ask(&server, &operator, &["status"]).stdout.lines().all(|line| line != "job b"));
     assert_eq!(has(&server, &operator), before.replace("1 connections", "0 connections"));
-    // It is the same job, and none more.
+    // The same job again, not one more.
     train(6, &server, &team).args(["--job", "a"]).run();
 
-    // With other limits, at once and without a restart.
+    // New limits take effect without a restart.
     let memory = found.memory_bytes;
     folders.list(&list(&format!("{{ memory = \"{}\" }}", 2 * memory - 1)));
     eventually("the quota to be taken up", || has(&server, &team).contains("team: 1 jobs,").then_some(()));
@@ -66,7 +66,7 @@ fn a_job_beyond_the_quota_is_refused_and_nothing_is_taken() {
     eventually("that one too", || server.process.stderr().matches("was taken up").nth(1).map(|_| ()));
     train(3, &server, &team).args(["--job", "b"]).run();
 
-    // Both stay where the quota is less than they take, and go on. A third does not come.
+    // Both jobs stay beyond a smaller quota, and continue. A third job is refused.
     folders.list(&list("{ jobs = 1, memory = \"1MiB\" }"));
     eventually("the last one", || server.process.stderr().matches("was taken up").nth(2).map(|_| ()));
     train(9, &server, &team).args(["--job", "a"]).run();
@@ -91,7 +91,7 @@ fn who_opened_a_job_is_known_after_a_crash() {
     eventually("the job to be recovered", || server.process.stderr().contains("job recovered").then_some(()));
     assert_eq!(job(&server, &team, "a").owner.as_deref(), Some("team"));
     is_refused(&server, &team, "b", &["quota.jobs"]);
-    // Recovery asks for no quota: what is there stays.
+    // Recovery needs no quota: existing jobs stay.
     folders.list(&list(&format!("{{ drives = \"{}\" }}", drives - 1)));
     server.kill_and_restart();
     eventually("it once more", || server.process.stderr().contains("job recovered").then_some(()));
@@ -112,7 +112,7 @@ fn connections_beyond_the_quota_are_told_so_at_their_first_call() {
         said.stderr
     );
     folders.list(&list("{ connections = 1 }"));
-    // One after the other: a connection that has ended counts no more.
+    // One connection after the other: an ended connection no longer counts.
     eventually("a connection to be allowed", || (ask(&server, &team, &["status"]).code == 0).then_some(()));
     eventually("the next one", || {
         has_if_any(&server, &team).filter(|line| line.ends_with("1 of 1 connections"))

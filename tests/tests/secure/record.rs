@@ -1,4 +1,4 @@
-//! What stands on record of a call, whatever became of it, and what is counted of those that were refused.
+//! The audit record of calls, whatever their outcome, and the counters of refused calls.
 
 use std::{path::Path, time::Duration};
 
@@ -21,21 +21,21 @@ use tonic::{Code, Request};
 
 use super::{TOKEN, ask, connect, train};
 
-/// Beyond what any test here trains to.
+/// A version beyond the training of any test here.
 const NEVER: u64 = 99;
 
-/// The lines of the record that are about a call.
+/// Returns the record's lines about a call.
 fn lines(server: &Longshored, call: &str) -> Vec<Value> {
     let log = server.log().into_iter().filter(|line| line["target"] == "audit");
     log.map(|line| line["fields"].clone()).filter(|fields| fields["call"] == call).collect()
 }
 
-/// The first of them, once it is there.
+/// Waits for the first line about a call.
 fn line(server: &Longshored, call: &str) -> Value {
     eventually("a line on the record", || lines(server, call).into_iter().next())
 }
 
-/// How many calls of this kind the server has refused.
+/// Returns the number of calls of this kind that the server has refused.
 fn refused(server: &Longshored, kind: FaultKind) -> f64 {
     let sample = format!("longshore_refused_calls_total{{kind=\"{}\"}}", kind.name());
     http::metrics(&http::address(server))[&sample]
@@ -46,7 +46,7 @@ fn everything() -> String {
     [identity("operator", &all, &["*"], &[]), identity("worker", &["worker"], &["default"], &[])].concat()
 }
 
-/// A checkpoint that waits for a step which nobody makes.
+/// Returns a checkpoint request that waits for a step which is never made.
 fn never(name: &str) -> Request<v1::CheckpointRequest> {
     let (job, name) = ("default".into(), name.into());
     Request::new(v1::CheckpointRequest { job, name, version: NEVER, check: false })
@@ -76,12 +76,13 @@ fn a_call_that_its_caller_gives_up_is_on_record() {
     );
 }
 
-/// Whoever gives up before the message has come has done nothing, and that is on record too.
+/// A call cancelled before its message came has changed nothing, and is still on record.
 #[test]
 fn a_call_that_is_given_up_before_its_message_is_on_record() {
     let server = ServerOptions::new().start();
     let mut peer = Peer::connect(server.address()).unwrap();
-    // A header that is not indexed, its name and its value after their lengths (RFC 7541, 6.2.2): 200 ms.
+    // A header without indexing: its name and value follow their lengths (RFC 7541, 6.2.2). The value is 200
+    // ms.
     let timeout = b"\x00\x0cgrpc-timeout\x04200m";
     let headers = [&call("/longshore.v1.Admin/DeleteJob")[..], timeout].concat();
     peer.send(&frame(HEADERS, END_HEADERS, 1, &headers)).unwrap();
@@ -100,7 +101,7 @@ fn what_an_identity_had_begun_before_it_was_taken_back_was_not_refused() {
         let waiting = tokio::spawn(async move { admin.checkpoint(never("taken-back")).await });
         let called = || (http::metrics(&http)["longshore_calls"] >= 1.0).then_some(());
         tokio::task::block_in_place(|| eventually("the call", called));
-        // This is taken up half a second later at the soonest.
+        // The server takes this list up half a second later at the soonest.
         folders.list(&worker);
         let status = waiting.await.unwrap().expect_err("the operator is listed no longer");
         assert_eq!(status.code(), Code::Unauthenticated, "{status}");
@@ -143,10 +144,11 @@ fn refusals_are_counted_wherever_a_call_is_refused() {
     assert!(counts()[2] >= 1.0, "a connection beyond the quota");
 }
 
-/// The hash of a token that nobody has; with it on the list strangers without a certificate get as far as a call.
+/// The hash of a token that no client has. With it listed, strangers without a certificate reach the first
+/// call.
 const TOKEN_OF_NOBODY: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// The call itself is answered, and each chunk apart: the record says once that they were refused.
+/// The call itself is answered, and each chunk separately: the record has one line for all refused chunks.
 #[test]
 fn chunks_for_the_job_of_others_are_counted_and_on_record_once() {
     let elsewhere = identity("elsewhere", &["worker"], &["team-b-*"], &[]);

@@ -1,4 +1,4 @@
-//! What changes while a job trains: certificates that are replaced, and tokens that are taken back.
+//! Changes while a job trains: replaced certificates, and revoked tokens.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use longshore_tests::{
 
 use super::{TOKEN, TOKEN_SHA256, ask, train, version};
 
-/// Enough that the job still trains a second after its first steps.
+/// Enough steps that the job still trains a second after its first steps.
 const STEPS: u64 = 500;
 
 fn taken_up(server: &Longshored) -> usize {
@@ -29,7 +29,7 @@ fn a_certificate_is_rotated_while_a_job_trains() {
     let worker = folders.client("worker");
     let mut running = train(STEPS, &server, &worker).start();
     running.until_step(5);
-    // Another authority, whose certificates alone are good from then on; the job's connections stay.
+    // A new authority signs the only valid certificates from then on. The job's connections stay.
     let next = Authority::new();
     next.write_server(&folders.server(), None, Life::Valid);
     next.write_client(&worker, "worker", Life::Valid);
@@ -42,13 +42,13 @@ fn a_certificate_is_rotated_while_a_job_trains() {
     assert!(now < STEPS - 5, "the job was over before the certificate was rotated");
     running.until_step(now + 3);
     let end = running.finish().end;
-    // The same bits as over no network at all.
+    // The same bits as without a network.
     assert_eq!(end.state_hash, Train::new(STEPS).undisturbed().hash);
 }
 
 /// Long enough for a worker to start on a busy host.
 const SHORT: Duration = Duration::from_secs(15);
-/// More than any run makes until then.
+/// More steps than any run makes until then.
 const ENDLESS: u64 = 1_000_000;
 const ENDED: &str = "since their certificates have expired";
 
@@ -61,7 +61,7 @@ fn connections_end_with_their_certificate_and_go_on_with_the_next() {
     folders.authority.write_client(&worker, "worker", Life::For(SHORT));
     let mut running = train(ENDLESS, &server, &worker).start();
     running.until_step(5);
-    // Connections are made with the old certificate, and the new one is there before it expires.
+    // Connections begin with the old certificate. The new one is there before the old one expires.
     folders.authority.write_client(&worker, "worker", Life::Valid);
     eventually("connections to end", || server.process.stderr().contains(ENDED).then_some(()));
     running.until_step(version(&server, &reader) + 3);
@@ -94,7 +94,7 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
     let (stderr, said) = running.fails(DEADLINE);
     assert!(stderr.contains("a token that this server does not know"), "{stderr}");
     assert!(stderr.contains("UNAUTHENTICATED"), "{stderr}");
-    // A last decision may have been made whose answer did not arrive.
+    // A last decision may have been made without its answer arriving.
     let stopped = version(&server, &looking);
     assert!(
         (said.last_step()..=said.last_step() + 1).contains(&stopped),
@@ -102,7 +102,7 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
         said.last_step()
     );
     assert_eq!(version(&server, &looking), stopped);
-    // Given back, it goes on where it was.
+    // With the token listed again, training continues from the same step.
     folders.list(&both);
     eventually("the identity to be taken up", || (taken_up(&server) == 2).then_some(()));
     let end = train(STEPS, &server, &token).run().end;
@@ -128,7 +128,8 @@ fn a_folder_that_cannot_be_used_leaves_everything_as_it_was() {
     assert_eq!(ask(&server, &reader, &["status"]).code, 0);
 }
 
-/// How often a server looks at the files by itself. It takes up what it has found twice, so that it needs this time at least.
+/// Interval at which a server checks the files. A change needs two equal checks, so it takes at least this
+/// time.
 const LOOK: Duration = Duration::from_millis(500);
 
 #[test]
@@ -136,7 +137,7 @@ fn a_signal_has_the_folder_read_at_once() {
     let operator = identity("operator", &["operator"], &["*"], &[]);
     let folders = Folders::new(&operator);
     let server = ServerOptions::new().tls(&folders.server()).start();
-    // On a busy host it may be seen late that it was taken up, but not as often as this.
+    // On a busy host a test may see a change late, but not 20 times in a row.
     let taken_up_at_once = (1..=20).any(|change| {
         let names: String =
             (0..change).map(|index| identity(&format!("reader-{index}"), &["reader"], &["*"], &[])).collect();
@@ -147,7 +148,7 @@ fn a_signal_has_the_folder_read_at_once() {
         before.elapsed() < LOOK
     });
     assert!(taken_up_at_once, "no change was taken up before the server would have looked by itself");
-    // Whoever is listed since then is known.
+    // The identities listed since then are known.
     assert_eq!(ask(&server, &folders.client("reader-0"), &["status"]).code, 0);
 }
 
