@@ -1,4 +1,4 @@
-//! tonic's channel, which adds its caller's token to each call.
+//! tonic's channel with its caller's token on each call.
 
 use std::task::{Context, Poll};
 
@@ -11,7 +11,7 @@ use tower_service::Service;
 
 use crate::tls::Credentials;
 
-/// A connection that dials anew by itself. A clone is cheap.
+/// A connection that redials by itself. A clone is cheap.
 #[derive(Clone)]
 pub struct Channel {
     channel: channel::Channel,
@@ -19,7 +19,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// `credentials` are those that the channel was dialled with; None where nothing is encrypted, so that no token leaves in
+    /// `credentials` are those that the channel was dialled with. None without encryption, so that no token is sent in
     /// plain text.
     pub fn new(channel: channel::Channel, credentials: Option<Credentials>) -> Channel {
         Channel { channel, credentials }

@@ -1,4 +1,4 @@
-//! Decisions: commits, hyperparameters, and parameters left out, as messages.
+//! Messages of decisions: commits, hyperparameters, and parameters left out.
 
 use longshore_proto::{
     Correction,
@@ -14,7 +14,7 @@ use super::{
     v1,
 };
 
-/// For whoever asks for a correction of an earlier version.
+/// Remedy for a correction of an earlier release.
 pub(crate) const LOOK_AHEAD: &str =
     "start the workers again with the servers' version of Longshore, and with correction look-ahead or none";
 
@@ -94,7 +94,7 @@ impl Wire for Commit {
     }
 }
 
-/// A list as an upload or a job's progress has it. Whether it fits the job is for the job to say.
+/// Converts the list of an upload or of a job's progress. The job checks it against its parameters.
 pub fn left_outs_from_wire(left_out: Vec<v1::LeftOut>) -> Vec<LeftOut> {
     left_out.into_iter().map(left_out_from_wire).collect()
 }
@@ -111,7 +111,7 @@ fn left_out_to_wire(left_out: &LeftOut) -> v1::LeftOut {
     v1::LeftOut { param: left_out.param, steps: left_out.steps, now: left_out.now }
 }
 
-/// Refuses the corrections of earlier versions by name.
+/// Refuses the corrections of earlier releases by name.
 #[expect(deprecated, reason = "a worker of an earlier version may still send them")]
 fn correction_from_wire(commit: &v1::Commit) -> Result<Correction, Fault> {
     let retired = [

@@ -1,4 +1,4 @@
-//! Wire messages become domain types here, once, at the edge.
+//! Conversion of wire messages to domain types, once, at the edge.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub fn parse_name(field: &str, text: &str) -> Result<JobName, Fault> {
     JobName::parse(field, text)
 }
 
-/// A caller's wait; 0 means the default.
+/// Returns a caller's deadline; 0 means the default.
 pub fn deadline(millis: u64) -> Result<Duration, Fault> {
     match millis {
         0 => Ok(Duration::from_millis(DEFAULT_DEADLINE_MS)),
@@ -43,14 +43,14 @@ pub fn deadline(millis: u64) -> Result<Duration, Fault> {
     }
 }
 
-/// A domain type that has a message of its own.
+/// A domain type with a message of its own.
 pub trait Wire: Sized {
     type Message;
 
-    /// Takes each field as it is; the type's own `validate` checks its limits.
+    /// Copies each field unchecked; the type's own `validate` checks its limits.
     ///
     /// # Errors
-    /// `Invalid` for a message that is missing, and for a field that has no value of its type.
+    /// `Invalid` for a missing message, and for a field that has no value of its type.
     fn from_wire(message: Option<Self::Message>) -> Result<Self, Fault>;
 
     fn to_wire(&self) -> Self::Message;
@@ -107,7 +107,7 @@ fn tier_to_wire(tier: TierKind) -> i32 {
     }) as i32
 }
 
-/// The formats of a spec. A client that knows no formats means fp32.
+/// Returns the formats of a spec. A client without format fields gets fp32.
 fn formats_from_wire(spec: &v1::JobSpec) -> Result<Formats, Fault> {
     let state = match v1::StateFormat::try_from(spec.state_format) {
         Ok(v1::StateFormat::Unspecified | v1::StateFormat::F32) => StateFormat::F32,
@@ -196,7 +196,8 @@ impl Wire for JobSpec {
     }
 }
 
-/// A list of ranks that was left empty by mistake freezes nothing: `frozen` must say the same.
+/// Converts partitions. An empty list of ranks freezes parameters only with `frozen` set, so a mistake
+/// freezes nothing.
 fn partitions_from_wire(partitions: Vec<v1::Partition>) -> Result<Vec<Partition>, Fault> {
     let partition = |(index, partition): (usize, v1::Partition)| {
         let v1::Partition { first, ranks, frozen } = partition;
@@ -240,7 +241,7 @@ impl Wire for Placement {
     }
 }
 
-/// The incarnation of a process that has joined or wants to join. 0 is refused: it stands for no process.
+/// Returns the incarnation of a process that has joined or wants to join. 0 is refused: no process has it.
 pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
     match value {
         0 => Err(Fault::invalid(
@@ -253,7 +254,7 @@ pub fn incarnation_from_wire(value: u64) -> Result<Incarnation, Fault> {
     }
 }
 
-/// What a chunk says that it was computed with: a version before the one that its step makes.
+/// Returns the version that a chunk was computed with. Versions from the chunk's own step on are refused.
 fn reads_from_wire(request: &v1::PushRequest) -> Result<Reads, Fault> {
     let (version, step) = (request.reads_version, request.step);
     if version > 0 && version >= step {
@@ -263,7 +264,8 @@ fn reads_from_wire(request: &v1::PushRequest) -> Result<Reads, Fault> {
     Ok(Reads { version: Version(version), decided_by: Incarnation(request.reads_decided_by) })
 }
 
-/// A pushed chunk whose payload has `bytes` bytes. The payload is compared with the checksum as it arrives.
+/// Returns a pushed chunk whose payload has `bytes` bytes. The payload is compared with the checksum as it
+/// arrives.
 pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<ContributionChunk, Fault> {
     Ok(ContributionChunk {
         contribution: Contribution {

@@ -1,4 +1,4 @@
-//! What a client dials: one type for the sockets that an address may name.
+//! One type for all sockets that a client's address may name.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -13,7 +13,7 @@ use tokio::{
 
 use crate::{direct::Socket, tls::Secured};
 
-/// What a client dialled.
+/// The socket that a client dialled.
 #[derive(Debug)]
 pub enum Dialled {
     Tcp(TcpStream),

@@ -1,4 +1,4 @@
-//! The transport: generated messages and stubs, the one place where they become domain types, and gRPC below the codec.
+//! The transport: generated messages and stubs, their conversion to domain types, and gRPC below the codec.
 
 mod channel;
 mod commit;
@@ -23,11 +23,11 @@ pub use convert::{
 pub use dialled::Dialled;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 
-/// Made from the .proto files by `tests/generated.rs`, which also says how to make it again.
+/// Generated from the .proto files by `tests/generated.rs`, which also says how to regenerate it.
 #[allow(clippy::all, deprecated, unreachable_pub)]
 pub mod v1 {
     include!("generated/longshore.v1.rs");
 }
 
-/// The services' descriptors, for gRPC reflection.
+/// Descriptors of the services, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("generated/longshore.v1.bin");

@@ -1,4 +1,4 @@
-//! How a call is found again among the frames of its connection.
+//! Marks that identify a call among the frames of its connection.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -6,11 +6,11 @@ use bytes::{BufMut, BytesMut};
 
 use crate::piece::Piece;
 
-/// A call's first bytes: the prefix of a message, the mark's field, magic and number.
+/// Length of a marked call's first bytes: the prefix of a message, the mark's field, magic and number.
 pub(crate) const START_BYTES: usize = PREFIX_BYTES + FIELD_BYTES;
 const PREFIX_BYTES: usize = 5;
 const FIELD_BYTES: usize = 3 + 8 + 8;
-/// Field 100, of 16 bytes. No message has it, so that protobuf skips it.
+/// Key of field 100, of 16 bytes. No message has that field, so protobuf skips it.
 const KEY: [u8; 3] = [0xA2, 0x06, 16];
 
 /// A number that names a call on its connection.
@@ -21,9 +21,9 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// Marks calls whose request is large.
+    /// Magic of calls whose request is large.
     pub(crate) const REQUEST: [u8; 8] = *b"ls-push\0";
-    /// Marks calls whose answer is large.
+    /// Magic of calls whose answer is large.
     pub(crate) const ANSWER: [u8; 8] = *b"ls-pull\0";
 
     pub fn of_request() -> Mark {
@@ -34,7 +34,7 @@ impl Mark {
         Mark { magic: Mark::ANSWER, number: random() }
     }
 
-    /// Puts the mark before the fields of a call's first message.
+    /// Inserts the mark before the fields of a call's first message.
     pub fn put(self, message: Piece) -> Piece {
         let Piece { head, payload } = message;
         let Some((prefix, fields)) = head.split_first_chunk::<PREFIX_BYTES>() else {
@@ -51,7 +51,7 @@ impl Mark {
         Piece { head: marked.freeze(), payload }
     }
 
-    /// The mark at the start of a call's first message.
+    /// Returns the mark at the start of a call's first message.
     pub fn find(start: &[u8]) -> Option<Mark> {
         let field = start.get(PREFIX_BYTES..START_BYTES)?;
         let (key, rest) = field.split_first_chunk::<3>()?;
@@ -66,7 +66,8 @@ impl Mark {
     }
 }
 
-/// A random number. Counters would collide where a proxy joins the calls of strangers into one connection.
+/// Returns a random number. Counters would collide if a proxy joins the calls of strangers into one
+/// connection.
 fn random() -> u64 {
     RandomState::new().hash_one(0)
 }

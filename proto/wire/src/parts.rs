@@ -1,18 +1,18 @@
-//! A job's description in parts that fit any client's message limit, and whole again.
+//! Split of a job's description into parts that fit any client's message limit, and their join.
 
 use longshore_proto::limits::{CHUNK_BYTES, STOCK_MESSAGE_BYTES};
 use prost::Message;
 
 use super::v1::{BlockHash, DescribeResponse, JobProgress, JobSpec, Param, Placement};
 
-/// How many bytes of lists go into one part.
+/// Bytes of lists in one part.
 const PART_BYTES: usize = CHUNK_BYTES;
-/// The most that a list's item takes as a packed number, and that it takes as a message beside its own bytes.
+/// Most bytes of a list's item as a packed number, and the overhead of an item that is a message.
 const NUMBER_BYTES: usize = 5;
 const FRAME_BYTES: usize = 6;
 
 impl DescribeResponse {
-    /// Cuts it into parts whose lists, one after the other, are its own. The first part has everything else.
+    /// Splits the message into parts whose lists concatenate to its own. The first part has all other fields.
     pub fn into_parts(mut self) -> Vec<DescribeResponse> {
         let Lists { params, owners, missing, hashes } = self.take_lists();
         let mut parts = vec![self];
@@ -34,7 +34,7 @@ impl DescribeResponse {
         parts
     }
 
-    /// Goes on with the lists of a later part.
+    /// Appends the lists of a later part.
     pub fn join(&mut self, part: DescribeResponse) {
         if let (Some(spec), Some(more)) = (&mut self.spec, part.spec) {
             spec.params.extend(more.params);
@@ -48,7 +48,7 @@ impl DescribeResponse {
         self.hashes.extend(part.hashes);
     }
 
-    /// Leaves lists out until a stock client takes the message, and says so.
+    /// Clears lists until a stock client accepts the message, and sets `lists_left_out`.
     pub fn fit(mut self) -> DescribeResponse {
         let fits = |answer: &DescribeResponse| answer.encoded_len() <= STOCK_MESSAGE_BYTES;
         if fits(&self) {
@@ -87,7 +87,7 @@ struct Lists {
     hashes: Vec<BlockHash>,
 }
 
-/// Cuts a list where `bytes` of its items add up to a part.
+/// Cuts a list so that the `bytes` of each piece's items fit a part.
 fn pieces<T>(list: Vec<T>, bytes: impl Fn(&T) -> usize) -> Vec<Vec<T>> {
     let (mut pieces, mut room) = (Vec::new(), 0);
     for item in list {
@@ -141,7 +141,7 @@ mod tests {
             assert!(part.encoded_len() <= PART_BYTES + FRAME_BYTES, "{}", part.encoded_len());
             bytes.extend(part.encode_to_vec());
         }
-        // They merge as in any language's protobuf.
+        // Concatenated parts merge in any language's protobuf.
         assert_eq!(DescribeResponse::decode(&*bytes), Ok(whole.clone()));
         let mut parts = parts.into_iter();
         let mut joined = parts.next().unwrap_or_default();

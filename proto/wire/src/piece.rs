@@ -1,4 +1,4 @@
-//! A message on its way out.
+//! An outgoing message.
 
 use bytes::Bytes;
 

@@ -1,4 +1,4 @@
-//! A sink takes the bytes of one stream, whether they come through h2 or past it.
+//! Sinks of a stream's bytes, which arrive through h2 or past it.
 
 use std::io;
 
@@ -8,42 +8,42 @@ use longshore_proto::fault::Fault;
 /// Reads from the socket into a place, as [`io::Read::read`] does.
 pub type Read<'a> = dyn FnMut(&mut [u8]) -> io::Result<usize> + 'a;
 
-/// The kind of bytes that a sink can take next.
+/// Kind of bytes that a sink takes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// The bytes before a payload. It takes few of them at a time, since they are copied.
+    /// Bytes before a payload. The sink gets few at a time, since they are copied.
     Fields,
-    /// Payload that has no place of its own.
+    /// Payload without a place of its own.
     Payload,
-    /// At most so many bytes of payload, which are read straight to their place.
+    /// At most this many bytes of payload, read straight to their place.
     Direct(usize),
-    /// Nothing, until the call's task calls [`Claim::resume`](crate::direct::Claim::resume).
+    /// No bytes, until the call's task calls [`Claim::resume`](crate::direct::Claim::resume).
     Stalled,
 }
 
-/// Takes the bytes of a stream. The connection's task calls it, and it must not wait.
+/// Sink of a stream's bytes. The connection's task calls it, so it must not block.
 pub trait Sink: Send {
     fn mode(&mut self) -> Mode;
 
-    /// Takes bytes from the front: all of them, unless it stalls.
+    /// Takes bytes from the front: all of them, unless the sink stalls.
     fn put(&mut self, bytes: &mut Bytes);
 
-    /// Has payload read to its place with one call of `read`: at most `most` bytes, and at most as many as
-    /// [`Mode::Direct`] said.
+    /// Reads payload to its place with one call of `read`: at most `most` bytes, and at most the number in
+    /// [`Mode::Direct`].
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
 }
 
-/// A sink for the payloads of messages: it is told where each begins and ends, and takes all bytes in between, in
-/// [`Mode::Payload`] or [`Mode::Direct`].
+/// A sink for the payloads of messages. The intake calls `begin` and `end` around each message, and passes the bytes
+/// in between, in [`Mode::Payload`] or [`Mode::Direct`].
 pub trait MessageSink<M>: Sink {
-    /// Takes the head of a message, whose payload of `bytes` follows. False means that it cannot be taken yet; nothing
-    /// more is given before [`SharedIntake::go_on`](crate::frame::SharedIntake::go_on).
+    /// Takes the head of a message, whose payload of `bytes` follows. False: the sink stalls until
+    /// [`SharedIntake::go_on`](crate::frame::SharedIntake::go_on).
     ///
     /// # Errors
     /// The fault that ends the stream.
     fn begin(&mut self, head: M, bytes: usize) -> Result<bool, Fault>;
 
-    /// The message is whole. True means that the stream's task must look.
+    /// Completes the message. True: the stream's task must wake.
     ///
     /// # Errors
     /// The fault that ends the stream.

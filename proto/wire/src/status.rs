@@ -1,4 +1,4 @@
-//! Faults as gRPC statuses with google.rpc.ErrorInfo details, and back.
+//! Conversion of faults to gRPC statuses with google.rpc.ErrorInfo details, and back.
 
 use std::collections::HashMap;
 
@@ -27,7 +27,7 @@ fn code(kind: FaultKind) -> Code {
     }
 }
 
-/// A status that says all that the fault says, to people in its message and to programs in its details.
+/// Returns a status with the fault's sentence as message and its fields as details.
 pub fn status(fault: &Fault) -> Status {
     let metadata = HashMap::from([
         ("field".to_string(), fault.field.clone()),
@@ -39,9 +39,9 @@ pub fn status(fault: &Fault) -> Status {
     Status::with_error_details(code(fault.kind), fault.to_string(), details)
 }
 
-/// The fault inside a status. Only a status with our details comes from a server. Any other was made on the way, by
-/// tonic, hyper or h2 at either end, or by a proxy, and its code says what that one noticed and not what a server
-/// decided. It becomes `Unavailable`, which callers try again, but for two codes that trying again does not mend.
+/// Returns the fault inside a status. Only a server's status has our details. Other statuses come from tonic, hyper or
+/// h2 at either end, or from a proxy. Their codes reflect the transport rather than a server's decision. They become
+/// `Unavailable`, which callers retry, except two codes that retries do not mend.
 pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
     if let Some(info) = status.get_details_error_info()
         && info.domain == DOMAIN
@@ -56,8 +56,8 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
             remedy: take("remedy"),
         };
     }
-    // What a server that speaks TLS answers to a connection that is not encrypted: HTTP/2's INADEQUATE_SECURITY, which tonic
-    // says in this way. A proxy's PERMISSION_DENIED comes with other words.
+    // A server that speaks TLS answers an unencrypted connection with HTTP/2's INADEQUATE_SECURITY, which tonic reports
+    // this way. A proxy's PERMISSION_DENIED has another text.
     if status.code() == Code::PermissionDenied && status.message().starts_with("h2 protocol error") {
         let certificates = "give the folder of certificates (--tls-dir; tls_dir= in Python)";
         return Fault::new(
@@ -72,7 +72,7 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
         Code::DeadlineExceeded => {
             (FaultKind::Deadline, "check what the server waits for with `longshore status`")
         }
-        // Another program listens there, or another version.
+        // Another program, or another version, listens there.
         Code::Unimplemented => {
             (FaultKind::Internal, "check the address, and that server and worker are of one version")
         }

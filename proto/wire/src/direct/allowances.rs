@@ -1,6 +1,6 @@
-//! How much peers may send that moves nothing: each connection, and the strangers of one address over all their connections.
+//! Rate limits of useless traffic: for each connection, and for all strangers' connections of one address together.
 //!
-//! With an allowance for each connection alone a flood would begin anew on the next one.
+//! With a limit for each connection alone, a flood would continue on the next connection.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -9,13 +9,13 @@ use std::{
     time::Instant,
 };
 
-/// How much an address may send at once, and how much comes again in a second. A useless frame counts 1 KiB
-/// (`conduct.rs`), so these are 4,096 pings, 512 calls or 256 resets. Beside it each connection has some of its own.
+/// Burst of an address, and its refill in a second. A useless frame costs 1 KiB (`conduct.rs`), so the burst is 4,096
+/// pings, 512 calls or 256 resets. Each connection has some allowance of its own besides.
 const ALLOWANCE_BYTES: u64 = 4 * 1024 * 1024;
-/// How many allowances there are. Addresses whose hashes meet share one. The hash has a secret key, so nobody can choose
-/// with whom.
+/// Number of allowances. Addresses with colliding hashes share one. The hash has a secret key, so attackers cannot
+/// choose collisions.
 const COUNT: usize = 1024;
-/// A host has all IPv6 addresses of a network: these bits are the same in them.
+/// Network bits of an IPv6 address. A host owns all addresses of a /64 network.
 const NETWORK: u128 = !0 << 64;
 
 /// The allowances of addresses.
@@ -24,13 +24,13 @@ pub(super) struct Allowances {
     all: Box<[Mutex<Allowance>]>,
 }
 
-/// What may still be sent.
+/// A token bucket of bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Allowance {
     left: u64,
-    /// There is never more of it, and so much comes again in a second.
+    /// Capacity, and refill in a second.
     most: u64,
-    /// When it was last renewed.
+    /// Time of the last refill.
     renewed: Instant,
 }
 
@@ -43,14 +43,14 @@ impl Allowance {
         self.left = self.left.saturating_add(bytes).min(self.most);
     }
 
-    /// Takes so much of what is left. Returns false, and takes nothing, where there is less.
+    /// Takes `bytes` without a refill. Returns false, and takes nothing, if fewer are left.
     pub(super) fn spend(&mut self, bytes: u64) -> bool {
         let left = self.left.checked_sub(bytes);
         self.left = left.unwrap_or(self.left);
         left.is_some()
     }
 
-    /// Takes so much, also of what has come again by now. It comes only once the first burst is used up.
+    /// Takes `bytes`, after a refill if fewer are left. The refill starts only once the first burst is used up.
     pub(super) fn take(&mut self, bytes: u64, now: Instant) -> bool {
         if self.left < bytes {
             let since = now.saturating_duration_since(self.renewed).as_secs_f64();
@@ -61,7 +61,7 @@ impl Allowance {
     }
 }
 
-/// The place of an address in [`Allowances`].
+/// Index of an address in [`Allowances`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place(usize);
 
@@ -74,7 +74,7 @@ impl Allowances {
         Place(self.hasher.hash_one(address) as usize % COUNT)
     }
 
-    /// Takes so much. Returns false, and takes nothing, where there is less.
+    /// Takes `bytes` from the address's allowance. Returns false, and takes nothing, if fewer are left.
     pub(super) fn take(&self, Place(place): Place, bytes: u64) -> bool {
         self.all[place].lock().unwrap_or_else(PoisonError::into_inner).take(bytes, Instant::now())
     }

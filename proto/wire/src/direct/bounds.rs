@@ -1,4 +1,4 @@
-//! What all connections of a server may make it hold together, and what the server knows of each of them.
+//! Limits over all connections of a server, and the server's view of each connection.
 
 use std::{
     net::IpAddr,
@@ -17,12 +17,12 @@ use super::{
     tap::{Line, Taps},
 };
 
-/// What is open and held at a server.
+/// Counters of open connections, open calls and held bytes of a server.
 #[derive(Default)]
 pub struct Bounds {
     connections: AtomicUsize,
     calls: AtomicUsize,
-    /// How many bytes of frames and messages there are that have not ended.
+    /// Bytes of incomplete frames and messages.
     unfinished: AtomicUsize,
     turn: Mutex<()>,
     allowances: Allowances,
@@ -37,26 +37,26 @@ impl Bounds {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Counts so many bytes of something unfinished; None where there is no room for them.
+    /// Reserves `bytes` for an incomplete message. None if there is no room.
     pub fn hold(self: &Arc<Self>, bytes: usize) -> Option<Held> {
         let mut held = Held { bounds: Arc::clone(self), bytes: 0 };
         held.resize(bytes).then_some(held)
     }
 
-    /// The turn of who waits for room, first come, first served. It is over when this is dropped.
+    /// Waits for the turn of this waiter for room, in order of arrival. The turn ends when the guard is dropped.
     pub async fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().await
     }
 }
 
-/// Bytes that count as unfinished until this is dropped.
+/// Bytes that count as unfinished until drop.
 pub struct Held {
     bounds: Arc<Bounds>,
     bytes: usize,
 }
 
 impl Held {
-    /// Counts so many bytes instead. Returns false, and counts as many as before, where there is no room.
+    /// Changes the reservation to `bytes`. Returns false, and changes nothing, if there is no room.
     pub fn resize(&mut self, bytes: usize) -> bool {
         let unfinished = &self.bounds.unfinished;
         if bytes <= self.bytes {
@@ -79,21 +79,21 @@ impl Drop for Held {
     }
 }
 
-/// What a server knows of one of its connections.
+/// The server's view of one connection.
 pub struct Standing {
     began: Instant,
     pub(super) line: Arc<Line>,
     pub(super) taps: Taps,
     calls: AtomicUsize,
     called: AtomicBool,
-    /// When its last call ended, in milliseconds since the connection began.
+    /// End of the last call, in milliseconds since the connection began.
     quiet: AtomicU64,
     ended: AtomicBool,
     cut: AtomicBool,
 }
 
 impl Standing {
-    /// Whether it is a rank's connection.
+    /// Returns whether the connection is a rank's.
     pub fn is_vouched(&self) -> bool {
         self.taps.is_vouched()
     }
@@ -102,7 +102,7 @@ impl Standing {
         self.calls.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether it ever had a call.
+    /// Returns whether the connection ever had a call.
     pub fn has_called(&self) -> bool {
         self.called.load(Ordering::Relaxed)
     }
@@ -111,7 +111,7 @@ impl Standing {
         self.began.elapsed()
     }
 
-    /// How long it has had no call.
+    /// Returns the time since the last call ended.
     pub fn quiet_for(&self) -> Duration {
         let quiet = Duration::from_millis(self.quiet.load(Ordering::Relaxed));
         self.began.elapsed().saturating_sub(quiet)
@@ -130,16 +130,16 @@ impl Standing {
     }
 }
 
-/// The connection's own end of its standing. The connection counts until this is dropped.
+/// The connection's own end of its standing. The connection counts as open until drop.
 pub(super) struct Guest {
     pub(super) standing: Arc<Standing>,
     bounds: Arc<Bounds>,
     held: Held,
-    /// Where the allowance of its address is. A connection of the Unix socket has none.
+    /// Place of the address's allowance. None for the Unix socket.
     place: Option<Place>,
-    /// Its open calls, by stream.
+    /// Streams of open calls.
     open: Vec<u32>,
-    /// The highest stream that began a call.
+    /// Highest stream that began a call.
     pub(super) last: u32,
 }
 
@@ -170,7 +170,7 @@ impl Guest {
         self.standing.began
     }
 
-    /// Notes that headers came on a stream. Returns false where no more calls may be open.
+    /// Records headers on a stream. Returns false if no more calls may be open.
     pub(super) fn call(&mut self, stream: u32) -> bool {
         if !self.begins(stream) {
             return true;
@@ -183,7 +183,7 @@ impl Guest {
         all <= MAX_CALLS || self.open.len() <= CALLS_SHARE
     }
 
-    /// Notes that a call ended.
+    /// Records the end of a call.
     pub(super) fn hang_up(&mut self, stream: u32) {
         let Some(at) = self.open.iter().position(|&open| open == stream) else { return };
         self.open.swap_remove(at);
@@ -193,32 +193,31 @@ impl Guest {
         self.standing.quiet.store(quiet, Ordering::Relaxed);
     }
 
-    /// Whether the server wants the connection to end.
+    /// Returns whether the server wants the connection to end.
     pub(super) fn is_to_end(&self) -> bool {
         let Standing { ended, cut, .. } = &*self.standing;
         ended.swap(false, Ordering::Relaxed) && self.open.is_empty() || cut.load(Ordering::Relaxed)
     }
 
-    /// Whether headers on this stream begin a call, and are not its trailers.
+    /// Returns whether headers on this stream begin a call, rather than being its trailers.
     pub(super) fn begins(&self, stream: u32) -> bool {
         stream > self.last
     }
 
-    /// Whether the newest call counts as something that moves nothing. A rank's call does where HTTP/2 refuses it, since the connection
-    /// has too many. A stranger's does where more are open than the few that every connection may have; a stranger who takes the
-    /// answers may send more again.
+    /// Returns whether the newest call counts as useless traffic. A rank's call counts if HTTP/2 refuses it, since the
+    /// connection has too many. A stranger's call counts beyond the few that every connection may have. Strangers who
+    /// read their answers earn allowance back.
     pub(super) fn is_to_pay(&self, is_stranger: bool) -> bool {
         let most = if is_stranger { CALLS_SHARE } else { MAX_CONNECTION_CALLS as usize };
         self.open.len() > most
     }
 
-    /// Takes so much of what its address may send that moves nothing. Returns false where there is less, and None where it
-    /// has no address.
+    /// Takes `bytes` from the address's allowance. Returns false if fewer are left, and None without an address.
     pub(super) fn take(&self, bytes: u64) -> Option<bool> {
         self.place.map(|place| self.bounds.allowances.take(place, bytes))
     }
 
-    /// Returns false where there is no room for so many bytes.
+    /// Sets the held bytes of the connection. Returns false if there is no room.
     pub(super) fn hold(&mut self, bytes: usize) -> bool {
         bytes == self.held.bytes || self.held.resize(bytes)
     }

@@ -1,8 +1,7 @@
-//! What a peer's frames may be: they have the right size, headers end, few are useless, and none goes beyond the
-//! window.
+//! Rules for a peer's frames: valid sizes, bounded headers, few useless frames, and no bytes beyond the window.
 //!
-//! h2 checks some of this for what it sees. It does not see tapped streams, holds headers of megabytes, answers any
-//! number of pings, and calls a frame of the wrong size a PROTOCOL_ERROR.
+//! h2 checks some of this for the frames it sees. It misses tapped streams, holds headers of megabytes and answers any
+//! number of pings. A frame of the wrong size it calls a PROTOCOL_ERROR.
 
 use std::time::Instant;
 
@@ -10,28 +9,29 @@ use longshore_proto::limits::{CHUNK_BYTES, MAX_HEADER_BLOCK_BYTES};
 
 use super::{allowances::Allowance, bounds::Guest, outward::Header};
 
-/// Every connection's window before the first WINDOW_UPDATE.
+/// Window of every connection before the first WINDOW_UPDATE.
 const FIRST_WINDOW_BYTES: i64 = 65_535;
-/// How much a useless frame (PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like) counts. A second allows
-/// [`SPARE_BYTES`], and each byte sent to the peer allows one more, since the peer may answer each piece with a
-/// WINDOW_UPDATE. So 20,000 useless frames a second are too many; gRPC's own pings and resets come to some hundreds.
-/// A stranger's connection begins with [`STRANGER_BYTES`], and beyond that uses up what its address may send.
+/// Cost of a useless frame: PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like. A second allows
+/// [`SPARE_BYTES`]. Each byte sent to the peer allows one more, since the peer may answer each piece with a
+/// WINDOW_UPDATE. So 20,000 useless frames a second are too many; gRPC's own pings and resets come to some hundreds. A
+/// stranger's connection begins with [`STRANGER_BYTES`], and then draws on its address's allowance.
 const USELESS_BYTES: u64 = 1024;
-/// How much a call counts that [`Guest::is_to_pay`] names.
+/// Cost of a call for which [`Guest::is_to_pay`] is true.
 pub(super) const CALL_BYTES: u64 = 8 * USELESS_BYTES;
-/// How much a reset counts. With half of it an address could send 512 a second, and training beside them took up to 1.13 times as long.
+/// Cost of a reset. At half of it an address could send 512 a second, and concurrent training took up to 1.13 times as
+/// long.
 const RESET_BYTES: u64 = 16 * USELESS_BYTES;
 const SPARE_BYTES: u64 = 20 * 1024 * 1024;
-/// 64 frames: what gRPC sends when it begins is some ten.
+/// 64 frames; gRPC sends about ten when it begins.
 const STRANGER_BYTES: u64 = 64 * USELESS_BYTES;
 
-/// Why a connection is ended, by its code.
+/// Reason for ending a connection, with its HTTP/2 error code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Breach {
     /// The peer sent more than the window.
     FlowControl = 3,
     FrameSize = 6,
-    /// The peer went too far: ENHANCE_YOUR_CALM.
+    /// The peer exceeded a limit: ENHANCE_YOUR_CALM.
     Excess = 11,
 }
 
@@ -45,13 +45,13 @@ impl Breach {
     }
 }
 
-/// Follows the frames of a connection.
+/// Checker of one connection's frames.
 pub(super) struct Conduct {
-    /// What the peer may still send.
+    /// Bytes that the peer may still send.
     pub(super) window: i64,
-    /// The bytes of headers that have not ended.
+    /// Bytes of headers that have not ended.
     block: usize,
-    /// How much useless frames may still count.
+    /// Allowance of useless frames.
     spare: Allowance,
 }
 
@@ -60,22 +60,22 @@ impl Conduct {
         Conduct { window: FIRST_WINDOW_BYTES, block: 0, spare: Allowance::new(SPARE_BYTES, SPARE_BYTES) }
     }
 
-    /// A peer of which nothing is known.
+    /// Returns the rules for a peer that is not yet known to be a rank.
     pub(super) fn of_stranger() -> Conduct {
         Conduct { spare: Allowance::new(STRANGER_BYTES, SPARE_BYTES), ..Conduct::new() }
     }
 
-    /// Notes that the peer was given so much more of the window.
+    /// Adds `bytes` to the peer's window.
     pub(super) fn grant(&mut self, bytes: usize) {
         self.window = self.window.saturating_add(bytes as i64);
     }
 
-    /// Notes that so much was sent to the peer.
+    /// Records `bytes` sent to the peer.
     pub(super) fn sent(&mut self, bytes: usize) {
         self.spare.add(bytes as u64);
     }
 
-    /// Checks the peer's next frame. `stranger` is the connection for which no rank stands.
+    /// Checks the peer's next frame. `stranger` is Some if the connection is no rank's.
     pub(super) fn follow(&mut self, header: &Header, stranger: Option<&Guest>) -> Result<(), Breach> {
         if !has_right_size(header) {
             return Err(Breach::FrameSize);
@@ -110,7 +110,7 @@ impl Conduct {
         Ok(())
     }
 
-    /// Counts what moves nothing.
+    /// Charges `bytes` of useless traffic.
     pub(super) fn useless(&mut self, bytes: u64, stranger: Option<&Guest>) -> Result<(), Breach> {
         if self.spare.spend(bytes) {
             return Ok(());
@@ -209,9 +209,9 @@ mod tests {
         };
         let (first, next) = (taken([10, 0, 0, 1]), taken([10, 0, 0, 1]));
         assert!((3000..100_000).contains(&first), "{first}");
-        // The next connection has what is its own, and what has come again meanwhile.
+        // The next connection has its own allowance, and the address's refill so far.
         assert!((60..first / 2).contains(&next), "{next} after {first}");
-        // One that a rank stands for is not held to it.
+        // A rank's connection does not draw on the address's allowance.
         let mut rank = Conduct::of_stranger();
         rank.sent(1 << 30);
         let ping = header(Header::PING, 0, 8);

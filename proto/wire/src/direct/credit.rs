@@ -1,12 +1,12 @@
-//! The windows that are given back for bytes that h2 never saw.
+//! Flow-control windows returned for bytes that bypass h2.
 
 use super::outward::Header;
 
-/// How much is given back at a time, or a quarter of the window where that is less. h2 holds back up to half of the
-/// window, and so a quarter is always open.
+/// Bytes returned at a time, or a quarter of the window if less. h2 withholds up to half of the window, so a
+/// quarter is always open.
 const STEP_BYTES: usize = 512 * 1024;
 
-/// The window that is owed on a connection, and the frames on their way that give it back.
+/// Window owed on a connection, and the pending frames that return it.
 pub(super) struct Credit {
     pub(super) step: usize,
     pub(super) owed: usize,
@@ -23,7 +23,7 @@ impl Credit {
         self.owed >= self.step
     }
 
-    /// Makes WINDOW_UPDATE frames for all that is owed, on the connection and on these streams. Returns the
+    /// Builds WINDOW_UPDATE frames for all that is owed, on the connection and on these streams. Returns the
     /// connection's part.
     pub(super) fn make(&mut self, streams: impl Iterator<Item = (u32, usize)>) -> usize {
         self.frames.clear();
@@ -38,7 +38,7 @@ impl Credit {
         owed
     }
 
-    /// Puts the frame that ends a connection behind the frames on their way.
+    /// Appends the GOAWAY frame that ends a connection.
     pub(super) fn end(&mut self, last: u32, code: u32) {
         let header = Header { len: 8, kind: Header::GO_AWAY, flags: 0, stream: 0 };
         self.frames.extend_from_slice(&header.write());
@@ -46,7 +46,7 @@ impl Credit {
         self.frames.extend_from_slice(&code.to_be_bytes());
     }
 
-    /// The frames that are not written yet.
+    /// Returns the frames not written yet.
     pub(super) fn rest(&self) -> &[u8] {
         &self.frames[self.written..]
     }

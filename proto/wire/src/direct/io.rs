@@ -1,4 +1,4 @@
-//! The socket as h2 sees it, without the DATA frames of tapped streams.
+//! The socket as h2 sees it, without the DATA frames of tapped streams. Runs on the connection's task.
 
 mod divert;
 mod frames;
@@ -32,45 +32,45 @@ use super::{
 };
 use crate::mark::Mark;
 
-/// The size of the buffer that receives frames' headers, and whatever else is copied.
+/// Size of the buffer for frame headers and copied bytes.
 const BUFFER_BYTES: usize = 16 * 1024;
-/// How much is read behind the end of a payload. The next message's head takes about 130 bytes with the headers of
-/// its frames, and what is read beyond it is payload that must be copied.
+/// Bytes read beyond the end of a payload. The next message's head takes about 130 bytes with the headers of its
+/// frames. Payload bytes read beyond it must be copied.
 const GAP_BYTES: usize = 256;
-/// How much is read for taps before other connections get their turn on this thread.
+/// Bytes read for taps before other connections of this thread get their turn.
 const TURN_BYTES: usize = 4 * 1024 * 1024;
-/// How much is read in one turn from a stranger's connection. After each turn it is checked how much the connection
-/// makes the server hold.
+/// Bytes read in one turn from a stranger's connection. After each turn the server checks how much the connection
+/// makes it hold.
 const STRANGER_TURN_BYTES: usize = UNFINISHED_SHARE_BYTES;
-/// How much a frame counts in a turn beside its bytes.
+/// Cost of a frame in a turn, beside its bytes.
 const FRAME_TURN_BYTES: usize = 512;
-/// How many taps a connection may have. Further streams pass through h2.
+/// Most taps of a connection. Further streams pass through h2.
 const TAPS_MOST: usize = 64;
 
-/// Which end of the connection this is.
+/// The end of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// It taps requests that begin with a mark.
+    /// Taps requests that begin with a mark.
     Server,
-    /// It taps answers to requests that begin with a mark.
+    /// Taps answers to requests that begin with a mark.
     Client,
 }
 
-/// See the module above.
+/// A socket that diverts marked payloads around h2; see the module [`direct`](crate::direct).
 pub struct Direct<S> {
     socket: S,
     side: Side,
     taps: Taps,
     line: Arc<Line>,
     streams: Vec<Stream>,
-    /// Answers whose payload goes out past h2.
+    /// Answers whose payload bypasses h2.
     outlets: Vec<Outgoing>,
     inward: Inward,
-    /// How many bytes of the current frame still go to h2.
+    /// Bytes of the current frame, header included, that go to h2.
     passing: usize,
     outward: Outward,
     conduct: Conduct,
-    /// Present on a server.
+    /// Some on a server.
     guest: Option<Guest>,
     patience: Patience,
     buffer: Box<[u8]>,
@@ -86,13 +86,13 @@ struct Stream {
     mark: Mark,
     tap: Arc<Tap>,
     owed: usize,
-    /// Its last frame has come, so it has no window any more.
+    /// The stream's last frame has come, so its window no longer matters.
     ended: bool,
 }
 
 impl<S: Socket> Direct<S> {
-    /// A server's end of a connection, held to the limits of one; and what the server knows of it.
-    /// `address` is the peer's, unless it came by the Unix socket.
+    /// Returns a server's end of a connection, with its limits, and the server's view of it. `address` is the
+    /// peer's, None for the Unix socket.
     pub fn serve(socket: S, bounds: &Arc<Bounds>, address: Option<IpAddr>) -> (Direct<S>, Arc<Standing>) {
         let guest = Guest::new(bounds, address);
         let standing = Arc::clone(&guest.standing);
@@ -103,7 +103,7 @@ impl<S: Socket> Direct<S> {
         (direct, standing)
     }
 
-    /// `window` is the larger of the windows that h2 has been told to give.
+    /// `window` is the larger of the windows that h2 is configured to grant.
     pub fn new(socket: S, side: Side, window: usize, taps: Taps) -> Direct<S> {
         socket.size_buffers();
         let (inward, outward) = match side {
@@ -140,7 +140,7 @@ impl<S: Socket> Direct<S> {
         while self.end - self.start < least {
             self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
-            // Where a payload may follow little is read, so that the payload need not be copied.
+            // Reads stay small while a payload may follow, so that the payload need not be copied.
             let most = if self.streams.is_empty() { BUFFER_BYTES } else { least.max(GAP_BYTES) };
             let room = &mut self.buffer[self.end..most];
             let count = ready!(poll_read(&mut self.socket, context, room))?;
@@ -152,7 +152,7 @@ impl<S: Socket> Direct<S> {
         Poll::Ready(Ok(true))
     }
 
-    /// Reads on until something for h2 has come.
+    /// Reads until bytes for h2 have come.
     fn poll_inward(&mut self, context: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let mut turn = if self.is_stranger() { STRANGER_TURN_BYTES } else { TURN_BYTES };
         loop {
@@ -184,7 +184,7 @@ impl<S: Socket> Direct<S> {
                 Inward::Pass { left: 0 } => self.inward = Inward::Header,
                 Inward::Pass { left } => {
                     let now = ready!(self.pass(context, out, left))?;
-                    // At the end of the stream this stays so.
+                    // At the end of the stream `now` is 0 and the state stays.
                     self.inward = Inward::Pass { left: left - now };
                     return Poll::Ready(Ok(()));
                 }
@@ -203,7 +203,7 @@ impl<S: Socket> Direct<S> {
                         ready!(self.discard(context, stream, padding))?
                     };
                     if now == 0 {
-                        // This is the end of the stream, and h2 finds it too.
+                        // The stream has ended, and h2 finds that too.
                         return Poll::Ready(Ok(()));
                     }
                     turn = turn.saturating_sub(now);

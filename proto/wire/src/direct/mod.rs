@@ -1,14 +1,14 @@
-//! The way of payloads below HTTP/2: from the socket straight to their place.
+//! Payloads below HTTP/2: from the socket straight to their place.
 //!
-//! h2 reads each DATA frame into memory of its own, and its user must copy it from there. [`Direct`] sits between the
-//! socket and h2 and looks at the headers of frames. It passes all of them to h2, but for the DATA frames of a stream
-//! with a [`Tap`]: their payload is read from the socket to where the tap's [`Sink`](crate::sink::Sink) says. h2 neither
-//! sees nor counts it, so `Direct` gives the windows back once the bytes have been taken.
+//! h2 reads each DATA frame into memory of its own, from which its user must copy. [`Direct`] sits between the socket
+//! and h2 and inspects the headers of frames. It passes all frames to h2, except the DATA frames of a stream with a
+//! [`Tap`]. Their payload is read from the socket to the place that the tap's [`Sink`](crate::sink::Sink) names. h2
+//! neither sees nor counts that payload, so `Direct` returns the windows once the bytes are taken.
 //!
-//! hyper does not tell its users which stream a call has. So whoever makes a call that may be tapped puts a [`Mark`]
-//! before its first message, in a protobuf field that others skip, and `Direct` looks for it at the start of DATA
-//! frames: on a server in those that come in, for calls with large requests; on a client in those that go out, for
-//! calls with large answers. A peer that sends no mark has nothing but HTTP/2 at the other end.
+//! hyper does not expose the stream of a call. So the maker of a tapped call puts a [`Mark`] before its first message,
+//! in a protobuf field that other readers skip. `Direct` looks for the mark at the start of DATA frames. A server looks
+//! in incoming frames, for calls with large requests; a client in outgoing frames, for calls with large answers. A peer
+//! that sends no mark gets plain HTTP/2.
 
 mod allowances;
 mod bounds;

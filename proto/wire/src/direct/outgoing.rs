@@ -1,8 +1,8 @@
-//! Payload that goes out past h2. h2 is given blanks of its length, whose frames it makes and counts; at the socket the payload
-//! takes the blanks' place.
+//! Payload that bypasses h2 on the way out. h2 gets blanks of the same length, and frames and counts them; at the
+//! socket the payload replaces the blanks.
 //!
-//! h2 copies what it sends, at least in part, and what another thread may overwrite cannot be copied: see [`SharedBytes`].
-//! Blanks are found by their place in the stream, since h2 cuts and copies them as it likes.
+//! h2 copies at least a part of its payloads, and memory that another thread may overwrite cannot be copied: see
+//! [`SharedBytes`]. Blanks are found by their position in the stream, since h2 cuts and copies them freely.
 
 use std::{io::IoSlice, sync::Arc};
 
@@ -17,24 +17,24 @@ use super::{
 };
 use crate::{mark::Mark, piece::Piece};
 
-/// The blanks that h2 is given to send. They are never written. Only h2 reads them, and only the few bytes that it copies.
+/// The blanks that h2 sends. No thread writes them, and h2 reads only the few bytes that it copies.
 static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];
 
 /// A connection's end of an outlet.
 pub(super) struct Outgoing {
     pub(super) stream: u32,
     outlet: Arc<Outlet>,
-    /// How many bytes of the stream's DATA frames were written.
+    /// Bytes written of the stream's DATA frames.
     at: u64,
-    /// The frame that is being written is the stream's last.
+    /// The frame in progress is the stream's last.
     pub(super) over: bool,
-    /// The call finds and takes its end by this mark.
+    /// Mark by which the call finds its end.
     mark: Mark,
     taps: Taps,
 }
 
 impl Outgoing {
-    /// Returns None if another outlet has this mark.
+    /// Offers an outlet for the stream. Returns None if another outlet has this mark.
     pub(super) fn offer(stream: u32, mark: Mark, taps: &Taps) -> Option<Outgoing> {
         let outlet = Arc::new(Outlet::default());
         let offered = taps.offer_outlet(mark, Arc::clone(&outlet));
@@ -54,7 +54,7 @@ impl Drop for Outgoing {
     }
 }
 
-/// Replaces blanks by payloads: returns what is to be written for these slices, whose first byte lies at the cursor.
+/// Replaces blanks by payloads. Returns the parts to write for these slices, whose first byte lies at the cursor.
 pub(super) fn fill_blanks<'a>(
     mut cursor: Cursor,
     slices: &'a [IoSlice<'_>],
@@ -92,14 +92,14 @@ pub struct Payloads {
 }
 
 impl Payloads {
-    /// A server calls this once for a call whose request begins with this mark. Returns None if the connection's socket
-    /// takes no addresses, or if the connection has too many such calls.
+    /// Takes the outlet of a call whose request begins with this mark; a server calls this once a call. Returns None if
+    /// the connection's socket takes no addresses, or if the connection has too many such calls.
     pub fn claim(taps: &Taps, mark: Mark) -> Option<Payloads> {
         taps.meet_outlet(mark).map(|outlet| Payloads { outlet, at: 0 })
     }
 
-    /// Notes the next message before it is sent. `payload` takes the place of the message's own payload, which is a
-    /// [`blank`] of the same length.
+    /// Registers the next message before it is sent. `payload` replaces the message's own payload, which is a [`blank`]
+    /// of the same length.
     pub fn follow(&mut self, message: &Piece, payload: Option<SharedBytes>) {
         self.at += message.head.len() as u64;
         let end = self.at + message.payload.len() as u64;
@@ -115,7 +115,7 @@ impl Payloads {
     }
 }
 
-/// A blank as long as `payload`.
+/// Returns a blank as long as `payload`.
 ///
 /// # Panics
 /// If `payload` is longer than a chunk.

@@ -1,4 +1,5 @@
-//! An outlet: the payloads of one stream that wait to be written past h2, between the call's task and that of the connection.
+//! An outlet: the payloads of one stream that wait to be written past h2. The call's task fills it, and the
+//! connection's task drains it.
 
 use std::{
     collections::VecDeque,
@@ -8,12 +9,12 @@ use std::{
 
 use longshore_memory::SharedBytes;
 
-/// The payloads that are to go out on one stream, by their place among the bytes of the stream's DATA frames.
+/// Waiting payloads of one stream, by their position among the bytes of its DATA frames.
 #[derive(Default)]
 pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
 
 impl Outlet {
-    /// Adds the payload that goes out at `range`, which lies behind all that were added before.
+    /// Adds a payload for the position `range`, which must lie behind all earlier ones.
     pub(super) fn put(&self, range: Range<u64>, payload: SharedBytes) {
         self.lock().push_back((range, payload));
     }
@@ -22,7 +23,7 @@ impl Outlet {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many of the `most` bytes from `at` are of one kind, and what takes their place, if anything does.
+    /// Returns the length of the uniform run at `at`, up to `most` bytes, and the payload that replaces it, if any.
     pub(super) fn find(&self, at: u64, most: usize) -> (usize, Option<SharedBytes>) {
         let held = self.lock();
         let end = at + most as u64;
@@ -36,7 +37,7 @@ impl Outlet {
         }
     }
 
-    /// Forgets the payloads before `at`, which have been written.
+    /// Drops the payloads before `at`, which have been written.
     pub(super) fn written(&self, at: u64) {
         let mut held = self.lock();
         while held.front().is_some_and(|(range, _)| range.end <= at) {

@@ -1,10 +1,10 @@
-//! Follows the frames that go out: where a frame ends, how the first message of a call begins, which calls end, and
-//! how much of the connection's window is granted.
+//! Parser of outgoing frames: their ends, marks of first messages, ends of calls, and grants of the connection's
+//! window.
 
 use crate::mark::{Mark, START_BYTES};
 
 pub(super) const HEADER_BYTES: usize = 9;
-/// What a client sends before its first frame.
+/// Bytes that a client sends before its first frame.
 pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// A frame's header.
@@ -44,41 +44,41 @@ impl Header {
     }
 }
 
-/// What was found among the frames.
+/// An event among outgoing frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Seen {
     /// The first message of the call on this stream begins with a mark.
     Marked(u32, Mark),
-    /// So much more of the connection's window was granted.
+    /// The connection's window grew by this many bytes.
     Granted(usize),
-    /// So many bytes of this stream's DATA frames were written.
+    /// This many bytes of this stream's DATA frames were written.
     Data(u32, usize),
-    /// This end sends nothing more on this stream after the frame that is being written.
+    /// This end sends nothing more on this stream after the frame in progress.
     Ended(u32),
 }
 
-/// Where in the frames the written bytes end.
+/// Position of the written bytes among the frames.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Cursor {
-    /// How many bytes of the preface or of a frame's payload are not written yet.
+    /// Bytes of the preface or of a frame's payload that are not written yet.
     left: usize,
     header: [u8; HEADER_BYTES],
-    /// How many bytes of the header were written.
+    /// Bytes written of the header.
     have: usize,
-    /// The stream of the DATA frame whose payload is being written, or 0.
+    /// Stream of the DATA frame in progress, or 0.
     data_of: u32,
 }
 
-/// The kind of some bytes that are written.
+/// Kind of a run of written bytes.
 pub(super) enum Follows {
-    /// They belong to a frame's header. It is given if they complete it.
+    /// A part of a frame's header. Some if it completes the header.
     Header(Option<Header>),
-    /// They belong to a frame's payload. The number is the stream of a DATA frame, and 0 for other frames.
+    /// A part of a frame's payload. The number is the stream of a DATA frame, and 0 for other frames.
     Payload(u32),
 }
 
 impl Cursor {
-    /// Goes on to the next boundary. Returns how many of the bytes lie before it, and their kind.
+    /// Advances to the next boundary. Returns the number of bytes before it, and their kind.
     pub(super) fn step(&mut self, bytes: &[u8]) -> (usize, Follows) {
         if self.left > 0 {
             let now = bytes.len().min(self.left);
@@ -98,11 +98,11 @@ impl Cursor {
     }
 }
 
-/// Follows what is written.
+/// Follower of all written bytes.
 #[derive(Default)]
 pub(super) struct Outward {
     cursor: Cursor,
-    /// The start of the current payload, if its meaning depends on it.
+    /// Start of the current payload, if its content matters.
     start: Option<Start>,
 }
 
@@ -119,22 +119,22 @@ impl Outward {
         Outward { cursor: Cursor { left: bytes, ..Cursor::default() }, start: None }
     }
 
-    /// Where the bytes that were written so far end.
+    /// Returns the position after the bytes written so far.
     pub(super) fn cursor(&self) -> Cursor {
         self.cursor
     }
 
-    /// Whether a frame may be put in here.
+    /// Returns whether a frame may be inserted here.
     pub(super) fn is_between_frames(&self) -> bool {
         self.cursor.left == 0 && self.cursor.have == 0
     }
 
-    /// Whether a DATA frame of this stream is not yet written to its end.
+    /// Returns whether a DATA frame of this stream is partly written.
     pub(super) fn is_inside_data_of(&self, stream: u32) -> bool {
         self.cursor.left > 0 && self.cursor.data_of == stream
     }
 
-    /// Follows bytes that were written. `marks` says whether to look for marks.
+    /// Follows written bytes. `marks` enables the search for marks.
     pub(super) fn follow(&mut self, mut bytes: &[u8], marks: bool, mut seen: impl FnMut(Seen)) {
         while !bytes.is_empty() {
             let (now, what) = self.cursor.step(bytes);

@@ -1,4 +1,4 @@
-//! What `Direct` needs of a socket beyond reading and writing, and which sockets have it.
+//! Requirements of `Direct` on a socket beyond reading and writing, and their implementation for TCP and Unix sockets.
 
 use std::{
     io::{self, IoSliceMut},
@@ -17,28 +17,28 @@ use tokio::{
     net::{TcpStream, UnixStream},
 };
 
-/// The send buffer over loopback. Left alone it grows to 4 MiB, and what is copied in has left the cache when it is
-/// copied out: a push then took 0.52 s of CPU time a GB, and takes 0.39 with this. Between hosts the kernel decides,
-/// since there the buffer must hold what is on the wire.
+/// Send buffer over loopback. By default it grows to 4 MiB, and copied bytes leave the cache before they are copied
+/// out. A push then took 0.52 s of CPU time a GB, against 0.39 with this value. Between hosts the kernel decides, since
+/// there the buffer must hold the bytes in flight.
 pub const LOOPBACK_BYTES: usize = 256 * 1024;
-/// How much the kernel holds of what has not been sent yet, between hosts. Weights and gradients travel at once in delayed
-/// steps, and the window that one end gives back waits behind what its socket has taken already. Left alone that is up to 4 MiB: on
-/// a link of 25 MB/s gradients waited 0.16 s for their window, and a step took 1.45 times as long as the bytes need.
+/// Limit of unsent bytes in the kernel, between hosts. Weights and gradients travel at once in delayed steps. A
+/// WINDOW_UPDATE of one end queues behind the bytes that its socket has taken. The default is up to 4 MiB. On a link of
+/// 25 MB/s gradients then waited 0.16 s for their window, and a step took 1.45 times as long as the bytes need.
 pub(crate) const UNSENT_BYTES: u32 = 128 * 1024;
-/// The send buffer of a Unix socket, as far as net.core.wmem_max allows. With its default of 208 KiB sender and
-/// receiver wait for each other, at 0.80 of a raw socket's speed; with this it is 0.96.
+/// Send buffer of a Unix socket, as far as net.core.wmem_max allows. At its default of 208 KiB sender and receiver wait
+/// for each other, at 0.80 of a raw socket's speed. With this value it is 0.96.
 pub const UNIX_BYTES: usize = 1024 * 1024;
 
-/// A byte stream that [`Direct`](super::Direct) can lie on: TCP, a Unix socket, or what wraps one of them.
+/// A byte stream below [`Direct`](super::Direct): TCP, a Unix socket, or a wrapper of either.
 ///
-/// For what wraps a socket, such as TLS ([`Secured`](crate::tls::Secured)), the provided methods are enough to be right, since
-/// they read through [`AsyncRead`] straight to the payload's place. It should pass [`Socket::size_buffers`] on to the socket below,
-/// and say true in [`AsyncWrite::is_write_vectored`] where it takes several slices with one call, since each message is a
-/// small head and a large payload.
+/// For a wrapper such as TLS ([`Secured`](crate::tls::Secured)) the provided methods are correct: they read through
+/// [`AsyncRead`] straight to the payload's place. A wrapper should forward [`Socket::size_buffers`] to the socket
+/// below. It should return true from [`AsyncWrite::is_write_vectored`] if one call takes several slices, since each
+/// message is a small head and a large payload.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
-    /// Reads the bytes that are there into the first place, then into the next, and returns how many they were: 0 at the end
-    /// of the stream. If it returns `Pending` nothing was taken, and the task is woken once bytes are there. A stream that can
-    /// fill only one place leaves the others as they are.
+    /// Reads available bytes into the first place, then into the next, and returns their number: 0 at the end of the
+    /// stream. `Pending` means that no byte was taken, and the task wakes once bytes are there. A stream that can fill
+    /// only one place leaves the others unchanged.
     fn poll_read_into(
         &mut self,
         context: &mut Context<'_>,
@@ -52,33 +52,33 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
         Poll::Ready(Ok(buffer.filled().len()))
     }
 
-    /// Whether [`Socket::poll_write_parts`] works. It does if the kernel reads what is sent, and not this process.
+    /// Returns whether [`Socket::poll_write_parts`] works, which needs the kernel to read the sent bytes instead of
+    /// this process.
     fn takes_addresses(&self) -> bool {
         false
     }
 
-    /// Writes parts one after the other. Returns how many bytes it took.
+    /// Writes parts in order. Returns the number of bytes taken.
     fn poll_write_parts(&mut self, _: &mut Context<'_>, _: &[Part<'_>]) -> Poll<io::Result<usize>> {
         Poll::Ready(Err(io::ErrorKind::Unsupported.into()))
     }
 
-    /// Bounds what the kernel buffers of what is sent, where the kernel should not decide it.
+    /// Bounds the kernel's send buffer where its default is wrong.
     fn size_buffers(&self) {}
 
-    /// The name that the other end has proved by a certificate: its first DNS name, or nothing where it has none. None where
-    /// no certificate was shown.
+    /// Returns the first DNS name of the peer's certificate, empty if it has none. None without a certificate.
     fn certificate(&self) -> Option<Arc<str>> {
         None
     }
 
-    /// When that certificate expires.
+    /// Returns the expiry of that certificate.
     fn expires(&self) -> Option<SystemTime> {
         None
     }
 }
 
-/// Reads. A read that was not filled has emptied the socket, and the next one would only be told so; its answer is
-/// given in advance, which saves that system call.
+/// Reads into `places`. A short read has emptied the socket, so WouldBlock is reported in advance, which saves a system
+/// call.
 fn read_all(socket: impl AsFd, places: &mut [IoSliceMut<'_>], count: &mut Option<usize>) -> io::Result<()> {
     let room: usize = places.iter().map(|place| place.len()).sum();
     let read = rustix::io::readv(socket, places)?;

@@ -1,4 +1,4 @@
-//! A tap: one stream whose DATA frames do not pass through h2, between the connection's task and that of the call.
+//! A tap: one stream whose DATA frames bypass h2, shared by the connection's task and the call's task.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -20,11 +20,11 @@ use crate::{
     sink::{Mode, Read, Sink},
 };
 
-/// The size of the pieces in which kept bytes are gathered, so that many small frames take no more memory than large
+/// Size of the pieces in which kept bytes are gathered, so that many small frames take no more memory than large
 /// ones.
 const PIECE_BYTES: usize = 64 * 1024;
 
-/// How a call's task reaches the connection's.
+/// Signal from a call's task to the connection's.
 #[derive(Default)]
 pub(super) struct Line {
     waker: Mutex<Option<Waker>>,
@@ -39,12 +39,12 @@ impl Line {
         }
     }
 
-    /// Whether a tap has something to say since this was last called.
+    /// Returns whether a tap has changed since the last call.
     pub(super) fn take_changed(&self) -> bool {
         self.changed.swap(false, Ordering::AcqRel)
     }
 
-    /// Makes the connection look at its taps when it is polled again.
+    /// Makes the connection check its taps at its next poll.
     pub(super) fn note(&self) {
         self.changed.store(true, Ordering::Release);
     }
@@ -57,25 +57,25 @@ impl Line {
     }
 }
 
-/// See the module.
+/// A tap on one stream; see the module.
 #[derive(Default)]
 pub struct Tap(Mutex<TapState>);
 
 #[derive(Default)]
 pub(super) struct TapState {
     sink: Option<Box<dyn Sink>>,
-    /// What came while the sink could not take it, oldest first; `front` comes before the rest.
+    /// Bytes that the sink could not take yet, oldest first; `front` precedes the rest.
     front: Bytes,
     kept: VecDeque<BytesMut>,
     kept_bytes: usize,
-    /// Nobody wants what still comes.
+    /// Further bytes are discarded.
     closed: bool,
-    /// How many kept bytes were taken meanwhile. Their window is to be given back.
+    /// Kept bytes taken meanwhile, whose window must be returned.
     released: usize,
     line: Option<Arc<Line>>,
 }
 
-/// What to do with the bytes of a frame.
+/// Treatment of a frame's bytes.
 pub(super) enum Want {
     Sink(Mode),
     Keep,
@@ -96,7 +96,7 @@ impl TapState {
         }
     }
 
-    /// Hands bytes to the sink and keeps what it leaves. Returns how many it took.
+    /// Hands bytes to the sink and keeps the rest. Returns the number that the sink took.
     pub(super) fn put(&mut self, bytes: &[u8]) -> usize {
         let Some(sink) = &mut self.sink else { return 0 };
         let mut rest = Bytes::copy_from_slice(bytes);
@@ -106,7 +106,7 @@ impl TapState {
         taken
     }
 
-    /// None when the call has let go of the tap meanwhile.
+    /// Reads payload into the sink's place. None if the call has dropped the tap.
     pub(super) fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<Option<usize>> {
         self.sink.as_mut().map(|sink| sink.read(most, read)).transpose()
     }
@@ -120,7 +120,7 @@ impl TapState {
                     last.extend_from_slice(part);
                     bytes = rest;
                 }
-                // It has its full size from the start: a piece that grows takes up to twice its bytes.
+                // A piece is allocated at full size: growth takes up to twice its bytes.
                 _ => self.kept.push_back(BytesMut::with_capacity(PIECE_BYTES)),
             }
         }
@@ -138,7 +138,7 @@ impl TapState {
         mem::take(&mut self.released)
     }
 
-    /// Gives the sink what was kept, until it stalls.
+    /// Gives the sink the kept bytes, until it stalls.
     fn drain(&mut self) {
         let Some(sink) = &mut self.sink else { return };
         while self.kept_bytes > 0 && sink.mode() != Mode::Stalled {
@@ -175,7 +175,7 @@ impl Tap {
         self.state().line = Some(Arc::clone(line));
     }
 
-    /// Discards what came and what still comes.
+    /// Discards kept and future bytes.
     pub(super) fn close(&self) {
         self.state().close();
     }
@@ -188,7 +188,7 @@ impl Tap {
     }
 }
 
-/// The taps of a connection (on a server) or a channel (on a client) that one side has made and the other has not met
+/// Taps of a connection (on a server) or a channel (on a client) that one side has created and the other has not met
 /// yet.
 #[derive(Clone, Default)]
 pub struct Taps(Arc<Meeting>);
@@ -196,14 +196,14 @@ pub struct Taps(Arc<Meeting>);
 #[derive(Default)]
 struct Meeting {
     waiting: Mutex<HashMap<Mark, Arc<Tap>>>,
-    /// Likewise, of calls whose answer is large.
+    /// Outlets in the same state, of calls whose answer is large.
     outlets: Mutex<HashMap<Mark, Arc<Outlet>>>,
     vouched: AtomicBool,
     vouching: Notify,
 }
 
 impl Taps {
-    /// Called on a client, before the call with this mark is made.
+    /// Creates a tap on a client, before the call with this mark is made.
     pub fn expect(&self, mark: Mark, sink: Box<dyn Sink>) -> Claim {
         let tap = Arc::new(Tap::default());
         tap.state().sink = Some(sink);
@@ -211,12 +211,12 @@ impl Taps {
         Claim { tap, taps: self.clone(), mark }
     }
 
-    /// Called once on a server, where a call's request begins with this mark.
+    /// Takes the tap of a call, once, on a server, if the call's request begins with this mark.
     pub fn claim(&self, mark: Mark) -> Option<Claim> {
         self.meet(mark).map(|tap| Claim { tap, taps: self.clone(), mark })
     }
 
-    /// Called on a server: the connection is a rank's that was admitted, and so is what it may have under way.
+    /// Marks a server's connection as an admitted rank's. Its buffers are then covered by the job's admission.
     pub fn vouch(&self) {
         self.0.vouched.store(true, Ordering::Release);
         self.0.vouching.notify_waiters();
@@ -226,7 +226,7 @@ impl Taps {
         self.0.vouched.load(Ordering::Acquire)
     }
 
-    /// Waits until somebody vouches for the connection.
+    /// Waits until the connection is vouched for.
     pub async fn vouched(&self) {
         let mut vouching = pin!(self.0.vouching.notified());
         vouching.as_mut().enable();
@@ -239,7 +239,7 @@ impl Taps {
         lock(&self.0.waiting).is_empty()
     }
 
-    /// Returns false when the mark is taken.
+    /// Returns false if the mark is taken.
     pub(super) fn offer(&self, mark: Mark, tap: Arc<Tap>) -> bool {
         let mut waiting = lock(&self.0.waiting);
         let free = !waiting.contains_key(&mark);
@@ -253,7 +253,7 @@ impl Taps {
         lock(&self.0.waiting).remove(&mark)
     }
 
-    /// On a server; false when the mark is taken.
+    /// Offers an outlet on a server. Returns false if the mark is taken.
     pub(super) fn offer_outlet(&self, mark: Mark, outlet: Arc<Outlet>) -> bool {
         let mut outlets = lock(&self.0.outlets);
         let free = !outlets.contains_key(&mark);
@@ -268,7 +268,7 @@ impl Taps {
     }
 }
 
-/// The call's end of a tap. Once it is dropped, what still comes on the stream goes to h2 again, which discards it.
+/// The call's end of a tap. After drop, further bytes of the stream go to h2, which discards them.
 pub struct Claim {
     tap: Arc<Tap>,
     taps: Taps,
@@ -276,19 +276,19 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Begins with what has come since the marked frame.
+    /// Installs the sink, which first gets the bytes since the marked frame.
     pub fn install(&self, sink: Box<dyn Sink>) {
         self.tap.state().sink = Some(sink);
         self.resume();
     }
 
-    /// Called after a stall: gives the sink what was kept.
+    /// Gives the sink the kept bytes after a stall.
     pub fn resume(&self) {
         self.tap.state().drain();
         self.tap.tell();
     }
 
-    /// Whether the sink has got all that came.
+    /// Returns whether the sink has got all received bytes.
     pub fn is_drained(&self) -> bool {
         self.tap.state().kept_bytes == 0
     }

@@ -12,8 +12,8 @@ use tonic::{Code, Status};
 
 use crate::piece::Piece;
 
-/// Sends what comes through a channel. A server's answer ends with the status in its trailers; a request has no
-/// trailers.
+/// A body that sends the pieces of a channel. A server's answer ends with the status in its trailers; a request
+/// has no trailers.
 pub(super) struct Outgoing {
     pieces: mpsc::Receiver<Result<Piece, Status>>,
     payload: Bytes,

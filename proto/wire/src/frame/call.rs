@@ -1,4 +1,4 @@
-//! Calls and answers as HTTP: what tonic's generated code does around a codec.
+//! Calls and answers as HTTP: the work that tonic's generated code does around a codec.
 
 use http::{HeaderValue, Method, Request, Response, header};
 use tokio::sync::mpsc;
@@ -9,14 +9,14 @@ use super::{Frame, Incoming, Outgoing, Piece};
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
-/// The paths of the two calls with payloads.
+/// Paths of the two calls with payloads.
 pub const PUSH: &str = "/longshore.v1.Tensors/Push";
 pub const PULL: &str = "/longshore.v1.Tensors/Pull";
 
-/// The way into a call's request, or out of a server with its answer.
+/// Sender of a call's request messages, or of a server's answers.
 pub type Pieces = mpsc::Sender<Result<Piece, Status>>;
 
-/// Makes a streaming call, which sends what comes through `pieces` until its senders are gone.
+/// Makes a streaming call, which sends `pieces` until its senders are dropped.
 ///
 /// # Errors
 /// The server's refusal, or `Unavailable` and the like from the connection.
@@ -46,20 +46,20 @@ pub async fn call<M: Frame>(
 /// Makes a call with one request.
 ///
 /// # Errors
-/// Those of [`call`].
+/// As [`call`].
 pub async fn call_once<M: Frame>(
     channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error = Error>,
     path: &'static str,
     request: Piece,
 ) -> Result<Incoming<M>, Status> {
     let (sender, pieces) = mpsc::channel(1);
-    // The channel has room for it.
+    // The channel has room for one message.
     let _ = sender.try_send(Ok(request));
     drop(sender);
     call(channel, path, pieces).await
 }
 
-/// A server's answer, which sends what comes through `pieces`. An error ends it with that status.
+/// Returns a server's answer, which sends `pieces`. An error ends the answer with that status.
 pub fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Response<Body> {
     let mut response = Response::new(Body::new(Outgoing::answer(pieces)));
     response.headers_mut().insert(header::CONTENT_TYPE, GRPC);

@@ -1,22 +1,22 @@
-//! Messages for the wire: prefix and head in one small buffer, and the payload beside it as it is.
+//! Encoding of messages: prefix and head in one small buffer, and the payload beside it, uncopied.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use prost::encoding::{WireType, encode_key, encode_varint};
 
 use super::{Frame, Piece};
 
-/// Encodes a message that has no payload, or that has it inside.
+/// Encodes a message without payload, or with the payload inside.
 pub fn encode<M: Frame>(message: &M) -> Piece {
     let len = message.encoded_len();
     let mut head = BytesMut::with_capacity(5 + len);
     head.put_u8(0);
     head.put_u32(len as u32);
-    // Room for all of it was just made, so encoding cannot fail.
+    // The buffer has room for the whole message, so encoding cannot fail.
     let _ = message.encode(&mut head);
     Piece { head: head.freeze(), payload: Bytes::new() }
 }
 
-/// Encodes a message with `payload` as its payload, which is not copied. `head`'s own payload must be empty.
+/// Encodes a message with `payload` as its payload, uncopied. `head`'s own payload must be empty.
 pub fn encode_with<M: Frame>(head: &M, payload: Bytes) -> Piece {
     let Some(field) = M::PAYLOAD.filter(|_| !payload.is_empty()) else { return encode(head) };
     let fields = head.encoded_len();

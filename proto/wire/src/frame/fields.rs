@@ -1,13 +1,14 @@
-//! Just enough protobuf to find where a payload begins. Anything unusual is left to prost, on the whole message.
+//! A minimal protobuf scan that finds where a payload begins. Unusual encodings are left to prost, on the whole
+//! message.
 
-/// What the start of a message holds.
+/// Result of scanning the start of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// A field that is not all here yet begins at `from`, and all before it is whole.
+    /// An incomplete field begins at `from`; all fields before it are complete.
     More { from: usize },
     /// The payload's tag is at `tag`; its `len` bytes begin at `data`.
     Payload { tag: usize, data: usize, len: u64 },
-    /// Something that a writer in field order would not send: groups, wrong wire types, overlong numbers.
+    /// An encoding that a writer in field order does not produce: groups, wrong wire types, overlong numbers.
     Unusual,
 }
 
@@ -16,7 +17,7 @@ const FIXED64: u64 = 1;
 const LENGTH: u64 = 2;
 const FIXED32: u64 = 5;
 
-/// Walks fields from `from`, where one begins.
+/// Scans fields from `from`, where a field begins.
 pub(super) fn find_payload(head: &[u8], mut from: usize, payload: Option<u32>) -> Found {
     loop {
         let more = Found::More { from };

@@ -10,20 +10,20 @@ use tonic::{Code, Status, body::Body};
 use super::{Event, Frame, Parser, SharedIntake};
 use crate::{mark::Mark, sink::MessageSink, status};
 
-/// Where the status of the call comes from.
+/// Source of the call's status.
 enum End {
-    /// A request has no status; it just ends.
+    /// A request has no status.
     Request,
-    /// The trailers of an answer, once they came.
+    /// The trailers of an answer, once received.
     Answer(Option<HeaderMap>),
 }
 
-/// Reads events. While nobody asks for the next one, HTTP/2's windows hold the sender back.
+/// Reader of a body's events. Between calls of [`Incoming::next`], HTTP/2's windows hold the sender back.
 pub struct Incoming<M> {
     body: Body,
     parser: Parser<M>,
     piece: Bytes,
-    /// At the start of the first piece.
+    /// Mark at the start of the first piece.
     mark: Option<Mark>,
     begun: bool,
     end: End,
@@ -45,15 +45,15 @@ impl<M: Frame> Incoming<M> {
         Incoming { end: End::Answer(None), ..Incoming::request(body) }
     }
 
-    /// The mark that it began with, once something has come.
+    /// Returns the mark at the start of the body, once bytes have come.
     pub fn mark(&self) -> Option<Mark> {
         self.mark
     }
 
-    /// The next event; None at the end. Nothing is lost when the future is dropped.
+    /// Returns the next event, or None at the end. The future is cancel-safe.
     ///
     /// # Errors
-    /// The status of a failed call or connection; `InvalidArgument` for what is no message.
+    /// The status of a failed call or connection; `InvalidArgument` for an invalid message.
     pub async fn next(&mut self) -> Result<Option<Event<M>>, Status> {
         loop {
             let event = self.parser.next(&mut self.piece).map_err(|fault| status(&fault))?;
@@ -77,8 +77,8 @@ impl<M: Frame> Incoming<M> {
         }
     }
 
-    /// Takes all messages to where they belong, also those that come past h2, until the stream ends or they cannot be
-    /// taken: see [`Intake::fault`](super::Intake::fault). The sink must not stall.
+    /// Passes all messages to the sink, including payloads that bypass h2. Returns at the end of the stream or on a
+    /// fault: see [`Intake::fault`](super::Intake::fault). The sink must not stall.
     ///
     /// # Errors
     /// The status of a failed call or connection.

@@ -1,4 +1,4 @@
-//! Takes the messages of one stream to where they belong, whether they come through h2 or past it.
+//! Delivery of one stream's messages to their sink, through h2 or past it.
 
 use std::{
     io,
@@ -12,19 +12,19 @@ use tokio::sync::Notify;
 use super::{Event, Frame, Parser};
 use crate::sink::{MessageSink, Mode, Read, Sink};
 
-/// A stream's parser, and where its messages go.
+/// A stream's parser and its sink.
 pub struct Intake<M, S> {
     parser: Parser<M>,
     pub sink: S,
     stalled: bool,
     fault: Option<Fault>,
-    /// How many bytes were taken, which tells silence from slowness.
+    /// Bytes taken, which distinguish a silent peer from a slow one.
     received: u64,
     changed: Arc<Notify>,
 }
 
 impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
-    /// Why the stream cannot go on.
+    /// Returns the fault that ended the stream, if any.
     pub fn fault(&self) -> Option<&Fault> {
         self.fault.as_ref()
     }
@@ -46,7 +46,7 @@ impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
         self.fault.clone().map_or_else(|| self.parser.finish(), Err)
     }
 
-    /// Takes bytes until they are used up or it stalls.
+    /// Takes bytes until they are used up or the intake stalls.
     fn take(&mut self, bytes: &mut Bytes) {
         let before = bytes.len();
         while !self.stalled && self.fault.is_none() {
@@ -85,7 +85,7 @@ impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
     }
 }
 
-/// An intake that the stream's task and the connection's task share.
+/// An intake shared by the call's task and the connection's task.
 pub struct SharedIntake<M, S> {
     intake: Arc<Mutex<Intake<M, S>>>,
     changed: Arc<Notify>,
@@ -115,12 +115,12 @@ impl<M: Frame, S: MessageSink<M>> SharedIntake<M, S> {
         self.intake.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what came through h2. What it leaves is to be given again once it does not stall.
+    /// Takes bytes that came through h2. After a stall the caller passes the rest again.
     pub fn take(&self, bytes: &mut Bytes) {
         self.lock().take(bytes);
     }
 
-    /// Goes on after a stall: what it waited for is there.
+    /// Continues after a stall.
     pub fn go_on(&self) {
         let mut intake = self.lock();
         intake.stalled = false;
@@ -128,7 +128,7 @@ impl<M: Frame, S: MessageSink<M>> SharedIntake<M, S> {
         intake.take(&mut Bytes::new());
     }
 
-    /// Waits until there is something to look at: a fault, a stall, or what [`MessageSink::end`] says.
+    /// Waits for a fault, a stall, or a true result of [`MessageSink::end`].
     pub async fn changed(&self) {
         self.changed.notified().await;
     }

@@ -1,7 +1,7 @@
-//! A resumable parser of length-prefixed messages over the pieces of a stream, however they are cut.
+//! A resumable parser of length-prefixed messages, over arbitrarily cut pieces of a stream.
 //!
-//! Nothing is allocated from a length that was only announced: memory follows the bytes that came. A payload at the
-//! end of its message, where field order puts it, is never gathered.
+//! No memory is allocated for an announced length: memory grows with received bytes. A payload at the end of its
+//! message, where field order puts it, is never gathered.
 
 use std::marker::PhantomData;
 
@@ -14,14 +14,13 @@ use super::{
 };
 
 const PREFIX_BYTES: usize = 5;
-/// How many bytes are looked at in one go while fields before the payload are read. Those of a push or pull take
-/// about 80.
+/// Bytes examined at once while fields before the payload are read. Those of a push or pull take about 80.
 const HEAD_STEP: usize = 256;
 
-/// What the parser gives for each message: its head, pieces of its payload, its end.
+/// Events of each message: its head, pieces of its payload, its end.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event<M> {
-    /// All fields but the payload, which follows with so many bytes.
+    /// All fields except the payload, and the payload's length in bytes.
     Head(M, usize),
     Payload(Bytes),
     End,
@@ -29,7 +28,7 @@ pub enum Event<M> {
 
 enum ParseState {
     Prefix,
-    /// Gathers the fields before the payload. The fields before `scanned` are whole.
+    /// Gathers the fields before the payload. The fields before `scanned` are complete.
     Head {
         scanned: usize,
     },
@@ -38,7 +37,7 @@ enum ParseState {
     },
     /// Gathers a message whose payload is not at its end, for prost.
     Whole,
-    /// The message was decoded whole. Its payload and its end are still to be given.
+    /// The message was decoded whole. Its payload and its end are still to be returned.
     Decoded {
         payload: Bytes,
     },
@@ -46,12 +45,12 @@ enum ParseState {
     Failed(Fault),
 }
 
-/// Feed it a stream's pieces with [`Parser::next`]. After a fault it only repeats the fault.
+/// Parser of one stream, fed by [`Parser::next`]. After a fault it only repeats the fault.
 pub struct Parser<M> {
     state: ParseState,
     /// Bytes of the prefix, of the fields before the payload, or of a whole message.
     pub(super) gathered: Vec<u8>,
-    /// How many bytes of the current message are not yet taken from the stream.
+    /// Bytes of the current message not yet taken from the stream.
     left: usize,
     message: PhantomData<fn() -> M>,
 }
@@ -67,18 +66,17 @@ impl<M: Frame> Parser<M> {
         Parser::default()
     }
 
-    /// Whether the stream may end here.
+    /// Returns whether the stream may end here.
     pub fn is_between_messages(&self) -> bool {
         matches!(self.state, ParseState::Prefix) && self.gathered.is_empty()
     }
 
-    /// How many bytes of a payload follow; 0 elsewhere.
+    /// Returns the remaining bytes of the current payload, or 0 outside a payload.
     pub fn payload_left(&self) -> usize {
         if let ParseState::Payload { left } = self.state { left } else { 0 }
     }
 
-    /// Notes that bytes of the payload went to their place without coming through here: at most
-    /// [`Parser::payload_left`].
+    /// Skips payload bytes that reached their place directly: at most [`Parser::payload_left`].
     pub fn skip(&mut self, bytes: usize) {
         if let ParseState::Payload { left } = &mut self.state {
             let bytes = bytes.min(*left);
@@ -87,10 +85,10 @@ impl<M: Frame> Parser<M> {
         }
     }
 
-    /// The next event; None once `piece` is used up.
+    /// Returns the next event, or None once `piece` is used up.
     ///
     /// # Errors
-    /// `Invalid` for a compressed, oversized or malformed message: the stream cannot go on after it.
+    /// `Invalid` for a compressed, oversized or malformed message: the stream cannot continue after it.
     pub fn next(&mut self, piece: &mut Bytes) -> Result<Option<Event<M>>, Fault> {
         let result = self.advance(piece);
         if let Err(fault) = &result {
@@ -165,7 +163,7 @@ impl<M: Frame> Parser<M> {
         }
     }
 
-    /// Takes bytes until `wanted` are gathered or the piece is empty. Returns how many it took.
+    /// Gathers bytes until there are `wanted` or the piece is empty. Returns the number taken.
     fn gather(&mut self, piece: &mut Bytes, wanted: usize) -> usize {
         let now = piece.len().min(wanted.saturating_sub(self.gathered.len()));
         self.gathered.extend_from_slice(&piece[..now]);
@@ -196,13 +194,13 @@ impl<M: Frame> Parser<M> {
         Ok(())
     }
 
-    /// Takes a part of the fields before the payload, and gives back what belongs to the payload.
+    /// Takes a part of the fields before the payload, and gives back bytes of the payload.
     fn head(&mut self, piece: &mut Bytes, scanned: usize) -> Result<Option<Event<M>>, Fault> {
         let before = piece.clone();
         let step = HEAD_STEP.min(self.left);
         self.left -= self.gather(piece, self.gathered.len() + step);
         match find_payload(&self.gathered, scanned, M::PAYLOAD) {
-            // This is the usual end: the payload is the rest of the message.
+            // The usual case: the payload is the rest of the message.
             Found::Payload { tag, data, len } if len == (self.gathered.len() - data + self.left) as u64 => {
                 let over = self.gathered.len() - data;
                 *piece = before.slice(before.len() - piece.len() - over..);

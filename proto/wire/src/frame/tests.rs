@@ -1,4 +1,4 @@
-//! The parser against prost: any messages, any order of fields, any cuts, and damage.
+//! The parser against prost: arbitrary messages, field orders and cuts, and damage.
 
 use bytes::{BufMut, BytesMut};
 use longshore_proto::fault::Fault;
@@ -52,7 +52,7 @@ fn prefixed(message: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// All messages of a stream that is fed in pieces, with their payloads put together again.
+/// Returns all messages of a stream fed in pieces, with their payloads reassembled.
 fn parse(stream: &[u8], cuts: &[usize]) -> Result<Vec<PushRequest>, Fault> {
     let mut parser = Parser::<PushRequest>::new();
     let mut messages: Vec<PushRequest> = Vec::new();
@@ -90,7 +90,7 @@ fn cuts() -> impl Strategy<Value = Vec<usize>> {
     ]
 }
 
-/// One field of each kind that protobuf has, known or not.
+/// One field of each wire type, known or not.
 fn field() -> impl Strategy<Value = Vec<u8>> {
     let number = prop_oneof![1u32..20, Just(15), Just(15), 1u32..(1 << 29)];
     let value = prop_oneof![
@@ -154,7 +154,7 @@ proptest! {
         let bytes = fields.concat();
         let expected = PushRequest::decode(bytes.as_slice()).ok().map(|message| vec![message]);
         let found = parse(&prefixed(&bytes), &cuts).ok();
-        // They are compared as bytes: a damaged loss scale may be NaN.
+        // Messages are compared as bytes: a damaged loss scale may be NaN.
         let encoded = |messages: &Option<Vec<PushRequest>>| {
             messages.as_ref().map(|messages| messages.iter().map(Message::encode_to_vec).collect::<Vec<_>>())
         };
@@ -170,7 +170,7 @@ proptest! {
     ) {
         let mut bytes = message.encode_to_vec();
         prop_assume!(!bytes.is_empty());
-        // The damage is where the fields are, not in the middle of a long payload.
+        // The damage hits the fields, not the middle of a long payload.
         let span = bytes.len().min(120);
         for (index, value) in &damage {
             let index = index.index(span);
@@ -178,7 +178,7 @@ proptest! {
         }
         let expected = PushRequest::decode(bytes.as_slice()).is_ok();
         prop_assert_eq!(parse(&prefixed(&bytes), &cuts).is_ok(), expected);
-        // A stream that is cut short is refused, whatever the damage.
+        // A truncated stream is refused, whatever the damage.
         let stream = prefixed(&bytes);
         let kept = 1 + kept.index(stream.len() - 1);
         prop_assert!(kept == stream.len() || parse(&stream[..kept], &cuts).is_err());
@@ -198,7 +198,7 @@ fn a_length_alone_allocates_nothing() {
     let limit = PushRequest::LIMIT as u32;
     let mut piece = Bytes::copy_from_slice(&[&[0u8][..], &limit.to_be_bytes()].concat());
     assert_eq!(parser.next(&mut piece), Ok(None));
-    // The largest payload is announced, and none of it came.
+    // The largest payload is announced, and no byte of it came.
     let mut head = Vec::new();
     encode_key(15, WireType::LengthDelimited, &mut head);
     encode_varint(u64::from(limit) - 4, &mut head);

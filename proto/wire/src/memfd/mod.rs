@@ -9,37 +9,37 @@ use std::os::fd::AsFd;
 use longshore_memory::{Foreign, ForeignError};
 use longshore_proto::fault::{Fault, FaultKind};
 
-/// The largest piece of a worker's memory that is mapped as one.
+/// Largest piece of a worker's memory that is mapped as one.
 pub const MAX_MEMORY_BYTES: u64 = 1 << 30;
-/// How many pieces one link may have: a terabyte of gradients retained by one process.
+/// Most pieces of one link: a terabyte of gradients retained by one process.
 pub const MAX_MEMORIES: usize = 1024;
 
-/// Names the running kernel. Processes with the same name share a host, or are containers of it.
+/// Returns the id of the running kernel. Processes with the same id share a host, or are containers of it.
 pub fn boot_id() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(id.trim().to_string())
 }
 
-/// The effective user.
+/// Returns the effective user.
 pub fn uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Maps what the other end passed.
+/// Maps the memory that the peer passed.
 ///
 /// # Errors
-/// `Invalid`, naming what is wrong with it: see [`Foreign::map`].
+/// `Invalid`, naming the violated requirement: see [`Foreign::map`].
 pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, Fault> {
     let remedy = "pass a memfd_create file sealed with F_SEAL_SHRINK and F_SEAL_GROW";
     let invalid = |error: ForeignError| Fault::invalid("memfd.memory", error.found, error.limit, remedy);
     Foreign::map(descriptor, bytes, most).map_err(invalid)
 }
 
-/// The fault of a link or memory that is not, or no longer, what a request takes it for. The sender should make a new
-/// link.
+/// Returns the fault of a link or memory that does not exist any more or is of another kind than the request needs.
+/// The sender should make a new link.
 pub fn stale(value: impl std::fmt::Display, limit: &str) -> Fault {
     Fault::new(FaultKind::Precondition, STALE, value, limit, "link again, or send payloads inline")
 }
 
-/// The field of [`stale`].
+/// Field of [`stale`].
 pub const STALE: &str = "memfd.link";

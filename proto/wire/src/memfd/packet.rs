@@ -1,4 +1,4 @@
-//! One message in each packet, with at most one descriptor beside it.
+//! Sequenced packets: one message in each, with at most one descriptor beside it.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -21,29 +21,29 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-/// Room for a hello with the longest job name, or for a fault. Anything longer is no message of ours.
+/// Room for a hello with the longest job name, or for a fault. A longer packet is no message of this protocol.
 const MOST_BYTES: usize = 16 * 1024;
-/// How many links may wait to be accepted: those of a host's ranks that start at the same moment.
+/// Links that may wait to be accepted, as when all ranks of a host start at the same moment.
 const BACKLOG: i32 = 1024;
 const NAME_BYTES: usize = 64;
 
-/// A message that came, with its descriptor.
+/// A received message, with its descriptor.
 pub struct Packet<M> {
     pub message: M,
     pub descriptor: Option<OwnedFd>,
 }
 
-/// One end of a link. It must be made inside a tokio runtime. The socket is one of packets, since a stream could not
-/// keep them apart; tokio's stream type stands for any Unix socket here.
+/// One end of a link, created inside a tokio runtime. The socket is SEQPACKET, since a stream does not keep packets
+/// apart. tokio's `UnixStream` serves here as the type of any Unix socket.
 pub struct Socket(UnixStream);
 
-/// Where links are asked for.
+/// Listener for links.
 pub struct Listener(UnixListener);
 
 /// Parses a packet's bytes as a message.
 ///
 /// # Errors
-/// `Invalid` if the bytes are not such a message.
+/// `Invalid` if the bytes are no such message.
 pub fn decode<M: Message + Default>(bytes: &[u8]) -> Result<M, Fault> {
     let invalid = |value: String| {
         let remedy = "speak longshore/v1/memfd.proto of the same version";
@@ -61,7 +61,7 @@ fn socket() -> io::Result<OwnedFd> {
 }
 
 impl Listener {
-    /// Listens under a name that the file system does not show and that goes with the process.
+    /// Listens under an abstract name, invisible in the file system. The kernel removes the name with the process.
     pub fn bind(name: &[u8]) -> io::Result<Listener> {
         let socket = socket()?;
         bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
@@ -81,12 +81,12 @@ impl Socket {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "no name of a socket"));
         }
         let socket = socket()?;
-        // Between Unix sockets, connecting never waits for the peer: a full backlog is an error.
+        // Connecting between Unix sockets never waits for the peer: a full backlog is an error.
         connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
         Ok(Socket(UnixStream::from_std(net::UnixStream::from(socket))?))
     }
 
-    /// The effective user of the process at the other end, as the kernel knows it.
+    /// Returns the effective user of the peer's process, as the kernel reports it.
     pub fn peer_uid(&self) -> io::Result<u32> {
         Ok(self.0.peer_cred()?.uid())
     }
@@ -106,7 +106,7 @@ impl Socket {
         self.0.async_io(Interest::WRITABLE, send).await
     }
 
-    /// The next message; None once the other end is closed.
+    /// Returns the next message, or None once the peer has closed.
     pub async fn receive<M: Message + Default>(&self) -> io::Result<Option<Packet<M>>> {
         let (bytes, descriptor) = self.0.async_io(Interest::READABLE, || packet(&self.0)).await?;
         if bytes.is_empty() {
@@ -116,8 +116,8 @@ impl Socket {
         Ok(Some(Packet { message: decode(&bytes).map_err(invalid)?, descriptor }))
     }
 
-    /// Whether the other end is still open. It sends nothing that was not asked for, so anything that comes means an
-    /// end too.
+    /// Returns whether the peer is still open. The peer sends only answers, so unrequested bytes also count as
+    /// closed.
     pub fn is_open(&self) -> bool {
         let mut byte = [0u8; 1];
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
@@ -125,7 +125,7 @@ impl Socket {
     }
 }
 
-/// One packet, and the first of the descriptors that it brought. Others are closed at once.
+/// Receives one packet, with the first of its descriptors. Further descriptors are closed at once.
 fn packet(socket: &UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     let mut bytes = vec![0; MOST_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];

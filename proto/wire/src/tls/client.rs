@@ -1,4 +1,4 @@
-//! A client's end.
+//! TLS configuration and handshake of a client.
 
 use std::{
     fmt, io,
@@ -20,17 +20,17 @@ use super::{
     secured::{ALPN, Secured},
 };
 
-/// What a client shows, and what it asks of servers. Clones are the same; each dial reads the folder anew, so that a
-/// certificate or a token that was replaced is taken up by the next connection.
+/// A client's credentials and trusted authorities. Clones share them. Each dial reads the folder anew, so the next
+/// connection uses a replaced certificate or token.
 #[derive(Clone)]
 pub struct Credentials {
     dir: PathBuf,
-    /// A token in another place than the folder.
+    /// Path of a token outside the folder.
     token: Option<PathBuf>,
     now: Arc<Mutex<Client>>,
 }
 
-/// The folder as it was read once.
+/// Content of the folder from one read.
 #[derive(Clone)]
 pub struct Client {
     config: Arc<ClientConfig>,
@@ -45,44 +45,46 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
+    /// Reads a folder.
+    ///
     /// # Errors
-    /// Where the folder has no authorities, neither a certificate nor a token, or files that cannot be used.
+    /// If the folder has no authorities, neither a certificate nor a token, or unusable files.
     pub fn read(dir: &Path) -> Result<Credentials, Fault> {
         Credentials::read_with(dir, None)
     }
 
-    /// Reads a folder, and a token that lies elsewhere and counts instead of the folder's.
+    /// Reads a folder, and a token at another path that replaces the folder's.
     ///
     /// # Errors
-    /// As `read`, and where that token cannot be used.
+    /// As `read`, and if that token is unusable.
     pub fn read_with(dir: &Path, token: Option<&Path>) -> Result<Credentials, Fault> {
-        // An absolute path stays as it is where it is joined to the folder.
+        // An absolute path is unchanged by a join to the folder.
         let absolute = |path| std::path::absolute(path).map_err(|error| files::wrong(dir, path, error));
         let token = token.map(absolute).transpose()?;
         let now = Arc::new(Mutex::new(Client::read(dir, token.as_deref())?));
         Ok(Credentials { dir: dir.into(), token, now })
     }
 
-    /// What goes with each call instead of a certificate.
+    /// Returns the token header of each call, if a token is used.
     pub fn bearer(&self) -> Option<HeaderValue> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).bearer.clone()
     }
 
-    /// When the folder's certificate expires. None where it has a token alone.
+    /// Returns the expiry of the folder's certificate. None if it has a token alone.
     pub fn expires(&self) -> Option<SystemTime> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).expires
     }
 
-    /// Shakes hands with the server that was dialled as `host`.
+    /// Performs the handshake with the server dialled as `host`.
     ///
     /// # Errors
-    /// Where the connection broke, or one end does not trust the other.
+    /// If the connection broke, or one end does not trust the other.
     pub async fn connect(&self, socket: TcpStream, host: &str) -> Result<Secured, DialError> {
         let shaken = async { Secured::new(self.shake(socket, host).await?.into(), None)?.greeted().await };
         shaken.await.map_err(|error| DialError::of_handshake(error, host))
     }
 
-    /// When the certificate expires that the server shows which was dialled as `host`. The connection ends with this.
+    /// Returns the expiry of the certificate of the server dialled as `host`. The connection is closed afterwards.
     ///
     /// # Errors
     /// As `connect`.
@@ -95,7 +97,7 @@ impl Credentials {
     async fn shake(&self, socket: TcpStream, host: &str) -> io::Result<TlsStream<TcpStream>> {
         match Client::read(&self.dir, self.token.as_deref()) {
             Ok(newest) => *self.now.lock().unwrap_or_else(PoisonError::into_inner) = newest,
-            // Files that are just being replaced.
+            // The files may be in the middle of a replacement.
             Err(fault) => tracing::debug!(%fault, "the TLS folder is used as it was read before"),
         }
         let config = self.now.lock().unwrap_or_else(PoisonError::into_inner).config.clone();
@@ -148,7 +150,7 @@ fn bearer(dir: &Path, name: &Path, token: &[u8]) -> Result<HeaderValue, Fault> {
         return Err(wrong());
     }
     let mut value = HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| wrong())?;
-    // Nothing that prints headers prints it, and HTTP/2 keeps it in no table.
+    // Sensitive headers are not printed, and HTTP/2 stores them in no table.
     value.set_sensitive(true);
     Ok(value)
 }

@@ -1,4 +1,4 @@
-//! When a certificate expires.
+//! Expiry of certificates.
 
 use std::time::{Duration, SystemTime};
 
@@ -8,10 +8,11 @@ use webpki::{EndEntityCert, Error, KeyUsage};
 /// The year 10000: X.509 has no time after 9999.
 const AFTER_ALL: UnixTime = UnixTime::since_unix_epoch(Duration::from_secs(253_402_300_800));
 
-/// When a certificate expires, whoever signed it: that is for handshakes to check. None where it cannot be parsed.
+/// Returns a certificate's expiry without checking its issuer, which handshakes check. None if the certificate is
+/// malformed.
 ///
-/// webpki gives a certificate's times only in the error for one that it is shown too late. It looks at them before it looks
-/// for the issuer, so that it needs no authorities for this.
+/// webpki reveals a certificate's times only in the error for an expired one. Its time check precedes the issuer check,
+/// so no authorities are needed.
 pub(super) fn of(certificate: &CertificateDer<'_>) -> Option<SystemTime> {
     let certificate = EndEntityCert::try_from(certificate).ok()?;
     match certificate.verify_for_usage(&[], &[], &[], AFTER_ALL, KeyUsage::client_auth(), None, None) {

@@ -8,7 +8,7 @@ use rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
 };
 
-/// The certificates of the authorities that the other end's certificate must come from.
+/// Certificates of the authorities that must have issued the peer's certificate.
 pub const CA: &str = "ca.pem";
 pub const SERVER_CERTIFICATE: &str = "server.pem";
 pub const SERVER_KEY: &str = "server.key";
@@ -16,18 +16,18 @@ pub const CLIENT_CERTIFICATE: &str = "client.pem";
 pub const CLIENT_KEY: &str = "client.key";
 /// A client's token, instead of a certificate.
 pub const TOKEN: &str = "token";
-/// Who may call a server, and what.
+/// Identities that may call a server, with their roles and jobs.
 pub const IDENTITIES: &str = "identities.toml";
 
 pub(super) const REMEDY: &str =
     "make the folder's files with `longshore tls init`, or see docs/secure.md for their names";
-/// The largest file that is read. Chains and lists of authorities take some kilobytes.
+/// Largest file that is read. Chains and lists of authorities take some kilobytes.
 const MOST_BYTES: u64 = 1 << 20;
 
 /// Reads a file.
 ///
 /// # Errors
-/// Where it is absent, cannot be read or is too large.
+/// If the file is absent, unreadable or too large.
 pub(super) fn read(dir: &Path, name: impl AsRef<Path>) -> Result<Vec<u8>, Fault> {
     let path = dir.join(&name);
     let size = fs::metadata(&path).map(|found| found.len());
@@ -81,7 +81,7 @@ pub(super) fn shown(dir: &Path, name: &str, bytes: &[u8]) -> Result<Vec<Certific
     Ok(chain)
 }
 
-/// The bytes of a chain's certificates.
+/// Returns the total bytes of a chain's certificates.
 pub(super) fn length(chain: &[CertificateDer<'_>]) -> usize {
     chain.iter().map(|certificate| certificate.len()).sum()
 }

@@ -1,9 +1,9 @@
-//! TLS below HTTP/2, by tokio-rustls: both ends' configurations, made from the files of a folder, and the socket. `pages` has it
-//! below HTTP/1.1.
+//! TLS below HTTP/2, by tokio-rustls: both ends' configurations, read from the files of a folder, and the socket.
+//! `pages` has TLS below HTTP/1.1.
 //!
-//! TLS 1.3 alone. Longshore's own two ends have it, and so has every stock gRPC client since 2019. With it there is no
-//! cipher suite to choose wrongly, and the code of older versions is not even compiled in. No session is resumed, so that
-//! each connection shows its certificate anew, and one that was replaced is seen by the next connection.
+//! TLS 1.3 alone, which both of Longshore's ends and every stock gRPC client since 2019 support. TLS 1.3 leaves no weak
+//! cipher suite to choose, and older versions are not compiled in. Sessions are not resumed, so each connection shows
+//! its certificate anew, and a replaced one takes effect at once.
 
 mod client;
 mod expiry;

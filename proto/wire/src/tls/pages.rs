@@ -1,4 +1,4 @@
-//! TLS below HTTP/1.1, for readers of a server's pages: browsers and Prometheus, which may show a certificate and need not.
+//! TLS below HTTP/1.1, for readers of a server's pages: browsers and Prometheus. Their certificate is optional.
 
 use std::{io, path::Path, sync::Arc};
 
@@ -10,31 +10,33 @@ use super::server::{self, Certificates};
 
 const ALPN: &[u8] = b"http/1.1";
 
-/// The certificate of a server, for its readers. A clone is cheap.
+/// TLS configuration of a server's pages. A clone is cheap.
 #[derive(Clone)]
 pub struct Pages {
     acceptor: TlsAcceptor,
 }
 
-/// A reader that has shaken hands.
+/// A reader after the handshake.
 pub struct Reader {
     pub socket: TlsStream<TcpStream>,
-    /// The name on its certificate: the first DNS name, or nothing.
+    /// First DNS name of the reader's certificate, or empty. None without a certificate.
     pub certificate: Option<Arc<str>>,
 }
 
 impl Pages {
+    /// Reads the folder.
+    ///
     /// # Errors
-    /// Where a file of the folder is missing or cannot be used.
+    /// If a file of the folder is missing or unusable.
     pub fn read(dir: &Path) -> Result<Pages, Fault> {
         let config = server::config(dir, Certificates::Optional, ALPN)?;
         Ok(Pages { acceptor: Arc::new(config).into() })
     }
 
-    /// Shakes hands with a reader. It has no deadline of its own.
+    /// Performs the handshake with a reader, without a deadline.
     ///
     /// # Errors
-    /// Where the reader leaves, speaks otherwise, or shows a certificate that is not accepted.
+    /// If the reader disconnects, does not speak TLS, or shows a certificate that is not accepted.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<Reader> {
         let socket = self.acceptor.accept(socket).await?;
         let chain = socket.get_ref().1.peer_certificates().unwrap_or_default();

@@ -1,20 +1,20 @@
-//! Why a connection was not made: it did not come about, or one end does not trust the other.
+//! Errors of dialling: a broken connection, or one end does not trust the other.
 
 use std::{error, fmt, io};
 
 use longshore_proto::{Fault, FaultKind};
 use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 
-/// Why dialling failed.
+/// Reason why dialling failed.
 #[derive(Debug)]
 pub enum DialError {
-    /// Dialling again may help.
+    /// A retry may succeed.
     Io(io::Error),
-    /// One end refused the other, and will again.
+    /// One end refused the other, and a retry fails again.
     Untrusted(Untrusted),
 }
 
-/// What one end has against the other.
+/// Fault of an end that does not trust the other.
 #[derive(Clone, Debug)]
 pub struct Untrusted(pub Fault);
 
@@ -31,7 +31,7 @@ impl error::Error for DialError {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         match self {
             DialError::Io(error) => error.source(),
-            // It is found by its type among the sources of the transport's error.
+            // Callers find it by its type among the sources of the transport's error.
             DialError::Untrusted(untrusted) => Some(untrusted),
         }
     }
@@ -52,7 +52,7 @@ impl From<io::Error> for DialError {
 }
 
 impl DialError {
-    /// What a failed handshake with `host` means.
+    /// Classifies a failed handshake with `host`.
     pub(super) fn of_handshake(error: io::Error, host: &str) -> DialError {
         let found = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
         match found.and_then(|error| fault(error, host)) {
@@ -62,7 +62,7 @@ impl DialError {
     }
 }
 
-/// None where the connection may have been cut by chance.
+/// Returns the fault of a TLS error. None if the connection may have been cut by chance.
 fn fault(error: &Error, host: &str) -> Option<Fault> {
     let (value, remedy) = match error {
         Error::InvalidCertificate(certificate) => {
@@ -92,7 +92,7 @@ fn fault(error: &Error, host: &str) -> Option<Fault> {
 const ALERT_REMEDY: &str = "have a certificate of the authority that the server trusts as client.pem in the TLS folder, and \
                             one that has not expired";
 
-/// None for what says nothing of trust.
+/// Returns the text of an alert. None for alerts unrelated to trust.
 fn alerted(alert: AlertDescription) -> Option<&'static str> {
     Some(match alert {
         AlertDescription::CertificateRequired => "it asks for a client's certificate, and none was shown",

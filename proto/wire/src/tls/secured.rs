@@ -1,4 +1,4 @@
-//! The socket of a connection that has shaken hands.
+//! The socket of a connection after its handshake.
 
 use std::{
     io::{self, IoSlice},
@@ -19,10 +19,10 @@ use tokio_rustls::TlsStream;
 use super::files::length;
 use crate::direct::Socket;
 
-/// The protocol that both ends name: HTTP/2.
+/// ALPN name of the protocol that both ends announce: HTTP/2.
 pub(super) const ALPN: &[u8] = b"h2";
 
-/// What the other end has proved by a certificate.
+/// Identity that the peer has proved by a certificate.
 #[derive(Debug)]
 pub(super) struct Shown {
     /// See [`Socket::certificate`].
@@ -38,8 +38,10 @@ pub struct Secured {
 }
 
 impl Secured {
+    /// Wraps a stream after its handshake.
+    ///
     /// # Errors
-    /// Where the other end has not said that it speaks HTTP/2, or its certificates are too long to keep.
+    /// If the peer did not announce HTTP/2, or its certificates are too long to keep.
     pub(super) fn new(stream: TlsStream<TcpStream>, shown: Option<Shown>) -> io::Result<Secured> {
         let (_, end) = stream.get_ref();
         if end.alpn_protocol() != Some(ALPN) {
@@ -55,8 +57,8 @@ impl Secured {
         Ok(Secured { stream, shown })
     }
 
-    /// Waits for the server's first bytes. With TLS 1.3 a client has shaken hands before the server has seen its
-    /// certificate; a server that refuses it says so instead of these.
+    /// Waits for the server's first bytes. In TLS 1.3 a client's handshake ends before the server has checked
+    /// its certificate. A server that refuses the certificate sends an alert instead of these bytes.
     pub(super) async fn greeted(mut self) -> io::Result<Secured> {
         if self.stream.fill_buf().await?.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());

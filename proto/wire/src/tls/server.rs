@@ -1,4 +1,4 @@
-//! A server's end.
+//! TLS configuration and handshake of a server.
 
 use std::{io, path::Path, sync::Arc};
 
@@ -18,32 +18,34 @@ use super::{
     files::{self, CA, SERVER_CERTIFICATE, SERVER_KEY},
     secured::{ALPN, Secured, Shown},
 };
-/// Whether clients must show a certificate.
+/// Requirement of a client's certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Certificates {
     Required,
-    /// A client without one shows a token with its calls.
+    /// A client without a certificate shows a token with its calls.
     Optional,
 }
 
-/// What a server shows, and what it asks of clients. A clone is cheap.
+/// TLS configuration of a server. A clone is cheap.
 #[derive(Clone)]
 pub struct Server {
     acceptor: TlsAcceptor,
 }
 
 impl Server {
+    /// Reads the folder.
+    ///
     /// # Errors
-    /// Where a file of the folder is missing or cannot be used.
+    /// If a file of the folder is missing or unusable.
     pub fn read(dir: &Path, certificates: Certificates) -> Result<Server, Fault> {
         let config = config(dir, certificates, ALPN)?;
         Ok(Server { acceptor: Arc::new(config).into() })
     }
 
-    /// Shakes hands with a client. It has no deadline of its own.
+    /// Performs the handshake with a client, without a deadline.
     ///
     /// # Errors
-    /// Where the client leaves, speaks otherwise, or shows a certificate that is not accepted.
+    /// If the client disconnects, does not speak TLS, or shows a certificate that is not accepted.
     pub async fn accept(&self, socket: TcpStream) -> io::Result<Secured> {
         let stream = self.acceptor.accept(socket).await?;
         let shown = shown(stream.get_ref().1.peer_certificates().unwrap_or_default());
@@ -51,7 +53,7 @@ impl Server {
     }
 }
 
-/// What a server of this folder shows, and what it asks of clients, for ends that speak one protocol (ALPN).
+/// Returns a server's TLS configuration from the folder, for the protocol `protocol` (ALPN).
 pub(super) fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) -> Result<ServerConfig, Fault> {
     let provider = Arc::new(ring::default_provider());
     let roots = files::authorities(dir, &files::read(dir, CA)?)?;
@@ -81,7 +83,7 @@ pub(super) fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
     Some(Shown { name: name_of(first)?, expires: expiry::of(first) })
 }
 
-/// The first DNS name of a certificate, which names the identity that it proves; empty where it has none.
+/// Returns the first DNS name of a certificate, which names its identity; empty if it has none.
 fn name_of(certificate: &CertificateDer<'_>) -> Option<Arc<str>> {
     let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
     Some(certificate.valid_dns_names().next().unwrap_or_default().into())

@@ -18,7 +18,7 @@ use crate::direct::Socket;
 const HOST: &str = "127.0.0.1";
 const GREETING: &[u8; 8] = b"settings";
 
-/// A folder with a server's files and a client's, of an authority of this name.
+/// Creates a folder with a server's and a client's files, issued by an authority of this name.
 fn folder(name: &str) -> TempDir {
     let folder = TempDir::new().unwrap();
     let write = |file: &str, text: String| fs::write(folder.path().join(file), text).unwrap();
@@ -39,7 +39,7 @@ fn folder(name: &str) -> TempDir {
     folder
 }
 
-/// A connection, and the server's end of it once hands are shaken and the greeting is sent.
+/// Returns a connection, and the server's end of it after the handshake and the greeting.
 async fn serve(dir: &Path) -> (TcpStream, impl Future<Output = io::Result<Secured>>) {
     let listener = TcpListener::bind((HOST, 0)).await.unwrap();
     let socket = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -68,7 +68,7 @@ async fn ends_of_one_authority_reach_each_other() {
     assert_eq!(&greeting, GREETING, "nothing is lost to the wait for it");
 }
 
-/// Shaking hands succeeds at a client's end before the server has seen its certificate.
+/// A client's handshake succeeds before the server has checked its certificate.
 #[tokio::test]
 async fn both_ends_say_why_they_refuse_the_other() {
     let (ours, theirs) = (folder("ours"), folder("theirs"));

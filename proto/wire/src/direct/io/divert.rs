@@ -1,4 +1,4 @@
-//! The DATA frames of tapped streams: to their sinks, kept, or discarded.
+//! The DATA frames of tapped streams: passed to their sinks, kept, or discarded.
 
 use std::{
     io::{self, IoSliceMut},
@@ -17,7 +17,7 @@ use crate::{
 };
 
 impl<S: Socket> Direct<S> {
-    /// Takes some bytes of a tapped stream to where its sink wants them.
+    /// Moves some bytes of a tapped stream to its sink.
     pub(super) fn divert(
         &mut self,
         context: &mut Context<'_>,
@@ -33,7 +33,7 @@ impl<S: Socket> Direct<S> {
                         return Poll::Ready(Ok(count));
                     }
                 }
-                // It gets its fields only, since the payload behind them is to be read to its place.
+                // Only fields are buffered, since the payload behind them is read to its place.
                 Want::Sink(Mode::Fields) => {
                     if !ready!(self.fill(context, 1))? {
                         return Poll::Ready(Ok(0));
@@ -66,8 +66,8 @@ impl<S: Socket> Direct<S> {
         Poll::Ready(Ok(now))
     }
 
-    /// Reads payload from the socket to its place, and what comes behind its end into the buffer. None when the
-    /// payload has no place any more.
+    /// Reads payload from the socket to its place, and bytes beyond its end into the buffer. None if the
+    /// payload no longer has a place.
     fn read_direct(
         &mut self,
         context: &mut Context<'_>,
@@ -128,7 +128,7 @@ impl<S: Socket> Direct<S> {
             self.made.extend_from_slice(&end.write());
         }
         if self.streams[stream].tap.state().is_closed() {
-            // It was kept to the end of its frame.
+            // A closed stream is kept to the end of its frame.
             self.line.note();
         }
         self.inward = Inward::Header;

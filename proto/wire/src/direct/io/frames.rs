@@ -1,4 +1,4 @@
-//! The headers of frames that come: what the peer may send, and where each frame goes.
+//! Headers of incoming frames: the peer's limits, and the route of each frame.
 
 use std::{
     io,
@@ -46,14 +46,14 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Logs the breach, and makes the error that ends h2's connection.
+    /// Logs the breach, and returns the error that ends h2's connection.
     pub(super) fn cut_off(&mut self, context: &mut Context<'_>, breach: Breach) -> io::Error {
         tracing::debug!(?breach, "connection cut off");
         self.say_good_bye(context, breach as u32);
         io::Error::other(breach.text())
     }
 
-    /// Sends GOAWAY with this code, unless one of h2's frames is on its way or the peer takes nothing.
+    /// Sends GOAWAY with this code, unless an h2 frame is partly written or the peer takes nothing.
     pub(super) fn say_good_bye(&mut self, context: &mut Context<'_>, code: u32) {
         self.inward = Inward::Over;
         if self.outward.is_between_frames() {
@@ -62,7 +62,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Decides where a frame goes. Returns false where the stream ends inside it.
+    /// Chooses the route of a frame. Returns false if the stream ends inside it.
     pub(super) fn frame(&mut self, context: &mut Context<'_>, header: Header) -> Poll<io::Result<bool>> {
         let stream = self.streams.iter().position(|stream| stream.id == header.stream);
         let pass = Inward::Pass { left: HEADER_BYTES + header.len };

@@ -1,24 +1,24 @@
-//! Where the reading of a connection stands.
+//! Position in the incoming byte stream.
 
 use crate::direct::outward::Header;
 
-/// What the socket's next bytes are.
+/// Meaning of the socket's next bytes.
 pub(super) enum Inward {
     Preface,
     Header,
-    /// A header that is allowed. It is not known yet where its frame goes.
+    /// An allowed header. The route of its frame is not chosen yet.
     Frame(Header),
-    /// Bytes that go to h2.
+    /// Bytes for h2.
     Pass {
         left: usize,
     },
-    /// Bytes of what is not HTTP/2, or the end of the stream.
+    /// Bytes of another protocol than HTTP/2, or the end of the stream.
     Raw,
     Divert {
         stream: usize,
         left: usize,
         padding: usize,
     },
-    /// Nothing more is read.
+    /// Reading has stopped.
     Over,
 }

@@ -1,4 +1,4 @@
-//! How long a connection may keep a server waiting, and for what.
+//! Deadlines of a server's connection: for its first frame, its first call, and for room.
 
 use std::{
     io,
@@ -13,23 +13,23 @@ use tokio::time::{Sleep, sleep_until};
 use super::{Direct, Inward};
 use crate::direct::{conduct::Breach, socket::Socket};
 
-/// A connection whose unfinished frames and messages exceed the room that strangers share is not read. After this
-/// time it is ended.
+/// Deadline of a connection whose unfinished frames and messages exceed the strangers' shared room. Meanwhile the
+/// connection is not read.
 const ROOM_DEADLINE: Duration = Duration::from_secs(10);
-/// How often such a connection checks whether there is room.
+/// Interval at which such a connection checks for room.
 const ROOM_POLL: Duration = Duration::from_millis(20);
 
 #[derive(Default)]
 pub(super) struct Patience {
-    /// Its first frame has come.
+    /// The first frame has come.
     pub(super) greeted: bool,
-    /// Since when there is no room for what it sends.
+    /// Start of the wait for room.
     crowded: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl Patience {
-    /// Whether that time has come. If not, the task is woken then.
+    /// Returns whether the time `at` has come. If not, the task wakes then.
     fn is_due(&mut self, context: &mut Context<'_>, at: Instant) -> bool {
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(at.into())));
         if timer.deadline() != at.into() {
@@ -40,13 +40,12 @@ impl Patience {
 }
 
 impl<S: Socket> Direct<S> {
-    /// Whether nobody has said that this is a rank's connection.
+    /// Returns whether the connection is not known to be a rank's.
     pub(super) fn is_stranger(&self) -> bool {
         self.guest.is_some() && !self.taps.is_vouched()
     }
 
-    /// Ends a connection that says nothing, or that the server wants to end. Holds back one for which there is no
-    /// room.
+    /// Ends a silent connection, or one that the server wants to end. Suspends a connection without room.
     pub(super) fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let unfinished = self.unfinished();
         let Some(guest) = &mut self.guest else { return Poll::Ready(Ok(())) };
@@ -84,8 +83,7 @@ impl<S: Socket> Direct<S> {
         Poll::Pending
     }
 
-    /// How many bytes are kept here or in h2 because their frame, or the message that they belong to, is not
-    /// complete.
+    /// Returns the bytes kept here or in h2 because their frame or message is incomplete.
     fn unfinished(&self) -> usize {
         if !self.is_stranger() {
             return 0;

@@ -1,4 +1,5 @@
-//! Any frames, and any cuts of what is read and written: what h2 and the sinks get, and what is given back.
+//! Arbitrary frames, with arbitrary cuts of reads and writes: the bytes that h2 and the sinks get, and the windows
+//! returned.
 
 use std::{
     collections::VecDeque,
@@ -24,7 +25,7 @@ use crate::{
     v1::PushRequest,
 };
 
-/// A socket that gives and takes as many bytes at a time as it is told to.
+/// A socket that reads and writes scripted numbers of bytes at a time.
 struct Script {
     incoming: Vec<u8>,
     at: Mutex<(usize, VecDeque<usize>)>,
@@ -58,7 +59,7 @@ impl Socket for Script {
         let (at, cuts) = &mut *held;
         let cut = next(cuts);
         if cut == 0 && *at < self.incoming.len() {
-            // Whoever waits is asked again.
+            // The test polls again after Pending.
             return Poll::Pending;
         }
         let mut left = cut.min(self.incoming.len() - *at);
@@ -80,7 +81,7 @@ impl Socket for Script {
         if left == 0 {
             return Poll::Pending;
         }
-        // The kernel reads what nobody else can.
+        // The kernel reads memory that safe code cannot.
         let (mut reader, writer) = io::pipe()?;
         for part in parts {
             let now = left.min(part.len());
@@ -121,7 +122,7 @@ impl AsyncWrite for Script {
     }
 }
 
-/// Takes bytes in one way after another.
+/// A sink that takes bytes in one mode after another.
 #[derive(Clone)]
 struct Collect(Arc<Mutex<Collected>>);
 
@@ -161,7 +162,7 @@ impl Sink for Collect {
     fn put(&mut self, bytes: &mut Bytes) {
         let mut held = self.lock();
         while !bytes.is_empty() && held.modes[0] != Mode::Stalled {
-            // Just before it stalls it takes only a part.
+            // Just before a stall the sink takes only a part.
             let part = if held.modes[1] == Mode::Stalled { bytes.len().div_ceil(2) } else { bytes.len() };
             held.got.extend_from_slice(&bytes.split_to(part));
             held.modes.rotate_left(1);
@@ -192,21 +193,21 @@ fn marked(mark: Mark) -> Vec<u8> {
     head.to_vec()
 }
 
-/// What a peer sends: a kind, on which of three streams, how much, and how it is padded.
+/// A peer's frame: kind, one of three streams, length, and padding.
 type Sent = (u8, usize, usize, Option<u8>);
 
-/// The bytes of a connection, and where they are expected to go.
+/// The bytes of a connection, and their expected destinations.
 #[derive(Default)]
 struct Expected {
     sent: Vec<u8>,
     passed: Vec<u8>,
-    /// By stream: what its sink gets, and how much of its window is taken.
+    /// For each stream: its sink's bytes, and the window taken.
     diverted: [(Vec<u8>, usize); 2],
     ended: [bool; 2],
 }
 
-/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` are those of requests that come; there are none when they
-/// have gone out.
+/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` are those of incoming requests. None: the requests have
+/// gone out.
 fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
     let mut expected = Expected::default();
     if marks.is_some() {
@@ -222,7 +223,7 @@ fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
             expected.passed.extend_from_slice(&frame);
         };
         if kind > 3 {
-            // This frame is of a kind that may have any size.
+            // This frame's kind allows any size.
             pass(frame(kind + 16, 0, stream, &payload), &mut expected);
         } else if which == 2 {
             pass(frame(Header::DATA, 0, stream, &payload), &mut expected);
@@ -277,7 +278,7 @@ fn sent() -> impl Strategy<Value = Vec<Sent>> {
     prop::collection::vec(frame, 1..40)
 }
 
-/// The frames that h2 writes. None is a WINDOW_UPDATE, so that those that `Direct` writes can be told apart.
+/// The frames that h2 writes. None is a WINDOW_UPDATE, so that `Direct`'s own can be told apart.
 fn written(lens: &[usize]) -> Vec<Vec<u8>> {
     lens.iter().enumerate().map(|(index, &len)| frame(4, 0, 7, &bytes(len, index))).collect()
 }
@@ -286,7 +287,7 @@ struct Run {
     direct: Direct<Script>,
     passed: Vec<u8>,
     room: VecDeque<usize>,
-    /// What h2 still writes, and how it cuts it.
+    /// Bytes that h2 still writes, and their cuts.
     writing: Vec<u8>,
     slices: VecDeque<usize>,
 }
@@ -301,7 +302,7 @@ impl Run {
         Run { direct, passed: Vec::new(), room: sizes.clone(), writing, slices: sizes }
     }
 
-    /// Takes one turn of h2's. Returns true when it found the end of the stream.
+    /// Runs one turn of h2. Returns true at the end of the stream.
     fn turn(&mut self) -> io::Result<bool> {
         let mut context = Context::from_waker(Waker::noop());
         let (a, b) = (next(&mut self.slices).min(self.writing.len()), next(&mut self.slices));
@@ -325,7 +326,7 @@ impl Run {
         }
     }
 
-    /// Splits what went out into h2's frames and what was given back on a stream.
+    /// Splits the output into h2's frames and the windows returned for a stream.
     fn outgoing(&self, from: usize) -> (Vec<u8>, impl Fn(u32) -> usize) {
         let (mut rest, mut own, mut updates) = (&self.direct.socket.outgoing[from..], Vec::new(), Vec::new());
         while !rest.is_empty() {
@@ -364,7 +365,7 @@ impl Run {
     }
 }
 
-/// An answer's messages, of which some have a payload that goes out past h2: what h2 is given, and what is to arrive.
+/// An answer's messages, some with a payload that bypasses h2: the bytes for h2, and the bytes that must arrive.
 fn answer(lens: &[(usize, usize)], payloads: &mut Payloads) -> (Vec<u8>, Vec<u8>) {
     let (mut given, mut wanted) = (Vec::new(), Vec::new());
     for (index, &(head, payload)) in lens.iter().enumerate() {
@@ -373,7 +374,7 @@ fn answer(lens: &[(usize, usize)], payloads: &mut Payloads) -> (Vec<u8>, Vec<u8>
         let (mut region, _) = SharedFile::lendable(payload.max(1)).unwrap();
         region.bytes_mut()[..payload].copy_from_slice(&body);
         let shared = (payload > 0).then(|| region.share(0..payload));
-        // Some have one of their own.
+        // Some messages have a payload of their own.
         let shared = shared.filter(|_| index % 3 < 2);
         let own = shared.as_ref().map_or_else(|| Bytes::from(body.clone()), blank);
         given.extend_from_slice(&[&head[..], &own].concat());
@@ -385,7 +386,7 @@ fn answer(lens: &[(usize, usize)], payloads: &mut Payloads) -> (Vec<u8>, Vec<u8>
 
 proptest! {
 
-    /// However h2 cuts an answer into frames and its frames into writes, each payload lies in the place of its blank.
+    /// Each payload takes its blank's place, for any cuts into frames and writes.
     #[test]
     fn payloads_take_the_place_of_blanks(
         lens in prop::collection::vec((0usize..40, prop_oneof![Just(0), 1usize..60, 1usize..3000]), 1..12),
@@ -456,7 +457,7 @@ proptest! {
                 break;
             }
         }
-        // This is the last of what is owed.
+        // The last of the owed windows.
         for _ in 0..100 {
             run.turn().unwrap();
         }

@@ -1,4 +1,4 @@
-//! The methods that h2 and tonic call.
+//! The traits of `Direct` that h2 and tonic call.
 
 use std::{
     any::Any,
@@ -22,7 +22,7 @@ impl<S: Socket> AsyncRead for Direct<S> {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.line.register(context.waker());
-        // A peer that sends without end must not keep the others waiting.
+        // A peer that sends without end must not starve the others.
         let turn = ready!(tokio::task::coop::poll_proceed(context));
         this.collect();
         ready!(this.poll_patience(context))?;
@@ -96,25 +96,25 @@ impl<S: Socket> AsyncWrite for Direct<S> {
     }
 }
 
-/// A call's connection, which a server's calls find in their request's extensions.
+/// Data of a call's connection. A server's calls find it in their request's extensions.
 #[derive(Clone)]
 pub struct Connection {
     pub taps: Taps,
     /// See [`Socket::certificate`].
     pub certificate: Option<Arc<str>>,
-    /// What is kept for as long as the connection lasts, or a call on it.
+    /// Values kept until the connection and its calls end.
     kept: Arc<Mutex<Kept>>,
 }
 
 type Kept = Vec<Box<dyn Any + Send>>;
 
 impl Connection {
-    /// That of a call; None where the call did not come through a [`Direct`].
+    /// Returns a call's connection. None if the call did not come through a [`Direct`].
     pub fn of(extensions: &http::Extensions) -> Option<&Connection> {
         extensions.get()
     }
 
-    /// What the server's own code keeps with the connection, and adds to it.
+    /// Returns the values that the server keeps with the connection, and may extend.
     pub fn kept(&self) -> MutexGuard<'_, Kept> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }

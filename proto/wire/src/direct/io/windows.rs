@@ -1,4 +1,4 @@
-//! The windows of tapped streams: h2 does not count their bytes, so that they are given back here.
+//! Windows of tapped streams. h2 does not count their bytes, so their windows are returned here.
 
 use std::{
     io,
@@ -10,7 +10,7 @@ use super::{Direct, Inward, Stream};
 use crate::direct::socket::Socket;
 
 impl<S: Socket> Direct<S> {
-    /// Collects what taps have given back, and lets go of taps that were closed.
+    /// Collects the windows that taps have released, and drops closed taps.
     pub(super) fn collect(&mut self) {
         if !self.line.take_changed() {
             return;
@@ -32,7 +32,7 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Writes WINDOW_UPDATE frames where a frame of h2's has ended and enough has been taken.
+    /// Writes WINDOW_UPDATE frames if no h2 frame is partly written and enough is owed.
     pub(super) fn give_back(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         match self.poll_updates(context) {
             Poll::Ready(result) => result,
