@@ -7,7 +7,7 @@ use crate::{
     ids::{ChunkId, Incarnation, MicroStep, Rank, ShardId, Step, Version},
 };
 
-/// One rank's gradient for one shard, for one (step, micro-step).
+/// A rank's gradient for one shard, for one (step, micro-step).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Contribution {
     pub step: Step,
@@ -52,7 +52,7 @@ impl Origin {
     }
 }
 
-/// One chunk of a contribution, with every field that is checked before its bytes are stored.
+/// A chunk of a contribution, with every field that is checked before its bytes are stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ContributionChunk {
     pub contribution: Contribution,

@@ -13,7 +13,7 @@ use crate::{
     partition::Partition,
 };
 
-/// One tensor of the model, in registration order.
+/// A tensor of the model, in registration order.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Param {
     pub name: String,

@@ -1,7 +1,7 @@
 //! The contract between workers and servers: validated domain types and limits.
 //!
-//! The messages lie beside this crate in `longshore/v1`, and their generated code in `longshore-wire`. That crate
-//! converts a message into a domain type once, or names the wrong field in an error.
+//! The messages lie beside this crate in `longshore/v1`, and their generated code in `longshore-wire`.
+//! `longshore-wire` converts a message into a domain type once, or names the wrong field in an error.
 
 pub mod checksum;
 pub mod commit;

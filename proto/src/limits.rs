@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Elements of a block, the unit of norms, checksums and parallel update. A block is 900 KiB, at 14 bytes of state and
-/// gradient an element. One block's working set stays in a core's 1 MiB L2.
+/// Elements of a block, the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element,
+/// a block is 900 KiB. The working set of a block stays in a core's 1 MiB L2.
 pub const BLOCK_ELEMENTS: u64 = 64 * 1024;
 /// Alignment of each parameter's start: 64 fp32 elements are four cache lines, so no two parameters share a line.
 pub const ALIGN_ELEMENTS: u64 = 64;
@@ -88,8 +88,8 @@ pub const HANDSHAKE_BYTES: usize = 112 * 1024;
 /// chain of three certificates with RSA keys of 4096 bits has 6 KiB.
 pub const MOST_CHAIN_BYTES: usize = 12 * 1024;
 /// Memory of TLS for a connection, beside [`IDLE_CONNECTION_BYTES`]. rustls buffers 32 KiB of received records and 18
-/// KiB of decrypted data. It buffers 64 KiB of outgoing records, up to 136 if each is small. [`MOST_CHAIN_BYTES`] and
-/// the keys are the rest.
+/// KiB of decrypted data. Outgoing records take 64 KiB, up to 136 if each is small. [`MOST_CHAIN_BYTES`] and the keys
+/// are the rest.
 pub const TLS_CONNECTION_BYTES: usize = 208 * 1024;
 /// Additional memory that strangers can make a server hold if it speaks TLS.
 pub const STRANGERS_TLS_BYTES: usize =

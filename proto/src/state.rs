@@ -8,7 +8,7 @@ use crate::{
     limits::QUANTIZATION_ELEMENTS,
 };
 
-/// One array of a shard's state.
+/// An array of a shard's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StateArray {
     Master,

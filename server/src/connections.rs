@@ -37,7 +37,7 @@ const SETTLED: Duration = Duration::from_secs(1);
 const CALL: Duration = Duration::from_secs(10);
 /// Interval of the check for expired certificates.
 const LOOK: Duration = Duration::from_secs(1);
-/// One in 16 connections is closed at a time, since finding many costs no more than finding one.
+/// Fraction of connections closed at a time, one in 16, since finding many costs no more than finding one.
 const SHARE_ENDED: usize = 16;
 
 /// Table of open connections. [`crate::accept`] registers each accepted one.

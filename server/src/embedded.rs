@@ -22,7 +22,7 @@ use crate::{
 const LET_GO: Duration = Duration::from_secs(10);
 
 /// A server on a free loopback port, ended by drop. Its stored jobs are recovered by the next server with the same
-/// folders. That server may run in another process and on another port.
+/// folders, even in another process or on another port.
 pub struct Embedded {
     address: SocketAddr,
     /// None once ended.
@@ -79,7 +79,7 @@ fn end(server: Server, runtime: Runtime) {
     let (jobs, directories) = server.into_parts();
     jobs.open_no_more();
     runtime.shutdown_timeout(LET_GO);
-    // A job's threads end with its last user. They belong to no runtime, so a new runtime can wait for them.
+    // A job's threads end with its last user. No runtime owns them, so a new runtime can wait for them.
     if let Ok(waiting) = Builder::new_current_thread().enable_time().build() {
         let _ = waiting.block_on(async { timeout(LET_GO, Jobs::ended(jobs)).await });
     }

@@ -55,8 +55,8 @@ fn serve(config: Config) -> Result<(), ServerError> {
         println!("longshored listening on {}", server.address());
         server.run_until(signals).await
     });
-    // After a drain only deletions and listings of files may remain. They may take a moment, and hang on a folder that
-    // hangs.
+    // After a drain only deletions and listings of files may remain. Such calls take a moment, and hang forever if the
+    // folder hangs.
     runtime.shutdown_timeout(if served.is_ok() { LAST_CALLS } else { Duration::ZERO });
     served
 }

@@ -27,9 +27,9 @@ impl Places {
         self.most
     }
 
-    /// Assigns a place to the task. Returns whether an earlier task was aborted for it. That task closes its socket
-    /// only when scheduled, so the caller should yield. Otherwise a flood is accepted 128 at a time, and as many extra
-    /// sockets are open.
+    /// Assigns a place to the task. Returns whether an earlier task was aborted for it. An aborted task closes its
+    /// socket only when scheduled, so the caller should yield. Otherwise a flood is accepted 128 at a time, and as
+    /// many extra sockets are open.
     pub(crate) fn take(&mut self, origin: Origin, task: AbortHandle) -> bool {
         let full = self.taken.len() >= self.most;
         if full && let Some(oldest) = self.oldest_of_the_most() {
@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(origins(&places), [host(1), host(2), host(3)]);
         take(&mut places, 4);
         assert_eq!(origins(&places), [host(2), host(3), host(4)]);
-        // That task was aborted, so its place belongs to another by now.
+        // The reader's task was aborted, so its place belongs to another by now.
         places.give_back(reader);
         assert_eq!(places.taken.len(), 3);
         let last = places.taken[2].task.id();

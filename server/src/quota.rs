@@ -20,7 +20,7 @@ pub(crate) struct Usage {
     pub(crate) drives: u64,
 }
 
-/// One owner as listed in status and metrics.
+/// An owner as listed in status and metrics.
 pub(crate) struct Listed {
     pub(crate) name: String,
     pub(crate) quota: Quota,

@@ -1,4 +1,4 @@
-//! One type for all sockets that a client's address may name.
+//! The socket type of clients, over all kinds of sockets that an address may name.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},

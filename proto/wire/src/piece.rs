@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-/// One encoded message. Its two parts become two DATA frames, and one write sends the small one with the large one.
+/// An encoded message. Its two parts become two DATA frames, and one write sends the small one with the large one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Piece {
     pub head: Bytes,

@@ -40,8 +40,8 @@ pub fn status(fault: &Fault) -> Status {
 }
 
 /// Returns the fault inside a status. Only a server's status has our details. Other statuses come from tonic, hyper or
-/// h2 at either end, or from a proxy. Their codes reflect the transport rather than a server's decision. They become
-/// `Unavailable`, which callers retry, except two codes that retries do not mend.
+/// h2 at either end, or from a proxy. Their codes reflect the transport rather than a server's decision. Such a status
+/// becomes `Unavailable`, which callers retry, except for two codes that retries do not mend.
 pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
     if let Some(info) = status.get_details_error_info()
         && info.domain == DOMAIN

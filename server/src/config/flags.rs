@@ -52,12 +52,12 @@ pub struct Flags {
     /// Shards of an nvme job that are read, updated or written at once [default: 6]
     #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
     pub storage_buffers: Option<usize>,
-    /// What of an nvme job lives on the drives: state, or images, which are the 16-bit weights as well: 4 bytes a
-    /// parameter less in memory, 2 more written in a step; or all, with gradients that workers do not lend: 2 bytes
-    /// a parameter and rank less, 2 more written and read [default: state]
+    /// Parts of an nvme job that live on the drives: state, or images, which are the 16-bit weights as well: 4 bytes a
+    /// parameter less in memory, 2 more written in a step; or all, with gradients that workers do not lend: 2 bytes a
+    /// parameter and rank less, 2 more written and read [default: state]
     #[arg(long, env = "LONGSHORED_SPILL", value_enum)]
     pub spill: Option<Spill>,
-    /// What the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear
+    /// Bytes that the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear
     #[arg(long, env = "LONGSHORED_DRIVE_ENDURANCE", value_name = "SIZE")]
     pub drive_endurance: Option<ByteSize>,
     /// Folder of a tmpfs for jobs with the shm tier, this server's own; systemd empties /dev/shm of an ordinary user who
@@ -89,10 +89,10 @@ pub struct Flags {
     /// Share no memory with workers of this host and user: their payloads come through sockets
     #[arg(long, env = "LONGSHORED_NO_MEMFD")]
     pub no_memfd: bool,
-    /// What to log, as in info or longshore_server=debug [default: info]
+    /// Log filter, as in info or longshore_server=debug [default: info]
     #[arg(long, env = "LONGSHORED_LOG", value_name = "FILTER")]
     pub log: Option<String>,
-    /// How to log [default: text]
+    /// Log format [default: text]
     #[arg(long, env = "LONGSHORED_LOG_FORMAT", value_enum)]
     pub log_format: Option<LogFormat>,
 }

@@ -34,7 +34,7 @@ pub(super) struct Answers {
     services: Services,
     /// Address at which workers reach this server.
     listen: Listen,
-    /// One permit for each response being built. A closed connection leaves its response in progress, so connections do
+    /// A permit for each response being built. A closed connection leaves its response in progress, so connections do
     /// not bound the number.
     making: Arc<Semaphore>,
 }

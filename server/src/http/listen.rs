@@ -22,8 +22,8 @@ use super::{
 };
 use crate::{accept::Accept, log::Seldom, places::Places, service::Services, trust::Readers};
 
-/// Connections at once. One more ends the oldest connection of the origin with the most, so a flood does not block
-/// probes.
+/// Connections at once. A further connection ends the oldest of the origin with the most, so a flood does not
+/// block probes.
 const MOST: usize = 32;
 /// Longest wait for a request's headers, and for the next request of a connection.
 const HEADERS: Duration = Duration::from_secs(10);

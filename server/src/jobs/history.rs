@@ -30,7 +30,7 @@ struct Seen {
     skipped: u64,
 }
 
-/// One decided step.
+/// A decided step.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct Decided {
     pub(crate) step: u64,

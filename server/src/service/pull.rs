@@ -72,7 +72,7 @@ async fn request(body: Body) -> Result<(v1::PullRequest, Option<Mark>), Status> 
     }
 }
 
-/// One checked Pull call.
+/// A checked Pull call.
 struct Pull {
     handle: Arc<JobHandle>,
     rank: Rank,

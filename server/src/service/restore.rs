@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::{Services, blocking, convert};
 use crate::jobs::{Act, JobHandle, Stage};
 
-/// One Restore call after its first checks.
+/// A Restore call after its first checks.
 struct Restore {
     store: Arc<Store>,
     job: JobName,

@@ -5,7 +5,7 @@ use super::identities::Role::{self, Operator, Reader, Worker};
 /// Scope of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
-    /// One job, named in the message.
+    /// A job, named in the message.
     Job,
     /// All jobs: only an identity with the jobs `*` may make it.
     AllJobs,
@@ -13,7 +13,7 @@ pub(super) enum Scope {
     Nothing,
 }
 
-/// One call.
+/// A gRPC call.
 #[derive(Debug)]
 pub(super) struct Call {
     path: &'static str,

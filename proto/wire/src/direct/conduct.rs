@@ -1,7 +1,7 @@
 //! Rules for a peer's frames: valid sizes, bounded headers, few useless frames, and no bytes beyond the window.
 //!
-//! h2 checks some of this for the frames it sees. It misses tapped streams, holds headers of megabytes and answers any
-//! number of pings. A frame of the wrong size it calls a PROTOCOL_ERROR.
+//! h2 checks some of this for the frames it sees. h2 misses tapped streams, holds headers of megabytes and answers any
+//! number of pings. A frame of the wrong size is a PROTOCOL_ERROR to h2.
 
 use std::time::Instant;
 

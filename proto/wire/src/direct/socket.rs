@@ -23,7 +23,7 @@ use tokio::{
 pub const LOOPBACK_BYTES: usize = 256 * 1024;
 /// Limit of unsent bytes in the kernel, between hosts. Weights and gradients travel at once in delayed steps. A
 /// WINDOW_UPDATE of one end queues behind the bytes that its socket has taken. The default is up to 4 MiB. On a link of
-/// 25 MB/s gradients then waited 0.16 s for their window, and a step took 1.45 times as long as the bytes need.
+/// 25 MB/s gradients then waited 0.16 s for their window. A step took 1.45 times as long as its bytes need.
 pub(crate) const UNSENT_BYTES: u32 = 128 * 1024;
 /// Send buffer of a Unix socket, as far as net.core.wmem_max allows. At its default of 208 KiB sender and receiver wait
 /// for each other, at 0.80 of a raw socket's speed. With this value it is 0.96.
@@ -33,8 +33,8 @@ pub const UNIX_BYTES: usize = 1024 * 1024;
 ///
 /// For a wrapper such as TLS ([`Secured`](crate::tls::Secured)) the provided methods are correct: they read through
 /// [`AsyncRead`] straight to the payload's place. A wrapper should forward [`Socket::size_buffers`] to the socket
-/// below. It should return true from [`AsyncWrite::is_write_vectored`] if one call takes several slices, since each
-/// message is a small head and a large payload.
+/// below. [`AsyncWrite::is_write_vectored`] should return true if one call takes several slices. Each message is a
+/// small head and a large payload.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     /// Reads available bytes into the first place, then into the next, and returns their number: 0 at the end of the
     /// stream. `Pending` means that no byte was taken, and the task wakes once bytes are there. A stream that can fill

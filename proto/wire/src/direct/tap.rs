@@ -188,8 +188,8 @@ impl Tap {
     }
 }
 
-/// Taps of a connection (on a server) or a channel (on a client) that one side has created and the other has not met
-/// yet.
+/// Taps that one side has created and the other has not met yet. A server has them for each connection, a client for
+/// each channel.
 #[derive(Clone, Default)]
 pub struct Taps(Arc<Meeting>);
 

@@ -14,7 +14,7 @@ use super::{
 };
 
 const PREFIX_BYTES: usize = 5;
-/// Bytes examined at once while fields before the payload are read. Those of a push or pull take about 80.
+/// Bytes examined at once while fields before the payload are read. The fields of a push or pull take about 80.
 const HEAD_STEP: usize = 256;
 
 /// Events of each message: its head, pieces of its payload, its end.

@@ -90,7 +90,7 @@ fn cuts() -> impl Strategy<Value = Vec<usize>> {
     ]
 }
 
-/// One field of each wire type, known or not.
+/// A field of each wire type, known or not.
 fn field() -> impl Strategy<Value = Vec<u8>> {
     let number = prop_oneof![1u32..20, Just(15), Just(15), 1u32..(1 << 29)];
     let value = prop_oneof![

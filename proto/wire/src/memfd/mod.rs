@@ -35,8 +35,8 @@ pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, Faul
     Foreign::map(descriptor, bytes, most).map_err(invalid)
 }
 
-/// Returns the fault of a link or memory that does not exist any more or is of another kind than the request needs.
-/// The sender should make a new link.
+/// Returns the fault of a missing or closed link, and of memory that does not match the request. The sender should
+/// make a new link.
 pub fn stale(value: impl std::fmt::Display, limit: &str) -> Fault {
     Fault::new(FaultKind::Precondition, STALE, value, limit, "link again, or send payloads inline")
 }

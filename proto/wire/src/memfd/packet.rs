@@ -33,7 +33,7 @@ pub struct Packet<M> {
     pub descriptor: Option<OwnedFd>,
 }
 
-/// One end of a link, created inside a tokio runtime. The socket is SEQPACKET, since a stream does not keep packets
+/// An end of a link, created inside a tokio runtime. The socket is SEQPACKET, since a stream does not keep packets
 /// apart. tokio's `UnixStream` serves here as the type of any Unix socket.
 pub struct Socket(UnixStream);
 

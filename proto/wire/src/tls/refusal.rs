@@ -10,7 +10,7 @@ use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 pub enum DialError {
     /// A retry may succeed.
     Io(io::Error),
-    /// One end refused the other, and a retry fails again.
+    /// An end refused the other, and a retry fails again.
     Untrusted(Untrusted),
 }
 
