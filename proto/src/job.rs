@@ -102,9 +102,6 @@ pub struct JobSpec {
     /// Formats of master weights and moments.
     #[serde(default, skip_serializing_if = "Formats::is_default")]
     pub formats: Formats,
-    /// No gradient statistics: no norm, no clipping and no overflow check, as in a plain fp32 or bf16 loop.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unchecked: bool,
     /// Contributors of each run of parameters; a frozen partition has none. Empty: all ranks contribute to all
     /// parameters.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -131,7 +128,6 @@ impl JobSpec {
             shard_elements: DEFAULT_SHARD_ELEMENTS,
             tier: TierKind::Memory,
             formats: Formats::default(),
-            unchecked: false,
             partitions: Vec::new(),
             leave_out: false,
         }
@@ -289,7 +285,6 @@ impl JobSpec {
             ("tier", self.tier.to_string(), other.tier.to_string()),
             ("state_format", self.formats.state.to_string(), other.formats.state.to_string()),
             ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
-            ("unchecked", self.unchecked.to_string(), other.unchecked.to_string()),
             ("leave_out", self.leave_out.to_string(), other.leave_out.to_string()),
             ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];

@@ -149,6 +149,15 @@ impl Wire for JobSpec {
             return Err(Fault::invalid("spec.worker_local", "true", limit, LOOK_AHEAD));
         }
         let formats = formats_from_wire(&spec)?;
+        if spec.unchecked {
+            let remedy = "leave it out: a step whose gradient has inf or NaN is skipped";
+            return Err(Fault::invalid(
+                "spec.unchecked",
+                true,
+                "false: gradients are always checked",
+                remedy,
+            ));
+        }
         let params =
             spec.params.into_iter().map(|p| Param { name: p.name, shape: p.shape, group: p.group }).collect();
         Ok(JobSpec {
@@ -164,7 +173,6 @@ impl Wire for JobSpec {
             shard_elements: spec.shard_elements,
             tier: tier_from_wire(spec.tier)?,
             formats,
-            unchecked: spec.unchecked,
             partitions: partitions_from_wire(spec.partitions)?,
             leave_out: spec.leave_out,
         })
@@ -188,7 +196,7 @@ impl Wire for JobSpec {
             state_format: state_format_to_wire(self.formats.state),
             master_format: master_format_to_wire(self.formats.master),
             rounding_seed: self.formats.seed,
-            unchecked: self.unchecked,
+            unchecked: false,
             partitions: self.partitions.iter().map(partition_to_wire).collect(),
             worker_local: false,
             leave_out: self.leave_out,

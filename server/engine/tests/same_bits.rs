@@ -58,7 +58,6 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec.micro_steps = 1 + noise.below(if large { 2 } else { 4 }) as u32;
     spec.max_delay = delay;
     spec.formats = Formats { state: formats.0, master: formats.1, seed: noise.next() };
-    spec.unchecked = noise.one_in(4);
     if noise.one_in(2) {
         spec.partitions = random_partitions(noise, params, spec.world_size);
     }
@@ -241,7 +240,7 @@ fn decide(
     let step = before.map_or(1, |before| before.step.0 + 1);
     Commit {
         step: Step(step),
-        skip: if norm.is_finite() { noise.one_in(8) } else { !(spec.unchecked && noise.one_in(4)) },
+        skip: !norm.is_finite() || noise.one_in(8),
         gradient_scale,
         clip_coefficient,
         correction,
@@ -434,7 +433,6 @@ impl<'a> Traffic<'a> {
         let expected: Vec<f64> = self.run.squares[self.decided as usize]
             .iter()
             .map(|&x| match x {
-                _ if self.run.spec.unchecked => 0.0,
                 x if x.is_nan() => f64::NAN,
                 x => x,
             })

@@ -45,7 +45,6 @@ fn settings(cluster: &Cluster, job: &str, data: &Path) -> Settings {
         tier: longshore_proto::TierKind::Memory,
         device: DeviceChoice::Host,
         formats: Default::default(),
-        unchecked: false,
         device_budget: None,
         checkpoint_dir: None,
         checkpoint_every: 0,

@@ -39,7 +39,6 @@ pub(crate) struct Settings {
     warmup_steps: u64,
     correction: String,
     max_grad_norm: Option<f64>,
-    nonfinite: String,
     loss_scale: Option<GivenScaler>,
     missing_gradients: String,
     shard_elements: u64,
@@ -140,7 +139,6 @@ impl Settings {
             shard_elements: self.shard_elements,
             tier: self.tier.parse()?,
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
-            unchecked: self.nonfinite == "apply",
             partitions: self.partitions(),
             leave_out: self.missing_gradients == "skip",
         };

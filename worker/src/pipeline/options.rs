@@ -122,11 +122,6 @@ impl PipelineOptions {
                 "use None for no clipping",
             ));
         }
-        if spec.unchecked && (self.clip.is_some() || self.scaler.is_dynamic()) {
-            let (field, remedy) =
-                ("spec.unchecked", "do not clip and fix the loss scale, or open the job checked");
-            return Err(Fault::invalid(field, true, "false with clipping or a dynamic loss scale", remedy));
-        }
         self.accumulate.validate(spec)?;
         if self.schedule.delay() > 0 {
             self.correction.validate(spec)?;

@@ -210,7 +210,6 @@ fn is_other_spec(cluster: &Cluster, known: &RestoreResponse, error: &Error) -> b
         partitions: open.partitions_as(ours),
         shard_elements: ours.shard_elements,
         tier: ours.tier,
-        unchecked: ours.unchecked,
         ..open
     };
     failed.fault.kind == FaultKind::Conflict && of_open.same_as(ours).is_ok()

@@ -65,8 +65,8 @@ pub struct JobSpec {
     /// seed of stochastic rounding; unused where both formats are fp32
     #[prost(uint64, tag = "14")]
     pub rounding_seed: u64,
-    /// Gradients are used as they come. Their statistics are 0, so there is no norm to clip to and no overflow to skip. This saves
-    /// reading each gradient once more before the decision.
+    /// Retired: gradients are always checked. Servers refuse true, and later releases reserve the number.
+    #[deprecated]
     #[prost(bool, tag = "15")]
     pub unchecked: bool,
     /// Empty: every rank contributes to every parameter. Otherwise the first partition begins at parameter 0, and each ends where
@@ -149,8 +149,7 @@ pub struct Commit {
     #[prost(uint64, tag = "1")]
     pub step: u64,
     /// Overflow: nothing is updated, and the version still rises, with the image of the one before. The other fields are filled as
-    /// in any commit. If the server's own gradient statistics name an element that is inf or NaN, the step can only be skipped,
-    /// unless the job is unchecked.
+    /// in any commit. If the server's own gradient statistics name an element that is inf or NaN, the step can only be skipped.
     #[prost(bool, tag = "2")]
     pub skip: bool,
     /// The gradient is divided by this: the step's loss scale x world size x micro-steps, to 1 in 10^12. Any other is refused.

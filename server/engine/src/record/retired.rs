@@ -22,6 +22,8 @@ struct RetiredRecord {
 struct RetiredSpec {
     #[serde(default)]
     worker_local: bool,
+    #[serde(default)]
+    unchecked: bool,
 }
 
 #[derive(Deserialize)]
@@ -40,6 +42,18 @@ pub(crate) fn check(json: &[u8]) -> Result<(), Fault> {
     match commit.and_then(|commit| commit.compensation).filter(|c| c.parse::<f64>() != Ok(0.0)) {
         Some(compensation) => Err(refused("commit.compensation", compensation, "0")),
         None => Ok(()),
+    }
+}
+
+/// Refuses a header whose job took gradients as they came. A checkpoint of that job restores into one that checks them.
+pub(crate) fn check_header(json: &[u8]) -> Result<(), Fault> {
+    match serde_json::from_slice(json) {
+        Ok(Retired { spec: Some(RetiredSpec { unchecked: true, .. }), .. }) => {
+            let limit = "false: gradients are always checked";
+            let remedy = "restore a checkpoint of the job into a fresh state directory; this folder can only be removed";
+            Err(Fault::new(FaultKind::Precondition, "spec.unchecked", "true", limit, remedy))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -63,6 +77,10 @@ mod tests {
         ] {
             assert_eq!(check(fine.as_bytes()), Ok(()), "{fine}");
         }
+        let unchecked = br#"{"store":7,"spec":{"unchecked":true}}"#;
+        assert_eq!(check(unchecked), Ok(()), "a checkpoint's");
+        let fault = check_header(unchecked).unwrap_err();
+        assert!(fault.field == "spec.unchecked" && fault.remedy.contains("checkpoint"), "{fault}");
         for (json, field) in [
             (r#"{"store":7,"spec":{"worker_local":true}}"#, "spec.worker_local"),
             (r#"{"version":3,"commit":{"compensation":"0.5"}}"#, "commit.compensation"),

@@ -110,6 +110,7 @@ impl Header {
             corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
         })?;
         retired::check(body)?;
+        retired::check_header(body)?;
         Ok(Some(header))
     }
 

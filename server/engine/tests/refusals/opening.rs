@@ -145,7 +145,6 @@ const OTHER_SPECS: &[(Change, &str)] = &[
     (|s| s.formats.state = StateFormat::Bf16, "spec.state_format"),
     (|s| s.formats.master = MasterFormat::Bf16, "spec.master_format"),
     (|s| s.formats.seed = 1, "spec.rounding_seed"),
-    (|s| s.unchecked = true, "spec.unchecked"),
 ];
 
 #[test]

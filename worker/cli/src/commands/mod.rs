@@ -43,7 +43,7 @@ Exit codes:
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 /// Flags of earlier releases, and what to do instead. Rows stay for one release.
-pub const RETIRED: [Retired; 12] = [
+pub const RETIRED: [Retired; 13] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("correction", "leave it out of `plan`: a server takes the same memory with and without it"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
@@ -65,6 +65,7 @@ pub const RETIRED: [Retired; 12] = [
         "count with --steps in `train`, and pass step= to longshore.checkpoint.load_deepspeed(optimizer, FOLDER) in Python",
     ),
     ("tensorboard", "print the losses with --plot, or write the events of --json with the tool you use"),
+    ("unchecked", "leave it out: gradients are always checked, and a step that overflows is skipped"),
 ];
 
 /// Trains models whose optimizer state lives on servers.

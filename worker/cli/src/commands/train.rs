@@ -89,10 +89,6 @@ pub(super) struct Args {
     /// Largest global gradient norm; 0 does not clip
     #[arg(long, default_value_t = 1.0, help_heading = "Training")]
     clip: f64,
-    /// Use gradients as they come: no norm, no overflow check. Needs --clip 0 and a fixed loss scale, and saves a pass over
-    /// each gradient
-    #[arg(long, help_heading = "Training")]
-    unchecked: bool,
     /// Random numbers: initial weights, batches, the sample
     #[arg(long, default_value_t = 1, help_heading = "Training")]
     seed: u64,

@@ -47,8 +47,6 @@ pub struct Settings {
     /// The learning rate falls along a cosine to this part of its peak.
     pub lr_floor: f64,
     pub clip: Option<f64>,
-    /// Gradients are used as they come, without statistics.
-    pub unchecked: bool,
     pub delay: u32,
     pub delay_warmup_steps: u64,
     /// The first micro-step of a delayed step that computes with the newest weights.
@@ -142,7 +140,6 @@ impl Settings {
             shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
             tier: self.tier,
             formats: self.formats,
-            unchecked: self.unchecked,
             ..JobSpec::new(self.job.clone(), params)
         }
     }

@@ -92,7 +92,7 @@ class Succession:
 
 
 #: ``JobSpec`` fields that a restore may change.
-_LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier", "spec.unchecked")
+_LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
 
 
 class Optimizer(Stepping, Stateful, Succession):

@@ -162,7 +162,7 @@ class StepReport:
         where = f"first in {self.overflow}" if self.overflow is not None else "and rank 0 says where"
         return (
             f"step {self.step} was skipped, and nothing is lost: the gradient is not finite, {where}. "
-            "Look at the data of this step, lower the learning rate, or pass nonfinite='apply' to use it as it is"
+            "Look at the data of this step, or lower the learning rate"
         )
 
 

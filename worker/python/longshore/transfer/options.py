@@ -55,7 +55,7 @@ class JobOptions(TypedDict, total=False):
     max_grad_norm: float | None
     missing_gradients: Literal["skip", "zeros", "error"] | None
     written_weights: Literal["error", "drop"]
-    nonfinite: Literal["skip", "raise", "apply"]
+    nonfinite: Literal["skip", "raise"]
     loss_scale: LossScale | None
     gradient_dtype: Dtype
     image_dtype: Dtype
@@ -106,7 +106,7 @@ class Options:
         written_weights: handling of trained weights that were written since the last step and differ from the servers'. ``"error"`` refuses
             the step, naming the parameter. ``"drop"`` computes the step with the written weights and loses them.
         nonfinite: handling of a step whose gradient has inf or NaN. ``"skip"`` leaves everything unchanged and warns. ``"raise"`` leaves
-            everything unchanged and raises. ``"apply"`` uses the gradient as torch does, and takes no norm.
+            everything unchanged and raises.
         loss_scale: factor of losses, for fp16: ``(loss * optimizer.loss_scale).backward()``. None means no factor.
         gradient_dtype, image_dtype: the types of gradients and of weights on the wire. ``"auto"`` is the parameters' own type, or fp32 if
             these differ.
@@ -170,6 +170,8 @@ class Options:
     def _check(self) -> None:
         if self.correction.startswith(("worker-local", "compensation", "look-ahead-by-this-rate")):
             raise invalid("correction", repr(self.correction), "'look-ahead' or 'none'", "choose 'look-ahead', which does its work now")
+        if self.nonfinite == "apply":
+            raise invalid("nonfinite", "'apply'", "'skip' or 'raise'", "leave it out: gradients are always checked")
         for field, allowed in _choices().items():
             value = getattr(self, field)
             if value not in allowed:
@@ -194,8 +196,6 @@ class Options:
             )
         if self.nonfinite != "skip" and self.loss_scale is not None:
             raise invalid("nonfinite", repr(self.nonfinite), "'skip' with loss_scale", "a scale is found by skipping what overflows")
-        if self.nonfinite == "apply" and self.max_grad_norm is not None:
-            raise invalid("nonfinite", "'apply'", "'skip' or 'raise' with max_grad_norm", "a norm needs finite gradients")
         if self.max_grad_norm is not None and not 0 < self.max_grad_norm < float("inf"):
             raise invalid("max_grad_norm", self.max_grad_norm, "finite and above 0", "use None for no clipping")
         rank, world_size = self.place()

@@ -142,7 +142,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
         let start = self.left.start;
         let end = self.left.end.min(start + most.min(LOCKED_BYTES));
         let (dtype, isa) = (job.spec.gradient_dtype, job.compute.isa());
-        let statistics = !job.spec.unchecked && !job.gradients.accumulates(owned);
+        let statistics = !job.gradients.accumulates(owned);
         let count = if let Some(Staged { region, start: first, statistics: taken }) = &mut self.staged {
             let count = fill(&mut region.bytes_mut()[start - *first..end - *first], &mut self.sum)?;
             if statistics {

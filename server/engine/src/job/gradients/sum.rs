@@ -118,18 +118,15 @@ impl Gradients {
     fn form_sums(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Statistics>>, Fault> {
         match &self.spilled {
             None => Ok(self.accumulate(sums, meanwhile)),
-            Some(spilled) => {
-                sums.iter().map(|sum| self.accumulate_spilled(spilled, sum, self.is_checked(sum))).collect()
-            }
+            Some(spilled) => sums
+                .iter()
+                .map(|sum| self.accumulate_spilled(spilled, sum, self.is_last(sum.micro_step)))
+                .collect(),
         }
     }
 
     pub(super) fn is_last(&self, micro_step: MicroStep) -> bool {
         micro_step.0 + 1 == self.spec.micro_steps
-    }
-
-    fn is_checked(&self, sum: &Sum) -> bool {
-        self.is_last(sum.micro_step) && !self.spec.unchecked
     }
 
     /// Takes the statistics of a sum that an earlier process had formed. Returns the first element that is inf or NaN.
@@ -138,7 +135,6 @@ impl Gradients {
         let slot = self.slot(step);
         let formed = match &buffers.accumulators[slot.index()] {
             None => self.statistics_of_lone(&[(owned, slot)], || ()).pop().unwrap_or_default(),
-            Some(_) if self.spec.unchecked => self.no_statistics(owned),
             Some(accumulator) => {
                 let accumulator = lock(accumulator);
                 let blocks = accumulator.f32().chunks(BLOCK).collect();
@@ -149,11 +145,6 @@ impl Gradients {
         let nonfinite = first_nonfinite(&formed);
         *lock(&buffers.statistics[slot.index()]) = formed;
         nonfinite
-    }
-
-    /// Returns the placeholder statistics of a job that takes none.
-    fn no_statistics(&self, owned: OwnedShard) -> Vec<Statistics> {
-        vec![Statistics::NONE; self.blocks_of(owned)]
     }
 
     fn blocks_of(&self, owned: OwnedShard) -> usize {
@@ -171,9 +162,6 @@ impl Gradients {
         places: &[(OwnedShard, GradientSlot)],
         meanwhile: impl FnOnce(),
     ) -> Vec<Vec<Statistics>> {
-        if self.spec.unchecked {
-            return places.iter().map(|&(owned, _)| self.no_statistics(owned)).collect();
-        }
         let isa = self.compute.isa();
         let lone: Vec<_> = places
             .iter()
@@ -214,7 +202,7 @@ impl Gradients {
         });
         let gradients: Vec<Vec<Gradient<'_>>> = gradients.collect();
         let shards = sums.iter().zip(&gradients).zip(&mut accumulators).map(|((sum, ranks), accumulator)| {
-            let (first, checked) = (sum.micro_step.0 == 0, self.is_checked(sum));
+            let (first, checked) = (sum.micro_step.0 == 0, self.is_last(sum.micro_step));
             let blocks = accumulator.f32_mut().chunks_mut(BLOCK).enumerate();
             blocks.map(|(block, sum)| Part { block, sum, ranks, first, checked }).collect()
         });

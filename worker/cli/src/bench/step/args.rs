@@ -59,9 +59,6 @@ pub(crate) struct Args {
     /// Largest global gradient norm; 0 does not clip
     #[arg(long, default_value_t = 1.0)]
     pub(super) clip: f64,
-    /// Gradients are used as they come, without a norm or an overflow check; needs --clip 0
-    #[arg(long)]
-    pub(super) unchecked: bool,
     /// Bytes a second of each rank's link, each way, as in 1G [default: as fast as it is]
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub(super) link: Option<u64>,
@@ -101,7 +98,6 @@ impl Args {
         ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
         ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
-        ensure!(self.clip == 0.0 || !self.unchecked, "--unchecked needs --clip 0");
         ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
         ensure!(
             self.link.is_none() || self.transport() != Transport::Memfd,
@@ -143,7 +139,6 @@ impl Args {
             shard_elements: cut,
             tier: self.tier,
             formats: self.formats(),
-            unchecked: self.unchecked,
             ..job("bench-step", params.collect())?
         })
     }

@@ -101,7 +101,6 @@ fn report(
         "ranks": args.ranks,
         "micro_steps": args.micro_steps,
         "clip": args.clip,
-        "unchecked": args.unchecked,
         "rounds": args.rounds,
         "compute_ms": args.compute_ms,
         "fill_ms": ms(measured.fill),

@@ -53,7 +53,6 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
         lr_warmup_steps: args.lr_warmup_steps,
         lr_floor: args.lr_floor,
         clip: (args.clip > 0.0).then_some(args.clip),
-        unchecked: args.unchecked,
         delay: args.delay,
         delay_warmup_steps: args.warmup_steps,
         correction: args.correction.unwrap_or_default(),
