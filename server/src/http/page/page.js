@@ -2,14 +2,14 @@
 "use strict";
 
 const PERIOD_MS = 1000;
-const KEPT = 512; // steps, as the server keeps
-const MEAN_OF = 8; // steps, over which a speed is drawn
-const QUERY = 16384; // characters of a query, so that all headers stay below the 32 KiB that the server takes
+const KEPT = 512; // steps kept, the server's number
+const MEAN_OF = 8; // steps that a drawn speed averages
+const QUERY = 16384; // characters of a query: all headers stay below the server's limit of 32 KiB
 const SVG = "http://www.w3.org/2000/svg";
 
 const at = (id) => document.getElementById(id);
-const known = new Map(); // of each job that the last answer had, by name: its steps, its counters, whether its steps are asked for anew
-let wrong = ""; // what the page says is wrong
+const known = new Map(); // jobs of the last answer, by name: steps, counters, and whether the next request asks for all steps
+let wrong = ""; // the troubles shown, as JSON
 
 function made(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -52,12 +52,12 @@ function many(value, what) {
   return `${value} ${what}${value === 1 ? "" : "s"}`;
 }
 
-/** What is wrong, and what to do. `since` is when it began: for how long is told beside it, to those who see it, as it changes each second. */
+/** Returns a trouble with its remedy. `since` is its start; the duration is hidden from screen readers, as it changes each second. */
 function trouble(what, { remedy = "", warn = false, since = null } = {}) {
   return { what: remedy ? `${what.replace(/[.]$/, "")}. Remedy: ${remedy}.` : what, warn, since };
 }
 
-/** Shows what is wrong. Screen readers speak what is replaced, so that only what is new is. */
+/** Shows the troubles. Unchanged ones are not replaced, since screen readers speak replaced text. */
 function say(troubles, now) {
   const said = JSON.stringify(troubles);
   if (said !== wrong) {
@@ -73,7 +73,7 @@ function time(ms) {
   return then.toDateString() === now.toDateString() ? then.toLocaleTimeString() : then.toLocaleString();
 }
 
-/** One line over the last steps. Skipped steps are dots on the upper edge. */
+/** Draws a line over the last steps. Skipped steps are dots on the upper edge. */
 function chart(title, steps, value, show) {
   const points = steps.map((step) => [step.step, value(step), step.skipped]).filter(([, y]) => Number.isFinite(y));
   const last = points.length ? show(points[points.length - 1][1]) : "–";
@@ -111,17 +111,17 @@ function fact(name, value) {
   return made("div", {}, made("dt", {}, name), made("dd", {}, value));
 }
 
-/** What is known of a job after this answer. */
+/** Merges a job of this answer into `known`. */
 function learn(job, now) {
   const { steps: old, counts } = known.get(job.name) ?? { steps: [], counts: [] };
   const first = job.steps.length ? job.steps[0].step : Infinity;
-  // A step that was taken back and decided again comes once more.
+  // A step that was taken back and decided again arrives again.
   const steps = old.filter((step) => step.step < first && step.step <= job.version).concat(job.steps).slice(-KEPT);
-  // Where the job went back, or is another of the same name, later steps may have been decided anew since.
+  // If the job stepped back, or another job has its name, later steps may have been decided anew since.
   const anew = old.length > 0 && old[old.length - 1].step > job.version;
   const count = { now, pushed: job.pushed_bytes, pulled: job.pulled_bytes, update: job.update_seconds, applied: job.applied };
   const last = counts[counts.length - 1];
-  // Counters begin again with the server's process and with the job.
+  // Counters restart with the server's process and with the job.
   if (last && fell(last, count, ["now", "pushed", "pulled", "update", "applied"])) counts.length = 0;
   counts.push(count);
   known.set(job.name, { steps, counts: counts.slice(-6), anew });
@@ -131,7 +131,7 @@ function fell(before, after, names) {
   return names.some((name) => after[name] < before[name]);
 }
 
-/** What a job's counters moved by in a second, over the last few answers. */
+/** Returns the rates of a job's counters in a second, over the last few answers. */
 function rate(job) {
   const { counts } = known.get(job.name);
   const [then, latest] = [counts[0], counts[counts.length - 1]];
@@ -146,7 +146,7 @@ function rate(job) {
   };
 }
 
-/** The steps with the speeds at each, which are means over the steps before it. An update is done after its decision. */
+/** Returns the steps with a speed at each, the mean over the steps before it. An update is done after its decision. */
 function withSpeeds(steps, updateBytes) {
   let begin = 0;
   return steps.map((step, i) => {
@@ -169,7 +169,7 @@ function withSpeeds(steps, updateBytes) {
   });
 }
 
-/** What an operator should know of a job that does not train as it should. */
+/** Returns the troubles of a job for its operator. */
 function troubles(job, now) {
   const found = [];
   const { remedy } = job;
@@ -198,7 +198,7 @@ function table(heads, rows) {
     made("tbody", {}, ...rows.map((row) => made("tr", {}, ...cells("td", row))))));
 }
 
-/** What can be opened, and stays as the reader left it when it is drawn again. */
+/** Returns a collapsible element that keeps its open state across redraws. */
 function details(id, summary, open, ...children) {
   const shown = made("details", { "data-keep": id }, made("summary", {}, summary), ...children);
   shown.open = document.querySelector(`details[data-keep="${CSS.escape(id)}"]`)?.open ?? open;
@@ -211,7 +211,7 @@ function bar(share) {
   return whole;
 }
 
-/** Where memory and drives go: of the whole, of each drive, of each job and owner. */
+/** Draws the use of memory and drives: in total, by drive, by job and by owner. */
 function room(status) {
   const { budget, reserved, resident } = status.memory;
   const parts = [made("p", { class: "quiet" },
@@ -294,19 +294,19 @@ function draw(status) {
   }
 }
 
-/** Where workers reach the server. One that listens on all addresses is reached where this page is. */
+/** Returns the address at which workers reach the server. A server that listens on all addresses is reached at this page's host. */
 function reached({ address }) {
   const port = address.slice(address.lastIndexOf(":") + 1);
   return /^(0[.]0[.]0[.]0|\[::\]):/.test(address) ? `${location.hostname}:${port}` : address;
 }
 
-/** The step of each job after which its steps are wanted. */
+/** Returns the query that names the last known step of each job. */
 function wanted() {
   const query = new URLSearchParams();
   for (const [name, { steps, anew }] of known) {
     const step = anew ? 0 : (steps[steps.length - 1]?.step ?? 0) - 2;
     if (step > 0) query.append("after", `${name}:${step}`);
-    // Of the other jobs all steps come: there are hundreds.
+    // The query is full after some hundreds of jobs; later jobs send all their steps.
     if (query.toString().length > QUERY) break;
   }
   return query;
@@ -329,7 +329,7 @@ async function turn() {
     draw(status);
   } catch (error) {
     say([trouble("This page fails to draw what the server says, which is a defect of the page: status.json has it.")], 0);
-    throw error; // to the console
+    throw error; // for the console
   }
 }
 
