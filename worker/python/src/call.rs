@@ -1,5 +1,5 @@
-//! Which jobs' calls a thread is in. A signal's handler runs on the thread that waits, and would wait for ever for the call that
-//! it is in.
+//! Records which jobs' calls a thread is in. A signal handler runs on the waiting thread, and would wait for ever
+//! for the call that it interrupts.
 
 use std::cell::RefCell;
 
@@ -8,16 +8,16 @@ use pyo3::{PyResult, Python};
 use crate::error::exception;
 
 thread_local! {
-    /// The numbers of the jobs in whose calls this thread is.
+    /// Numbers of the jobs whose calls this thread is in.
     static CALLED: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A call of a job by this thread, until it is dropped.
+/// A call of a job by this thread. Dropping it ends the call.
 pub(crate) struct Call;
 
 impl Call {
     /// # Errors
-    /// `UsageError` if this thread is in a call of the job already.
+    /// `UsageError` if this thread is already in a call of the job.
     pub(crate) fn of(py: Python<'_>, job: usize) -> PyResult<Call> {
         let is_new = CALLED.with_borrow_mut(|called| {
             let is_new = !called.contains(&job);

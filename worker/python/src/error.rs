@@ -1,4 +1,4 @@
-//! Errors of the worker library as exceptions of `longshore.errors`, and waits that end with Ctrl-C.
+//! Maps errors of the worker library to exceptions of `longshore.errors`, and ends waits on Ctrl-C.
 
 use std::{
     cell::RefCell,
@@ -17,24 +17,24 @@ use pyo3::{prelude::*, types::PyDict};
 
 use crate::log;
 
-/// What the native trainer does by itself, and a loop in Python cannot.
+/// The remedy for a loop in Python. The native trainer does this by itself.
 const START_AGAIN: &str = ". Nothing is lost on the servers: end all ranks and start them again. With Hugging Face's Trainer \
     pass resume_from_checkpoint=longshore.huggingface.newest(trainer); a loop of your own goes on behind optimizer.version";
 
 thread_local! {
-    /// What a signal's handler raised while this thread waited.
+    /// The exception that a signal handler raised while this thread waited.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
-    /// What another thread sets to end the waits of this one.
+    /// The flag with which another thread ends the waits of this one.
     static CANCELLED: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
-/// Lets Python handle signals while a call waits. Where a handler raises, as Ctrl-C's does, the wait ends; so does one that
-/// another thread has cancelled.
+/// Lets Python handle signals while a call waits. The wait ends if a handler raises, as Ctrl-C's does, or if
+/// another thread has cancelled it.
 pub(crate) fn signals() -> Interrupt {
     Interrupt::when(is_ended)
 }
 
-/// Whether what this thread waits for is to be given up.
+/// Returns true if this thread's wait is to be given up.
 pub(crate) fn is_ended() -> bool {
     if CANCELLED.with_borrow(|cancelled| cancelled.as_ref().is_some_and(|cancelled| cancelled.load(Relaxed)))
     {
@@ -46,7 +46,7 @@ pub(crate) fn is_ended() -> bool {
     true
 }
 
-/// While this is kept, the waits of this thread end once the flag is set.
+/// Makes the waits of this thread end once the flag is set, until the returned guard is dropped.
 pub(crate) fn until(cancelled: &Arc<AtomicBool>) -> Until {
     CANCELLED.set(Some(Arc::clone(cancelled)));
     Until
@@ -60,14 +60,14 @@ impl Drop for Until {
     }
 }
 
-/// Ends a wait with what Python raised in a callback, which [`raise`] brings back.
+/// Ends a wait with an exception of a Python callback, which [`raise`] returns.
 pub(crate) fn raised(error: PyErr) -> Error {
     RAISED.with_borrow_mut(|raised| *raised = Some(error));
     Interrupted.into()
 }
 
-/// Runs `act` without the GIL. What was logged since the last call is passed on first; what is logged in a call that fails, with its
-/// error.
+/// Runs `act` without the GIL. Records that were logged since the last call are passed to Python first; records of
+/// a failed call are passed with its error.
 pub(crate) fn without_gil<T: Send>(py: Python<'_>, act: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     log::pass_on(py)?;
     py.detach(act).map_err(|error| {
@@ -76,7 +76,7 @@ pub(crate) fn without_gil<T: Send>(py: Python<'_>, act: impl FnOnce() -> Result<
     })
 }
 
-/// The exception for a failure.
+/// Returns the exception for an error.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let raised = RAISED.with_borrow_mut(Option::take);
     if let (Error::Interrupted(_), Some(raised)) = (error, raised) {
@@ -89,7 +89,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     exception(py, class(error), &message, fault(error)).unwrap_or_else(|broken| broken)
 }
 
-/// An exception of a class of `longshore.errors`.
+/// Makes an exception of a class of `longshore.errors`.
 pub(crate) fn exception(
     py: Python<'_>,
     class: &str,

@@ -1,13 +1,13 @@
-//! A version of the job's weights or state, written into tensors as it comes from the servers.
+//! Writes a version of the job's weights or state into tensors, as it arrives from the servers.
 
 use longshore_proto::{Fault, StateArray};
 use longshore_worker::{Result, Session, export::Contents};
 
 use crate::memory::HostTensor;
 
-/// Writes the newest version. `targets` are a tensor of each parameter, in the job's order, for each array; none for an
-/// array that is not wanted. Frozen parameters, which are the last ones, may be left out. Returns the version, and how many
-/// updates made it.
+/// Exports the newest version into `targets`: for each array one tensor per parameter in the job's order, or no
+/// tensors for an unwanted array. Frozen parameters, which come last, may be left out. Returns the version, and
+/// the number of updates that made it.
 pub(crate) fn export(
     session: &Session,
     contents: Contents,

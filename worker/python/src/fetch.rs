@@ -1,4 +1,4 @@
-//! Weights on their way into tensors. Whoever waits for them holds up no other call of the job.
+//! Fetches weights into tensors. A thread that waits for a fetch blocks no other call of the job.
 
 use std::sync::{
     Arc, Mutex, PoisonError,
@@ -15,18 +15,18 @@ use crate::{
 
 const GONE: Misuse = Misuse("these weights were read or given up: fetch them again");
 
-/// Waits for weights and writes them into tensors. It holds the memory that they come in.
+/// Waits for weights and writes them into tensors. Owns the memory in which they arrive.
 type Read = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// Weights that were asked for, and the tensors that they go to. It is private to the package.
+/// Requested weights, and their target tensors. Private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Fetch {
     /// The job's number.
     job: usize,
-    /// None once somebody reads them, or they were given up. Then the memory that they came in is free for others.
+    /// None once the weights were read or given up; their memory is then free.
     left: Mutex<Option<Read>>,
     is_cancelled: Arc<AtomicBool>,
-    /// Whether a server of this host lends the weights where they lie in its memory, so that nothing is on its way.
+    /// True if a server of this host lends the weights in its memory, so that nothing is transferred.
     #[pyo3(get)]
     is_lent: bool,
 }
@@ -47,7 +47,8 @@ impl Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Waits for the weights and writes them into the tensors. Once it has returned, or raised, nothing is written any more.
+    /// Waits for the weights and writes them into the tensors. After it returns or raises, no tensor is written
+    /// any more.
     fn read(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::of(py, self.job)?;
         let Some(read) = self.take() else {
@@ -57,7 +58,7 @@ impl Fetch {
         without_gil(py, read)
     }
 
-    /// Ends the wait of a thread that reads. If nobody does, the weights are given up.
+    /// Ends the wait of a reading thread. Without a reader, the weights are given up.
     fn cancel(&self) {
         self.is_cancelled.store(true, Relaxed);
         drop(self.take());

@@ -1,4 +1,4 @@
-//! What a new job is filled with, as Python hands it over: the parameters' weights, or tensors of a checkpoint one by one.
+//! Fillings of a new job from Python: the parameters' weights, or tensors of a checkpoint one by one.
 
 use std::cell::RefCell;
 
@@ -11,15 +11,15 @@ use crate::{error::raised, memory::HostTensor};
 /// The weights alone, one tensor for each parameter.
 pub(crate) struct Weights(pub(crate) Vec<HostTensor>);
 
-/// How many updates made the state, or None for weights alone; the parameters that fewer made, with how many fewer; and what is
-/// called for each tensor.
+/// Number of updates that made the state, or None for weights alone; parameters with fewer updates, and how many
+/// fewer; the callable that returns each tensor.
 pub(crate) type Given = (Option<u64>, Vec<(u32, u64)>, Py<PyAny>);
 
-/// Tensors that Python reads when they are asked for. One of each array is held at a time.
+/// Tensors that Python reads on request. A single tensor of each array is in memory at a time.
 pub(crate) struct Read {
     applied: Option<u64>,
     left_out: Vec<LeftOut>,
-    /// Called with an array's number and a parameter's. It returns the place of a tensor, and what holds its memory.
+    /// Called with the numbers of an array and a parameter. Returns a tensor's place, and the owner of its memory.
     source: Py<PyAny>,
     held: RefCell<[Option<Held>; 3]>,
 }
@@ -44,8 +44,8 @@ impl Read {
     }
 }
 
-/// Weights that Python makes when they are asked for, piece by piece. The callable is called with a parameter's number, its first element and a
-/// count, and returns the place of a tensor, and what holds its memory.
+/// Weights that Python makes on request, piece by piece. The callable takes a parameter's number, its first
+/// element and a count. The result is a tensor's place, and the owner of its memory.
 pub(crate) struct Pieces(pub(crate) Py<PyAny>);
 
 impl Filling for Pieces {
@@ -91,7 +91,7 @@ impl Filling for Read {
         let mut held = self.held.borrow_mut();
         let held = &mut held[array.index()];
         if held.as_ref().is_none_or(|held| held.tensor.param != param) {
-            // The memory of the tensor before is given back first.
+            // The memory of the previous tensor is freed first.
             Python::attach(|_| *held = None);
             *held = Some(self.fetch(array, param)?);
         }

@@ -1,9 +1,9 @@
-//! The memory that gradients leave from, for a device that copies them there itself.
+//! The memory of gradients, for a device that copies gradients there itself.
 
 use longshore_worker as worker;
 use pyo3::prelude::*;
 
-/// While this is there, its memory stays where it is, also when the job is closed. It is private to the package.
+/// Keeps the memory of gradients in place, also after the job is closed. Private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct GradientMemory(worker::GradientMemory);
 
@@ -15,7 +15,7 @@ impl GradientMemory {
 
 #[pymethods]
 impl GradientMemory {
-    /// The address and the number of bytes of each piece, whole pages, without the first `known` of them.
+    /// Returns address and size in bytes of each piece, in whole pages, without the first `known` pieces.
     fn pieces(&self, known: usize) -> Vec<(usize, usize)> {
         self.0.pieces(known).into_iter().map(|piece| (piece.start, piece.len())).collect()
     }

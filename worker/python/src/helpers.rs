@@ -1,5 +1,5 @@
-//! Threads that help a call to copy. What they are late for the call does itself, so that it waits for copies that have begun and
-//! never for a thread.
+//! Helper threads for copies of a call. The call itself copies the parts that no helper has begun, so it never
+//! waits for an idle thread.
 
 use std::{
     collections::VecDeque,
@@ -13,17 +13,17 @@ use std::{
 use longshore_memory::lend::{Loan, lend};
 use pyo3::pyfunction;
 
-/// More threads than these move no more bytes a second on any host that we know of.
+/// More threads move no more bytes a second on any host that we know of.
 const MOST: usize = 16;
-/// Calls that ended before a helper came leave entries, of which no more than these are kept.
+/// Calls that end before a helper comes leave entries. No more than these are kept.
 const MOST_POSTED: usize = 4 * MOST;
 
-/// How many threads copy at once, that of the call included.
+/// Number of threads that copy at once, including the caller's.
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 static BOARD: Board =
     Board { posted: Mutex::new(Posted { loans: VecDeque::new(), helpers: 0 }), changed: Condvar::new() };
 
-/// Has so many threads copy at once from now on.
+/// Sets the number of threads that copy at once.
 #[pyfunction]
 pub(crate) fn set_copy_threads(threads: usize) {
     THREADS.store(threads.clamp(1, MOST), Relaxed);
@@ -35,16 +35,16 @@ struct Board {
 }
 
 struct Posted {
-    /// Work for one helper each.
+    /// Work, an entry for each helper.
     loans: VecDeque<Loan>,
-    /// How many helpers were started. They never end.
+    /// Number of helper threads started. Helpers never end.
     helpers: usize,
 }
 
-/// Does all parts, each once, on as many threads as were set.
+/// Runs every part once, on the threads that were set.
 ///
 /// # Panics
-/// If one of them does.
+/// If a part panics.
 pub(crate) fn spread(parts: usize, part: impl Fn(usize) + Sync) {
     let helpers = THREADS.load(Relaxed).min(parts).saturating_sub(1);
     if helpers == 0 {
@@ -66,7 +66,7 @@ pub(crate) fn spread(parts: usize, part: impl Fn(usize) + Sync) {
 
 impl Board {
     fn lock(&self) -> MutexGuard<'_, Posted> {
-        // Every change is one call on the queue, or a number.
+        // Every change is one call on the queue, or one number.
         self.posted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,4 +1,4 @@
-//! A rank's job, as Python sees it. Every call that may wait does so without the GIL, and ends with Ctrl-C.
+//! A rank's job for Python. Every call that may wait releases the GIL, and ends with Ctrl-C.
 
 use std::{borrow::Cow, ops::Range, process, ptr};
 
@@ -33,23 +33,23 @@ enum Stage {
 const NOT_STARTED: Misuse = Misuse("the job is not started here: call start first");
 const CLOSED: Misuse = Misuse("the optimizer was closed: build a new one");
 
-/// One rank of a job. It is private to the package.
+/// A rank of a job. Private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Job {
     stage: Turns<Stage>,
     settings: Settings,
     steps: StepByStep,
-    /// The process that it belongs to: a fork has none of its threads.
+    /// The process of the session: a fork has none of its threads.
     process: u32,
 }
 
 impl Job {
-    /// Tells it from all other jobs that are there.
+    /// A number that is unique among the living jobs of this process.
     fn number(&self) -> usize {
         ptr::from_ref(self).addr()
     }
 
-    /// Runs `act` on what the job is, without the GIL.
+    /// Runs `act` on the job's stage, without the GIL.
     fn with<T: Send>(&self, py: Python<'_>, act: impl FnOnce(&mut Stage) -> Result<T> + Send) -> PyResult<T> {
         if self.process != process::id() {
             let message = "the optimizer was built in another process, and a fork has none of its connections: build it in \
@@ -93,7 +93,7 @@ impl Job {
         log::listen();
         let options = settings.options(signals()).map_err(|fault| raise(py, &fault.into()))?;
         let steps = StepByStep::default();
-        // What contradicts itself is said before anything is opened.
+        // Contradictory settings raise before anything is opened.
         let pipeline = settings.pipeline(&steps, &options.spec).map_err(|fault| raise(py, &fault.into()))?;
         pipeline.validate(&options.spec).map_err(|fault| raise(py, &fault.into()))?;
         let session = without_gil(py, || Session::connect(options))?;
@@ -101,8 +101,8 @@ impl Job {
         Ok(Job { stage, settings, steps, process: process::id() })
     }
 
-    /// The job's version on its servers; None where they have nothing of it. To rank 0, which fills it, that is None also
-    /// where a server still lacks a part.
+    /// Returns the job's version on its servers, or None if they do not have the job. To rank 0, which fills the
+    /// job, None also means that a server still lacks a part.
     fn find(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.session(py, |session| match session.describe() {
             Ok(servers) => {
@@ -116,8 +116,8 @@ impl Job {
         })
     }
 
-    /// Fills the job from a checkpoint, and gives up what its servers have of it. Rank 0 calls it before `start`. Returns the
-    /// version.
+    /// Fills the job from a checkpoint, and gives up the servers' state of it. Called on rank 0 before `start`.
+    /// Returns the version.
     fn go_back(&self, py: Python<'_>, checkpoint: String) -> PyResult<u64> {
         self.with(py, |stage| match stage {
             Stage::Connected(session) => {
@@ -128,7 +128,8 @@ impl Job {
         })
     }
 
-    /// The parameters that steps have left out, or that fewer updates had made when the job was filled; and how many steps.
+    /// Returns the parameters that steps have left out, or that had fewer updates when the job was filled, each
+    /// with the number of steps.
     fn left_out(&self, py: Python<'_>) -> PyResult<Vec<(u32, u64)>> {
         let described = self.session(py, Session::describe)?;
         let progress = described.into_iter().find_map(|server| server.progress).unwrap_or_default();
@@ -136,29 +137,33 @@ impl Job {
         Ok(left_out.into_iter().map(|param| (param.param, param.steps)).collect())
     }
 
-    /// The name and version of each checkpoint that can be restored, in the order in which they were sealed.
+    /// Returns name and version of each restorable checkpoint, in the order of their sealing.
     fn checkpoints(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
         let listed = self.session(py, Session::list_checkpoints)?;
         let whole = listed.into_iter().filter(|checkpoint| checkpoint.damage.is_none());
         Ok(whole.map(|checkpoint| (checkpoint.name, checkpoint.version.0)).collect())
     }
 
-    /// What the trainer gave with the commit of the version that the job was joined at; None in a fresh job.
+    /// Returns the trainer's bytes in the commit of the version that the job was joined at; None in a fresh job.
     fn resumed(&self, py: Python<'_>) -> PyResult<Option<Cow<'static, [u8]>>> {
         Ok(self.train(py, |training| Ok(training.resumed()))?.map(Cow::Owned))
     }
 
-    /// What the losses of the step in hand are multiplied by.
+    /// Returns the factor of the losses in the current step.
     fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
         let factor = self.settings.scale_factor();
         self.train(py, |training| Ok(training.loss_scale()? * factor))
     }
 
-    /// Opens and joins the job. A new one is filled from the parameters, one tensor each. With `filling` it is filled from tensors
-    /// that are read one by one: the number of updates that made them (none for weights alone) and a callable from an array's number
-    /// and a parameter's to a tensor. With `pieces` a callable from a parameter's number, its first element and a count returns
-    /// weights. `found` says that the job was there before, and `in_units` does what `pull_in_units` does. Returns its version, and
-    /// how many updates made that.
+    /// Opens and joins the job, and fills a new one. Returns the job's version, and the number of updates that
+    /// made it.
+    ///
+    /// The default filling is the parameters, one tensor each. With `filling`, tensors are read one by one: a
+    /// callable returns the tensor of an array's number and a parameter's. `filling` also has the number of
+    /// updates that made them, None for weights alone. With `pieces`, a callable from a parameter's number, its
+    /// first element and a count returns weights.
+    ///
+    /// `found` says that the job existed before. `in_units` has the effect of `pull_in_units`.
     #[pyo3(signature = (params, filling=None, found=false, pieces=None, in_units=false))]
     fn start(
         &self,
@@ -189,14 +194,14 @@ impl Job {
         })
     }
 
-    /// Sends gradients of the micro-step in hand, times `scale`.
+    /// Sends gradients of the current micro-step, times `scale`.
     #[pyo3(signature = (gradients, scale=1.0))]
     fn push(&self, py: Python<'_>, gradients: Vec<HostTensor>, scale: f32) -> PyResult<()> {
         self.train(py, |training| training.push(&gradients, scale))
     }
 
-    /// Sends a gradient of the micro-step in hand that the host cannot read. `write` is called with an address, the first element and
-    /// how many. When it returns they are there, in the job's gradient type.
+    /// Sends a gradient of the current micro-step that the host cannot read. `write` is called with an address, a
+    /// first element and a count. When it returns, the elements are at that address, in the job's gradient type.
     fn push_with(&self, py: Python<'_>, param: usize, elements: u64, write: Py<PyAny>) -> PyResult<()> {
         let write = |address: usize, range: Range<usize>| {
             Python::attach(|py| {
@@ -206,12 +211,12 @@ impl Job {
         self.train(py, |training| training.push_with(param, elements, write))
     }
 
-    /// The memory that gradients leave from; None where the transport has no server read it.
+    /// Returns the memory of gradients; None if the transport lets no server read it.
     fn gradient_memory(&self, py: Python<'_>) -> PyResult<Option<GradientMemory>> {
         self.session(py, |session| Ok(session.gradient_memory().map(GradientMemory::new)))
     }
 
-    /// Says that these parameters got no gradient in the micro-step in hand.
+    /// Notes that these parameters got no gradient in the current micro-step.
     fn push_zeros(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
         self.train(py, |training| training.push_zeros(&params))
     }
@@ -233,21 +238,21 @@ impl Job {
         self.train(py, |training| Ok(training.commit(hypers, trainer_state, loss)?.0))
     }
 
-    /// Waits for the weights of these parameters that were asked for, and writes them there. Returns their version; None
-    /// where nothing was to be read.
+    /// Waits for the requested weights of these parameters, and writes them into the tensors. Returns their
+    /// version; None if all were read before.
     fn read_weights(&self, py: Python<'_>, params: Vec<HostTensor>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.read_weights(&params)?.map(|version| version.0)))
     }
 
-    /// The weights of these parameters that were asked for, which may lie in servers' memory; None where they do not come from
-    /// there. `have_weights` says that they were read.
+    /// Returns the requested weights of these parameters, which may lie in servers' memory; None if they do not
+    /// come from there. The caller reports with `have_weights` that it read them.
     fn lent_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<Option<LentWeights>> {
         let lent = self.train(py, |training| training.lent_weights(&params))?;
         Ok(lent.map(|(feed, places)| LentWeights::new(self.number(), feed, places)))
     }
 
-    /// Does what `fetch` does with parts of parameters, where servers of this host have the weights in their memory; None elsewhere. Each
-    /// part is a parameter, its first element and how many.
+    /// Same as `fetch` for parts of parameters, if servers of this host have the weights in their memory; None
+    /// otherwise. A part is a parameter, its first element and a count.
     fn lend(
         &self,
         py: Python<'_>,
@@ -258,23 +263,23 @@ impl Job {
         Ok(lent.map(|(feed, places)| LentWeights::new(self.number(), feed, places)))
     }
 
-    /// The memory of servers of this host that weights lie in.
+    /// Returns the memory of servers of this host that holds weights.
     fn image_memory(&self, py: Python<'_>) -> PyResult<Vec<ImageMemory>> {
         self.session(py, |session| Ok(session.image_memory().into_iter().map(ImageMemory::new).collect()))
     }
 
-    /// The version of the weights that were asked for and were not read for all parameters; None where all were.
+    /// Returns the version of requested weights that some parameter has not read; None if all have.
     fn unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.unread().map(|version| version.0)))
     }
 
-    /// Does what `unread_weights` does, and lets these weights count as read: from now on `fetch` brings them.
+    /// Same as `unread_weights`, and marks these weights as read: from now on `fetch` brings them.
     fn take_unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.take_unread().map(|version| version.0)))
     }
 
-    /// Has weights come by `fetch` alone from now on, so that this process does not hold the whole image. Where servers lend
-    /// their own memory nothing changes, since they take none here.
+    /// Switches to weights by `fetch` alone, so that this process does not hold the whole image. If servers lend
+    /// their memory, nothing changes, since lent weights take none here.
     fn pull_in_units(&self, py: Python<'_>) -> PyResult<()> {
         self.train(py, |training| {
             training.pull_in_units();
@@ -282,14 +287,14 @@ impl Job {
         })
     }
 
-    /// Asks for the weights of some parameters, of a version that was asked for or read, and waits for nothing. Each tensor
-    /// has the elements of its parameter from the one on that is named with it.
+    /// Requests weights of some parameters, of a version requested or read before, without waiting. Each tensor
+    /// takes elements of its parameter from the given one on.
     fn fetch(&self, py: Python<'_>, version: u64, parts: Vec<(HostTensor, u64)>) -> PyResult<Fetch> {
         let weights = self.train(py, |training| training.fetch(Version(version), parts))?;
         Ok(Fetch::new(self.number(), weights.are_lent(), || weights.write()))
     }
 
-    /// Says that these parameters have the weights that were asked for.
+    /// Notes that these parameters have the requested weights.
     fn have_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
         self.train(py, |training| {
             training.have(&params);
@@ -297,55 +302,55 @@ impl Job {
         })
     }
 
-    /// The most bytes of weights that were in the host's memory at once, beside those in tensors.
+    /// Returns the most bytes of weights in host memory at once, beside those in tensors.
     fn weights_held(&self, py: Python<'_>) -> PyResult<u64> {
         self.session(py, |session| Ok(session.weights_held()))
     }
 
-    /// Writes the weights of a version that was read before into the parameters.
+    /// Writes the weights of an earlier read version into the parameters.
     fn pull(&self, py: Python<'_>, version: u64, params: Vec<HostTensor>) -> PyResult<()> {
         self.train(py, |training| training.pull(Version(version), &params))
     }
 
-    /// Waits until every step is decided; after that the newest weights can be read. Returns the version.
+    /// Waits until every step is decided; the newest weights can be read afterwards. Returns the version.
     fn drain(&self, py: Python<'_>) -> PyResult<u64> {
         self.train(py, |training| Ok(training.drain()?.0))
     }
 
-    /// What became of the steps since the last call.
+    /// Returns the outcomes of the steps since the last call.
     fn outcomes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let outcomes = self.train(py, |training| Ok(training.outcomes()))?;
         let factor = self.settings.scale_factor();
         outcomes.iter().map(|outcome| report::of_outcome(py, outcome, factor)).collect()
     }
 
-    /// Writes the newest version's weights into tensors of one type, one for each parameter. Returns the version, and
-    /// how many updates made it.
+    /// Writes the newest version's weights into tensors of one type, one per parameter. Returns the version, and
+    /// the number of updates that made it.
     fn export_weights(&self, py: Python<'_>, dtype: &str, targets: Vec<HostTensor>) -> PyResult<(u64, u64)> {
         let dtype: Dtype = dtype.parse().map_err(|fault: Fault| raise(py, &fault.into()))?;
         self.session(py, |session| export(session, Contents::Weights(dtype), &[targets]))
     }
 
-    /// Does what `export_weights` does with all state: tensors for each array that the rule has, or none where it is not
-    /// wanted.
+    /// Same as `export_weights`, for all state: one list of tensors per array of the rule, empty for an unwanted
+    /// array.
     fn export_state(&self, py: Python<'_>, targets: Vec<Vec<HostTensor>>) -> PyResult<(u64, u64)> {
         self.session(py, |session| export(session, Contents::State(session.spec().rule), &targets))
     }
 
-    /// The hash of all state, and its version.
+    /// Returns the version and the hash of all state.
     fn state_hash(&self, py: Python<'_>) -> PyResult<(u64, String)> {
         let hash = self.session(py, Session::state_hash)?;
         Ok((hash.version.0, hash.hash))
     }
 
-    /// Has the servers write a checkpoint. Returns its name and version.
+    /// Writes a checkpoint on the servers. Returns its name and version.
     fn checkpoint(&self, py: Python<'_>, name: &str) -> PyResult<(String, u64)> {
         let checkpoint = self.session(py, |session| session.checkpoint_numbered(name))?;
         Ok((checkpoint.name, checkpoint.version.0))
     }
 
-    /// Waits until the last step is safe and gives the rank up; with `delete` the job is forgotten, which may be asked for again
-    /// where it failed.
+    /// Waits until the last step is durable, and gives the rank up. With `delete` the job is deleted; a failed
+    /// call may be repeated.
     fn close(&self, py: Python<'_>, delete: bool) -> PyResult<()> {
         self.with(py, |stage| {
             if delete {
@@ -369,7 +374,7 @@ impl Job {
 impl Drop for Job {
     fn drop(&mut self) {
         if self.process != process::id() {
-            // This is a fork, which has none of the session's threads, and whose parent still trains.
+            // A fork has none of the session's threads, and its parent still trains.
             std::mem::forget(std::mem::replace(self.stage.get_mut(), Stage::Closed));
         }
     }

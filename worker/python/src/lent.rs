@@ -1,4 +1,4 @@
-//! Weights where they lie in the memory of servers of this host, for a device that copies them from there itself.
+//! Weights in the memory of servers of this host, for a device that copies them from there itself.
 
 use std::{
     ops::Range,
@@ -19,10 +19,10 @@ use crate::{
     weights::From,
 };
 
-/// Some weights of a parameter: runs of them, each as its address, its first element among these and how many it has.
+/// Runs of a parameter's weights: address, first element within the request, and number of elements.
 type Runs = Vec<(usize, u64, u64)>;
 
-/// Weights that lie in servers' memory, or will. They stay mapped as long as this is there. It is private to the package.
+/// Weights in servers' memory, now or soon. The mapping lasts while the object lives. Private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct LentWeights {
     /// The job's number.
@@ -50,26 +50,26 @@ impl LentWeights {
 
 #[pymethods]
 impl LentWeights {
-    /// Waits for the weights, and says where they lie: for each place that was asked for, its runs. None where some lie elsewhere.
+    /// Waits for the weights, and returns the runs of each requested place. None if some weights lie elsewhere.
     fn runs(&self, py: Python<'_>) -> PyResult<Option<Vec<Runs>>> {
         let _call = Call::of(py, self.job)?;
         let _until = until(&self.is_cancelled);
         without_gil(py, || self.find())
     }
 
-    /// Ends the wait of a thread that asks for the runs.
+    /// Ends the wait of a thread in `runs`.
     fn cancel(&self) {
         self.is_cancelled.store(true, Relaxed);
     }
 
-    /// Raises where a server has begun to overwrite them: what was read there may be of two versions then.
+    /// Raises if a server has begun to overwrite the weights: bytes read there may then be of two versions.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::of(py, self.job)?;
         without_gil(py, || self.places.iter().try_for_each(|place| self.feed.check_lent(place.clone())))
     }
 }
 
-/// A server's memory that weights lie in, mapped as long as this is there. It is private to the package.
+/// A server's memory that holds weights, mapped while the object lives. Private to the package.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct ImageMemory(worker::ImageMemory);
 
@@ -93,15 +93,15 @@ impl ImageMemory {
 }
 
 impl Training {
-    /// The weights of these parameters that were asked for, if they come from servers' images.
+    /// Returns the requested weights of these parameters, if they come from servers' images.
     pub(crate) fn lent_weights(&self, params: &[usize]) -> Result<Option<(Feed, Vec<Range<u64>>)>> {
         let Some((_, From::Images(feed))) = self.unread_weights() else { return Ok(None) };
         let places = params.iter().map(|&param| self.places.at(param)).collect::<Result<_>>()?;
         Ok(Some((feed, places)))
     }
 
-    /// Asks for weights of a version that was asked for or read before, if servers of this host have it in their memory. Each part is a
-    /// parameter, the first element in that and how many. It waits for nothing.
+    /// Requests weights of a version requested or read before, if servers of this host have it in their memory. A
+    /// part is a parameter, its first element and a count. Does not wait.
     pub(crate) fn lend(
         &mut self,
         version: Version,

@@ -1,5 +1,5 @@
 //! The Rust half of the Python package `longshore`: a rank's job over host memory, an embedded server, and both
-//! commands. What is here is private to that package, whose own classes check what users give them.
+//! commands. The module is private to that package, whose own classes check their users' arguments.
 
 mod call;
 mod commands;

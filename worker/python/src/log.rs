@@ -1,6 +1,7 @@
-//! What the library and a server of this process log, handed to Python's `logging`.
+//! Passes log records of the library, and of a server in this process, to Python's `logging`.
 //!
-//! Records wait until a call from Python takes them along. To log at once, threads of the network would have to wait for the GIL.
+//! Records wait until a call from Python takes them along. Logging at once would make network threads wait for the
+//! GIL.
 
 use std::{
     collections::VecDeque,
@@ -20,13 +21,13 @@ use tracing::{
 };
 use tracing_subscriber::{Layer, layer::Context, prelude::*};
 
-/// How many records wait at most; with some 200 bytes each they take as much as a small message. Those that come first are kept, since they
-/// say how a trouble began.
+/// The most records that wait: at some 200 bytes each, as much as a small message. The first records are kept,
+/// since they tell how a trouble began.
 const KEPT: usize = 256;
 
 struct Record {
     level: Level,
-    /// The module that says it.
+    /// The module that logged the record.
     target: &'static str,
     text: String,
 }
@@ -34,15 +35,16 @@ struct Record {
 #[derive(Default)]
 struct Waiting {
     records: VecDeque<Record>,
-    /// How many came when there was no room.
+    /// Number of records that found no room.
     lost: usize,
 }
 
 static WAITING: Mutex<Waiting> = Mutex::new(Waiting { records: VecDeque::new(), lost: 0 });
-/// Lets a call that finds nothing go on without the lock.
+/// Lets a call without waiting records skip the lock.
 static IS_ANY: AtomicBool = AtomicBool::new(false);
 
-/// From now on what is logged in this process is kept for [`pass_on`]. Where one of the commands runs in it, the log stays the command's.
+/// Keeps the log records of this process for [`pass_on`] from now on. If one of the commands runs in this process,
+/// the log stays the command's.
 pub(crate) fn listen() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -51,10 +53,10 @@ pub(crate) fn listen() {
     });
 }
 
-/// Hands what waits to `logging`, as loggers `longshore.worker`, `longshore.server` and so on.
+/// Passes waiting records to `logging`, as loggers `longshore.worker`, `longshore.server` and so on.
 ///
 /// # Errors
-/// What a signal's handler raises meanwhile. A handler of `logging` that fails is said to be broken, and no more.
+/// An exception of a signal handler meanwhile. A failing handler of `logging` is only reported as unraisable.
 pub(crate) fn pass_on(py: Python<'_>) -> PyResult<()> {
     if !IS_ANY.swap(false, Relaxed) {
         return Ok(());
@@ -84,13 +86,14 @@ fn log(py: Python<'_>, records: VecDeque<Record>, lost: usize) -> PyResult<()> {
     Ok(())
 }
 
-/// `longshore_worker::cluster::vigil` is said by `longshore.worker`, and the record of operators' calls by `longshore.audit`.
+/// Maps `longshore_worker::cluster::vigil` to `longshore.worker`, and the record of operators' calls to
+/// `longshore.audit`.
 fn logger(target: &str) -> String {
     let room = target.split("::").next().unwrap_or_default();
     format!("longshore.{}", room.strip_prefix("longshore_").unwrap_or(room))
 }
 
-/// The level's number in `logging`.
+/// Returns the level's number in `logging`.
 fn number(level: Level) -> u8 {
     match level {
         Level::ERROR => 40,
@@ -120,7 +123,7 @@ impl<S: Subscriber> Layer<S> for Keep {
     }
 }
 
-/// An event as one line: what it says, then its fields.
+/// An event as one line: its message, then its fields.
 #[derive(Default)]
 struct Text {
     message: String,
@@ -129,7 +132,7 @@ struct Text {
 
 impl Visit for Text {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = match field.name() {
             "message" => write!(self.message, "{value:?}"),
             name => write!(self.fields, " {name}={value:?}"),

@@ -1,4 +1,4 @@
-//! Memory of tensors that Python holds, as slices: the one room of this crate with `unsafe`.
+//! Tensors of Python as slices of host memory: the only module of this crate with `unsafe`.
 
 use std::{
     ops::Range,
@@ -13,25 +13,25 @@ use pyo3::{FromPyObject, prelude::*};
 
 use crate::{error::raise, helpers::spread};
 
-/// How many elements are converted at a time where neither side is f32: they stay in the L1 cache.
+/// Elements per tile of a conversion between two types other than f32: a tile stays in the L1 cache.
 const TILE: usize = 2048;
-/// What several threads copy is cut into parts of so many elements, and nothing is cut that has fewer than this many parts: a
-/// thread wakes in the time in which another one copies two. Where the cores were busy, two threads copied four parts no sooner
-/// than one did, and took half as much of the cores again.
+/// Copies by several threads are cut into parts of this many elements. Fewer than `LEAST_PARTS` parts are not cut:
+/// a thread wakes in the time in which another copies two parts. With busy cores, two threads copied four parts no
+/// sooner than one thread, and used half as much CPU time again.
 const PART_ELEMENTS: usize = 256 * 1024;
 const LEAST_PARTS: usize = 8;
 
-/// The elements of a parameter or of its gradient, in the host's memory, end to end in the order of its shape.
+/// Elements of a parameter or of its gradient in host memory, contiguous, in the order of its shape.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostTensor {
-    /// Which of the job's parameters it belongs to.
+    /// Number of the job's parameter.
     pub(crate) param: usize,
     address: usize,
     elements: usize,
     dtype: Dtype,
 }
 
-/// What Python says of a tensor: parameter, address, number of elements, name of the element type.
+/// A tensor as Python describes it: parameter, address, number of elements, name of the element type.
 type Given = (usize, usize, usize, String);
 
 impl<'py> FromPyObject<'_, 'py> for HostTensor {
@@ -78,7 +78,7 @@ impl HostTensor {
         unsafe { slice::from_raw_parts_mut(self.address as *mut u8, length) }
     }
 
-    /// The elements, if they are f32.
+    /// Returns the elements, if they are f32.
     fn values(&self) -> Option<&[f32]> {
         // SAFETY: as in `bytes`; the address is aligned to the element, and every bit pattern is an f32.
         let values = || unsafe { slice::from_raw_parts(self.address as *const f32, self.elements) };
@@ -91,10 +91,11 @@ impl HostTensor {
         (self.dtype == Dtype::F32).then(values)
     }
 
-    /// Writes a range of the elements, times `scale`, in the wire's type. They are copied or converted once.
+    /// Writes a range of the elements, times `scale`, in the wire's type, in a single copy or conversion.
     pub(crate) fn write_to(&self, range: Range<usize>, wire: Dtype, scale: f32, target: &mut [u8]) {
         let width = wire.bytes() as usize;
-        // What leaves through a socket comes in chunks, whose checksum is taken next. What is lent is longer.
+        // Payloads for a socket are chunks, whose checksum is taken next, so they stay in cache. Lent payloads are
+        // longer.
         let past_caches = target.len() > CHUNK_BYTES;
         let parts: Vec<_> = target.chunks_mut(part_of(range.len()) * width).map(Mutex::new).collect();
         spread(parts.len(), |index| {
@@ -115,7 +116,7 @@ impl HostTensor {
         }
     }
 
-    /// Takes elements from `at` on, in the wire's type. What is beyond the tensor's end is left out.
+    /// Takes elements from `at` on, in the wire's type. Elements beyond the tensor's end are dropped.
     pub(crate) fn write_from(&self, at: usize, wire: Dtype, source: &[u8]) {
         let (from, to) = (wire.bytes() as usize, self.dtype.bytes() as usize);
         let elements = (source.len() / from).min(self.elements.saturating_sub(at));
@@ -130,7 +131,7 @@ impl HostTensor {
         }
     }
 
-    /// Waits for the parameter's elements of a feed, which lie at `place`, and writes them here.
+    /// Waits for the elements of a feed at `place`, and writes them into this tensor.
     pub(crate) fn read_weights(self, feed: &Feed, place: Range<u64>) -> Result<()> {
         let mut at = place.start;
         while at < place.end {
@@ -151,14 +152,14 @@ impl HostTensor {
         Ok(())
     }
 
-    /// The elements that lie at `part`, of a tensor that lies at `place`.
+    /// Returns the elements at `part`, of a tensor at `place`.
     fn part(&self, place: &Range<u64>, part: &Range<u64>) -> HostTensor {
         let first = (part.start - place.start) as usize;
         let elements = ((part.end - part.start) as usize).min(self.elements.saturating_sub(first));
         HostTensor { address: self.address + first * self.dtype.bytes() as usize, elements, ..*self }
     }
 
-    /// Writes elements of a feed that are there.
+    /// Writes elements of a feed that have arrived.
     fn read_part(mut self, feed: &Feed, place: Range<u64>) -> Result<()> {
         if self.dtype == feed.dtype() {
             return feed.read_raw(place, self.bytes_mut());
@@ -172,7 +173,7 @@ impl HostTensor {
         feed.pieces(place, |at, bytes| {
             let start = at as usize * to;
             let end = start + bytes.len() / from * to;
-            // What is beyond the tensor's end is refused by `Job` before it comes here.
+            // `Job` has refused elements beyond the tensor's end.
             if let Some(target) = target.get_mut(start..end) {
                 scaled(wire, bytes, 1.0, dtype, target);
             }
@@ -180,12 +181,12 @@ impl HostTensor {
     }
 }
 
-/// How many elements a part has of so many, which one thread or several copy.
+/// Returns the number of elements of a part, for a copy of `elements` by one thread or several.
 fn part_of(elements: usize) -> usize {
     if elements < LEAST_PARTS * PART_ELEMENTS { elements.max(1) } else { PART_ELEMENTS }
 }
 
-/// Converts by way of f32, times `scale`.
+/// Converts through f32, times `scale`.
 fn scaled(from: Dtype, source: &[u8], scale: f32, to: Dtype, target: &mut [u8]) {
     let mut tile = [0.0; TILE];
     let pieces =

@@ -1,9 +1,9 @@
-//! What became of a step, for Python.
+//! Outcomes of steps, for Python.
 
 use longshore_worker::StepOutcome;
 use pyo3::{prelude::*, types::PyDict};
 
-/// The fields of `longshore.StepReport`. A loss is larger by `scale_factor` than the scaler says.
+/// Returns the fields of `longshore.StepReport`. A loss is larger than the scaler's by `scale_factor`.
 pub(crate) fn of_outcome<'py>(
     py: Python<'py>,
     outcome: &StepOutcome,

@@ -1,4 +1,4 @@
-//! An optimizer server inside the Python process.
+//! An optimizer server inside the Python process, for tests and single-host runs.
 
 use std::{
     path::PathBuf,
@@ -15,13 +15,13 @@ use pyo3::prelude::*;
 
 use crate::{error::exception, log};
 
-/// A server on a free loopback port of this process. It ends with `close`, or with this object.
+/// A server on a free loopback port of this process. `close` or dropping the object ends it.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Server {
     address: String,
-    /// None once it has ended.
+    /// None once the server has ended.
     embedded: Mutex<Option<Embedded>>,
-    /// The process that it runs in: a fork has none of its threads.
+    /// The process that runs the server: a fork has none of its threads.
     process: u32,
 }
 
@@ -58,19 +58,19 @@ impl Server {
         }
     }
 
-    /// The address that `servers=` takes.
+    /// The server's address, for `servers=`.
     #[getter]
     fn address(&self) -> &str {
         &self.address
     }
 
-    /// Ends the server, and waits until nothing uses its folders any more. Calling it again does nothing.
+    /// Ends the server, and waits until its folders are no longer in use. Further calls do nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.end());
     }
 }
 
-/// The exception for a server that does not start.
+/// Returns the exception for a server that does not start.
 fn refused(py: Python<'_>, error: &ServerError) -> PyErr {
     let said = error.to_string();
     let ServerError::Config(ConfigError::Value { field, value, limit }) = error else {
@@ -89,7 +89,7 @@ impl Server {
         if self.process == process::id() {
             drop(embedded);
         } else {
-            // This is a fork, which has neither the threads nor the right to end them.
+            // A fork has none of the server's threads, and must not end them.
             std::mem::forget(embedded);
         }
     }
@@ -97,7 +97,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Others may need Python while the server ends. While Python itself ends there is nobody to let in.
+        // Other threads may need Python while the server ends. While Python itself ends, no thread needs it.
         if Python::try_attach(|py| py.detach(|| self.end())).is_none() {
             self.end();
         }

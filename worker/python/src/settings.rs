@@ -1,4 +1,4 @@
-//! What Python says of a job and of the way to it.
+//! Settings of a job and of its transport, from Python.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,8 +14,8 @@ use longshore_worker::{
 };
 use pyo3::FromPyObject;
 
-/// `longshore.transfer.job.Settings`: the options as `longshore.transfer.options.Options` documents them, with every default resolved, and
-/// the job's layout. Options that only Python reads are left out.
+/// `longshore.transfer.job.Settings`: the options that `longshore.transfer.options.Options` documents, with every
+/// default resolved, and the job's layout. Options that only Python reads are left out.
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
     servers: Vec<String>,
@@ -29,9 +29,10 @@ pub(crate) struct Settings {
     image_dtype: String,
     rank: u32,
     world_size: u32,
-    /// The first parameter of each partition, and the rank that contributes to it. Empty where all ranks contribute to all.
+    /// First parameter of each partition, and the rank that contributes to it. Empty if all ranks contribute to
+    /// all.
     partitions: Vec<(u32, u32)>,
-    /// The first of the parameters that are frozen, which are the last ones; None where all are trained.
+    /// First of the frozen parameters, which come last; None if all are trained.
     frozen_from: Option<u32>,
     accumulate: u32,
     accumulate_on: String,
@@ -61,7 +62,7 @@ pub(crate) struct GivenScaler {
     min: f64,
 }
 
-/// What a param group's hyperparameters are for one step.
+/// Hyperparameters of a param group for one step.
 #[derive(FromPyObject)]
 pub(crate) struct GivenHyper {
     lr: f64,
@@ -83,7 +84,8 @@ impl From<GivenHyper> for Hyper {
     }
 }
 
-/// What is said of steps as they come: hyperparameters when a step ends, and after which steps the pipeline drains.
+/// Decisions that Python makes step by step: hyperparameters at the end of a step, and steps after which the
+/// pipeline drains.
 #[derive(Clone, Default)]
 pub(crate) struct StepByStep(Arc<Mutex<Said>>);
 
@@ -105,7 +107,8 @@ impl StepByStep {
         }
     }
 
-    /// Those of the step; those of the step before it, where schedulers have not said any yet.
+    /// Returns the hyperparameters of the step, or of the newest earlier step if schedulers have not set the
+    /// step's yet.
     fn hypers(&self, step: Step) -> Vec<Hyper> {
         let said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         said.hypers.range(..=step).next_back().map(|(_, hypers)| hypers.clone()).unwrap_or_default()
@@ -154,7 +157,7 @@ impl Settings {
         })
     }
 
-    /// This process adds up the gradients of a step's backward passes.
+    /// Returns true if this process adds up the gradients of a step's backward passes.
     fn sums_on_worker(&self) -> bool {
         self.accumulate_on == "worker" && self.accumulate > 1
     }
@@ -171,8 +174,8 @@ impl Settings {
         partitions
     }
 
-    /// How much larger a loss is than the scaler says. Servers divide by the number of gradients, and so does a worker
-    /// that adds them up: in torch they add up.
+    /// The factor between a loss and the scaler's value. Servers divide by the number of gradients, and so does a
+    /// worker that adds them up. In torch gradients add up.
     pub(crate) fn scale_factor(&self) -> f64 {
         f64::from(self.accumulate.max(1))
     }
@@ -192,8 +195,8 @@ impl Settings {
         }
     }
 
-    /// How steps of the job are made. With partitions a rank asks for the weights of its own ones alone: frozen ones do not
-    /// change.
+    /// Returns the options of the pipeline. With partitions a rank requests only the weights of its own: frozen
+    /// ones do not change.
     pub(crate) fn pipeline(&self, steps: &StepByStep, spec: &JobSpec) -> Result<PipelineOptions, Fault> {
         let (hypers, drains) = (steps.clone(), steps.clone());
         let scaler = self.scaler()?;

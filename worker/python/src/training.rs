@@ -1,4 +1,4 @@
-//! A rank's steps over memory that Python names: gradients are copied from there once, and weights to there.
+//! A rank's steps over tensors of Python: gradients are copied from there once, and weights to there once.
 
 use std::{ops::Range, sync::Arc};
 
@@ -14,29 +14,30 @@ use crate::{
     weights::{self, From, Places, Unread, Weighed},
 };
 
-/// A pipeline, and how far its step in hand has come.
+/// A pipeline, and the progress of its current step.
 pub(crate) struct Training {
     pub(crate) pipeline: Pipeline,
     steps: StepByStep,
-    /// Which weights this rank reads.
+    /// The weights that this rank reads.
     weights: Weights,
     pub(crate) places: Places,
-    /// The version whose weights were asked for last, or that the tensors had from the start.
+    /// The version whose weights were requested last, or that the tensors held from the start.
     asked: Version,
     begun: Option<Step>,
-    /// The loss scale of the step that was begun last.
+    /// Loss scale of the step that was begun last.
     loss_scale: f64,
-    /// What takes the gradients of the micro-step in hand.
+    /// Assembler of the current micro-step.
     assembler: Option<Assembler>,
-    /// How many micro-steps of the step in hand are whole.
+    /// Number of complete micro-steps of the current step.
     micro_steps: u32,
-    /// Weights that are not in all tensors yet.
+    /// Requested weights that some tensor does not have yet.
     pub(crate) unread: Option<Unread>,
-    /// The version whose master weights the next step computes with, because its images are corrected and it was drained.
+    /// The version whose master weights the next step computes with: its images are corrected, and it was drained
+    /// to.
     pub(crate) drained: Option<Version>,
-    /// These weights, once some of them were pulled: whoever pulls them unit by unit has them exported once.
+    /// Master weights of `drained`, once a part of them was pulled: pulls unit by unit share one export.
     master: Option<Arc<Vec<u8>>>,
-    /// A wait was interrupted while gradients were leaving, so nobody knows which of them have left.
+    /// True after an interrupt while gradients were leaving: some have left, and which ones is unknown.
     is_broken: bool,
 }
 
@@ -46,9 +47,10 @@ const BROKEN: Misuse = Misuse(
 );
 
 impl Training {
-    /// Goes on from where the rank joined. If its tensors may hold other weights than those that the next step
-    /// computes with, these are asked for: all but those of the rank that filled a new job from them. `how` is whether the
-    /// job was found, and whether its weights are wanted in units.
+    /// Continues from the joined version. Requests the weights of the next step, unless the tensors already hold
+    /// them. Only the rank that filled a new job from its tensors holds them.
+    ///
+    /// `found` says that the job existed before, `in_units` that its weights are wanted in units.
     pub(crate) fn start(
         session: Session,
         joined: &Joined,
@@ -58,7 +60,7 @@ impl Training {
     ) -> Result<Training> {
         let places = Places::new(session.layout(), session.spec().params.len());
         let weights = options.weights.clone();
-        // If ranks have partitions of their own, all of them read together, since they gather from each other what they read.
+        // With partitions per rank, all ranks read together, since they gather their parts from each other.
         let spec = session.spec();
         let shares = |partition: &Partition| {
             !partition.is_frozen() && partition.ranks.len() < spec.world_size as usize
@@ -85,7 +87,8 @@ impl Training {
             training.pull_in_units();
         }
         if !holds_weights {
-            // The step does not begin yet, so that the caller can still drain and have it compute with the newest weights.
+            // The step does not begin yet. The caller can still drain, so that the step computes with the newest
+            // weights.
             let (version, from) = match training.is_on_demand() {
                 true => (training.pipeline.next_reads(), From::OnDemand),
                 false => {
@@ -98,7 +101,7 @@ impl Training {
         Ok(training)
     }
 
-    /// Has weights be fetched from now on, none before it is wanted, unless servers lend all of theirs.
+    /// Switches to fetching weights on request, unless servers lend all of theirs.
     pub(crate) fn pull_in_units(&mut self) {
         if !self.pipeline.pull_on_demand() {
             return;
@@ -134,18 +137,18 @@ impl Training {
         }
     }
 
-    /// The loss scale of the step in hand, which it begins.
+    /// Begins the step if needed, and returns its loss scale.
     pub(crate) fn loss_scale(&mut self) -> Result<f64> {
         self.begin()?;
         Ok(self.loss_scale)
     }
 
-    /// The trainer's own bytes in the commit of the version that it joined at.
+    /// Returns the trainer's own bytes in the commit of the joined version.
     pub(crate) fn resumed(&self) -> Option<Vec<u8>> {
         self.pipeline.resumed().map(<[u8]>::to_vec)
     }
 
-    /// Sends gradients of the micro-step in hand, times `scale`.
+    /// Sends gradients of the current micro-step, times `scale`.
     pub(crate) fn push(&mut self, gradients: &[HostTensor], scale: f32) -> Result<()> {
         let wire = self.spec().gradient_dtype;
         gradients.iter().try_for_each(|gradient| {
@@ -155,7 +158,8 @@ impl Training {
         })
     }
 
-    /// Sends a gradient of the micro-step in hand. `write` gets an address, and which elements it puts there in the wire's type.
+    /// Sends a gradient of the current micro-step. `write` gets an address, and the range of elements to put there
+    /// in the wire's type.
     pub(crate) fn push_with(
         &mut self,
         param: usize,
@@ -167,7 +171,8 @@ impl Training {
         self.put(|assembler| assembler.try_put_with(param, elements, &mut write))
     }
 
-    /// Says that these parameters got no gradient. Zeros leave for them, in a job that leaves parameters out -0.
+    /// Notes that these parameters got no gradient. The wire carries zeros for them, or -0 in a job that leaves
+    /// parameters out.
     pub(crate) fn push_zeros(&mut self, params: &[usize]) -> Result<()> {
         params.iter().try_for_each(|&param| self.put(|assembler| assembler.put_nothing(param)))
     }
@@ -188,7 +193,7 @@ impl Training {
         put
     }
 
-    /// Ends the micro-step in hand, to which every parameter has given its gradient.
+    /// Ends the current micro-step, for which every parameter has its gradient.
     pub(crate) fn end_micro_step(&mut self) -> Result<()> {
         let assembler = self.assembler.take();
         assembler.ok_or(Misuse("no gradient was pushed in this micro-step"))?.finish()?;
@@ -196,7 +201,7 @@ impl Training {
         Ok(())
     }
 
-    /// Ends the step with these hyperparameters, and asks for the weights of the next one.
+    /// Ends the step with these hyperparameters, and requests the weights of the next one.
     pub(crate) fn commit(
         &mut self,
         hypers: Vec<Hyper>,
@@ -220,14 +225,14 @@ impl Training {
         }
         let finished = self.pipeline.finish(trainer_state);
         if self.pipeline.last_step() == step {
-            // Though the wait for its decision may have been interrupted, the step has ended.
+            // The step has ended, even if the wait for its decision was interrupted.
             self.begun = None;
             self.ask_for_next()?;
         }
         finished.map(|()| step)
     }
 
-    /// Notes which weights the next step computes with, if they are others than those of the step before.
+    /// Requests the weights of the next step, if its version differs from that of the last one.
     fn ask_for_next(&mut self) -> Result<()> {
         let (reads, upcoming) = (self.pipeline.next_reads(), self.pipeline.upcoming());
         if self.is_on_demand() {
@@ -244,7 +249,7 @@ impl Training {
         Ok(())
     }
 
-    /// The images of a version that this rank reads.
+    /// Returns the images of a version that this rank reads.
     fn images(&self, version: Version) -> Result<From> {
         let whole = 0..self.session().layout().elements();
         let order = match &self.weights {
@@ -267,8 +272,8 @@ impl Training {
         self.unread = Some(Unread { version, from, left });
     }
 
-    /// Waits for the weights of these parameters that were asked for, and writes them into the tensors. Returns their
-    /// version, or none where the tensors have them already.
+    /// Waits for the requested weights of these parameters, and writes them into the tensors. Returns their
+    /// version; None if the tensors have them already.
     pub(crate) fn read_weights(&mut self, targets: &[HostTensor]) -> Result<Option<Version>> {
         let Some((version, from)) = self.unread_weights() else { return Ok(None) };
         for target in targets {
@@ -277,13 +282,13 @@ impl Training {
                 unread.left.remove(&target.param);
             }
         }
-        // With the last one their memory goes back.
+        // The last tensor frees the memory of the weights.
         self.unread.take_if(|unread| unread.left.is_empty());
         Ok(Some(version))
     }
 
-    /// Asks for weights of a version that was asked for or read before. It does not wait for them. A tensor may be a part of a
-    /// parameter, which begins at the element that is given with it.
+    /// Requests weights of a version requested or read before, without waiting. A tensor may be a part of a
+    /// parameter, from the given element on.
     pub(crate) fn fetch(&mut self, version: Version, given: Vec<(HostTensor, u64)>) -> Result<Weighed> {
         let part = |(target, start): &(HostTensor, u64)| self.places.of_part(target, *start);
         let places = given.iter().map(part).collect::<Result<Vec<_>>>()?;
@@ -300,7 +305,7 @@ impl Training {
         })
     }
 
-    /// The master weights of the version that was drained to, which are exported once.
+    /// Returns the master weights of the drained version, which are exported once.
     fn master_of(&mut self, version: Version) -> Result<Arc<Vec<u8>>> {
         let weights = match &self.master {
             Some(weights) => Arc::clone(weights),
@@ -309,7 +314,7 @@ impl Training {
         Ok(Arc::clone(self.master.insert(weights)))
     }
 
-    /// Writes the weights of a version that was read before into tensors, which it asks the servers for again.
+    /// Pulls a version that was read before again, and writes its weights into tensors.
     pub(crate) fn pull(&mut self, version: Version, targets: &[HostTensor]) -> Result<()> {
         let from = if self.drained == Some(version) {
             From::Master(self.master_of(version)?)
@@ -325,22 +330,23 @@ impl Training {
         from.write(self.spec().image_dtype, target, self.places.of(target)?)
     }
 
-    /// The weights that are not in all tensors yet.
+    /// Returns the requested weights that some tensor does not have yet.
     pub(crate) fn unread_weights(&self) -> Option<(Version, From)> {
         self.unread.as_ref().map(|unread| (unread.version, unread.from.clone()))
     }
 
-    /// These parameters have the weights that were asked for.
+    /// Notes that these parameters have the requested weights.
     pub(crate) fn have(&mut self, params: &[usize]) {
         if let Some(unread) = &mut self.unread {
             params.iter().for_each(|param| _ = unread.left.remove(param));
         }
-        // With the last one their memory goes back.
+        // The last parameter frees the memory of the weights.
         self.unread.take_if(|unread| unread.left.is_empty());
     }
 
-    /// Waits until no crash of a server can take the last step back, and asks for the newest weights. The next step computes
-    /// with them, also in a delayed job. They are the master weights, as no image that makes up for a delay is.
+    /// Waits until no crash of a server can take the last step back, and requests the newest weights. The next
+    /// step computes with them, also in a delayed job. Corrected images are not the master weights, so the master
+    /// weights are exported then.
     pub(crate) fn drain(&mut self) -> Result<Version> {
         let version = self.pipeline.settle()?;
         let step = self.pipeline.last_step();
@@ -359,16 +365,16 @@ impl Training {
         Ok(version)
     }
 
-    /// The version of the weights that are not in all tensors yet.
+    /// Returns the version of the requested weights that some tensor does not have yet.
     pub(crate) fn unread(&self) -> Option<Version> {
         self.unread.as_ref().map(|unread| unread.version)
     }
 
-    /// Does what `unread` does, and lets these weights count as read: from now on they are fetched. Nobody can say of a
-    /// rank that fetches its part of them when it has all.
+    /// Same as `unread`, and marks these weights as read: from now on they are fetched. A rank that fetches its
+    /// part of them cannot tell when it has all.
     pub(crate) fn take_unread(&mut self) -> Option<Version> {
         let unread = self.unread.take()?;
-        // Who fetches them does so more than once, and they are exported once.
+        // Fetches of these weights come in several calls, which share one export.
         if let From::Master(weights) = unread.from {
             self.master = Some(weights);
         }
@@ -383,7 +389,7 @@ impl Training {
         Version(self.pipeline.last_step().0)
     }
 
-    /// Waits until the last step is safe, and gives the rank up.
+    /// Waits until the last step is durable, and ends the pipeline.
     pub(crate) fn close(self) -> Result<Session> {
         let Training { pipeline, assembler, unread, .. } = self;
         drop((assembler, unread));

@@ -1,4 +1,4 @@
-//! Something that one call uses at a time. A call that waits for its turn ends with Ctrl-C.
+//! A value that one call uses at a time. A call that waits for its turn ends with Ctrl-C.
 
 use std::{
     sync::{Condvar, Mutex, PoisonError, TryLockError},
@@ -7,12 +7,12 @@ use std::{
 
 use longshore_worker::{Result, error::Interrupted};
 
-/// How often a call that waits asks whether to go on.
+/// The period at which a waiting call asks whether to go on.
 const PERIOD: Duration = Duration::from_millis(50);
 
 pub(crate) struct Turns<T> {
     value: Mutex<T>,
-    /// How many calls have ended.
+    /// Number of calls that have ended.
     ended: Mutex<u64>,
     changed: Condvar,
 }
@@ -22,10 +22,11 @@ impl<T> Turns<T> {
         Turns { value: Mutex::new(value), ended: Mutex::new(0), changed: Condvar::new() }
     }
 
-    /// Runs `act` once no other call uses the value. Meanwhile `ends` is asked, on this thread, whether to give up.
+    /// Runs `act` once no other call uses the value. While it waits, `ends` is called on this thread, and true
+    /// gives up.
     ///
     /// # Errors
-    /// `Interrupted` if it said so; what `act` returns.
+    /// `Interrupted` if `ends` returned true; the error of `act`.
     pub(crate) fn with<R>(
         &self,
         ends: impl Fn() -> bool,
@@ -39,7 +40,7 @@ impl<T> Turns<T> {
                 Err(TryLockError::WouldBlock) => {
                     let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
                     let waited = self.changed.wait_timeout_while(ended, PERIOD, |ended| *ended == seen);
-                    // What is asked may call this again, as a signal's handler does.
+                    // `ends` may call this function again, as a signal handler does.
                     if waited.unwrap_or_else(PoisonError::into_inner).1.timed_out() && ends() {
                         return Err(Interrupted.into());
                     }
@@ -54,7 +55,7 @@ impl<T> Turns<T> {
         }
     }
 
-    /// The value, where nobody else can use it.
+    /// Returns the value without a lock: `&mut self` excludes other calls.
     pub(crate) fn get_mut(&mut self) -> &mut T {
         self.value.get_mut().unwrap_or_else(PoisonError::into_inner)
     }

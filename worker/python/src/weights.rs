@@ -1,4 +1,4 @@
-//! Weights on their way into tensors: of which version, where they come from, and where each tensor's lie.
+//! Weights on their way into tensors: their version, their source, and each tensor's place.
 
 use std::{
     collections::BTreeSet,
@@ -11,26 +11,26 @@ use longshore_worker::{Feed, Result, Session, error::Misuse, export::Contents};
 
 use crate::memory::HostTensor;
 
-/// Weights of one version, and the parameters whose tensors do not have them.
+/// Weights of one version, and the parameters whose tensors lack them.
 pub(crate) struct Unread {
     pub(crate) version: Version,
     pub(crate) from: From,
     pub(crate) left: BTreeSet<usize>,
 }
 
-/// Where weights come from.
+/// The source of weights.
 #[derive(Clone)]
 pub(crate) enum From {
     /// The version's images.
     Images(Feed),
-    /// The version's images, which are pulled as they are fetched.
+    /// The version's images, pulled when they are fetched.
     OnDemand,
-    /// The master weights, rounded to the images' type: all of the flat space.
+    /// The master weights of the whole flat space, rounded to the images' type.
     Master(Arc<Vec<u8>>),
 }
 
 impl From {
-    /// Waits for the elements of a tensor that lies at `place`, and writes them into it.
+    /// Waits for the elements at `place`, and writes them into the tensor.
     pub(crate) fn write(&self, dtype: Dtype, target: &HostTensor, place: Range<u64>) -> Result<()> {
         match self {
             From::OnDemand => Err(Misuse("weights in units are fetched: use fetch").into()),
@@ -52,7 +52,7 @@ pub(crate) struct Weighed {
 }
 
 impl Weighed {
-    /// Whether a server lends them where they lie in its memory.
+    /// Returns true if a server lends the weights in its memory.
     pub(crate) fn are_lent(&self) -> bool {
         matches!(&self.from, From::Images(feed) if feed.is_lent())
     }
@@ -64,7 +64,7 @@ impl Weighed {
     }
 }
 
-/// Where each parameter lies in the flat space.
+/// Range of each parameter in the flat space.
 pub(crate) struct Places(Vec<Range<u64>>);
 
 impl Places {
@@ -72,13 +72,13 @@ impl Places {
         Places((0..params).map(|param| layout.param_range(param)).collect())
     }
 
-    /// The parameters whose first element is among those that are read.
+    /// Returns the parameters whose first element is read.
     pub(crate) fn read_by(&self, reads: impl Fn(u64) -> bool) -> BTreeSet<usize> {
         let places = self.0.iter().enumerate();
         places.filter(|(_, place)| reads(place.start)).map(|(param, _)| param).collect()
     }
 
-    /// Where a parameter lies.
+    /// Returns the range of a parameter.
     pub(crate) fn at(&self, param: usize) -> Result<Range<u64>> {
         self.0.get(param).cloned().ok_or_else(|| {
             let limit = format!("below {} parameters", self.0.len());
@@ -86,7 +86,7 @@ impl Places {
         })
     }
 
-    /// Where a tensor lies that is a whole parameter.
+    /// Returns the range of a tensor that is a whole parameter.
     pub(crate) fn of(&self, tensor: &HostTensor) -> Result<Range<u64>> {
         match self.at(tensor.param)? {
             place if place.end - place.start == tensor.elements() => Ok(place),
@@ -98,12 +98,12 @@ impl Places {
         }
     }
 
-    /// Where a tensor lies that is a part of a parameter, from its element `start` on.
+    /// Returns the range of a tensor that is a part of a parameter, from its element `start` on.
     pub(crate) fn of_part(&self, tensor: &HostTensor, start: u64) -> Result<Range<u64>> {
         self.part(tensor.param, start, tensor.elements())
     }
 
-    /// Where a part of a parameter lies: so many elements, from `start` on.
+    /// Returns the range of `elements` elements of a parameter, from `start` on.
     pub(crate) fn part(&self, param: usize, start: u64, elements: u64) -> Result<Range<u64>> {
         let place = self.at(param)?;
         match start.checked_add(elements).filter(|&end| end <= place.end - place.start) {
@@ -117,7 +117,7 @@ impl Places {
     }
 }
 
-/// The master weights of the newest version, which must be this one, rounded to the images' type.
+/// Exports the master weights of `version`, which must be the newest, rounded to the images' type.
 pub(crate) fn master(session: &Session, version: Version) -> Result<Arc<Vec<u8>>> {
     let (dtype, elements) = (session.spec().image_dtype, session.layout().elements());
     let weights = Mutex::new(vec![0; (elements * dtype.bytes()) as usize]);

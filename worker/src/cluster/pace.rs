@@ -40,7 +40,7 @@ impl Pace {
     }
 }
 
-/// One socket's share of one direction.
+/// A socket's share of a direction.
 struct Direction {
     bytes_per_s: f64,
     /// The time at which the link has moved all bytes accepted so far.
