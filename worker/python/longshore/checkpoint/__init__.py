@@ -1,4 +1,4 @@
-"""From checkpoints of others into a new job, and back into files of others, without holding a whole model."""
+"""Fills a new job from checkpoints of other libraries, and saves a job in their formats, without holding a whole model."""
 
 from longshore.checkpoint.formats import load_deepspeed, load_safetensors, save_deepspeed, save_safetensors, save_torch
 

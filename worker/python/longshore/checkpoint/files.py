@@ -1,6 +1,6 @@
-"""Files of tensors: torch's own format and Hugging Face's safetensors, read and written where they are mapped.
+"""Files of tensors: torch's own format and Hugging Face's safetensors, read and written as mapped memory.
 
-Tensors come and go one by one, so that no process holds a whole model. A file under its final name is always whole.
+Tensors are read and written one by one, so that no process holds a whole model. A file under its final name is always whole.
 """
 
 import contextlib
@@ -21,28 +21,28 @@ from longshore.errors import LongshoreError, StateError, invalid
 from longshore.transfer import filling
 from longshore.transfer.params import DTYPES, Param
 
-#: What folders are called that are not whole.
+#: Name pattern of incomplete folders.
 DRAFTS = ".longshore-*"
 
 
 def mapped(path: Path, content: Callable[[], Any]) -> Any:
-    """Writes a file as ``torch.save`` does, but for the tensors' values, and maps it.
+    """Writes a file as ``torch.save`` does, without the tensors' values, and maps it.
 
     Args:
         path: the file.
-        content: makes what the file has. Its tensors take no memory.
+        content: returns the file's content, whose tensors take no memory.
 
     Returns:
-        What the file has. Its tensors' memory is the file.
+        The file's content. The tensors' memory is the file.
 
     Raises:
-        LongshoreError: where there is no room.
+        LongshoreError: if the drive is full.
     """
     with FakeTensorMode():
         described = content()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(described, path)
-    # A hole in a mapped file would end the process when the drive is full.
+    # Writing to a hole in a mapped file would kill the process when the drive is full.
     with path.open("r+b") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -53,14 +53,14 @@ def mapped(path: Path, content: Callable[[], Any]) -> Any:
 
 
 def check_target(folder: Path) -> None:
-    """Refuses to write over what is there."""
+    """Refuses an existing target that is not an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise invalid(str(folder), "there, and not empty", "a new or empty folder", "name another one, or empty it")
 
 
 @contextlib.contextmanager
 def draft(folder: Path) -> Iterator[Path]:
-    """A folder that takes its name once all of it is written, and on the drive."""
+    """Yields a temporary folder that takes its final name once everything in it is written and synced."""
     check_target(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=DRAFTS[:-1], dir=folder.parent))
@@ -77,12 +77,12 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Does what :func:`replace` does, with a text."""
+    """Replaces a file by a text, as :func:`replace` does."""
     replace(path, lambda draft: draft.write_text(text))
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Has a file written beside its place, and moves it there: whoever reads it finds what it had or all of this."""
+    """Writes a file beside its place, and moves it there: readers find the old file or the whole new one."""
     draft = path.with_name(f".{path.name}.draft")
     write(draft)
     _sync(draft)
@@ -99,7 +99,7 @@ def _sync(path: Path) -> None:
 
 
 def blank(shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-    """An fp32 tensor of a description."""
+    """Returns an empty fp32 tensor for a description."""
     return torch.empty(shape, dtype=torch.float32)
 
 
@@ -117,12 +117,12 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-#: No header is larger, here as in the format's own library.
+#: Largest header, as in the format's own library.
 _MAX_HEADER = 100_000_000
 
 
 class Files:
-    """The tensors of a file, or of a folder's files, by name. One is mapped at a time as it is read."""
+    """The tensors of a file or of a folder's files, by name. Only the tensor being read is mapped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -152,7 +152,7 @@ class Files:
                 raise broken(f"not readable ({error})") from error
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Returns the names of all tensors."""
         return list(self._found)
 
     def check(self, name: str, shape: torch.Size) -> None:
@@ -169,7 +169,7 @@ class Files:
         filling.check_tensor(name, torch.empty(found, dtype=dtype, device="meta"), shape, str(self._path), described=True)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, over the file's memory."""
+        """Returns the tensor over the file's mapped memory."""
         file, start, length, kind, shape = self._found[name]
         whole: Any = torch.UntypedStorage.from_file(str(file), False, start + length)
         dtype = _TYPES[kind]
@@ -207,7 +207,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def create(folder: Path, named: dict[str, Tensor | Param], dtype: str, most: int) -> dict[str, Tensor]:
-    """Writes headers, and the tensors that are given. Those of parameters are mapped, for others to fill in."""
+    """Writes headers and given tensors. Returns mapped tensors of parameters, for the caller to fill."""
     kind = {name: dtype for dtype, name in DTYPES.items()}[dtype]
     described = {
         name: (kind if isinstance(given, Param) else given.dtype, given.shape) for name, given in named.items()
@@ -241,7 +241,7 @@ def _create(
 ) -> int:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # The widest types first, so that every tensor is aligned.
+    # Wide types come first, so that every tensor is aligned.
     order = sorted(described, key=lambda name: -described[name][0].itemsize)
     for name in order:
         dtype, shape = described[name]

@@ -1,12 +1,12 @@
-"""From checkpoints of others into a new job, and back into files of others, without holding a whole model.
+"""Fills a new job from checkpoints of other libraries, and saves a job in their formats, without holding a whole model.
 
 >>> checkpoint.load_deepspeed(optimizer, "out/universal")  # doctest: +SKIP
 >>> checkpoint.save_safetensors(optimizer, "out/model")  # doctest: +SKIP
 
-What loads is called right after the optimizer is built, before its first step: then the parameters get the weights, and the servers
-all the state when the job is opened, tensor by tensor from the files. What saves may be called at any time between steps. Of several ranks
-rank 0 writes: it calls it alone, or all of them do, and the others write nothing and do not wait. With ``delay=1`` a ``flush()`` of all
-ranks comes before.
+Call a load function right after the optimizer is built, before its first step. The parameters get the weights at once, and the servers get
+the state when the job is opened, tensor by tensor from the files. Save functions may be called at any time between steps. With several
+ranks rank 0 writes: either it calls alone, or all ranks call, and the others write nothing and do not wait. With ``delay=1`` all ranks call
+``flush()`` first.
 """
 
 import os
@@ -34,29 +34,29 @@ _STEP = "step"
 _OPTIMIZER = "optimizer_state.pt"
 #: The file's name in ZeRO's stages 1 and 2, and in stage 3.
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-#: What DeepSpeed's engine keeps in that file. All other keys are the caller's.
+#: Keys of DeepSpeed's engine in that file. All other keys are the caller's.
 DEEPSPEED_KEYS = frozenset(
     "module buffer_names optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
     "mp_world_size ds_config ds_version data_sampler random_ltd param_shapes frozen_param_shapes frozen_param_fragments "
     "shared_params zero_optimizer_state universal_checkpoint_info checkpoint_parallel_dimensions".split()
 )
-#: The DeepSpeed release that the layout was introduced with, which its loaders ask for.
+#: DeepSpeed release that introduced the layout; its loaders check it.
 _DEEPSPEED = "0.14.0"
 
 
 def load_safetensors(optimizer: Optimizer, path: str | os.PathLike[str], *, strict: bool = False) -> None:
     """Fills a new job with weights from Hugging Face's safetensors: a file, or a folder with one or with an index of several.
 
-    The fp32 master weights get the files' values, so that fp32 files lose nothing where the model is in bf16. The parameters get
-    them too. Tensors of the files that are no trained parameter are left alone: load these into the model.
+    The fp32 master weights get the files' values, so that fp32 files lose nothing where the model is in bf16. The parameters get them too.
+    Other tensors of the files are ignored: load these into the model.
 
     Args:
-        optimizer: whose parameters are looked for by name.
+        optimizer: the optimizer whose parameters are searched by name.
         path: the file or folder.
-        strict: refuse files with a tensor that is no parameter of the optimizer, trained or frozen, as files of another model have.
+        strict: refuse files with a tensor that is no parameter of the optimizer, trained or frozen, for example of another model.
 
     Raises:
-        StateError: naming the tensor that is missing, or of another shape or type, or not known; or where the job has begun.
+        StateError: naming the tensor that is missing, unknown, or of another shape or type; or if the job has begun.
     """
     files = _files.Files(Path(path))
     known = {name for name, _ in _params.named(optimizer.param_groups)}
@@ -85,11 +85,11 @@ def load_deepspeed(
     Args:
         optimizer: an AdamW or Adam whose parameters have the names of the model that DeepSpeed trained.
         folder: the checkpoint, which has a folder ``zero``; or the folder above it.
-        tag: which checkpoint of the folder above; by default the one that ``latest_universal`` names.
-        step: the step count, where no file says it plainly.
+        tag: name of a checkpoint in the folder above; by default from ``latest_universal``.
+        step: the step count, if no file has it in plain form.
 
     Raises:
-        StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
+        StateError: naming the tensor or file that is missing, unknown or of another shape; or if the job has begun.
     """
     if optimizer.rule not in ("adamw", "adam"):
         raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments", StateError)
@@ -98,14 +98,14 @@ def load_deepspeed(
 
     def read(array: int, param: Param) -> Any:
         found = _universal_tensor(zero / param.name / f"{keys[array]}.pt")
-        # ZeRO-3's are flat.
+        # ZeRO-3's tensors are flat.
         flat = isinstance(found, Tensor) and found.ndim == 1 and found.numel() == param.elements
         return found.view(param.shape) if flat else found
 
     def check(params: list[Param]) -> None:
         known = {param.name for param in params}
         for name in sorted(entry.name for entry in zero.iterdir() if entry.is_dir()):
-            # Since DeepSpeed 0.19 frozen parameters and buffers have weights there, which are the model's to load.
+            # Since DeepSpeed 0.19 the folder also has weights of frozen parameters and buffers, which are loaded into the model.
             is_trained = any((zero / name / f"{key}.pt").exists() for key in keys[1:])
             if name not in known and is_trained:
                 remedy = "give the optimizer this parameter too, or take its folder out"
@@ -132,18 +132,18 @@ def load_deepspeed(
 
 
 def deepspeed_rest(folder: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """What a universal checkpoint has beside the tensors of parameters: the file, and its content. None stands for a file that is not
-    there, or that could run code when it is read.
+    """Returns a universal checkpoint's file beside the parameters' tensors, and its content. None as content means a missing file, or one
+    that could run code when it is read.
     """
     return _states(_zero_folder(Path(folder), tag))
 
 
 def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
-    """Writes what ``state_dict`` of torch's optimizer of the same name would be, as ``torch.save`` does. Take
-    ``torch.load(path, mmap=True)`` to load it without a copy. The weights are the model's: :func:`save_safetensors` writes them.
+    """Writes the ``state_dict`` of torch's optimizer of the same name, as ``torch.save`` does. ``torch.load(path, mmap=True)`` loads it
+    without a copy. The weights are not in it: :func:`save_safetensors` writes them.
 
     Raises:
-        InvalidError: if the file is there already, or there is no room.
+        InvalidError: if the file exists, or the drive is full.
     """
     connection, rule, path = optimizer._settle(), optimizer.rule, Path(path)
     if not optimizer.is_first_rank:
@@ -179,20 +179,20 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
 def save_deepspeed(
     optimizer: Optimizer, folder: str | os.PathLike[str], *, tag: str | None = None, lr_scheduler: Any = None
 ) -> str:
-    """Writes a DeepSpeed universal checkpoint, which DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, on any number
-    of ranks and in ZeRO's stages 1 to 3. Buffers are not in it.
+    """Writes a DeepSpeed universal checkpoint, which DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, on any number of
+    ranks and in ZeRO's stages 1 to 3. The checkpoint has no buffers.
 
     Args:
         optimizer: an AdamW or Adam.
         folder: the folder above. Its ``latest_universal`` is set to this checkpoint.
         tag: the checkpoint's name; by default ``global_step`` with the number of updates.
-        lr_scheduler: the scheduler whose state goes with it.
+        lr_scheduler: the scheduler whose state is saved too.
 
     Returns:
         The tag.
 
     Raises:
-        InvalidError: if such a checkpoint is there already, or there is no room.
+        InvalidError: if the checkpoint exists, or the drive is full.
         StateError: if steps left parameters out, so that their step counts differ.
     """
     if optimizer.rule not in ("adamw", "adam"):
@@ -241,14 +241,14 @@ def save_safetensors(
     """Writes the newest master weights as Hugging Face's safetensors: one file, or several with an index.
 
     Args:
-        optimizer: whose parameters are written, by name.
+        optimizer: the optimizer whose parameters are written, by name.
         folder: a new or empty folder.
-        dtype: what the weights are rounded to by the servers: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        dtype: type to which servers round the weights: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         max_file_bytes: the largest file; a larger tensor has a file of its own.
-        model: whose frozen parameters and buffers are written too, in their own types.
+        model: a model whose frozen parameters and buffers are written too, in their own types.
 
     Raises:
-        InvalidError: if the folder has something in it, or there is no room.
+        InvalidError: if the folder is not empty, or the drive is full.
     """
     connection = optimizer._settle()
     if not optimizer.is_first_rank:
@@ -269,7 +269,7 @@ def save_safetensors(
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The param groups as a state has them, of plain numbers alone."""
+    """Returns the param groups of the optimizer's state, with plain numbers alone."""
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     plain = lambda value: value.item() if isinstance(value, Tensor) else value
     return [
@@ -292,7 +292,7 @@ def _zero_folder(folder: Path, tag: str | None) -> Path:
 
 
 def _universal(param: Param) -> dict[str, Any]:
-    """What DeepSpeed's loaders look for in the file of one array of a parameter."""
+    """Returns the content that DeepSpeed's loaders expect in the file of one array of a parameter."""
     return {"cat_dim": 0, "param": _files.blank(param.shape)}
 
 
@@ -311,14 +311,14 @@ def _number(path: Path) -> float:
 
 
 def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hyperparameters where loaders of ZeRO's stages 1 and 2 ask for them, and where that of stage 3 does, with the step count."""
+    """Returns hyperparameters and step count at the places where the loaders of ZeRO's stages 1 and 2, and of stage 3, look for them."""
     whole = {"state": {0: {_STEP: torch.tensor(float(applied))}}, "param_groups": groups}
     return {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
 
 
 def _step_of_all(zero: Path) -> int | None:
-    """The step count that ZeRO-3's files have in one place: that of the optimizer, if nothing but plain things is there. DeepSpeed's
-    own file has objects beside it, and then it is what the engine has counted."""
+    """Returns the step count that ZeRO-3's files have in one place; None without one. The optimizer's count is used if its file has plain
+    values alone. DeepSpeed's own file has objects beside it; then the engine's count is used."""
     try:
         state = torch.load(zero / _OPTIMIZER, weights_only=True, map_location="cpu")["optimizer_state_dict"]["state"]
         return int(state[0][_STEP])
@@ -331,7 +331,7 @@ def _step_of_all(zero: Path) -> int | None:
 
 
 def _states(zero: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Does what :func:`deepspeed_rest` does, for the folder of tensors beside that file."""
+    """Returns the result of :func:`deepspeed_rest` for a folder of tensors."""
     paths = [zero.parent / name for name in _MODEL_STATES]
     path = next((path for path in paths if path.is_file()), paths[0])
     try:
@@ -341,7 +341,7 @@ def _states(zero: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _model_states(applied: int, lr_scheduler: Any) -> dict[str, Any]:
-    """What DeepSpeed's engine asks of a checkpoint beside parameters."""
+    """Returns the values that DeepSpeed's engine needs of a checkpoint beside parameters."""
     return {
         "module": {},
         "buffer_names": [],

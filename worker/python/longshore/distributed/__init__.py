@@ -1,1 +1,1 @@
-"""Ranks that work together by torch.distributed: they reduce gradients, gather weights, and fail together."""
+"""Ranks that work together over torch.distributed: they reduce gradients, gather weights, and fail together."""

@@ -1,7 +1,7 @@
 """Agreements of ranks by torch.distributed: an error on one rank is raised on all of them.
 
-Rank 0 alone opens and fills a job. The others hear of it from the process group's store before they wait for servers: an upload may take
-longer than a collective's timeout, and a store has none of its own.
+Rank 0 alone opens and fills a job. The other ranks poll the process group's store before they wait for servers: an upload may take longer
+than a collective's timeout, and a store has no timeout.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from longshore.transfer import device as _device
 
 T = TypeVar("T")
 
-#: Settings that ranks need not share: the way to the servers, and those that no server hears of.
+#: Settings that may differ between ranks: the way to the servers, and settings that no server receives.
 _OWN = {"rank", "servers", "transport", "partition", "reduce_dtype", "streaming", "layerwise", "frozen", "written_weights", "nonfinite"}
 
 
 def place() -> tuple[int, int]:
-    """This process's rank and the world size, as the process group has them.
+    """Returns the process group's rank and world size.
 
     Raises:
-        UsageError: where there is none.
+        UsageError: without a process group.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise UsageError(
@@ -41,16 +41,16 @@ def place() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-#: The default process group, and one of gloo beside it; None where that has not been needed.
+#: The default process group, and a gloo group beside it; None until it is needed.
 _beside: tuple[Any, Any] | None = None
 
 
 def group_of(device: torch.device) -> Any:
-    """The process group in which ranks gather tensors of a device: the default one, or one of gloo where that has no backend for
-    them, as nccl has none for the CPU's. All ranks ask for the same one at the same time.
+    """Returns the process group in which ranks gather a device's tensors: the default one, or a gloo group if the default lacks a backend.
+    For example nccl has none for CPU tensors. All ranks call this together for the same device.
 
     Raises:
-        UsageError: where there can be none.
+        UsageError: if no group can serve the device.
     """
     global _beside
     group: Any = distributed.distributed_c10d._get_default_group()
@@ -71,26 +71,26 @@ def group_of(device: torch.device) -> Any:
 
 
 def timeout() -> Any:
-    """That of the default group, which a new one would not take over."""
+    """Returns the default group's timeout, which a new group does not inherit."""
     group: Any = distributed.distributed_c10d._get_default_group()
     return group._get_backend(group._device_types[0]).options._timeout
 
 
 def can_meet(world_size: int) -> bool:
-    """Whether there are other ranks that this one can wait for."""
+    """Returns whether a process group of all ranks exists, in which this rank can wait for others."""
     has_group = distributed.is_available() and distributed.is_initialized()
     return world_size > 1 and has_group and distributed.get_world_size() == world_size
 
 
 def together(act: Callable[[], T]) -> list[T]:
-    """Does something on every rank.
+    """Calls ``act`` on every rank.
 
     Returns:
-        What each rank's ``act`` returned, which pickles.
+        Each rank's result of ``act``, which must pickle.
 
     Raises:
-        Exception: this rank's own, whatever it is.
-        LongshoreError: one of the same class, or of this one, that names a rank that failed and why.
+        Exception: this rank's own error, of any class.
+        LongshoreError: another rank's failure, of the same class if it is one of this package, with the rank and the reason.
     """
     failure: Exception | None = None
     answer: tuple[T | None, Failure | None]
@@ -109,7 +109,7 @@ def together(act: Callable[[], T]) -> list[T]:
 
 
 def _everyones(answer: object) -> list[Any]:
-    """By rank, what it has to say."""
+    """Returns every rank's answer, by rank."""
     what, world_size = "a meeting of all ranks", distributed.get_world_size()
     group = group_of(torch.device("cpu"))
     mine = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
@@ -140,7 +140,7 @@ def check_same(settings: Any) -> None:
 
 
 def _difference(ours: Any, others: Any) -> tuple[str, str]:
-    """Two values that differ, or the first items in which they do."""
+    """Returns both values as text, or their first differing items."""
     if isinstance(ours, list) and isinstance(others, list):
         if len(ours) != len(others):
             return f"{len(ours)} of them", f"{len(others)} of them"
@@ -149,7 +149,7 @@ def _difference(ours: Any, others: Any) -> tuple[str, str]:
 
 
 def ranks_with(has: list[bool], where: Tensor) -> list[int]:
-    """How many ranks have each of these. They find that out where a tensor lies."""
+    """Returns for each item the number of ranks that have it. The ranks count on the device of ``where``."""
     counts = torch.tensor(has, dtype=torch.int32, device="cpu")
     accelerator, is_there = _device.accelerator, _device.accelerator.has(where)
     if is_there:
@@ -160,26 +160,26 @@ def ranks_with(has: list[bool], where: Tensor) -> list[int]:
     return [int(count) for count in (accelerator.to_host(counts) if is_there else counts).tolist()]
 
 
-#: Seconds that others wait for rank 0 at most: the worker's ``slow_deadline``, in which it may upload.
+#: Most seconds that ranks wait for rank 0: the worker's ``slow_deadline``, in which it may upload.
 _LONGEST = 1800.0
-#: Seconds after which they say so, and the longest between two looks.
+#: Seconds after which waiting ranks warn, and the longest pause between two polls.
 _LONG = 60.0
 _PAUSE = 0.1
 
-#: By job: how many of rank 0's openings this process knows the end of. All ranks run the same program, so that the next one is
-#: that of the opening in hand.
+#: By job, the number of rank 0's openings that this process has seen the end of. All ranks run the same program, so the next number belongs
+#: to the current opening.
 _known: dict[str, int] = {}
 
 
 def rank_0_first(job: str, rank: int, world_size: int, act: Callable[[], T], *, is_shared: bool) -> T:
-    """Opens a job on this rank: on the others once rank 0 has done so. Without a process group of all ranks no rank hears of others.
+    """Opens a job on this rank; ranks other than 0 wait for rank 0's opening first. Without a process group of all ranks no rank waits.
 
     Args:
-        is_shared: what fails here fails on all ranks, which open the job again together.
+        is_shared: whether a failure here fails on all ranks, which then open the job again together.
 
     Raises:
         LongshoreError: rank 0's failure, on all ranks, or this one's own.
-        WaitError: where rank 0 has said nothing in time, or has ended.
+        WaitError: if rank 0 reports nothing in time, or has ended.
     """
     store = distributed.distributed_c10d._get_default_store() if can_meet(world_size) else None
     if store is None:
@@ -189,13 +189,13 @@ def rank_0_first(job: str, rank: int, world_size: int, act: Callable[[], T], *, 
         try:
             return act()
         except BaseException:
-            # This rank alone tries again what rank 0 has done.
+            # Only this rank repeats its opening; rank 0 has done its own.
             _known[job] -= not is_shared
             raise
     try:
         opened = act()
     except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and what failed is to be seen
+        with contextlib.suppress(RuntimeError):  # the store is gone; the caller's own error is raised
             _say(store, job, collectives.of_error(error))
         raise
     _say(store, job, None)
@@ -208,7 +208,7 @@ def _say(store: Any, job: str, failure: collectives.Failure | None) -> None:
 
 
 def _hear(store: Any, job: str) -> None:
-    """Waits for what came of rank 0's opening of the same number."""
+    """Waits for the outcome of rank 0's opening with this rank's next number."""
     number = _known.get(job, 0) + 1
     try:
         _wait(store, job, number)

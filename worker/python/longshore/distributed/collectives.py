@@ -1,9 +1,9 @@
-"""Collectives of torch.distributed, and waits for them that end where a rank has failed.
+"""Collectives of torch.distributed, and waits for them that end if a rank has failed.
 
-A collective waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that raises before it comes
-says so in the process group's store, where the others look while they wait. Its collectives are out of step from then on, so that all later
-ones of the same job are refused: no rank takes another collective's bytes for its own. Collectives of devices are waited for by streams, and no
-thread can look meanwhile.
+A collective waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that raises earlier writes
+its failure into the process group's store, which waiting ranks poll. Its collectives are out of step from then on, so all later collectives
+of the job are refused: no rank takes another collective's bytes for its own. Streams wait for a device's collectives, and no thread can
+poll meanwhile.
 """
 
 import contextlib
@@ -24,23 +24,24 @@ from longshore.transfer import device
 
 E = TypeVar("E", bound=BaseException)
 
-#: What ranks are told of another one's failure: the error's class, its message and its field.
+#: A rank's failure for other ranks: the error's class, its message and its field.
 Failure = tuple[str, str, str | None]
 
-#: How long a rank waits before it looks for the first time, and from one look to the next.
+#: Time before the first poll of a waiting rank, and between two polls.
 _PERIOD = datetime.timedelta(seconds=0.5)
-#: Seconds after which it says for whom it waits.
+#: Seconds after which a rank warns about the missing ranks.
 _LONG = 60.0
 
-#: How many jobs of ranks this process has begun, as all ranks have; who has failed in the last one; and the process group then.
+#: Number of jobs that this process has begun, equal on all ranks; the failed rank of the last job with its failure; and the process group
+#: of that time.
 _jobs = 0
 _failed: tuple[int, Failure] | None = None
 _failed_in: Any = None
 
 
 def begin() -> None:
-    """A job of ranks begins, on all of them. What became of those before is no business of it, unless the last one has left collectives
-    in the same process group to which a rank never came.
+    """Begins a job on all ranks. Failures of earlier jobs are forgotten, unless the last job left a collective in this process group to
+    which a rank never came.
 
     Raises:
         UsageError: as :func:`refuse` does.
@@ -53,12 +54,12 @@ def begin() -> None:
 
 
 def of_error(error: BaseException) -> Failure:
-    """What other ranks are told of it."""
+    """Returns an error as a failure for other ranks."""
     return type(error).__name__, str(error) or type(error).__name__, getattr(error, "field", None)
 
 
 def elsewhere(rank: int, failure: Failure) -> LongshoreError:
-    """Another rank's failure, as this one raises it."""
+    """Returns the error that this rank raises for another rank's failure."""
     kind, message, field = failure
     found = getattr(errors, kind, LongshoreError)
     raised: LongshoreError = found(f"rank {rank} failed, so that no rank can go on: {message}", field=field)
@@ -72,10 +73,10 @@ def known(error: E) -> E:
 
 
 def refuse() -> None:
-    """Refuses to come to a collective once a rank has failed.
+    """Refuses a collective once a rank has failed.
 
     Raises:
-        UsageError: naming it.
+        UsageError: naming the rank.
     """
     if _failed is not None:
         rank, (_, message, _) = _failed
@@ -89,7 +90,7 @@ def refuse() -> None:
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Within it ranks do something together. Who fails there tells the others, who would wait for it."""
+    """Context in which ranks wait for each other. An error inside is told to the other ranks."""
     refuse()
     try:
         yield
@@ -102,12 +103,12 @@ def wait(work: Any, what: str) -> None:
     """Waits for a collective of the hosts' memory.
 
     Args:
-        work: what torch.distributed has returned for it.
-        what: what the ranks do, for messages.
+        work: torch.distributed's handle of the collective.
+        what: the ranks' activity, for messages.
 
     Raises:
         LongshoreError: another rank's failure.
-        WaitError: where another rank has ended, or has not come within the process group's timeout.
+        WaitError: if another rank has ended, or has not come within the process group's timeout.
     """
     if not _is_done(work, what, None):
         with _Waiting(what) as waiting:
@@ -116,14 +117,15 @@ def wait(work: Any, what: str) -> None:
 
 
 class Apart:
-    """What a thread of its own waits for, as a collective that :func:`wait` takes. gloo's ``send`` and ``recv`` need that: a wait for one of
-    them that runs out closes all connections of the process, so that nobody can look from time to time.
+    """Runs a blocking call on a thread of its own, as a collective that :func:`wait` takes.
+
+    gloo's ``send`` and ``recv`` need it: an expired wait for one of them closes all connections of the process, so they cannot be polled.
     """
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
         self._failure: BaseException | None = None
-        # Who was interrupted leaves it waiting, and the process may end.
+        # An interrupted caller leaves the thread waiting, and the process may end.
         self._thread = threading.Thread(target=self._run, name="longshore-wait", daemon=True)
         self._thread.start()
 
@@ -137,7 +139,7 @@ class Apart:
         return not self._thread.is_alive()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Raises RuntimeError where it takes longer, as a collective does, or what kept it from its end."""
+        """Waits for the call's end. Raises RuntimeError after the timeout, as a collective does, or the call's own error."""
         self._thread.join(None if timeout is None else timeout.total_seconds())
         if self._thread.is_alive():
             raise RuntimeError(f"it takes longer than {timeout}")
@@ -146,7 +148,7 @@ class Apart:
 
 
 class _Waiting:
-    """A wait that others can see."""
+    """A wait that other ranks can see in the store."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -163,7 +165,7 @@ class _Waiting:
             _store().delete_key(_waits(distributed.get_rank()))
 
     def look(self) -> None:
-        """Raises another rank's failure. Says once for whom this one waits."""
+        """Raises another rank's failure. Warns once about the missing ranks."""
         _raise_failure()
         if time.monotonic() - self._start >= _LONG and not self._is_said:
             self._is_said = True
@@ -172,7 +174,7 @@ class _Waiting:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def missing(self) -> str:
-        """Which ranks have not come, as far as the store says."""
+        """Returns a sentence on the ranks that have not come, as far as the store knows."""
         others = (rank for rank in range(distributed.get_world_size()) if rank != distributed.get_rank())
         missing: list[str] = []
         with contextlib.suppress(RuntimeError):
@@ -189,7 +191,7 @@ def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
     else:
         return True
     try:
-        # It may have ended well just after that wait gave up, and a wait for what has ended says how, at once.
+        # The work may have ended well just after the first wait expired. A wait for ended work returns or raises at once.
         work.wait()
     except RuntimeError as error:
         _raise_failure()
@@ -204,13 +206,13 @@ def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
 def _tell(error: BaseException) -> None:
     if _failed is None and not hasattr(error, "_longshore_is_known"):
         failed = _fail(distributed.get_rank(), of_error(error))
-        with contextlib.suppress(RuntimeError):  # the store is gone, and what failed is to be seen
+        with contextlib.suppress(RuntimeError):  # the store is gone; the caller's own error is raised
             if not _store().check([_key()]):  # the first failure is the cause of others
                 _store().set(_key(), json.dumps(failed))
 
 
 def _fail(rank: int, failure: Failure) -> tuple[int, Failure]:
-    """Notes who has failed, and in which process group."""
+    """Notes the failed rank, and the process group."""
     global _failed, _failed_in
     _failed, _failed_in = (rank, failure), distributed.group.WORLD
     return _failed
@@ -218,7 +220,7 @@ def _fail(rank: int, failure: Failure) -> tuple[int, Failure]:
 
 def _raise_failure() -> None:
     said: Any = None
-    with contextlib.suppress(RuntimeError):  # with the store rank 0 has gone, and the collective says so
+    with contextlib.suppress(RuntimeError):  # rank 0 is gone with the store, and the collective raises
         if _store().check([_key()]):
             said = json.loads(_store().get(_key()))
     if said is not None:
@@ -229,11 +231,11 @@ def _raise_failure() -> None:
 
 
 def _is_heard() -> bool:
-    """Whether a rank has heard of the last failure where it waited in a collective. Where none has, all ranks may have failed alike, and
-    none waits for another."""
+    """Returns whether a rank has read the last failure while it waited in a collective. Otherwise all ranks may have failed alike, and none
+    waits for another."""
     try:
         return bool(_store().check([_heard()]))
-    except RuntimeError:  # the store has gone, with rank 0
+    except RuntimeError:  # the store is gone with rank 0
         return True
 
 
@@ -242,8 +244,10 @@ def _store() -> Any:
 
 
 def key(what: str) -> str:
-    """Where ranks find something in the store. torchrun's own store outlives the ranks, and still has what they said before it started
-    them again. So its count of starts is in the name where one agent starts all of them: agents of several hosts may count differently."""
+    """Returns a key for the process group's store.
+
+    torchrun's own store outlives the ranks, and keeps entries from before a restart. So the key has torchrun's count of restarts if one
+    agent starts all ranks: agents of several hosts may count differently."""
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
     return f"longshore/{start}/{what}"
@@ -262,11 +266,11 @@ def _waits(rank: int) -> str:
 
 
 class Collective:
-    """A collective under way. It keeps its tensors until it was waited for.
+    """A collective under way. Keeps its tensors until a wait for it.
 
     Args:
-        work: what torch.distributed has returned for it.
-        tensors: what it reads and writes, of one device.
+        work: torch.distributed's handle of the collective.
+        tensors: the tensors that it reads and writes, on one device.
     """
 
     def __init__(self, work: Any, tensors: Sequence[Tensor]) -> None:
@@ -275,15 +279,15 @@ class Collective:
         self._is_of_device = device.accelerator.has(tensors[0])
 
     def is_done(self) -> bool:
-        """Whether it has come to its end."""
+        """Returns whether the collective has ended."""
         done: bool = self._work.is_completed()
         return done
 
     def wait(self, what: str) -> None:
-        """Waits for one of the host. Lets this thread's stream wait for one of a device.
+        """Waits for a collective of host memory. Makes this thread's stream wait for a collective of a device.
 
         Args:
-            what: what the ranks do, for messages.
+            what: the ranks' activity, for messages.
 
         Raises:
             LongshoreError: as :func:`longshore.distributed.collectives.wait` does.
@@ -296,7 +300,7 @@ class Collective:
 
 
 def all_gather(whole: Tensor, own: Tensor, group: Any) -> Collective:
-    """Gives all ranks what each of them has, end to end. ``own`` may be this rank's part of ``whole``."""
+    """Gives all ranks every rank's ``own``, end to end in ``whole``. ``own`` may be this rank's part of ``whole``."""
     if device.accelerator.has(whole):
         work = device.accelerator.all_gather(whole, own, group)
     else:
@@ -305,10 +309,10 @@ def all_gather(whole: Tensor, own: Tensor, group: Any) -> Collective:
 
 
 def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
-    """Adds up all ranks' rows, one for each of them.
+    """Sums all ranks' rows, one for each rank.
 
     Args:
-        slots: (ranks, elements). What becomes of them is not said.
+        slots: (ranks, elements). Their content is undefined afterwards.
 
     Returns:
         The collective, and memory for this rank's row of the sum.
@@ -316,13 +320,13 @@ def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
     if device.accelerator.has(slots):
         part = device.empty_beside(slots, slots.shape[1:], slots.dtype)
         return Collective(device.accelerator.reduce_scatter(part, slots), [part, slots]), part
-    # As gloo's reduce_scatter_tensor does with a copy of its own, of which nobody can say when it is done.
+    # gloo's reduce_scatter_tensor does the same with a copy of its own, whose end cannot be observed.
     part = slots[rank]
     return Collective(distributed.all_reduce(slots, async_op=True), [part, slots]), part
 
 
 def all_reduce(tensor: Tensor) -> Collective:
-    """Adds up all ranks' tensors in their place."""
+    """Sums all ranks' tensors in place."""
     has = device.accelerator.has(tensor)
     work = device.accelerator.all_reduce(tensor) if has else distributed.all_reduce(tensor, async_op=True)
     return Collective(work, [tensor])

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and its kin: whether it reduces a model's gradients, and where it cannot."""
+"""DistributedDataParallel and its kin: whether one reduces a model's gradients, and models that it cannot wrap."""
 
 import functools
 import gc
@@ -11,25 +11,25 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from longshore.errors import UsageError
 from longshore.transfer.tensors import UnitParameter
 
-#: By name, since importing the last takes a second.
+#: By name, since importing the last one takes a second.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
 
 def has_any(tensors: Iterable[Tensor]) -> bool:
-    """Whether some of these are parameters of a model that it wraps."""
+    """Returns whether a DistributedDataParallel model has some of these tensors as parameters."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.nn.parallel import DistributedDataParallel
 
     mine = {id(tensor) for tensor in tensors}
-    # `isinstance` would ask each object for its `__class__`, at which some of torch's warn, and take seconds.
+    # `isinstance` would read each object's `__class__`. Some of torch's objects warn at that, and it takes seconds.
     wrapped = [found for found in gc.get_objects() if DistributedDataParallel in type(found).__mro__]
     return any(id(tensor) in mine for model in wrapped for tensor in model.parameters())
 
 
 @functools.cache
 def refuse_models_in_units() -> None:
-    """From now on a model in units cannot be wrapped. Torch would read weights that are away, where Python cannot see it, and crash."""
+    """Refuses to wrap a model in units from now on. torch would read released weights in C++, unseen by Python, and crash."""
     register_module_module_registration_hook(_refuse)
 
 

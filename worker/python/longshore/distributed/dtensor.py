@@ -1,7 +1,7 @@
 """Ranks whose parameters are DTensors: FSDP2, HSDP, tensor parallelism.
 
-A rank's part of a parameter follows from its placements and is cut into pieces. Several ranks may hold a piece alike: one of them sends it, and
-all of them read it.
+A rank's part of a parameter follows from its placements and is cut into pieces. Several ranks may hold the same piece: one of them sends
+it, and all of them read it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from longshore.transfer.weights import Weights
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """What this rank holds of a parameter, as memory: what is written there is in the parameter."""
+    """Returns this rank's part of a parameter as memory. Writes to it change the parameter."""
     with torch.no_grad():
         held = tensor.detach()
         shard: Tensor = held.to_local() if isinstance(held, DTensor) else held
@@ -44,10 +44,10 @@ def fill(param: Param, whole: Tensor) -> None:
 
 
 def box_of(param: Param) -> Box:
-    """Where the part lies in a parameter that this rank holds. It may be empty.
+    """Returns the place of this rank's part in a parameter. The part may be empty.
 
     Raises:
-        InvalidError: naming the parameter and the remedy, for a placement that servers cannot be given.
+        InvalidError: naming the parameter and the remedy, for a placement that servers do not support.
     """
     tensor: Any = param.tensor
     if not isinstance(tensor, DTensor):
@@ -68,7 +68,7 @@ def box_of(param: Param) -> Box:
         if not isinstance(placement, Shard | _StridedShard):
             remedy = "redistribute the parameter before the optimizer is built"
             raise invalid(param.name, f"placed as {list(placements)}", "placed by Shard and Replicate", remedy)
-        # A strided one cuts each of the parts that a later dimension of the mesh has made.
+        # A strided placement cuts each of the parts made by a later dimension of the mesh.
         parts = int(getattr(placement, "split_factor", 1))
         of_each = [_cut(_cut(runs[placement.dim], parts, part), mesh.size(place), coordinate[place]) for part in range(parts)]
         runs[placement.dim] = [run for of_part in of_each for run in of_part]
@@ -87,7 +87,7 @@ def box_of(param: Param) -> Box:
 
 
 def _cut(runs: list[range], parts: int, part: int) -> list[range]:
-    """What ``torch.chunk`` gives of these indices, one run after the other, as one of so many parts."""
+    """Returns one of ``parts`` parts of these indices, cut as ``torch.chunk`` cuts the concatenated runs."""
     room = math.ceil(sum(map(len, runs)) / parts)
     skipped, cut = part * room, []
     for run in runs:
@@ -104,11 +104,11 @@ def _elements(box: Box) -> int:
 
 
 def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
-    """By parameter its pieces: the distinct parts that ranks hold of it. Of the ranks that hold the same, one sends it: the one that has
-    the least to send so far, so that each rank of a replicated model has some.
+    """Returns each parameter's pieces: the distinct parts that ranks hold. Among the holders of a piece, the rank with the fewest elements
+    to send so far sends it, so each rank of a replicated model sends some.
 
     Raises:
-        InvalidError: naming the parameter and the remedy, on all ranks, for what cannot be trained so.
+        InvalidError: naming the parameter and the remedy, on all ranks, for a parameter that cannot be trained so.
     """
     if not params:
         return {}
@@ -137,7 +137,7 @@ def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
 
 
 def _name(param: Param, at: list[int]) -> str:
-    """The parameter's, and behind it for each dimension up to the last one that is cut which part this is of how many."""
+    """Returns the parameter's name, with the part's number and count for each dimension up to the last cut one, for example ``w#0/2``."""
     parts = [0] * len(at)
     if isinstance(param.tensor, DTensor):
         for place, placement in enumerate(param.tensor.placements):
@@ -159,8 +159,8 @@ def _piece(name: str, param: Param, box: Box, rank: int, holders: list[int]) -> 
 
 
 def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list[Tensor]]:
-    """The first rank that holds a piece sends it to rank 0, one after the other. There all of them are returned, with what holds their
-    memory."""
+    """Sends each piece from its first holder to rank 0, one after the other. On rank 0 returns all of them, with the tensors that hold
+    their memory."""
     places: list[Place] = []
     held: list[Tensor] = []
     for piece in pieces:
@@ -179,7 +179,7 @@ def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list
 
 
 def _wait_for(act: Callable[[], object], piece: Piece, device: torch.device) -> None:
-    """Has a piece move from its rank to rank 0. A device's stream waits for it; where hosts do, Ctrl-C and other ranks' failures end that."""
+    """Moves a piece to rank 0. A device's stream waits for it; on hosts Ctrl-C and other ranks' failures end the wait."""
     if device.type == "cpu":
         collectives.wait(collectives.Apart(act), f"the first weights of {piece.param.name}, which rank {piece.holders[0]} sends to rank 0")
     else:
@@ -187,7 +187,7 @@ def _wait_for(act: Callable[[], object], piece: Piece, device: torch.device) -> 
 
 
 class FrozenShards(FrozenParams):
-    """Frozen parameters of which each rank has its part, and perhaps some that it has whole."""
+    """Frozen parameters of which each rank has a part, and possibly some that each rank has whole."""
 
     def __init__(self, params: list[Param], first: int, rank: int, world_size: int) -> None:
         sharded: list[Param] = []
@@ -216,28 +216,28 @@ class FrozenShards(FrozenParams):
         ]
 
 
-#: How many elements of a gradient are compared between the ranks that have it; and how far apart they may be, of the largest one of them,
-#: or of the largest one of all gradients, since one that is zero in theory is rounding alone.
+#: Number of a gradient's elements that its holders compare; the largest allowed difference relative to the largest of these elements; and
+#: relative to the largest element of all gradients, since a gradient that is zero in theory is only rounding noise.
 _SAMPLES = 64
 _APART = 0.05
 _NOISE = 1e-5
 
 
 class Sharded(Ranks):
-    """Parameters are DTensors, and so are their gradients. A plain parameter among them is held whole by all ranks, as where others are
-    tensor-parallel."""
+    """Ranks whose parameters and gradients are DTensors. A plain parameter among them is held whole by all ranks, for example beside
+    tensor-parallel ones."""
 
     def __init__(self, params: list[Param]) -> None:
         world_size = agree.place()[1]
         pieces = cuts(params, world_size)
         super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
-        #: By parameter what this rank holds of it.
+        #: This rank's pieces, by parameter.
         self._here = {piece.param.index: piece for piece in self.layout.pieces() if self.rank in piece.holders}
-        #: Whether ranks hold the same as others.
+        #: Whether several ranks hold the same piece.
         self.has_replicas = any(piece.replicas for piece in self.layout.pieces())
         self._locals: list[Param] = []
         self._weights: list[Weights] = []
-        #: By parameter some elements of the first gradient of what others hold too; None once they were compared.
+        #: Sampled elements of the first gradient of each shared piece, by parameter; None once they were compared.
         self._samples: dict[str, list[float]] | None = {} if self.has_replicas else None
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
@@ -256,12 +256,12 @@ class Sharded(Ranks):
             for local in [local_shard(piece.param.tensor)]
         ]
         if [param.tensor.data_ptr() for param in locals_] != [param.tensor.data_ptr() for param in self._locals]:
-            # FSDP2 makes other shards where the model is moved or loaded.
+            # FSDP2 makes other shards when the model is moved or loaded.
             self._locals = locals_
             sent = {piece.index for piece in self._mine.values()}
             own = [param for param in locals_ if param.index in sent]
             replicas = [param for param in locals_ if param.index not in sent]
-            # The own ones come meanwhile, and while any of them is unread the others can be read again.
+            # The rank's own pieces arrive meanwhile. While any of them is unread, the replicas can be fetched again.
             fetched: Any = _Fetched(job)
             self._weights = [Weights(replicas, fetched)] if replicas else []
             self._weights.append(Weights(own, job))
@@ -302,7 +302,7 @@ class Sharded(Ranks):
 
 
 class _Fetched:
-    """A job's weights that it does not read by itself, since this rank sends no gradient of them: for :class:`Weights`."""
+    """A job's weights for :class:`Weights` of pieces whose gradient another rank sends: they are fetched, not read."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -319,7 +319,7 @@ class _Fetched:
 
 
 def _local_gradient(param: Param, gradient: Any) -> Tensor:
-    """This rank's part of a gradient, placed as its parameter is: tensor parallelism leaves sums over ranks to whoever takes them."""
+    """Returns this rank's part of a gradient, placed like its parameter: tensor parallelism leaves sums over ranks to the caller."""
     if not isinstance(param.tensor, DTensor):
         return local_shard(gradient)
     if not isinstance(gradient, DTensor) or gradient.device_mesh != param.tensor.device_mesh:
@@ -342,10 +342,10 @@ def _sample(gradient: Tensor) -> list[float]:
 
 
 def _compare(pieces: list[Piece], everyones: list[Any]) -> None:
-    """Refuses a first gradient that ranks have otherwise though they hold the same of its parameter: nobody has reduced it.
+    """Refuses a first gradient that differs between holders of the same piece: it was not reduced.
 
     Args:
-        everyones: by rank, what :func:`_sample` gave by parameter.
+        everyones: by rank, the samples of :func:`_sample` by parameter.
     """
     noise = _NOISE * _largest([value for sample in everyones[0].values() for value in sample])
     for piece in pieces:
@@ -366,7 +366,7 @@ def _compare(pieces: list[Piece], everyones: list[Any]) -> None:
 
 
 def _are_apart(ours: list[float], theirs: list[float], noise: float) -> bool:
-    """Whether these are not the same but for rounding. What overflowed says nothing."""
+    """Returns whether the samples differ by more than rounding. Pairs with an overflow are ignored."""
     pairs = [pair for pair in zip(ours, theirs, strict=True) if all(map(math.isfinite, pair))]
     allowed = max(_APART * _largest([value for pair in pairs for value in pair]), noise)
     return any(abs(one - other) > allowed for one, other in pairs)

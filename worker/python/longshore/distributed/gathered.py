@@ -1,4 +1,4 @@
-"""Weights of which each rank reads its part, and which ranks gather from each other, bucket by bucket in forward order."""
+"""Gathered weights: each rank reads its part, and ranks gather the rest, bucket by bucket in forward order."""
 
 import functools
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ LEAST_SHARED = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank pulls of a tensor that it gathers."""
+    """A rank's pull of a tensor that ranks gather."""
 
-    #: How many elements each rank's part has, and all parts together.
+    #: Number of elements in each rank's part, and in all parts together.
     part: int
     gathered: int
-    #: First element and number of elements of what this rank pulls: its part, and those that are too few for all ranks.
+    #: First element and number of elements of this rank's pulls: its part, and the remainder that does not divide among ranks.
     own: list[tuple[int, int]]
 
 
 def share(elements: int, width: int, rank: int, world_size: int) -> Share | None:
-    """A rank's share of a tensor of so many elements, each of ``width`` bytes; None where it pulls all of it."""
+    """Returns a rank's share of a tensor of ``elements`` elements of ``width`` bytes; None if it pulls the whole tensor."""
     if elements * width < LEAST_SHARED:
         return None
     part = elements // world_size
@@ -41,7 +41,7 @@ def share(elements: int, width: int, rank: int, world_size: int) -> Share | None
 
 
 def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_size: int) -> Iterator[tuple[Param, Tensor]]:
-    """Frozen weights of the job, on their parameters' devices, one after the other. Each rank pulls its part of them."""
+    """Yields the job's frozen weights on their parameters' devices, one after the other. Each rank pulls its part."""
     shares = [share(param.elements, param.dtype.itemsize, rank, world_size) for param in params]
     pulled: list[list[tuple[int, Tensor]]] = []
 
@@ -65,25 +65,25 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
             gathering = collectives.all_gather(gathered, own, agree.group_of(whole.device))
             gathering.wait(f"{param.name}, which is frozen and which ranks gather")
         yield param, whole.view(param.shape)
-        # One at a time lies on the device.
+        # Only one tensor at a time lies on the device.
         del whole
 
 
 class Gathered:
-    """The parameters of a job, as all ranks have them."""
+    """A job's parameters, which all ranks have whole."""
 
     def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
         self._layout = layout
         self._pieces = layout.of_params()
         self._rank = rank
         self._world_size = world_size
-        #: This rank's part of each bucket in the host's memory, and what a device still reads from there.
+        #: This rank's part of each bucket in the host's memory, and the events of device copies that read it.
         self._rows: list[Tensor] = []
         self._reading: list[Any] = []
 
     def read(self, job: Any) -> None:
-        """Waits for this rank's part of the weights that were asked for, and gives the parameters all of them. While ranks
-        gather a bucket, the next one's part arrives."""
+        """Waits for this rank's part of the requested weights, and gives the parameters the whole. While ranks gather a bucket, the next
+        bucket's part arrives."""
         with collectives.telling():
             self._read(job)
 
@@ -102,7 +102,7 @@ class Gathered:
         self._reading = [_device.accelerator.record(_device.accelerator.current_stream(device)) for device in devices]
 
     def _parts(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
-        """This rank's part of each bucket, once it has come, by way of the host."""
+        """Yields this rank's part of each bucket once it has arrived, by way of the host."""
         self._wait()
         if not self._rows:
             self._rows = [_row(bucket) for bucket in self._layout.buckets]
@@ -115,7 +115,7 @@ class Gathered:
             yield bucket, part
 
     def release(self) -> None:
-        """Lets go of the memory that weights came into."""
+        """Frees the memory for arriving weights."""
         self._wait()
         self._rows.clear()
 
@@ -132,7 +132,7 @@ class Gathered:
 
     @torch.no_grad()
     def _spread(self, bucket: Bucket, gathering: Collective, whole: Tensor) -> None:
-        """Copies a bucket that was gathered into its parameters."""
+        """Copies a gathered bucket into its parameters."""
         gathering.wait("weights that ranks gather")
         slots = whole.view(self._world_size, bucket.slot)
         for param in bucket.params:

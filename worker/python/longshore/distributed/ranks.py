@@ -1,7 +1,7 @@
-"""Ranks that reduce gradients among themselves: each sends its own partition, and reads it.
+"""Ranks that reduce gradients among themselves: each sends and reads its own partition.
 
-One way is here: gradients that another has reduced (:class:`Reduced`, as DistributedDataParallel does). ``_scattered.py`` has the one where
-this package reduces them, and ``_sharded.py`` the one of parameters that are sharded already, as FSDP2 does.
+:class:`Reduced` has gradients that another library has reduced, as DistributedDataParallel does. In :mod:`longshore.distributed.scattered`
+this package reduces them. :mod:`longshore.distributed.dtensor` has parameters that are sharded already, as FSDP2's are.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from longshore.transfer.partitions import Layout, exported, layout, piece_param
 from longshore.transfer.pinned import LockedMemory
 from longshore.transfer.weights import values
 
-#: How many exports a job may have at once.
+#: Most concurrent exports of a job.
 _EXPORTS = 4
 
-#: Refuses a step, or not, in which these have no gradient.
+#: Raises if a step may not lack gradients of these parameters.
 CheckMissing = Callable[[list[Param]], None]
 
 
 class Ranks(ABC):
-    """One rank's part in a job of partitions. Its methods are called on all ranks, in the same order."""
+    """One rank's part in a job of partitions. All ranks call its methods in the same order."""
 
     def __init__(self, params: list[Param], cut: Layout) -> None:
         self.rank, self.world_size = agree.place()
@@ -44,15 +44,15 @@ class Ranks(ABC):
         self._outgoing = Outgoing()
 
     def refuse(self) -> None:
-        """Refuses to go on where a rank has failed, and parameters may have what is left of its part."""
+        """Refuses to continue once a rank has failed: parameters may have outdated parts of that rank."""
         collectives.refuse()
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a rank takes gradients. Where others wait for it in collectives meanwhile, they are told if it fails."""
+        """Context in which a rank takes gradients. Ranks that wait for it in collectives are told if it fails."""
         return contextlib.nullcontext()
 
     def copy_into(self, locked: LockedMemory | None) -> None:
-        """Has devices copy gradients to where they leave from."""
+        """Sets the page-locked memory that devices copy gradients to."""
         self._outgoing.gradients.locked = locked
 
     def connect(self, settings: Any) -> Any:
@@ -63,17 +63,17 @@ class Ranks(ABC):
         return jobs[0]
 
     def find(self, job: Any) -> int | None:
-        """The job's version on its servers, as rank 0 finds it."""
+        """Returns the job's version on its servers, found by rank 0; None without the job."""
         found: int | None = agree.together(lambda: job.find() if self.rank == 0 else None)[0]
         return found
 
     def keep(self, frozen: list[Param]) -> FrozenParams:
-        """What these ranks do with frozen parameters that servers keep."""
+        """Returns these ranks' handling of frozen parameters that servers keep."""
         return FrozenParams(frozen, self.layout.count(), self.rank == 0)
 
     def read_kept(self, job: Any, version: int, kept: FrozenParams, has: Callable[[], set[int]]) -> None:
-        """Gives frozen parameters the job's weights: what a rank has of its own it reads, the others ranks gather. ``has`` reads in
-        another way, and says which of them."""
+        """Gives frozen parameters the job's weights: a rank reads its own parts, and ranks gather the others. ``has`` reads some another
+        way, and returns their places."""
         if kept.described():
             with collectives.telling():
                 self._read_kept(job, version, kept, has)
@@ -100,10 +100,10 @@ class Ranks(ABC):
     def start(
         self, job: Any, name: str, filling: Filling | None, found: bool, kept: FrozenParams, *, in_units: bool = False
     ) -> tuple[int, int]:
-        """Opens and joins the job. A new job gets what fills it, or else the weights of the model; none from a model in units.
+        """Opens and joins the job. A new job gets ``filling``, or else the model's weights; a model in units gives none.
 
         Returns:
-            The job's version, and how many updates its weights have behind them.
+            The job's version, and the number of updates that made its weights.
         """
         with collectives.telling():
             return self._start(job, name, filling, found, kept, in_units)
@@ -123,10 +123,10 @@ class Ranks(ABC):
         return started
 
     def export_state(self, job: Any, arrays: list[list[Tensor]], *, alone: bool) -> int:
-        """Writes all state into each array's tensors, one for each parameter. Returns how many updates made it.
+        """Writes all state into each array's tensors, one for each parameter. Returns the number of updates that made it.
 
         Args:
-            alone: this rank does so, and no other. Else all do, a few at a time.
+            alone: whether only this rank exports. Otherwise all do, 4 at a time.
         """
 
         def export() -> int:
@@ -148,11 +148,11 @@ class Ranks(ABC):
             job.export_weights(dtype, places)
 
     def places_of(self, param: Param, memory: Tensor) -> list[Place]:
-        """Where the pieces of a parameter go, in memory of its shape."""
+        """Returns the places of a parameter's pieces in memory of its shape."""
         return [piece.place(piece.part_of(memory)) for piece in self._pieces[param.index]]
 
     def of_params(self, of_pieces: dict[int, int]) -> dict[int, int]:
-        """By parameter what is so of all its pieces."""
+        """Returns the value of each parameter's first piece. All of a parameter's pieces have the same value."""
         return {
             index: of_pieces[pieces[0].index]
             for index, pieces in self._pieces.items()
@@ -161,36 +161,36 @@ class Ranks(ABC):
 
     @abstractmethod
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
-        """On rank 0: all pieces in the job's order, and what holds their memory."""
+        """Returns on rank 0 the places of all pieces in the job's order, and the tensors that hold their memory."""
 
     def bucket_bytes(self) -> int:
-        """The bytes of the largest bucket of gradients that ranks reduce together."""
+        """Returns the bytes of the largest bucket of gradients that ranks reduce together."""
         return 0
 
     @abstractmethod
     def forget_weights(self) -> None:
-        """Lets go of the memory that weights were read into: the model is in units from now on."""
+        """Frees the memory for arriving weights, once the model is in units."""
 
     @abstractmethod
     def read(self, job: Any) -> None:
-        """Waits for the weights of this rank's partition, and brings the parameters to them."""
+        """Waits for the weights of this rank's partition, and updates the parameters."""
 
     @abstractmethod
     def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         """Sends this rank's part of a gradient."""
 
     def take(self, job: Any, param: Param, gradient: Tensor) -> None:
-        """Takes a gradient of the micro-step in hand."""
+        """Takes a gradient of the current micro-step."""
         self._send(job, param, gradient, 1.0)
         self._taken.add(param.index)
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
-        """Sends what is in ``.grad``, times ``scale``, as a micro-step. Returns whether there was anything."""
+        """Sends the gradients in ``.grad``, multiplied by ``scale``, as a micro-step. Returns whether there were any."""
         missing = self._missing([param.tensor.grad is not None for param in self.params])
         if len(missing) == len(self.params):
             return False
         check_missing(missing)
-        # The last layers first, as backward makes them: where ranks reduce, they do so in this order.
+        # The last layers come first, as in backward: ranks that reduce do so in this order.
         for param in reversed(self.params):
             gradient = param.tensor.grad
             if gradient is not None:
@@ -209,18 +209,18 @@ class Ranks(ABC):
         return True
 
     def _missing(self, has: list[bool]) -> list[Param]:
-        """The parameters that have no gradient. Here all ranks have the same."""
+        """Returns the parameters without a gradient. Here all ranks have the same ones."""
         return [param for param, there in zip(self.params, has, strict=True) if not there]
 
     def _end(self, job: Any) -> None:
-        """Sends zeros for what was not taken, and ends the micro-step."""
+        """Sends zeros for parameters without a taken gradient, and ends the micro-step."""
         self._outgoing.push_copied(job)
         self.push_zeros(job, [param for param in self.params if param.index not in self._taken])
         self._taken.clear()
         job.end_micro_step()
 
     def push_zeros(self, job: Any, params: list[Param]) -> None:
-        """Sends zeros for these."""
+        """Sends zeros for parameters."""
         pieces = [self._mine[param.index].index for param in params if param.index in self._mine]
         if pieces:
             job.push_zeros(pieces)
@@ -232,12 +232,12 @@ class Ranks(ABC):
 
 
 class Reduced(Ranks):
-    """Gradients come reduced, the same on all ranks. Each rank sends its part of them, and gathers the weights."""
+    """Ranks whose gradients come reduced, equal on all ranks. Each rank sends its part of them, and gathers the weights."""
 
     def __init__(self, params: list[Param]) -> None:
         super().__init__(params, layout(params, agree.place()[1]))
         self._gathered = Gathered(self.layout, self.rank, self.world_size)
-        #: The parameters whose gradients ranks have compared, or could have.
+        #: Parameters whose gradients ranks have compared, or had the occasion to.
         self._compared: set[int] = set()
 
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
@@ -260,8 +260,8 @@ class Reduced(Ranks):
         return super().push(job, scale, check_missing)
 
     def _compare(self) -> None:
-        """Refuses gradients that differ between ranks: they have not been reduced. It is done in the first step, and again where
-        parameters begin to train, which DistributedDataParallel may not know."""
+        """Refuses gradients that differ between ranks: they were not reduced. Runs in the first step, and again when parameters begin to
+        train, which DistributedDataParallel may not know."""
         sums = [
             torch.zeros(2, dtype=torch.float64)
             if param.tensor.grad is None
@@ -290,7 +290,7 @@ class Reduced(Ranks):
 
 
 def on_all(check_missing: CheckMissing) -> CheckMissing:
-    """The same, which raises on all ranks where it does: they know of each other which parameters have a gradient."""
+    """Returns a check that raises on all ranks alike: each rank knows which parameters have a gradient anywhere."""
 
     def check(missing: list[Param]) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Rounds in which ranks say which unit each of them wants next, so that none waits for one that wants something else.
+"""Rounds in which ranks announce the unit that each wants next, so that no rank waits for one that wants another unit.
 
-Ranks gather a unit together only if all of them want it now. Where a rank has left out a unit that others use, or has one here
-that is away elsewhere, ranks want different units. Those that are furthest behind in the step then pull theirs alone, until all
-want the same again. So each round ends, whatever the ranks run, as long as each goes on to a use of a unit or to ``step``.
+Ranks gather a unit together only if all of them want it now. A rank may have skipped a unit that others use, or have one resident that is
+released elsewhere; ranks then want different units. The ranks furthest behind in the step pull theirs alone, until all want the same again.
+So each round ends, whatever the ranks run, as long as each goes on to a use of a unit or to ``step``.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from longshore.distributed import agree as _agree
 from longshore.distributed import collectives
 from longshore.errors import LongshoreError, UsageError, WaitError
 
-#: What a rank says in a round: how many meetings it has had, how often it has gone from forward to backward or back since then,
-#: how far it is in that, and what it wants. The smallest is furthest behind.
+#: A rank's message in a round: its number of meetings, its number of turns between forward and backward since the last meeting, its place
+#: in that pass, and a digest of the wanted weights. The smallest message is furthest behind.
 _Wish = tuple[int, int, int, int]
 
-#: In place of turns: whoever waits at a meeting is behind nobody who has not come there.
+#: In place of turns: a rank waiting at a meeting is behind no rank that has not come there.
 _MEETS = 1 << 40
-#: What a rank that cannot go on says in place of its meetings.
+#: In place of meetings, from a rank that cannot go on.
 _FAILED = -1
-#: What one says there that ends, and uses nothing any more: it is behind nobody.
+#: In place of meetings, from a rank that ends and uses no more units: it is behind no rank.
 _ENDS = 1 << 40
 
 
 class Rounds:
-    """One rank's part in them. Its process group is its own, since collectives of a group come in one order on all ranks.
+    """One rank's part in the rounds. They use a process group of their own, since a group's collectives have one order on all ranks.
 
     Attributes:
-        is_over: whether a rank has failed or gone, so that no other one is to be waited for any more.
+        is_over: whether a rank has failed or ended, so that no rank may be waited for any more.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Rounds:
         collectives.begin()
         timeout = _agree.timeout()
         self._speech: Any = distributed.new_group(backend="gloo", timeout=timeout)
-        #: What weights of this device are gathered in.
+        #: Process group for gathers of this device's weights.
         self._group: Any = distributed.new_group(backend="gloo" if device.type == "cpu" else None, timeout=timeout)
         self.is_over = False
         self._meetings = 0
@@ -49,7 +49,7 @@ class Rounds:
         self._was_backward = False
 
     def least(self, mine: int | None) -> int | None:
-        """The least of a number that each rank has, or none has."""
+        """Returns the ranks' least number; None if no rank has one."""
         if mine is None:
             return None
         least = torch.tensor([mine])
@@ -58,25 +58,25 @@ class Rounds:
         return int(least.item())
 
     def agree(self, name: str, place: int, what: Iterable[int | str], *, is_backward: bool) -> bool:
-        """Says that this rank wants a unit.
+        """Announces that this rank wants a unit.
 
         Args:
-            name: the unit's.
-            place: where it lies in the order in which units are used.
-            what: the version and the weights of it that are wanted.
+            name: the unit's name.
+            place: the unit's place in the order of use.
+            what: the wanted version and weights of the unit.
 
         Returns:
-            Whether all ranks want the same now. Otherwise this one must do without the others.
+            Whether all ranks want the same now. Otherwise this rank pulls the unit alone.
 
         Raises:
-            LongshoreError: where another rank has failed, or has not come here in time.
+            LongshoreError: if another rank has failed, or has not come in time.
         """
         self._turn += is_backward is not self._was_backward
         self._was_backward = is_backward
         return self._ends_together((self._meetings, self._turn, place, _digest(what)), f"a use of unit {name}")
 
     def meet(self) -> None:
-        """Waits until all ranks have come here, as they do where a step ends. Those that have not may use units meanwhile.
+        """Waits until all ranks have come here, as at the end of a step. Other ranks may use units meanwhile.
 
         Raises:
             LongshoreError: as in :meth:`agree`.
@@ -88,13 +88,13 @@ class Rounds:
         self._turn, self._was_backward = 0, False
 
     def end(self, what: Iterable[int | str]) -> bool:
-        """Waits until all ranks end. Those that do not may use units meanwhile.
+        """Waits until all ranks end. Other ranks may use units meanwhile.
 
         Args:
-            what: the version and the weights that this rank ends with.
+            what: this rank's last version and weights.
 
         Returns:
-            Whether all ranks are here, and want the same.
+            Whether all ranks have come, and want the same.
 
         Raises:
             LongshoreError: as in :meth:`agree`.
@@ -103,8 +103,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def last(self) -> Iterator[None]:
-        """What ranks do together at the end: where Ctrl-C ends it on this one, the others may have done it, and are not waited for
-        again."""
+        """Context of the ranks' last gather. If Ctrl-C ends it on this rank, the others may have finished, and are not waited for again."""
         try:
             yield
         except BaseException:
@@ -112,14 +111,14 @@ class Rounds:
             raise
 
     def fail(self) -> None:
-        """Tells the others that this rank cannot go on, if they can be told."""
+        """Tells the others that this rank cannot go on, as far as they can be reached."""
         self.is_over = True
         with contextlib.suppress(LongshoreError):
             self._say((_FAILED, 0, 0, 0), "an error of its own")
 
     def gather(self, weights: list[tuple[Tensor, int]], *, on_host: bool = False) -> None:
-        """Gives all ranks the weights of which each has its part, in its place: their bytes end to end, and how many a part has.
-        They lie on the device, or all of them in the host's memory."""
+        """Gathers weights of which each rank has its part: pairs of all bytes and a part's size, each part in its place. The weights lie on
+        the device, or all of them in the host's memory."""
         group = self._speech if on_host else self._group
         gathering = []
         failure: RuntimeError | None = None
@@ -130,7 +129,7 @@ class Rounds:
             try:
                 collective.wait("units that ranks gather")
             except RuntimeError as error:
-                failure = error  # the others may still write
+                failure = error  # the other gathers may still write
         if failure is not None:
             self._give_up("what they have pulled", failure)
 
@@ -144,14 +143,14 @@ class Rounds:
             if all(other == wish for other in wishes):
                 return True
             if any(other[0] == _ENDS for other in wishes) and all(other[1] == _MEETS for other in wishes):
-                # Some end and others have made a step, so that they will never want the same.
+                # Some ranks end and others have made a further step: they never want the same again.
                 self.is_over = True
                 return False
             if wish == min(wishes):
                 return False
 
     def _say(self, wish: _Wish, where: str) -> list[_Wish]:
-        """By rank, what it says in this round."""
+        """Returns every rank's message of this round, by rank."""
         said = torch.empty(self.world_size, len(wish), dtype=torch.int64)
         try:
             work = distributed.all_gather_into_tensor(said.view(-1), torch.tensor(wish), self._speech, async_op=True)
@@ -163,7 +162,7 @@ class Rounds:
     def _give_up(self, where: str, error: Exception) -> NoReturn:
         self.is_over = True
         if isinstance(error, LongshoreError) and not isinstance(error, WaitError):
-            raise error  # another rank has said why
+            raise error  # another rank has given the reason
         raise WaitError(
             f"rank {self.rank} waited at {where} for the other ranks, and one has ended, or came to no use of a unit and to no step() "
             "within the timeout of init_process_group: look at the other ranks' errors, and have all ranks run the same passes and make the "

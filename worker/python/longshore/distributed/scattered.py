@@ -1,4 +1,4 @@
-"""Ranks that reduce gradients bucket by bucket, so that each has its part of the mean, as ZeRO-2 does."""
+"""Ranks that reduce gradients bucket by bucket, so that each gets its part of the mean, as in ZeRO-2."""
 
 import contextlib
 import functools
@@ -19,29 +19,29 @@ from longshore.transfer.partitions import Bucket, piece_param
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """A bucket that gradients come into, with a row a rank, and the streams that write there. Its memory belongs to the first one."""
+    """A bucket being filled, with a row for each rank, and the streams that write to it. The first stream owns its memory."""
 
     slots: Tensor
     streams: list[Any]
 
 
 class Scattered(Reduced):
-    """Gradients are this rank's own. A bucket is reduced once all its gradients are there, from the last one on: in one
-    order on all ranks, also where some parameters have no gradient."""
+    """Ranks with gradients of their own. A bucket is reduced once it has all its gradients, from the last bucket on: in one order on all
+    ranks, even if some parameters have no gradient."""
 
     def __init__(self, params: list[Param], reduce_dtype: torch.dtype | None) -> None:
         super().__init__(params)
-        self._compared.update(param.index for param in params)  # each rank has its own
+        self._compared.update(param.index for param in params)  # each rank has its own gradients, so none are compared
         self._dtype = reduce_dtype
         self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
-        #: Buckets that are being filled, and how many gradients each lacks.
+        #: Buckets being filled, and the number of gradients that each lacks.
         self._filling: dict[int, _Filling] = {}
         self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
         self._next = len(self.layout.buckets) - 1
-        #: Buckets that are being reduced, with this rank's part of what they become, oldest first.
+        #: Buckets being reduced, with this rank's part of the result, oldest first.
         self._reducing: list[tuple[Bucket, Collective, Tensor]] = []
         self._scale = 1.0
-        #: The parameters that have a gradient on no rank. They are known once a micro-step ends, and their buckets wait for that.
+        #: Parameters without a gradient on any rank. Known at the end of a micro-step, until which their buckets wait.
         self._absent: set[int] = set()
 
     def bucket_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Scattered(Reduced):
         return collectives.telling()
 
     def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
-        # Ranks that have no more gradients reduce with the others all the same, so that none waits for another.
+        # Ranks without further gradients still reduce with the others, so that none waits for another.
         self._reduce_rest()
         if super().end_micro_step(job, on_all(check_missing)):
             return True
@@ -86,7 +86,7 @@ class Scattered(Reduced):
         slots, accelerator = self._filled(bucket).slots, device.accelerator
         device.run_where([gradient, slots], functools.partial(partitions.copy, self._pieces[param.index]))
         if accelerator.has(gradient):
-            # It may be another stream's, and is let go of next.
+            # The gradient may be of another stream, and is freed next.
             accelerator.keep_for(gradient, accelerator.current_stream(gradient.device))
         self._lacks[bucket.index] -= 1
         while self._next >= 0 and self._lacks[self._next] == 0:
@@ -98,7 +98,7 @@ class Scattered(Reduced):
             self._reduce()
 
     def _filled(self, bucket: Bucket) -> _Filling:
-        """A bucket, for what this thread's stream does with it next. What no gradient covers is zero."""
+        """Returns a bucket for the next work of this thread's stream. Elements without a gradient are zero."""
         filling, tensor = self._filling.get(bucket.index), bucket.params[0].tensor
         if filling is None:
             slots = device.empty_beside(tensor, [self.world_size, bucket.slot], self._dtype or bucket.dtype)
@@ -107,14 +107,14 @@ class Scattered(Reduced):
         if device.accelerator.has(tensor):
             current = device.accelerator.current_stream(tensor.device)
             if current not in filling.streams:
-                # Each stream writes behind the zeros, which are the first one's.
+                # Each stream writes behind the zeroing, which runs on the first one.
                 for first in filling.streams[:1]:
                     device.accelerator.let_wait(current, device.accelerator.record(first))
                 filling.streams.append(current)
         return filling
 
     def _reduce(self) -> None:
-        """Starts reducing the next bucket."""
+        """Begins to reduce the next bucket."""
         bucket = self.layout.buckets[self._next]
         filling = self._filled(bucket)
         del self._filling[bucket.index]
@@ -127,10 +127,10 @@ class Scattered(Reduced):
         self._reducing.append((bucket, reducing, part))
 
     def _push_reduced(self, job: Any, wait: bool) -> None:
-        """Sends this rank's part of buckets that are reduced, or of all that are being reduced.
+        """Sends this rank's part of reduced buckets; with ``wait`` of all buckets being reduced.
 
-        Another stream's memory may go back here: either the host has seen that a bucket is reduced, as it has where ranks have counted
-        their gradients behind it, or all of the step's work is of one stream.
+        Memory of another stream may be freed here, for one of two reasons. Either the host has seen that the bucket is reduced, since ranks
+        count their gradients behind it, or one stream has all of the step's work.
         """
         while self._reducing and (wait or self._reducing[0][1].is_done()):
             bucket, reducing, part = self._reducing.pop(0)
@@ -146,7 +146,7 @@ class Scattered(Reduced):
                 self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale)
 
     def _missing(self, has: list[bool]) -> list[Param]:
-        """The parameters that have no gradient on some rank; all of them, if no rank has any."""
+        """Returns the parameters without a gradient on some rank; all parameters, if no rank has any gradient."""
         counts = agree.ranks_with(has, self.params[0].tensor)
         self._absent = {param.index for param, count in zip(self.params, counts, strict=True) if not count}
         if not any(counts):

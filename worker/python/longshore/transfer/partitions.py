@@ -1,8 +1,9 @@
 """Layout of a job whose gradients come in partitions: the part of each parameter that each rank has.
 
 Each parameter is cut into pieces. A whole parameter has one piece for each rank, cut along its first dimension as ``torch.chunk`` cuts; a
-DTensor's pieces are its local shards (:mod:`longshore.distributed.dtensor`). A piece is a parameter of the job. Pieces lie bucket by bucket in forward order,
-and within a bucket rank by rank. So servers update the first layers first, and each rank's pieces of a bucket are a partition.
+DTensor's pieces are its local shards (:mod:`longshore.distributed.dtensor`). A piece is a parameter of the job. Pieces lie bucket by bucket
+in forward order, and within a bucket rank by rank. So servers update the first layers first, and each rank's pieces of a bucket are a
+partition.
 """
 
 import contextlib
