@@ -1,4 +1,4 @@
-//! False claims of a client about shared memory. They harm that client alone.
+//! False claims of a client about shared memory harm that client alone.
 
 use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
 

@@ -42,7 +42,7 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// One connection, over TCP or over another socket.
+/// A connection, over TCP or over another socket.
 pub struct Peer<S = TcpStream> {
     pub socket: S,
 }

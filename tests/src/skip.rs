@@ -16,7 +16,7 @@ pub fn skipped(reason: &str) {
     eprint!("skipped: {line}");
     if let Some(path) = env::var_os(REPORT) {
         let file = OpenOptions::new().create(true).append(true).open(path);
-        // One write, since other tests report at the same time.
+        // A single write, since other tests report at the same time.
         file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the report of skipped tests");
     }
 }

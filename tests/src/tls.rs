@@ -24,7 +24,7 @@ pub struct Authority {
 /// A certificate's validity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// One year, as `longshore tls` makes them.
+    /// A year, as `longshore tls` makes them.
     Valid,
     Expired,
     /// From now on for this long.

@@ -18,7 +18,7 @@ use crate::{
     undisturbed::Undisturbed,
 };
 
-/// One layer of width 128 has 268160 parameters: five blocks, and so five shards of the smallest size.
+/// A layer of width 128 has 268160 parameters: five blocks, and so five shards of the smallest size.
 const MODEL: [&str; 10] =
     ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
 
@@ -110,7 +110,7 @@ impl Train {
         self.start().finish()
     }
 
-    /// Returns the end of the same run without disturbance. It runs once for all tests.
+    /// Returns the end of the same run without disturbance. All tests share a single run.
     ///
     /// # Panics With servers: a remembered run has an embedded server.
     pub fn undisturbed(&self) -> Undisturbed {

@@ -153,7 +153,7 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     let mut server = options(&dirs).allow("not recovered").start();
     let train = train().servers(&[server.address().to_string()]);
     train_halfway(&train, &mut server);
-    // One folder of the job is gone, as after mounting an empty disk.
+    // A folder of the job is gone, as after mounting an empty disk.
     let (there, away) = (job_folder(&dirs[1]), root.path().join("away"));
     fs::rename(&there, &away).unwrap();
     server.restart();

@@ -81,7 +81,7 @@ fn a_trace_has_every_stage_of_every_step() {
         let stack = open.entry(event["tid"].as_u64().unwrap()).or_default();
         match event["ph"].as_str().unwrap() {
             "B" => {
-                // One event may form the sums of several shards.
+                // An event may form the sums of several shards.
                 let shards = event["args"]["shards"].as_str().map_or(1, |shards| shards.parse().unwrap());
                 stack.push((event["name"].as_str().unwrap(), shards));
             }

@@ -591,7 +591,7 @@ fn ranks_started_by_hand_are_the_same_run() {
     assert!(lonely.process.stderr().contains("--servers"), "{}", lonely.process.stderr());
 }
 
-/// One rank alone prints a message about all ranks.
+/// A single rank prints a message about all ranks.
 #[test]
 fn ranks_say_once_when_the_delay_begins() {
     let mut running = two_ranks(4).args(["--delay", "1"]).start();

@@ -1,6 +1,6 @@
 //! The container image. Built from the Dockerfile, it serves as the user named there, on a read-only root
-//! without capabilities. It writes to its volume, and drains when stopped. With `LONGSHORE_SOAK` the image
-//! also builds the binaries.
+//! without capabilities. The server writes to its volume, and drains when stopped. With `LONGSHORE_SOAK` the
+//! image also builds the binaries.
 
 use std::{
     env, fs,
@@ -77,8 +77,8 @@ fn tool() -> Result<&'static str, String> {
     )
 }
 
-/// Builds the image with the binaries under test instead of the Dockerfile's first stage. That stage takes as
-/// long as all other builds together. `Err` gives the reason why no build is possible here.
+/// Builds the image with the binaries under test instead of the Dockerfile's first stage. The first stage
+/// takes as long as all other builds together. `Err` gives the reason why no build is possible here.
 fn build() -> Result<Image, String> {
     let tool = tool()?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

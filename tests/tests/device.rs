@@ -18,7 +18,7 @@ use longshore_worker::{
 };
 
 const NAME: &str = "late";
-/// The delay of a copy. It exceeds a copy's time, so that code which does not wait finds the old bytes.
+/// The delay of a copy. Longer than a copy's time, so that code which does not wait finds the old bytes.
 const LATE: Duration = Duration::from_micros(300);
 /// Fills memory before a copy arrives. The bytes form no number with which a run could continue.
 const UNDEFINED: u8 = 0xFF;

@@ -54,7 +54,7 @@ fn a_state_directory_is_verified_to_the_last_block() {
     let data = dir.join("default/server-0-of-1/data");
     the_newest_alone_is_damaged(&dir, &data);
 
-    // One byte of every stretch is flipped, which hits both slots and all shards.
+    // A byte of every stretch is flipped, which hits both slots and all shards.
     let file = OpenOptions::new().read(true).write(true).open(&data).unwrap();
     let bytes = file.metadata().unwrap().len();
     for at in (0..bytes).step_by(64 << 10) {

@@ -271,8 +271,8 @@ fn deadly_pause(cluster: &Cluster, job: &str, deaths: &Deaths) -> Trace {
     run::collect(cluster, &model, &plan, job, ranks)
 }
 
-/// Runs a worker with a short deadline. It gives up with a typed error that names the reason, and the job
-/// remains.
+/// Runs a worker with a short deadline. The worker gives up with a typed error that names the reason, and the
+/// job remains.
 fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mut Rank) {
     let plan = floor_plan();
     let mut options = cluster.options(&plan.spec(job, model), rank);

@@ -105,7 +105,7 @@ fn a_pause_outlives_killed_servers_and_so_does_its_end() {
             assert_eq!(await_pause(&raw(servers[0].address()), job), reason, "the pause is gone");
             thread::sleep(Duration::from_millis(300));
             assert!(!is_finished(), "nobody has ended the pause");
-            // One server gets the operator's resume and dies. The other server gets it later.
+            // A server gets the operator's resume and dies. The other server gets it later.
             raw(servers[1].address()).resume(job, PAUSED_AT, 0.5).expect("a resume");
             servers[1].kill_and_restart();
             let resumed =

@@ -452,7 +452,7 @@ fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let patient = thread::scope(|scope| {
         let patient = scope
             .spawn(|| Session::connect(cluster.options(&spec, 1)).expect("a session").start(&|_| Vec::new()));
-        // One part was missing. The others hold the checkpoint's state, and nothing has to be deleted.
+        // A part was missing. The other servers hold the checkpoint's state, and nothing has to be deleted.
         let how = longshore_worker::GoBack::default();
         let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
         assert_eq!(session.go_back(&how).expect("the third one's part").version.0, 2);

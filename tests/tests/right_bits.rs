@@ -86,7 +86,7 @@ fn micro_steps_that_workers_add_up_have_the_bits_of_a_plain_loop() {
     check(&cluster, &model, &plan, "on-worker-delayed");
 }
 
-/// The loss scale of a delayed step is that of the version it reads, for scaling and unscaling.
+/// A delayed step is scaled and unscaled by the loss scale of the version it reads.
 #[test]
 fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());

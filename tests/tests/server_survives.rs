@@ -137,7 +137,7 @@ fn a_server_that_does_not_come_back_is_named_in_time() {
     train.allow("waiting for a server").run();
 }
 
-/// One of a server's two connections is idle here: its shards have one chunk each, which all take the other
+/// A server's second connection is idle here: its shards have one chunk each, which all take the first
 /// connection. The idle connection must not count as late when the server dies again.
 #[test]
 fn a_server_that_dies_again_after_the_deadline_is_waited_for_again() {
@@ -177,8 +177,8 @@ fn a_server_that_restarted_shares_memory_again() {
     worker.kill();
 }
 
-/// A worker was stopped and replaced. It resumes when its successor and its server have died, and is the
-/// first to reach the next server.
+/// A worker was stopped and replaced. The worker resumes when its successor and its server have died, and is
+/// the first to reach the next server.
 #[test]
 fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
     for tier in ["nvme", "shm"] {

@@ -34,7 +34,7 @@ const ALL: Range<u64> = 0..4 * BLOCK_ELEMENTS;
 const BEFORE: f32 = 1.0;
 const AFTER: f32 = 3.0;
 
-/// One parameter in four shards, placed on two servers in turn.
+/// A parameter in four shards, placed on two servers in turn.
 fn spec(tier: TierKind) -> JobSpec {
     JobSpec {
         world_size: 2,

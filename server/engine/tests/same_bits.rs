@@ -213,7 +213,8 @@ fn count(before: Option<&Commit>, without: &[u32], skip: bool) -> Vec<LeftOut> {
     counts.into_iter().map(|(param, (steps, now))| LeftOut { param, steps, now }).collect()
 }
 
-/// Returns the loss scale of a step's gradients: that of the newest decided version when they were computed.
+/// Returns the loss scale of a step's gradients: the scale decided with the newest version at their
+/// computation.
 fn scale_of(spec: &JobSpec, commits: &[Commit], step: u64) -> f64 {
     let reads = step.saturating_sub(1 + u64::from(spec.max_delay));
     reads.checked_sub(1).map_or(3.0, |index| commits[index as usize].loss_scale)

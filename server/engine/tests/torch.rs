@@ -87,8 +87,8 @@ fn check_parameters(case: &Value, step: usize, found: &[f32], by: &str) -> bool 
     true
 }
 
-/// Compares the moments after the last step. The mean of signed values may cancel, so its magnitude counts as
-/// that of the values.
+/// Compares the moments after the last step. The mean of signed values may cancel, so the tolerance takes the
+/// values' magnitude.
 fn check_state(fixture: &Fixture, case: &Value, first: &[f32], second: &[f32], by: &str) {
     let recorded = case["state_after_last_step"].as_object().unwrap();
     for (name, digits) in recorded {

@@ -14,7 +14,7 @@ pub struct Synthetic {
     pub constants: Vec<(usize, f32)>,
 }
 
-/// One wrong element of one gradient.
+/// A wrong element of one gradient.
 pub struct Spike {
     pub step: u64,
     pub rank: u32,

@@ -134,8 +134,8 @@ fn another_jobs_checkpoint_is_refused_with_what_differs() {
     victim.finish();
 }
 
-/// One of two servers cannot read its part. The other server must end with neither a half-restored job nor
-/// none at all.
+/// A server of two cannot read its part. The other server must end with neither a half-restored job nor none
+/// at all.
 #[test]
 fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
     const SECOND: &str = "server-00002-of-00002.safetensors";

@@ -81,8 +81,8 @@ fn hyperparameters_that_are_not_numbers_stop_the_trainer_and_not_the_job() {
     finish(&cluster, "not-a-number", pipeline, seen);
 }
 
-/// Rank 0 alone drains the pipeline after a step. It computes the next step with the newest version, and the
-/// other rank with the version before.
+/// Rank 0 alone drains the pipeline after a step. Rank 0 then computes the next step with the newest version,
+/// and the other rank with the version before.
 #[test]
 fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
     const DRAINED: u64 = 3;

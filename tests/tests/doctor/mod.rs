@@ -81,7 +81,7 @@ fn doctor(before: &[&str], words: &[&str]) -> Output {
     run("longshore doctor", command.args(["doctor", "--json"]).args(words))
 }
 
-/// Checks that doctor finds one fault, in this state, with these words and a remedy. It may find nothing
+/// Checks that doctor finds one fault, in this state, with these words and a remedy. Doctor may find nothing
 /// else, except in checks that depend on this host.
 #[track_caller]
 fn finds(output: &Output, check: &str, state: &str, words: &[&str]) {

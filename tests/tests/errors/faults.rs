@@ -17,7 +17,7 @@ use super::{
     text::{self, Names},
 };
 
-/// One fault, with `{name}` for each value known only at run time.
+/// A fault, with `{name}` for each value known only at run time.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Made {
     pub(crate) field: String,
@@ -74,8 +74,7 @@ impl Constants {
         Constants(files.iter().map(of_file).collect())
     }
 
-    /// Several files may define one name. The nearest file wins: the one that shares the most folders with
-    /// `path`.
+    /// Several files may define one name. The file that shares the most folders with `path` wins.
     fn seen_from(&self, path: &Path) -> Names {
         let shared =
             |other: &Path| path.components().zip(other.components()).take_while(|(a, b)| a == b).count();

@@ -101,7 +101,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
     }
 }
 
-/// One kill comes during the deletion of the job, and another during its restore.
+/// A kill comes during the deletion of the job, and another during its restore.
 #[test]
 fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_restored() {
     let kills = soak::pick(2, 60);

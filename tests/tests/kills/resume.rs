@@ -41,7 +41,7 @@ fn survives(kills: u64) {
             ranks.iter_mut().for_each(|rank| rank.process.kill());
             let one = random.below(3) as usize;
             for (index, server) in bed.servers.iter_mut().enumerate() {
-                // One server is killed, or both.
+                // A single server is killed, or both.
                 if one != index {
                     server.kill_and_restart();
                     left = left.saturating_sub(1);

@@ -57,7 +57,7 @@ fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Und
     early.kill().check_steps();
     let mut new = train(&near).start();
     spin(random.part_of(known.startup));
-    // One server receives the old process's bytes sooner than another.
+    // Each server receives the old process's bytes at another time.
     for proxy in &far.0 {
         proxy.go_on();
         spin(random.part_of(LAG));
@@ -69,7 +69,7 @@ fn replace(bed: &Bed, job: &[&str], tier: &str, random: &mut Random, known: &Und
     new.kill().check_steps();
 }
 
-/// One process's connections to all servers.
+/// A process's connections to all servers.
 struct Network(Vec<Proxy>);
 
 impl Network {

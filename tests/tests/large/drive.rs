@@ -1,5 +1,5 @@
-//! A bare loop of a step's reads and writes on a drive, with as many requests at once. It shows the drive's
-//! own limit.
+//! A bare loop of a step's reads and writes on a drive, with as many requests at once. The loop shows the
+//! drive's own limit.
 
 use std::{
     io,

@@ -1,5 +1,5 @@
 //! Jobs of 500 million and of 2 billion parameters on a dedicated server, for effects that need this size.
-//! These slow tests run with `--soak`. They print their measurements (`tests/run --soak large --
+//! These slow tests run with `--soak`. The tests print their measurements (`tests/run --soak large --
 //! --nocapture`), which docs/storage.md quotes.
 
 mod drive;
@@ -169,8 +169,8 @@ impl Control {
     }
 }
 
-/// The least share of the drive's own speed that an update pass must reach in its best round, with other
-/// programs on the update threads' cores. Beside compilers on both cores medians were 0.97 and 1.01, and
+/// The least share of the drive's own speed that an update pass must reach in its best round. Other programs
+/// use the update threads' cores meanwhile. Beside compilers on both cores medians were 0.97 and 1.01, and
 /// rounds 0.97 to 1.08. Half remains where those programs take half of the update's time, while the bare
 /// loop, without computation, loses none.
 const LEAST_OF_DRIVE: f64 = 0.5;
@@ -247,7 +247,7 @@ fn five_hundred_million_parameters_with_images_on_the_drive_take_the_memory_admi
 
 #[test]
 fn five_hundred_million_parameters_with_all_on_the_drive_take_the_memory_admitted() {
-    // A gradient is as long as an image. It is written before the pass, and read in it.
+    // A gradient is as long as an image. The gradient is written before the pass, and read in it.
     update_small(&["--spill", "all"], [SMALL_STATE + IMAGE_BYTES; 2]);
 }
 

@@ -54,7 +54,7 @@ fn figure(title: &str) -> String {
 fn charts_show_the_steps_that_status_tells() {
     let Some(mut browser) = browser() else { return };
     let server = ServerOptions::new().args(FLAGS).start();
-    // With two ranks an update reads a sum in fp32, so its speed differs from that of one rank.
+    // With two ranks an update reads a sum in fp32, so its speed differs from a single rank's.
     let pair = ["--transport", "tcp", "--world-size", "2"];
     Train::new(STEPS).args(pair).servers(&[server.address().to_string()]).run();
     open(&mut browser, &http::address(&server));

@@ -112,7 +112,7 @@ fn connections_beyond_the_quota_are_told_so_at_their_first_call() {
         said.stderr
     );
     folders.list(&list("{ connections = 1 }"));
-    // One connection after the other: an ended connection no longer counts.
+    // Connections come one after the other: an ended connection no longer counts.
     eventually("a connection to be allowed", || (ask(&server, &team, &["status"]).code == 0).then_some(()));
     eventually("the next one", || {
         has_if_any(&server, &team).filter(|line| line.ends_with("1 of 1 connections"))

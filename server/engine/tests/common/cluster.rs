@@ -1,4 +1,4 @@
-//! One job split over servers, each with its queue of work, driven from one thread.
+//! A job split over servers, each with its queue of work, driven from one thread.
 
 use std::{
     collections::{BTreeMap, VecDeque},

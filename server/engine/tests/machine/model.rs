@@ -519,8 +519,8 @@ impl Model {
         self.gradients.iter().find_map(|((_, of), gradient)| gradient.loss_scale.filter(|_| *of == step))
     }
 
-    /// Returns the loss scales of the versions that a step may read, or None if one is unknown, and whether
-    /// one of them is undecided.
+    /// Returns the loss scales of the versions that a step may read, or None if a scale is unknown. The flag
+    /// says whether a version is undecided.
     fn known(&self, step: u64) -> (Option<Vec<f64>>, bool) {
         let reads = step.saturating_sub(1 + u64::from(self.spec.max_delay))..step;
         let decided = reads.clone().filter(|version| *version <= self.version);

@@ -58,7 +58,7 @@ fn a_decision_leaves_out_what_got_no_gradient() {
     assert_eq!(cluster.hash(), hash);
     cluster.commit(&Commit { left_out: vec![left(0, 1, true)], ..commit(&spec, 1) }).unwrap();
     cluster.work();
-    // One rank's gradient counts for all ranks.
+    // A rank's gradient counts for all ranks.
     let mut one = nothing.clone();
     one[0].clone_from(&flats[0]);
     cluster.push(2, &one);
@@ -74,7 +74,7 @@ fn a_decision_leaves_out_what_got_no_gradient() {
     cluster.commit(&Commit { left_out: vec![left(0, 1, false)], ..skip }).unwrap();
 }
 
-/// One server has refused a decision that another has applied. The next decision brings both to one state,
+/// A server has refused a decision that another has applied. The next decision brings both to one state,
 /// whatever it leaves out.
 #[test]
 fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {

@@ -42,8 +42,7 @@ fn small() -> JobSpec {
     spec
 }
 
-/// A job in the middle of step 2. Of rank 1's last micro-step only the first chunk is there; all else is
-/// complete.
+/// A job in the middle of step 2. Rank 1's last micro-step has only its first chunk; all else is complete.
 struct Midway {
     cluster: Cluster,
     first: Vec<Vec<u8>>,

@@ -107,7 +107,7 @@ fn a_rank_pushes_its_own_partitions_and_no_other() {
 fn a_conflicting_chunk_is_refused_with_both_checksums() {
     let midway = Midway::new();
     let before = midway.view();
-    // One is stored and unsummed, the other already summed.
+    // The first chunk is stored and unsummed, the second already summed.
     for (micro_step, rank, flat) in [(1, 1, 3), (0, 1, 1)] {
         let (mut chunk, payload) = midway.cluster.chunks(2, micro_step, rank, &midway.second[flat])[0];
         assert_eq!(push(&midway, &chunk, payload), Ok(Stored::Duplicate));

@@ -78,7 +78,7 @@ fn a_flipped_bit_in_a_record_or_a_table_is_found() {
     };
     let mut noise = Noise(9);
     for _ in 0..40 {
-        // One copy of either record is damaged: recovery takes the other copy.
+        // A copy of either record is damaged: recovery takes the other copy.
         let at = noise.below(4) as u64 * RECORDS + noise.below(600) as u64;
         let flipped = flip(&image, at, noise.below(8) as u32).unwrap();
         assert_eq!(check(&reopen(flipped).unwrap(), &references), 3, "byte {at}");

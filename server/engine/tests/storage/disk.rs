@@ -1,5 +1,5 @@
-//! A simulated disk. It records every write and flush, so that tests can fail the power at each of them. It
-//! also fails on demand.
+//! A simulated disk, which records every write and flush. Tests can fail the power at each of them, or a
+//! single write.
 
 use std::{
     collections::BTreeMap,

@@ -48,8 +48,8 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         run_steps(&mut cluster, 4..=4);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2)), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
-        // A third process that has only fenced ends the second process's rights for good. It still has to
-        // join.
+        // A third process that has only fenced ends the second process's rights for good. The third still has
+        // to join.
         cluster.jobs[0].fence(Rank(0), Incarnation(3)).unwrap();
         cluster.jobs[0].keep_joined().unwrap();
         drop(cluster);

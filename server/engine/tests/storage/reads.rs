@@ -85,8 +85,8 @@ fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
     }
 }
 
-/// Three readers pull any slices of versions around the newest while steps run. They also announce slices
-/// that they never pull.
+/// Three readers pull any slices of versions around the newest while steps run. Each also announces slices
+/// that it never pulls.
 #[test]
 fn pulls_beside_steps_have_the_bits_of_their_version() {
     const STEPS: u64 = 7;

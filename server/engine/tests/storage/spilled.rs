@@ -1,4 +1,5 @@
-//! Gradients on the drives: memory does not grow with the model, and every bit used is the one that was sent.
+//! Gradients on the drives: memory does not grow with the model, and every gradient used has the bits that
+//! were sent.
 
 use std::{io::ErrorKind, sync::Arc};
 
@@ -31,7 +32,7 @@ fn memory_for_gradients_does_not_grow_with_the_model() {
     let block = BLOCK as u64;
     let grown = |extra: u64, spill| {
         let mut spec = spec.clone();
-        // One block a shard, and the largest shard still has two.
+        // A block for each shard, and the largest shard still has two.
         spec.params[0].shape = vec![extra * block];
         let need = need(&spec, spill);
         (need.contributions + need.accumulators, need.disk)

@@ -1,4 +1,4 @@
-//! One job's shards on one tier, opened again and again, and their expected bytes.
+//! A job's shards on one tier, opened again and again, and their expected bytes.
 
 use std::{
     path::PathBuf,
