@@ -368,11 +368,7 @@ fn flags_without_effect_are_refused() {
     for (flags, word) in ignored {
         refused(&longshore([&["train"], flags].concat()), 2, &[word]);
     }
-    refused(
-        &longshored(["--listen", "127.0.0.1:0", "--spill", "images"]),
-        2,
-        &["spill is images", "--state-dir"],
-    );
+    refused(&longshored(["--listen", "127.0.0.1:0", "--spill", "all"]), 2, &["spill is all", "--state-dir"]);
 }
 
 /// An empty frame would look as if there were no jobs.

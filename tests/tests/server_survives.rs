@@ -107,10 +107,8 @@ fn strike(
     }
 }
 
-/// DRAM holds two of a server's two or three images.
-const ON_DRIVES: &[&str] = &["--spill", "images", "--storage-buffers", "2"];
-/// Gradients are on the drives too, except lent ones.
-const ALL_ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
+/// DRAM holds two of a server's two or three images. Gradients are on the drives too, except lent ones.
+const ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
 const PLAIN: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "none"];
 
@@ -219,25 +217,25 @@ fn a_delayed_nvme_job_survives_kills_of_both_servers() {
 }
 
 #[test]
-fn an_exact_nvme_job_with_its_images_on_drives_survives_kills_of_either_server() {
+fn an_exact_nvme_job_with_lent_gradients_and_all_else_on_drives_survives_kills_of_either_server() {
     survives(&Case { tier: "nvme", victims: Victims::OneServer, job: &[], server: ON_DRIVES });
 }
 
 #[test]
-fn a_delayed_nvme_job_with_its_images_on_drives_survives_kills_of_everything() {
+fn a_delayed_nvme_job_with_lent_gradients_and_all_else_on_drives_survives_kills_of_everything() {
     survives(&Case { tier: "nvme", victims: Victims::All, job: DELAYED, server: ON_DRIVES });
 }
 
 #[test]
 fn an_nvme_job_with_all_on_drives_survives_kills_of_either_server() {
     let job = &["--transport", "tcp", "--micro-steps", "2"];
-    survives(&Case { tier: "nvme", victims: Victims::OneServer, job, server: ALL_ON_DRIVES });
+    survives(&Case { tier: "nvme", victims: Victims::OneServer, job, server: ON_DRIVES });
 }
 
 #[test]
 fn a_delayed_nvme_job_with_all_on_drives_survives_kills_of_everything() {
     let job = &["--transport", "tcp", "--delay", "1", "--warmup-steps", "5"];
-    survives(&Case { tier: "nvme", victims: Victims::All, job, server: ALL_ON_DRIVES });
+    survives(&Case { tier: "nvme", victims: Victims::All, job, server: ON_DRIVES });
 }
 
 #[test]

@@ -564,7 +564,7 @@ proptest! {
         resident_tenths in prop::sample::select(vec![0u64, 5, 10]),
         engine in prop::sample::select(vec![Engine::Auto, Engine::Threads]),
         buffers in 1usize..5,
-        spill in prop::sample::select(vec![Spill::State, Spill::Images, Spill::All]),
+        spill in prop::sample::select(vec![Spill::State, Spill::All]),
     ) {
         let run = Run::random(seed, rule, delay, formats, steps);
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir().unwrap()).collect();

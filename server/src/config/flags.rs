@@ -52,10 +52,10 @@ pub struct Flags {
     /// Shards of an nvme job that are read, updated or written at once [default: 6]
     #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
     pub storage_buffers: Option<usize>,
-    /// Parts of an nvme job that live on the drives: state, or images, which are the 16-bit weights as well: 4 bytes a
-    /// parameter less in memory, 2 more written in a step; or all, with gradients that workers do not lend: 2 bytes a
-    /// parameter and rank less, 2 more written and read [default: state]
-    #[arg(long, env = "LONGSHORED_SPILL", value_enum)]
+    /// Parts of an nvme job that live on the drives: state, or all, which has the 16-bit weights and the gradients that
+    /// workers do not lend. It takes 4 bytes a parameter less in memory, and 2 a parameter and rank. A step writes as
+    /// many for gradients, and 2 a parameter for weights [default: state]
+    #[arg(long, env = "LONGSHORED_SPILL", value_name = "WHAT")]
     pub spill: Option<Spill>,
     /// Bytes that the drives of --state-dir together may be written with, as in 600TB: status then forecasts their wear
     #[arg(long, env = "LONGSHORED_DRIVE_ENDURANCE", value_name = "SIZE")]

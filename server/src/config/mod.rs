@@ -210,9 +210,14 @@ mod tests {
     fn what_cannot_be_spilled_is_said() {
         let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
         let on = "state_dir = [\"/mnt/a\"]\n";
-        assert_eq!(resolve(&[], &format!("{on}spill = \"images\"")).unwrap().storage.spill, Spill::Images);
+        assert_eq!(resolve(&[], &format!("{on}spill = \"all\"")).unwrap().storage.spill, Spill::All);
         assert_eq!(resolve(&["--spill", "all"], on).unwrap().storage.spill, Spill::All);
         assert!(error(&["--spill", "all"]).contains("--state-dir"));
+        let key = resolve(&[], &format!("{on}spill = \"images\"")).unwrap_err().to_string();
+        let flag = Flags::try_parse_from(["longshored", "--spill", "images"]).unwrap_err().to_string();
+        for error in [key, flag] {
+            assert!(error.contains("spill is images, but must be state or all: choose all"), "{error}");
+        }
     }
 
     #[test]

@@ -35,14 +35,12 @@ pub enum StorageIo {
 }
 
 /// Parts of an `nvme` job that live on the drives.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(try_from = "String")]
 pub enum Spill {
     #[default]
     State,
-    /// The 16-bit weights too.
-    Images,
-    /// The weights and the gradients too.
+    /// The 16-bit weights and the gradients too.
     All,
 }
 
@@ -50,8 +48,23 @@ impl FromStr for Spill {
     type Err = Fault;
 
     fn from_str(text: &str) -> Result<Spill, Fault> {
-        <Spill as clap::ValueEnum>::from_str(text, false)
-            .map_err(|_| Fault::invalid("spill", text, "one of state, images, all", "name one of them"))
+        match text {
+            "state" => Ok(Spill::State),
+            "all" => Ok(Spill::All),
+            "images" => {
+                let remedy = "choose all: gradients go to the drives too, and folders made with images open";
+                Err(Fault::invalid("spill", text, "state or all", remedy))
+            }
+            _ => Err(Fault::invalid("spill", text, "state or all", "name one of them")),
+        }
+    }
+}
+
+impl TryFrom<String> for Spill {
+    type Error = Fault;
+
+    fn try_from(text: String) -> Result<Spill, Fault> {
+        text.parse()
     }
 }
 
@@ -59,7 +72,6 @@ impl From<Spill> for tier::Spill {
     fn from(spill: Spill) -> tier::Spill {
         match spill {
             Spill::State => tier::Spill::State,
-            Spill::Images => tier::Spill::Images,
             Spill::All => tier::Spill::All,
         }
     }
@@ -81,15 +93,9 @@ impl Default for StorageConfig {
 
 impl StorageConfig {
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        let refuse =
-            |value: &str, limit| Err(ConfigError::Value { field: "spill", value: value.into(), limit });
-        let name = match self.spill {
-            Spill::State => return Ok(()),
-            Spill::Images => "images",
-            Spill::All => "all",
-        };
-        if self.state_dirs.is_empty() {
-            return refuse(name, "given with state_dir (--state-dir): without one no job lives on drives");
+        if self.spill == Spill::All && self.state_dirs.is_empty() {
+            let limit = "given with state_dir (--state-dir): without one no job lives on drives";
+            return Err(ConfigError::Value { field: "spill", value: "all".into(), limit });
         }
         Ok(())
     }

@@ -241,11 +241,6 @@ fn five_hundred_million_parameters_take_the_memory_admitted() {
 }
 
 #[test]
-fn five_hundred_million_parameters_with_images_on_the_drive_take_the_memory_admitted() {
-    update_small(&["--spill", "images"], [SMALL_STATE, SMALL_STATE + IMAGE_BYTES]);
-}
-
-#[test]
 fn five_hundred_million_parameters_with_all_on_the_drive_take_the_memory_admitted() {
     // A gradient is as long as an image. The gradient is written before the pass, and read in it.
     update_small(&["--spill", "all"], [SMALL_STATE + IMAGE_BYTES; 2]);

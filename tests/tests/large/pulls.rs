@@ -99,7 +99,7 @@ impl Puller {
 fn weights_are_pulled_from_the_drive() {
     let Some(_alone) = alone() else { return };
     let root = TempDir::new().expect("a folder for state");
-    let case = Case { params: 60, resident: 0, ..Case::small(&["--spill", "images"]) };
+    let case = Case { params: 60, resident: 0, ..Case::small(&["--spill", "all"]) };
     let bytes = case.elements() * 2;
     let spilled = Puller::start(&case, TierKind::Nvme, case.start(&root));
     let memory = Puller::start(&case, TierKind::Memory, ServerOptions::new().memory("8GiB").start());

@@ -17,7 +17,7 @@ SHARD = 4 * 65536
 
 
 def test_what_spills_changes_no_bit(tmp_path: pathlib.Path) -> None:
-    for spill in ("state", "images", "all"):
+    for spill in ("state", "all"):
         whole, spilled = pair(Deep, width=256)
         (tmp_path / spill).mkdir()
         with longshore.Server(state_dirs=tmp_path / spill, spill=spill) as server:
@@ -52,17 +52,19 @@ def test_memory_does_not_grow_with_what_spills(tmp_path: pathlib.Path) -> None:
     more = WIDTH * (large - small)
     taken = {
         spill: memory(tmp_path / f"{spill}-large", spill, large) - memory(tmp_path / f"{spill}-small", spill, small)
-        for spill in ("state", "images", "all")
+        for spill in ("state", "all")
     }
-    assert taken == {"state": 6 * more, "images": 2 * more, "all": 0}
+    assert taken == {"state": 6 * more, "all": 0}
 
 
 def test_servers_that_cannot_spill_are_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(errors.InvalidError, match=r"spill is images, but must be given with state_dir") as refused:
-        longshore.Server(spill="images")
-    assert (refused.value.field, refused.value.value) == ("spill", "images")
-    with pytest.raises(errors.InvalidError, match=r"spill is some, but must be one of state, images, all"):
-        longshore.Server(spill="some", state_dirs=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidError, match=r"spill is all, but must be given with state_dir") as refused:
+        longshore.Server(spill="all")
+    assert (refused.value.field, refused.value.value) == ("spill", "all")
+    unknown: tuple[tuple[Any, str], ...] = (("some", "name one of them"), ("images", "choose all"))
+    for spill, remedy in unknown:
+        with pytest.raises(errors.InvalidError, match=rf"spill is {spill}, but must be state or all: {remedy}"):
+            longshore.Server(spill=spill, state_dirs=tmp_path)
     with pytest.raises(errors.InvalidError, match=r"threads is 0, but must be in 1\.\.=4096"):
         longshore.Server(threads=0)
 

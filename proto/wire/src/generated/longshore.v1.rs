@@ -2372,7 +2372,7 @@ pub struct DescribeResponse {
     /// and how many elements they have together
     #[prost(uint64, tag = "32")]
     pub parameters: u64,
-    /// what of an nvme job lives on the drives alone, as in --spill: state, images or all
+    /// what of an nvme job lives on the drives alone, as in --spill: state or all
     #[prost(string, tag = "33")]
     pub spill: ::prost::alloc::string::String,
     /// the identity that opened the job; empty where callers show none

@@ -135,11 +135,7 @@ impl Job {
 
     /// Returns which parts of the job live on drives alone. None for a job that keeps nothing on drives.
     pub fn spill(&self) -> Option<Spill> {
-        let spill = match (self.gradients.are_spilled(), self.images.are_spilled()) {
-            (true, _) => Spill::All,
-            (false, true) => Spill::Images,
-            (false, false) => Spill::State,
-        };
+        let spill = if self.images.are_spilled() { Spill::All } else { Spill::State };
         self.tier.behind.is_some().then_some(spill)
     }
 

@@ -30,7 +30,7 @@ impl Need {
         let elements: u64 = trained.map(|&shard| layout.shard_len(shard)).sum();
         let slots = spec.gradient_slots() as u64;
         let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
-        let (contributions, accumulators) = if storage.spills_gradients(spec) {
+        let (contributions, accumulators) = if storage.spills(spec) {
             gradients::spilled::need(spec, layout, owned)
         } else {
             let wire = spec.gradient_dtype.bytes();
@@ -41,14 +41,14 @@ impl Need {
                 (contributions + elements * wire * slots * count, accumulators + elements * sum * slots)
             })
         };
-        let connection = CONNECTION_BYTES
-            + if storage.spills_images(spec) || spec.has_frozen() { SPILLED_PULL_BYTES } else { 0 };
+        let connection =
+            CONNECTION_BYTES + if storage.spills(spec) || spec.has_frozen() { SPILLED_PULL_BYTES } else { 0 };
         Need {
             state,
             buffers,
             disk,
             written,
-            images: if storage.spills_images(spec) {
+            images: if storage.spills(spec) {
                 images::window::need(spec, layout, owned, storage)
             } else {
                 elements * spec.image_dtype.bytes() * 2

@@ -44,7 +44,7 @@ impl Job {
         let reservation = budget.reserve(&need)?;
         let shapes = Shape::of(&spec, &layout, &owned);
         let signal = Arc::new(Signal::new(observer));
-        let spilled = storage.spills_images(&spec);
+        let spilled = storage.spills(&spec);
         // A tier that keeps the buffers brings the memory for them.
         let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &shapes, storage));
         let space = space.transpose().map_err(exhausted)?;

@@ -81,12 +81,9 @@ impl Space {
         storage: &Storage,
     ) -> Result<Space, AllocationError> {
         let mut widths = Widths::of(spec);
-        let share = storage.share_images && !storage.spills_images(spec);
-        if storage.spills_images(spec) {
-            widths.image = 0;
-        }
-        if storage.spills_gradients(spec) {
-            (widths.contribution, widths.sum) = (0, 0);
+        let share = storage.share_images && !storage.spills(spec);
+        if storage.spills(spec) {
+            widths = Widths { image: 0, contribution: 0, sum: 0 };
         }
         let images = Slab::bytes_for(image_sizes(widths.image, shapes));
         let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {

@@ -42,13 +42,8 @@ pub fn keeps_buffers(spec: &JobSpec) -> bool {
 }
 
 impl Storage {
-    /// Returns true if this job's images live on the drives alone.
-    pub fn spills_images(&self, spec: &JobSpec) -> bool {
-        spec.tier == TierKind::Nvme && self.spill != Spill::State
-    }
-
-    /// Returns true if this job's gradients live on the drives.
-    pub fn spills_gradients(&self, spec: &JobSpec) -> bool {
+    /// Returns true if this job's images live on the drives alone, and its gradients live there too.
+    pub fn spills(&self, spec: &JobSpec) -> bool {
         spec.tier == TierKind::Nvme && self.spill == Spill::All
     }
 }
@@ -108,7 +103,7 @@ fn open_shm(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPool) -> Result<Op
 
 fn open_nvme(inputs: &Inputs<'_>, notify: Box<dyn Fn() + Send + Sync>) -> Result<Opened, Fault> {
     let (tier, record) = NvmeTier::open(inputs, notify)?;
-    let gradients = inputs.storage.spills_gradients(inputs.spec).then(|| tier.create_gradients(inputs));
+    let gradients = inputs.storage.spills(inputs.spec).then(|| tier.create_gradients(inputs));
     // A store that was made just now must not stay behind.
     let gradients = gradients.transpose().inspect_err(|_| {
         _ = record.is_none().then(|| tier.remove());

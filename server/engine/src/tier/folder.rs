@@ -162,7 +162,7 @@ impl Header {
             conflict(format!("{place} (of another placement: {fault})"), "this placement's", remedy)
         })?;
         let settings = |header: &Header| {
-            let spill = if header.spilled_images { "images or all" } else { "state" };
+            let spill = if header.spilled_images { "all" } else { "state" };
             [
                 format!("of server {} of the job", header.server.0),
                 format!("of tier {}", header.tier),

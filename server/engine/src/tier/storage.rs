@@ -50,11 +50,9 @@ pub struct Inputs<'a> {
 pub enum Spill {
     #[default]
     State,
-    /// The images of all jobs too, and not only of delayed ones. DRAM holds the newest, and pulls read the
-    /// others from the drives. A step writes 2 bytes a parameter more, and DRAM holds 4 fewer.
-    Images,
-    /// The gradients that are not lent, too. Chunks go to the drives as they come, and sums of ranks and
-    /// micro-steps as they are formed. Updates read them back.
+    /// The images of all jobs too, and the gradients that are not lent. DRAM holds the newest images, and pulls read
+    /// the others from the drives. Chunks go to the drives as they come, and sums of ranks and micro-steps as they
+    /// are formed. Updates read them back.
     All,
 }
 
@@ -63,7 +61,6 @@ impl Spill {
     pub fn name(self) -> &'static str {
         match self {
             Spill::State => "state",
-            Spill::Images => "images",
             Spill::All => "all",
         }
     }

@@ -36,13 +36,7 @@ fn record(max_delay: u32, directories: usize, spill: Spill) -> Recorded {
 
 #[test]
 fn a_crash_anywhere_goes_back_to_a_durable_version() {
-    let cases = [
-        (0, 1, Spill::State),
-        (1, 2, Spill::State),
-        (0, 2, Spill::Images),
-        (1, 1, Spill::Images),
-        (0, 1, Spill::All),
-    ];
+    let cases = [(0, 1, Spill::State), (1, 2, Spill::State), (0, 2, Spill::All), (1, 1, Spill::All)];
     for (max_delay, directories, spill) in cases {
         let spec = small(max_delay);
         let recorded = record(max_delay, directories, spill);
@@ -106,7 +100,7 @@ fn a_crash_during_recovery_loses_nothing() {
 #[test]
 fn a_crash_before_the_first_version_starts_over() {
     let spec = small(0);
-    let recorded = record(0, 1, Spill::Images);
+    let recorded = record(0, 1, Spill::All);
     for count in 0..recorded.durable[0] {
         let image = crash(&Image::new(), &recorded.events, count, Failure::Lost, 1);
         let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
@@ -118,7 +112,7 @@ fn a_crash_before_the_first_version_starts_over() {
 
 #[test]
 fn a_server_ahead_of_its_peers_steps_back() {
-    for (max_delay, spill) in [(0, Spill::State), (1, Spill::State), (0, Spill::Images), (1, Spill::Images)] {
+    for (max_delay, spill) in [(0, Spill::State), (1, Spill::State), (0, Spill::All), (1, Spill::All)] {
         let spec = small(max_delay);
         let recorded = record(max_delay, 2, spill);
         let references = references(&spec, STEPS);

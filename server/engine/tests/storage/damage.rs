@@ -170,7 +170,7 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
 fn a_flipped_bit_in_an_image_is_found_when_it_is_pulled() {
     let spec = small(0);
     let mut dirs = Dirs::new(1);
-    dirs.storage.spill = Spill::Images;
+    dirs.storage.spill = Spill::All;
     let mut cluster = started(&spec, &dirs.storage);
     run_steps(&mut cluster, 1..=3);
     // No pull has read this image yet. Data once read is served again without the drive.
@@ -200,11 +200,13 @@ fn images_on_the_drives_need_not_fit_in_memory() {
     let owned: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
     let storage = |spill| Storage { buffers: 2, spill, dirs: vec!["a".into()], ..Storage::default() };
     let need = |spill| Need::of(&spec, &layout, &owned, &storage(spill));
-    let (state, images) = (need(Spill::State), need(Spill::Images));
+    let (state, all) = (need(Spill::State), need(Spill::All));
     let image = 2 * BLOCK as u64;
     // DRAM holds two images of each of three shards, or of one shard.
-    assert_eq!((state.images, images.images), (6 * image, 2 * image + 16));
-    assert_eq!(images.disk - state.disk, 3 * 3 * image);
+    assert_eq!((state.images, all.images), (6 * image, 2 * image + 16));
+    // An image has three slots on the drives. A gradient is as long.
+    let gradients = 3 * spec.gradient_slots() as u64 * image;
+    assert_eq!(all.disk - state.disk, 3 * 3 * image + gradients);
 }
 
 /// A store opens only with the settings that made it.
@@ -213,8 +215,8 @@ fn a_store_is_not_opened_with_images_elsewhere() {
     let spec = small(0);
     let dirs = Dirs::new(1);
     drop(started(&spec, &dirs.storage));
-    let fault = open(&spec, &Storage { spill: Spill::Images, ..dirs.storage.clone() }).err().unwrap();
+    let fault = open(&spec, &Storage { spill: Spill::All, ..dirs.storage.clone() }).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Conflict);
-    assert!(fault.to_string().contains("made with --spill images or all"), "{fault}");
+    assert!(fault.to_string().contains("made with --spill all"), "{fault}");
     assert!(open(&spec, &dirs.storage).is_ok());
 }

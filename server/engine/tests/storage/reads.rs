@@ -39,7 +39,7 @@ fn wide(max_delay: u32) -> JobSpec {
 
 fn spilled() -> Dirs {
     let mut dirs = Dirs::new(1);
-    dirs.storage.spill = Spill::Images;
+    dirs.storage.spill = Spill::All;
     dirs
 }
 
@@ -258,7 +258,7 @@ fn memory_for_pulls_does_not_grow_with_the_model() {
         };
         // A shard's buffer includes its image.
         let images = 6.min(chunks) * BLOCK as u64 * 2;
-        need(Spill::Images) - need(Spill::State) - images
+        need(Spill::All) - need(Spill::State) - images
     };
     assert_eq!([1, 3, 12, 13, 40].map(|chunks| buffers(chunks) >> 20), [1, 3, 12, 12, 12]);
 }

@@ -75,7 +75,7 @@ fn images_that_were_loaded_are_kept_and_those_of_a_failed_load_are_not() {
 #[test]
 fn parts_of_spilled_images_are_read_by_version() {
     each_that(
-        |case| case.storage.spills_images(&case.spec),
+        |case| case.storage.spills(&case.spec),
         |case| {
             let store = case.started();
             (1..=3).for_each(|version| case.step(&store, version));

@@ -135,7 +135,7 @@ fn text(report: &Report) -> String {
         ),
     ];
     if header.spilled_images {
-        lines.push("  images live here too: its server runs with --spill images or all".to_string());
+        lines.push("  images live here too: its server runs with --spill all".to_string());
     }
     lines.extend(report.broken_records.iter().map(|why| format!("  record not whole: {why}")));
     let newest = report.versions.last().map(|version| version.version);

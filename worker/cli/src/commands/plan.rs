@@ -70,7 +70,7 @@ pub(super) struct Args {
     #[arg(long, default_value_t = 1, value_name = "N")]
     state_dirs: usize,
     /// As `longshored --spill`
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, default_value = "state", value_name = "WHAT")]
     spill: Spill,
     /// As `longshored --resident`
     #[arg(long, value_name = "SIZE")]

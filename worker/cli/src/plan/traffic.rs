@@ -33,20 +33,23 @@ impl DriveTraffic {
     /// The traffic of a server that owns these shards. What is written is the servers' own arithmetic.
     pub(crate) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> DriveTraffic {
         let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
-        let elements = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>().max(1) as f64;
+        let trained = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>() as f64;
+        let elements = trained.max(1.0);
         let written = |spill| {
             let storage = Storage { spill, ..storage.clone() };
             Need::of(spec, layout, owned, &storage).written as f64 / elements
         };
         let all = written(storage.spill);
-        let gradients = if storage.spill == Spill::All { all - written(Spill::Images) } else { 0.0 };
-        let images = all - gradients - written(Spill::State);
         let image = spec.image_dtype.bytes() as f64;
+        // The images of a delayed job are written whatever spills.
+        let spilled = storage.spills(spec) && spec.max_delay == 0;
+        let images = if spilled { image * trained / elements } else { 0.0 };
+        let gradients = all - written(Spill::State) - images;
         DriveTraffic {
             // State and gradients are read as often as they are written, and images at a pull.
             update: 2.0 * all - gradients - images,
             gradients,
-            pull: if storage.spills_images(spec) { image } else { 0.0 },
+            pull: if storage.spills(spec) { image } else { 0.0 },
             // Frozen weights have one place, which is on the drives whatever spills.
             frozen_pull: if spec.tier == TierKind::Nvme { image } else { 0.0 },
         }
@@ -65,9 +68,13 @@ mod tests {
         let spec = JobSpec { tier: TierKind::Nvme, ..job("plan", vec![param("all", 1 << 26)]).unwrap() };
         let layout = spec.validate().unwrap();
         let owned = Placement::striped(vec!["0".into()], layout.shards()).owned(ServerId(0));
-        for (spill, update, gradients, pull) in
-            [(Spill::State, 24.0, 0.0, 0.0), (Spill::Images, 26.0, 0.0, 2.0), (Spill::All, 28.0, 2.0, 2.0)]
-        {
+        for (spill, max_delay, update, gradients, pull) in [
+            (Spill::State, 0, 24.0, 0.0, 0.0),
+            (Spill::All, 0, 28.0, 2.0, 2.0),
+            (Spill::State, 1, 28.0, 0.0, 0.0),
+            (Spill::All, 1, 30.0, 2.0, 2.0),
+        ] {
+            let spec = JobSpec { max_delay, ..spec.clone() };
             let storage = Storage { dirs: vec!["0".into()], spill, ..Storage::default() };
             let found = DriveTraffic::of(&spec, &layout, &owned, &storage);
             // Checksums and whole pages come on top.

@@ -23,8 +23,8 @@ class Server:
         checkpoint_keep: number of a job's newest checkpoints to keep; 0 keeps all.
         state_dirs: one or more folders for the state of jobs with ``tier="nvme"``. The state outlives the process.
         resident: bytes of that state that stay in memory.
-        spill: the parts of such jobs that are on the drives instead of in memory, as in ``longshored --spill``: ``"state"``, ``"images"``
-            (the 16-bit weights too) or ``"all"`` (gradients too). Folders of jobs belong to one choice.
+        spill: the parts of such jobs that are on the drives instead of in memory, as in ``longshored --spill``: ``"state"``, or ``"all"``
+            (16-bit weights and gradients too). Folders of jobs belong to one choice.
         shm_dir: a folder of a tmpfs for the state of jobs with ``tier="shm"``. The state outlives the process.
 
     Raises:
@@ -41,7 +41,7 @@ class Server:
         checkpoint_keep: int = 0,
         state_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         resident: int = 0,
-        spill: Literal["state", "images", "all"] = "state",
+        spill: Literal["state", "all"] = "state",
         shm_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         #: Folder for checkpoints.
@@ -91,7 +91,7 @@ def default() -> Server:
         return _default[1]
 
 
-def passing(drive: str | os.PathLike[str], spill: Literal["state", "images", "all"]) -> Server:
+def passing(drive: str | os.PathLike[str], spill: Literal["state", "all"]) -> Server:
     """Returns a server that keeps state, and the parts named by ``spill``, in a drive's folder until this process ends."""
     os.makedirs(drive, exist_ok=True)
     folder = _passing_folder(drive)

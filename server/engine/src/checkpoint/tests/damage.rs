@@ -180,7 +180,7 @@ fn a_newer_format_is_refused_as_such() {
 /// drives. With few buffers their shards come and go before they are whole.
 #[test]
 fn a_failed_restore_leaves_nothing_on_the_drives() {
-    for spill in [Spill::State, Spill::Images] {
+    for spill in [Spill::State, Spill::All] {
         let dir = tempfile::tempdir().unwrap();
         let dirs = vec![dir.path().to_path_buf()];
         let storage = Storage { dirs, spill, buffers: 2, ..Storage::default() };

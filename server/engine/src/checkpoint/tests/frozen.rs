@@ -23,8 +23,8 @@ fn frozen_weights_return_on_any_servers_and_tier() {
         (3, 2, 1, 1, 0, None),
         (3, 2, 2, 2, 1, None),
         (2, 1, 3, 2, 1, Some(Spill::State)),
-        (3, 2, 2, 1, 1, Some(Spill::Images)),
-        (2, 2, 3, 1, 0, Some(Spill::Images)),
+        (3, 2, 2, 1, 1, Some(Spill::All)),
+        (2, 2, 3, 1, 0, Some(Spill::All)),
     ]
     .into_iter()
     .enumerate()

@@ -9,7 +9,7 @@ mod training;
 use std::{
     collections::VecDeque,
     path::Path,
-    sync::Arc,
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -50,6 +50,8 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
 struct Cluster {
     jobs: Vec<Arc<Job>>,
     layout: Layout,
+    /// One message for each chunk of a gradient that has reached the drives.
+    arrivals: Mutex<mpsc::Receiver<()>>,
 }
 
 impl Cluster {
@@ -62,15 +64,18 @@ impl Cluster {
         let addresses = (0..servers).map(|server| format!("server-{server}")).collect();
         let placement = Placement::striped(addresses, layout.shards());
         let compute = Arc::new(Compute::new(2, Isa::detect()).unwrap());
+        let (sender, arrivals) = mpsc::channel();
         let open = |server| {
             let (spec, placement, compute) = (spec.clone(), placement.clone(), Arc::clone(&compute));
             let budget = Budget::new(1 << 30);
             let server = ServerId(server);
             let job = Job::open(spec, placement, server, &budget, storage, compute, Box::new(|| {})).unwrap();
+            let sender = sender.clone();
+            job.on_arrival(Box::new(move || _ = sender.send(())));
             job.join(Rank(0), RANK).unwrap();
             Arc::new(job)
         };
-        Cluster { jobs: (0..servers).map(open).collect(), layout }
+        Cluster { jobs: (0..servers).map(open).collect(), layout, arrivals: Mutex::new(arrivals) }
     }
 
     /// Opens a job, gives it weights, and runs `steps` steps.
@@ -138,6 +143,11 @@ impl Cluster {
             match job.store(&chunk, &payload).unwrap() {
                 Stored::New(work) => perform(job, work),
                 other => panic!("{other:?}"),
+            }
+            if job.spills_gradients() {
+                let arrivals = self.arrivals.lock().unwrap();
+                arrivals.recv_timeout(Duration::from_secs(60)).expect("the chunk reaches the drives");
+                perform(job, job.collect().unwrap());
             }
         });
         for job in &self.jobs {

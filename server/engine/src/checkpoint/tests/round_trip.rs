@@ -88,7 +88,7 @@ fn images_on_drives_are_saved_and_restored() {
     for (max_delay, kept) in [(0, [5, 5]), (1, [4, 5])] {
         let dir = tempfile::tempdir().unwrap();
         let dirs = vec![dir.path().to_path_buf()];
-        let storage = Storage { dirs, spill: Spill::Images, buffers: 2, ..Storage::default() };
+        let storage = Storage { dirs, spill: Spill::All, buffers: 2, ..Storage::default() };
         let same = |ours: &Cluster, theirs: &Cluster, versions: [u64; 2]| {
             assert_eq!(ours.state_hash(), theirs.state_hash());
             for version in versions.map(Version) {

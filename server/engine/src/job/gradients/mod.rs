@@ -64,10 +64,6 @@ impl Gradients {
         Gradients { spec, layout, owned, compute: Arc::clone(compute), shards, spilled }
     }
 
-    pub(super) fn are_spilled(&self) -> bool {
-        self.spilled.is_some()
-    }
-
     pub(super) fn written_bytes(&self) -> u64 {
         self.spilled.as_ref().map_or(0, SpilledGradients::written_bytes)
     }

@@ -47,7 +47,7 @@ pub(in crate::tier) fn need(
     owned: &[ShardId],
     storage: &Storage,
 ) -> StoreNeed {
-    let plan = StorePlan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills_images(spec));
+    let plan = StorePlan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills(spec));
     let resident = residents(&plan, storage);
     let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
     let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
@@ -62,7 +62,7 @@ pub(in crate::tier) fn need(
         disk: plan.disk_bytes() + rank_disk,
         written: written as u64,
     };
-    if storage.spills_gradients(spec) {
+    if storage.spills(spec) {
         let (disk, written) = gradients::need(spec, layout, owned, storage.dirs.len());
         need.disk += disk;
         need.written += written;
@@ -126,7 +126,7 @@ impl NvmeTier {
         finish_job(&storage.dirs, &inputs.spec.name);
         let mut folders = take(inputs)?;
         let existing = in_order(&mut folders, &header(inputs, 0))?;
-        let spilled = storage.spills_images(inputs.spec);
+        let spilled = storage.spills(inputs.spec);
         let plan = StorePlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
         let memory = StoreMemory::allocate(&plan, storage).map_err(exhausted)?;
         let Some(Header { store, .. }) = existing else {
@@ -228,7 +228,7 @@ fn header(inputs: &Inputs<'_>, store: u64) -> Header {
         directory: 0,
         directories: inputs.storage.dirs.len(),
         durable: true,
-        spilled_images: inputs.storage.spills_images(inputs.spec),
+        spilled_images: inputs.storage.spills(inputs.spec),
         server: inputs.server,
         placement: inputs.placement.clone(),
         owner: inputs.storage.owner.clone(),
