@@ -109,10 +109,9 @@ enum Command {
     Restore(restore::Args),
     /// Write a job's weights as Hugging Face style safetensors, while training goes on
     Export(export::Args),
-    /// Fill a new job with weights from files, and with an optimizer's state, before any trainer runs
+    /// Fill a new job with weights from files, before any trainer runs
     ///
-    /// It takes rank 0, so that a trainer which is filling the job is fenced. Optimizer state comes from a file of torch.save
-    /// (--optimizer), or from a universal checkpoint of DeepSpeed (--from).
+    /// It takes rank 0, so that a trainer which is filling the job is fenced.
     Import(import::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
