@@ -1,6 +1,6 @@
 """Arrays of any framework as host memory: addresses for the Rust half.
 
-NumPy's are used where they are, and so is what exports DLPack from the host's memory. Anything else is asked for a NumPy array.
+Arrays of NumPy, and arrays that export DLPack from the host's memory, are used in place. Any other array is converted to NumPy.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ import numpy as np
 
 from longshore.errors import GradientError, LongshoreError, invalid
 
-#: By the name of NumPy's type: the Rust half's. NumPy gets the last one from ml_dtypes.
+#: The Rust half's names of NumPy's types. ml_dtypes gives NumPy the last one.
 _NUMPY = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-#: By DLPack's code and bits.
+#: The Rust half's names by DLPack's code and bits.
 _DLPACK = {(2, 32): "fp32", (2, 16): "fp16", (4, 16): "bf16"}
-# The host's own memory, and such that is locked for a CUDA or a ROCm device.
+# The host's memory, also locked for a CUDA or a ROCm device.
 _HOST_DEVICES = {1, 3, 11}
 _READ_ONLY = 1
 
@@ -39,7 +39,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """DLManagedTensorVersioned. What DLPack had before version 1 begins with the tensor."""
+    """DLManagedTensorVersioned. The structure before DLPack 1 begins with the tensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -65,7 +65,7 @@ class HostArray:
     #: The type's name for the Rust half.
     wire: str
     address: int
-    #: What owns the memory.
+    #: The owner of the memory.
     owner: Any
 
     @property
@@ -74,10 +74,10 @@ class HostArray:
 
 
 def readable(name: str, value: Any) -> HostArray:
-    """An array's memory, or that of a copy.
+    """Returns an array's memory, or a copy's.
 
     Raises:
-        InvalidError: naming the array, if it is not on the host, or of a type that no server keeps.
+        InvalidError: naming the array, if the array is not on the host, or of a type that no server keeps.
     """
     if not isinstance(value, np.ndarray):
         found = _of_dlpack(name, value, writable=False)
@@ -87,10 +87,10 @@ def readable(name: str, value: Any) -> HostArray:
 
 
 def writable(name: str, value: Any) -> HostArray:
-    """An array's own memory.
+    """Returns an array's own memory.
 
     Raises:
-        InvalidError: naming the array, if it cannot be written to in place.
+        InvalidError: naming the array, if the array cannot be written in place.
     """
     if isinstance(value, np.ndarray):
         if not value.flags.writeable or not value.flags.c_contiguous:
@@ -103,7 +103,7 @@ def writable(name: str, value: Any) -> HostArray:
 
 
 def empty(shape: tuple[int, ...], wire: str) -> np.ndarray[Any, Any]:
-    """New memory of a type.
+    """Returns a new array of a shape and type.
 
     Raises:
         InvalidError: for bf16, if NumPy has no such type.
@@ -135,7 +135,7 @@ def _of_numpy(name: str, array: np.ndarray[Any, Any], given: Any) -> HostArray:
 
 
 def _of_dlpack(name: str, value: Any, writable: bool) -> HostArray | None:
-    """What an array exports of the host's memory; None where it exports none, or with gaps between its elements."""
+    """Returns the host memory that an array exports by DLPack; None without such an export, or with gaps between elements."""
     if not hasattr(value, "__dlpack__"):
         return None
     if hasattr(value, "block_until_ready"):
@@ -164,7 +164,7 @@ def _of_dlpack(name: str, value: Any, writable: bool) -> HostArray | None:
     wire = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if wire is None:
         raise _type_error(name, getattr(value, "dtype", (tensor.code, tensor.bits)))
-    # The capsule frees what it exports when its last name is gone.
+    # The capsule frees the exported memory with its last reference.
     return HostArray(tuple(tensor.shape[: tensor.ndim]), wire, (tensor.data or 0) + tensor.byte_offset, capsule)
 
 
@@ -172,7 +172,7 @@ def _export(value: Any) -> tuple[Any, bool]:
     try:
         capsule = value.__dlpack__(max_version=(1, 0))
     except TypeError:
-        # It is of a time before versions.
+        # Exporters from before DLPack 1 take no max_version.
         capsule = value.__dlpack__()
     return capsule, bool(_is_valid(capsule, b"dltensor_versioned"))
 
@@ -201,7 +201,7 @@ def check_like(name: str, given: HostArray, shape: tuple[int, ...]) -> None:
     """Refuses an array of another shape.
 
     Raises:
-        GradientError: naming it.
+        GradientError: naming the array.
     """
     if given.shape != shape:
         limit = f"{list(shape)}, as when the job was opened"

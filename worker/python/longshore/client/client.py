@@ -21,7 +21,7 @@ Array = Any
 """A NumPy array, or what exports DLPack from the host's memory, or what NumPy makes an array of. fp32, bf16 or fp16."""
 
 
-#: The bytes of an element on the wire.
+#: Bytes of an element on the wire.
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -31,7 +31,7 @@ class Shape:
 
     Args:
         shape: any but empty.
-        dtype: of its weights as they are pulled: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        dtype: type of its pulled weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
     """
 
     shape: tuple[int, ...]
@@ -68,23 +68,21 @@ class Client:
     ...     client.commit()
     ...     weights = client.pull()
 
-    The job is opened here. If the servers have it already, it goes on with their weights, and the ones given count only as
-    shapes and types. No framework is needed: arrays are NumPy's, or export DLPack. Calls come from one thread at a time. Each
-    wait releases the GIL, ends with Ctrl-C and has a deadline.
+    The constructor opens the job. A job that the servers have already continues with their weights, and ``params`` gives only shapes and
+    types. No framework is needed: arrays are NumPy's, or export DLPack. Calls come from one thread at a time. Each wait releases the GIL,
+    ends with Ctrl-C and has a deadline.
 
     Args:
-        params: the weights by name, in the order of forward; of fp32, bf16 or fp16, any shape but empty. A
-            :class:`longshore.Shape` stands for weights that ``initial`` makes.
-        hyper: hyperparameters of all parameters, or one for each group.
+        params: the weights by name, in the order of forward; of fp32, bf16 or fp16, any shape but empty. A :class:`longshore.Shape` stands
+            for weights made by ``initial``.
+        hyper: hyperparameters of all parameters, or one set for each group.
         rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"`` or ``"adagrad"``.
-        groups: names of parameters that have hyperparameters of their own, for each group after the first. The first
-            group, 0, has all others.
-        initial: makes the first weights of each :class:`longshore.Shape` of a new job, piece by piece: called with a name, the
-            first element and a count, it returns an array of as many elements, in the order of the flattened parameter. A piece may
-            be asked for again, and has the same elements then.
-        **options: of the job; see :class:`longshore.transfer.options.Options`. ``accumulate`` is the number of times that each
-        parameter is
-            pushed in a step. ``streaming`` means nothing here, since each push leaves at once.
+        groups: names of each group's parameters, for the groups after the first. Group 0 has all other parameters.
+        initial: function for the first weights of each :class:`longshore.Shape` in a new job, piece by piece. ``initial(name, first,
+            count)`` returns an array of ``count`` elements from ``first`` on, in the order of the flattened parameter. A repeated call must
+            return the same elements.
+        **options: options of the job; see :class:`longshore.transfer.options.Options`. ``accumulate`` is the number of pushes of each
+            parameter in a step. ``streaming`` is ignored, since each push leaves at once.
 
     Raises:
         InvalidError: naming the parameter or argument, its limit and a remedy.
@@ -115,20 +113,20 @@ class Client:
         self._by_name = {param.name: param for param in self._params}
         self._groups = len(groups) + 1
         self._hyper = self._each(hyper)
-        #: The parameters that were pushed in this micro-step, and the micro-steps that are whole.
+        #: Parameters pushed in this micro-step, and number of complete micro-steps.
         self._pushed: set[int] = set()
         self._micro_steps = 0
-        #: What became of the newest decided step; None before the first.
+        #: Report of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
         name = self._options.job or _job.new_job_name("client")
         settings = _job.settings(self._options, name, rule, self._params, self._groups)
         self._name = settings.job
         self._job = _longshore.Job(settings)
-        #: The last committed step, and the version that was pulled last.
+        #: The last committed step, and the last pulled version.
         self._step, _ = self._job.start([] if pieces else _places(self._params, arrays), pieces=pieces)
         self._version = self._step
         self._finalizer = weakref.finalize(self, _closed, self._job, self._options.servers is None)
-        # At the interpreter's end the process ends the job of a server inside it, and any other job goes on.
+        # At the interpreter's end the process ends the job of an embedded server; any other job goes on.
         self._finalizer.atexit = False
 
     @property
@@ -143,7 +141,7 @@ class Client:
 
     @property
     def version(self) -> int:
-        """The version of the weights that were pulled last."""
+        """Version of the last pulled weights."""
         return self._version
 
     @property
@@ -152,16 +150,16 @@ class Client:
         return {param.name: param.shape for param in self._params}
 
     def push(self, gradients: Mapping[str, Array], scale: float = 1.0) -> None:
-        """Sends gradients of some or all parameters. A micro-step is whole once each parameter was pushed.
+        """Sends gradients of some or all parameters. A micro-step is complete once each parameter was pushed.
 
-        Gradients of several micro-steps add up, and those of several ranks are averaged. They are copied before this returns.
+        Gradients of several micro-steps add up, and those of several ranks are averaged. Gradients are copied before this returns.
 
         Args:
             gradients: by the parameters' names, of their shapes; fp32, bf16 or fp16.
-            scale: what all are multiplied by, such as 1 / (a loss scale).
+            scale: factor of all gradients, such as 1 / (a loss scale).
 
         Raises:
-            GradientError: naming a gradient of another shape, or one that was pushed already. Nothing was sent.
+            GradientError: naming a gradient of another shape, or one pushed before. Nothing was sent.
         """
         taken = []
         for name, value in gradients.items():
@@ -193,18 +191,18 @@ class Client:
         self._micro_steps += 1
 
     def commit(self, hyper: Hyper | Sequence[Hyper] | None = None) -> int:
-        """Ends the step. In a job without a delay this waits until it is decided; the update goes on behind it.
+        """Ends the step. Without a delay this waits until the step is decided; the update goes on in the background.
 
         Args:
-            hyper: this step's hyperparameters, one for all groups or one for each; by default those that the client was given.
-                Rank 0's count.
+            hyper: this step's hyperparameters, one set for all groups or one for each; by default the constructor's. Only rank 0's are
+                used.
 
         Returns:
             The step's number, counted from 1.
 
         Raises:
-            MissingGradientError: naming a parameter that was not pushed, with ``missing_gradients="error"``. Nothing was
-                committed. By default it is left out of the step, as in torch.
+            MissingGradientError: naming a parameter that was not pushed, with ``missing_gradients="error"``. Nothing was committed. By
+                default the step leaves the parameter out, as in torch.
             UsageError: if nothing was pushed.
         """
         hypers = self._hyper if hyper is None else self._each(hyper)
@@ -215,7 +213,7 @@ class Client:
         return self._step
 
     def _complete(self) -> None:
-        """Ends the micro-step in hand, and those that a last step lacks."""
+        """Ends the current micro-step, and adds the micro-steps that the step lacks."""
         if not self._pushed and not self._micro_steps:
             raise UsageError("no gradient was pushed in this step: call push before commit")
         missing = [param for param in self._params if param.index not in self._pushed] if self._pushed else []
@@ -232,14 +230,14 @@ class Client:
             self._end_micro_step()
 
     def pull(self, dtype: str | None = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
-        """Waits for the weights that the next step computes with.
+        """Waits for the next step's weights.
 
         With ``delay=1`` these are of the step before the last one; after :meth:`flush`, of the last one.
 
         Args:
-            dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for all; by default each parameter has the type that it was given in.
-                NumPy has bf16 where ml_dtypes is installed.
-            out: arrays to write into, by name: NumPy's, or what exports DLPack, without gaps and writable. All parameters.
+            dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for all; by default each parameter keeps its type. NumPy has bf16 where ml_dtypes is
+                installed.
+            out: arrays to write into, by name: an array of NumPy or DLPack for each parameter, contiguous and writable.
 
         Returns:
             Each parameter by its name: ``out``'s own arrays, or new ones of NumPy.
@@ -257,7 +255,7 @@ class Client:
         places = _places(self._params, targets)
         version = self._job.read_weights(places)
         if version is None:
-            # They were pulled before, or are those that this rank gave to a new job.
+            # The weights were pulled before, or this rank filled a new job with them.
             self._job.pull(self._version, places)
         else:
             self._version = version
@@ -269,8 +267,8 @@ class Client:
         return out[param.name]
 
     def flush(self) -> int:
-        """Waits until every step is decided. The next :meth:`pull` gives the newest weights, also with ``delay=1``, and the next
-        step computes with them. Call it before an evaluation, and after a call that was interrupted.
+        """Waits until every step is decided. The next :meth:`pull` gives the newest weights, also with ``delay=1``, and the next step
+        computes with these. Call it before an evaluation, and after an interrupted call.
 
         Returns:
             The version of these weights.
@@ -280,25 +278,27 @@ class Client:
         return version
 
     def checkpoint(self, name: str) -> str:
-        """Has the servers write a checkpoint of their state, while nothing else happens to the job.
+        """Has the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
 
         Returns:
-            Its name: ``name``, or ``name.2`` and so on where another state has taken that.
+            The checkpoint's name: ``name``, or ``name.2`` and so on if another state has that name.
 
         Raises:
-            RefusedError: if a server has no folder for checkpoints, or no room.
+            RefusedError: if a server has no folder for checkpoints, or too little space.
         """
         self._job.drain()
         return self._job.checkpoint(name)[0]
 
     def state_hash(self) -> tuple[int, str]:
-        """The newest version, and the hash of all state at it: equal hashes mean equal bits."""
+        """Returns the newest version, and the hash of all state at it: equal hashes mean equal bits."""
         self._job.drain()
         return self._job.state_hash()
 
     def close(self) -> None:
-        """Waits until the last step is safe, and gives the rank up. The job stays on its servers; one of the server inside this
-        process is deleted. The client cannot be used after it. Where it fails or is interrupted, it may be called again."""
+        """Waits until the last step is safe, and gives the rank up. The client cannot be used afterwards.
+
+        The job stays on its servers; a job of the server inside this process is deleted. If closing fails or is interrupted, the caller may
+        call it again."""
         if self._finalizer.alive:
             self._job.close(self._options.servers is None)
             self._finalizer.detach()
@@ -337,10 +337,10 @@ class Client:
 
 
 def _table(arrays: Mapping[str, _arrays.HostArray | Shape], groups: Sequence[Collection[str]]) -> list[_Param]:
-    """The job's parameters.
+    """Returns the job's parameters.
 
     Raises:
-        InvalidError: for none at all, an empty one, or a group of others.
+        InvalidError: without parameters, for an empty one, or for a group with unknown names.
     """
     if not arrays:
         raise invalid("params", "empty", "at least one parameter", "pass the weights by name")
@@ -359,7 +359,7 @@ def _table(arrays: Mapping[str, _arrays.HostArray | Shape], groups: Sequence[Col
 
 
 def _places(params: Sequence[_Param], arrays: Mapping[str, Any]) -> list[tuple[int, int, int, str]]:
-    """Where the elements are."""
+    """Returns the places of the parameters' elements."""
     return [(param.index, arrays[param.name].address, param.elements, arrays[param.name].wire) for param in params]
 
 
@@ -368,7 +368,7 @@ def _pieces(
     arrays: Mapping[str, _arrays.HostArray | Shape],
     initial: Callable[[str, int, int], Array] | None,
 ) -> Callable[[int, int, int], tuple[tuple[int, int, int, str], object]] | None:
-    """Returns what a new job asks for pieces of first weights; None where all of them are arrays.
+    """Returns a function for pieces of a new job's first weights; None if all weights are arrays.
 
     Raises:
         InvalidError: for a shape without ``initial``, and an ``initial`` that cannot be called.
@@ -396,8 +396,8 @@ def _pieces(
 
 
 def _closed(job: Any, embedded: bool) -> None:
-    """Ends the job of a client that is gone. Nobody else can reach a job of the server in this process."""
+    """Ends the job of a freed client. Nobody else can reach a job of the server in this process."""
     if embedded:
-        # In a fork the job is the parent's; and a server that has failed has forgotten it anyway.
+        # In a fork the job is the parent's. A failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):
             job.close(True)

@@ -1,7 +1,7 @@
 """JAX: pytrees of parameters whose optimizer state lives on optimizer servers.
 
-:class:`Client` is the way with the least between: a jitted function makes gradients, and a step between two calls of it sends
-them and brings the new parameters. :func:`adamw` is an optax transformation for loops that want one, also inside ``jax.jit``.
+:class:`Client` is the direct way: a jitted function computes gradients, and a step between two of its calls sends them and returns the new
+parameters. :func:`adamw` is an optax transformation, which also works inside ``jax.jit``.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from longshore.transfer.options import JobOptions
 
 __all__ = ["Client", "Transformation", "adamw"]
 
-#: Leaves, and elements of each, in which an update looks for changes that servers have not made.
+#: Number of leaves, and of elements of each, in which an update looks for changes that servers have not made.
 _LEAVES, _ELEMENTS = 8, 64
-#: How many roundings an element may be apart, where an update was added to it.
+#: Roundings by which an element may differ after an update was added to it.
 _ROUNDINGS = 4
 
 Tree = Any
@@ -32,7 +32,7 @@ Tree = Any
 
 
 def _names(tree: Tree) -> list[str]:
-    """The name of each leaf, such as ``layers.0.kernel``."""
+    """Returns the name of each leaf, such as ``layers.0.kernel``."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in paths]
 
@@ -45,15 +45,15 @@ class Client:
     ...     loss, gradients = value_and_grad(params, batch)
     ...     params = optimizer.step(gradients)
 
-    It has side effects, so its calls stand between calls of jitted functions and not in them. Parameters have the types that
-    they were given in, and go where they were given, also where they are sharded over the devices of this process.
+    The client has side effects, so its calls stand between calls of jitted functions, not in them. Parameters keep their types and their
+    placement, also sharded over the devices of this process.
 
     Args:
         params: a pytree of arrays of fp32, bf16 or fp16. Leaves are named by their paths.
-        hyper: hyperparameters of all leaves, or one for each group.
-        decays: a pytree like ``params`` of booleans: which leaves are of group 0. The others are of group 1, as when
-            ``optax``'s ``mask`` leaves them out of weight decay. Then ``hyper`` has two, or weight decay is 0 for group 1.
-        **options: as :class:`longshore.Client` has them, with ``rule``.
+        hyper: hyperparameters of all leaves, or one set for each group.
+        decays: a pytree like ``params`` of booleans: True puts a leaf into group 0, False into group 1, like leaves that ``optax``'s
+            ``mask`` excludes from weight decay. ``hyper`` then has two sets, or weight decay is 0 for group 1.
+        **options: as for :class:`longshore.Client`, with ``rule``.
 
     Raises:
         InvalidError: naming the leaf or argument, its limit and a remedy.
@@ -98,21 +98,19 @@ class Client:
 
     @property
     def client(self) -> client.Client:
-        """The client below it, for all that knows no trees."""
+        """The :class:`longshore.Client` below, for calls that need no trees."""
         return self._inner
 
     @property
     def last_report(self) -> StepReport | None:
-        """What became of the newest decided step; None before the first."""
+        """Report of the newest decided step; None before the first."""
         return self._inner.last_report
 
     def push(self, gradients: Tree, scale: float = 1.0) -> None:
         """Sends the gradients of one micro-step, each as soon as its device has copied it to the host.
 
         Raises:
-            GradientError: for a tree of another structure, or naming a leaf of another shape. Nothing was sent of a tree that
-            does
-                not fit.
+            GradientError: for a tree of another structure, or naming a leaf of another shape. Nothing was sent of such a tree.
         """
         leaves, tree = jax.tree_util.tree_flatten(gradients)
         if tree != self._tree:
@@ -133,7 +131,7 @@ class Client:
         return self._inner.commit(None if hyper is None else self._each(hyper))
 
     def pull(self) -> Tree:
-        """Waits for the parameters that the next step computes with, as :meth:`longshore.Client.pull` does."""
+        """Waits for the next step's parameters, as :meth:`longshore.Client.pull` does."""
         arrays = self._inner.pull()
         leaves = [
             jnp.asarray(arrays[name]) if placed is None else jax.device_put(arrays[name], placed)
@@ -145,7 +143,7 @@ class Client:
         """Pushes, commits and pulls: a whole step of one gradient.
 
         Returns:
-            The parameters that the next step computes with.
+            The next step's parameters.
         """
         self.push(gradients)
         self.commit(hyper)
@@ -155,7 +153,7 @@ class Client:
         """Waits until every step is decided.
 
         Returns:
-            The newest parameters, also with ``delay=1``. The next step computes with them.
+            The newest parameters, also with ``delay=1``. The next step computes with these.
         """
         self._inner.flush()
         return self.pull()
@@ -170,17 +168,17 @@ class Client:
 
 
 class State(NamedTuple):
-    """An optax state: a count alone. The rest is on the servers.
+    """An optax state: only a count. The rest is on the servers.
 
     Attributes:
-        count: calls of ``update`` since the job began, int32 ``[]``; ``accumulate`` of them are a step.
+        count: calls of ``update`` since the job began, int32 ``[]``; ``accumulate`` calls make a step.
     """
 
     count: Any
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
-    """What :func:`adamw` returns: ``init`` and ``update`` of optax, and what a job has beside them."""
+    """Result of :func:`adamw`: ``init`` and ``update`` of optax, with the job's client and error."""
 
     _remote: "_Remote"
 
@@ -191,23 +189,22 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
     @property
     def error(self) -> Exception | None:
-        """What the last ``init`` or ``update`` failed with. Out of a jitted function it comes as JAX's own exception, whose message
-        has it."""
+        """Error of the last ``init`` or ``update``. A jitted function raises JAX's own exception, whose message contains it."""
         return self._remote.error
 
 
 class _Remote:
-    """The job of one transformation, and what JAX calls on the host for it."""
+    """The job of one transformation, and the host functions that JAX calls for it."""
 
     def __init__(self, hyper: Hyper, decays: Any, options: JobOptions) -> None:
         self._hyper = hyper
         self._decays = decays
         self._options = options
         self._client: Client | None = None
-        #: How many updates make a step, and how many of the step in hand are done.
+        #: Number of updates that make a step, and number done in the current step.
         self.accumulate = options.get("accumulate", 1)
         self._pushed = 0
-        #: Some elements of the parameters that the last update gave; None before the first.
+        #: Some elements of the last update's parameters; None before the first.
         self._given: list[np.ndarray[Any, Any]] | None = None
         self.error: Exception | None = None
 
@@ -217,7 +214,7 @@ class _Remote:
         return self._client
 
     def call(self, act: Callable[..., Any], like: Tree, *arguments: Any) -> Any:
-        """Calls the host: at once, or from where the function that is being traced will run."""
+        """Calls the host function: at once, or at run time of the function being traced."""
 
         def kept(*arguments: Any) -> Any:
             self.error = None
@@ -256,7 +253,7 @@ class _Remote:
         found.push(gradients, 1 / self.accumulate)
         self._pushed += 1
         if self._pushed < self.accumulate:
-            # The caller looks at none of this.
+            # The caller adds zeros.
             return jax.tree_util.tree_map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         self._pushed = 0
         found.commit(replace(self._hyper, lr=float(lr)))
@@ -265,11 +262,11 @@ class _Remote:
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(gradients), pulled)
 
     def _check(self, seen: list[Any]) -> None:
-        """Refuses parameters that are not what the last update gave: servers go on from theirs, and this change would be lost."""
+        """Refuses parameters that differ from the last update's: servers continue from their own, and the change would be lost."""
         if self._given is None or self._options.get("written_weights") == "drop":
             return
         for given, mine in zip(self._given, map(np.asarray, seen), strict=True):
-            # Old parameters and an update add up to one rounding, of the larger one of both.
+            # Old parameters plus an update differ by one rounding of the larger of both.
             limit = _ROUNDINGS * float(jnp.finfo(given.dtype).eps)
             apart = np.abs(given.astype(np.float64) - mine.astype(np.float64))
             if np.any(apart > limit * max(np.max(np.abs(given), initial=0.0), np.max(np.abs(mine), initial=0.0))):
@@ -284,7 +281,7 @@ class _Remote:
 
 
 def _some(leaves: list[Any]) -> list[Any]:
-    """Some elements that lie side by side, of some leaves: a slice, so that no device has to gather a leaf."""
+    """Returns neighbouring elements of some leaves: slices, so that no device has to gather a leaf."""
     chosen = leaves[:: max(1, len(leaves) // _LEAVES)]
     return [leaf[(0,) * (leaf.ndim - 1)][:_ELEMENTS] if leaf.ndim and leaf.size else leaf.reshape(-1) for leaf in chosen]
 
@@ -298,27 +295,26 @@ def adamw(
     mask: Tree | Callable[[Tree], Tree] | None = None,
     **options: Unpack[JobOptions],
 ) -> Transformation:
-    """``optax.adamw`` whose state lives on optimizer servers.
+    """Returns ``optax.adamw`` whose state lives on optimizer servers.
 
-    ``init`` opens the job and ``update`` makes a step of it. Where they are traced they call the host by an ordered
-    ``io_callback``, since they have side effects: a ``pure_callback`` may be left out, repeated or moved by the compiler. So
-    each works inside ``jax.jit``, ``lax.scan`` and ``lax.cond``, once for each time that it is executed, and not under
-    ``vmap``. It waits for the servers there; where a step shall overlap with other work of the host, use :class:`Client`.
+    ``init`` opens the job and ``update`` makes a step of it. Traced calls reach the host by an ordered ``io_callback``, since they have
+    side effects: the compiler may drop, repeat or move a ``pure_callback``. So each works inside ``jax.jit``, ``lax.scan`` and
+    ``lax.cond``, once for each execution, and not under ``vmap``. Each call waits for the servers; use :class:`Client` to overlap a step
+    with other work of the host.
 
-    ``update`` returns new minus old parameters in fp32. For parameters of 16 bits ``optax.apply_updates`` then gives the
-    servers' exactly, and for fp32 to one rounding, which does not add up: the servers' own parameters are the ones that are
-    updated. So what follows in an ``optax.chain`` and changes updates is refused in the next step: put it before this one.
+    ``update`` returns new minus old parameters in fp32. For parameters of 16 bits ``optax.apply_updates`` then gives the servers' exactly.
+    For fp32 it gives them to one rounding, which does not accumulate, since servers update their own parameters. A later link of an
+    ``optax.chain`` that changes updates makes the next step raise: put it before this transformation.
 
-    The state is a count. One that is not the job's is refused, so a state cannot be used twice. That is why ``accumulate=n``
-    takes the place of ``optax.MultiSteps``, which updates in each micro-step and forgets most of them: a step is of the mean of
-    n gradients, and the other updates are 0. ``optax.inject_hyperparams`` would make a job for each step: pass a schedule, or
-    ``update(..., learning_rate=...)``.
+    The state is a count. A count other than the job's is refused, so no state is used twice. Therefore ``accumulate=n`` replaces
+    ``optax.MultiSteps``, which updates in each micro-step and drops most updates: a step uses the mean of n gradients, and the other
+    updates are 0. ``optax.inject_hyperparams`` would make a job for each step: pass a schedule, or ``update(..., learning_rate=...)``.
 
     Args:
         learning_rate: a number, or a schedule of the count.
         b1, b2, eps, weight_decay: as in optax.
-        mask: which leaves decay: a tree of booleans, or what makes one of the parameters.
-        **options: of the job; see :class:`longshore.transfer.options.Options`. Clip with ``max_grad_norm``.
+        mask: the leaves that decay: a tree of booleans, or a function of the parameters that returns one.
+        **options: options of the job; see :class:`longshore.transfer.options.Options`. Clip with ``max_grad_norm``.
 
     Raises:
         InvalidError: for an array as ``learning_rate``.
@@ -345,7 +341,7 @@ def adamw(
         if isinstance(lr, jax.Array):
             new = remote.call(partial(remote.step, like), like, updates, state.count, seen, lr)
         else:
-            # It goes as the number that it is, not as fp32.
+            # A Python number passes unrounded, not as fp32.
             new = remote.call(lambda updates, count, seen: remote.step(like, updates, count, seen, lr), like, updates, state.count, seen)
         count = state.count + 1
         moves = count % remote.accumulate == 0

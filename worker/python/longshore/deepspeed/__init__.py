@@ -1,1 +1,1 @@
-"""DeepSpeed's shape: ``longshore.initialize``, its engine, its configuration and its schedules."""
+"""DeepSpeed's interface: ``longshore.initialize``, its engine, its configuration and its schedules."""

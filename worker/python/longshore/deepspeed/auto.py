@@ -7,15 +7,15 @@ from typing import Any
 
 from longshore.errors import invalid
 
-#: Sizes that DeepSpeed works with and nothing here does: an "auto" of them is left out.
+#: Sizes without effect here: an "auto" for one of them is dropped.
 _SIZES = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 def filled(config: Mapping[str, Any], args: Any, dataset: Any = None) -> dict[str, Any]:
-    """The configuration without ``"auto"``.
+    """Returns the configuration with every ``"auto"`` filled in.
 
     Args:
-        dataset: what is trained on, whose length says how many steps the epochs have.
+        dataset: the training data, whose length gives the number of steps in the epochs.
 
     Raises:
         InvalidError: for a value that contradicts the arguments, or an ``"auto"`` that they do not fill.
@@ -47,14 +47,14 @@ def filled(config: Mapping[str, Any], args: Any, dataset: Any = None) -> dict[st
 
 
 def _steps(args: Any, dataset: Any) -> int | None:
-    """How many steps the Trainer will make; None where only it can know."""
+    """Returns the Trainer's number of steps; None if only the Trainer can know it."""
     if args.max_steps > 0:
         return int(args.max_steps)
     try:
         examples = len(dataset)
     except TypeError:
         return None
-    # Each rank has as many batches as any other: without drop_last some get examples twice.
+    # All ranks have the same number of batches: without drop_last some examples are used twice.
     divide = int.__floordiv__ if args.dataloader_drop_last else _ceil
     batches = divide(divide(examples, args.train_batch_size), args.world_size)
     return math.ceil(args.num_train_epochs * max(1, _ceil(batches, args.gradient_accumulation_steps)))
@@ -65,8 +65,8 @@ def _ceil(number: int, by: int) -> int:
 
 
 def _values(args: Any, steps: int | None) -> dict[str, tuple[Any, str | None]]:
-    """Of each path: its value, and the argument that it must agree with."""
-    # A number is one of steps; what is below 1 is a part of all.
+    """Returns by path the value, and the argument that it must agree with."""
+    # A number of at least 1 counts steps; one below 1 is a part of all.
     warmup = None if steps is None and args.warmup_steps < 1 else max(1, args.get_warmup_steps(steps))
     batch = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {

@@ -16,7 +16,7 @@ from longshore.optim import rules
 from longshore.transfer import server
 from longshore.transfer.options import LossScale, Options
 
-#: DeepSpeed's names of the rules that are here, with its defaults where torch has others.
+#: DeepSpeed's names of the supported rules, with its defaults that differ from torch's.
 _RULES: dict[str, tuple[type[rules.Optimizer], dict[str, Any]]] = {
     "adamw": (rules.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
     "adam": (rules.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
@@ -32,16 +32,16 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Config:
-    """What an engine is built with.
+    """An engine's settings, read from a DeepSpeed configuration.
 
     Attributes:
-        batch: examples a step; micro_batch: of these, in one backward pass of one rank; micro_steps: backward passes a step.
-        is_managed: whether the engine counts the micro-steps; else every call of ``step`` ends one.
-        clip: the largest global gradient norm. is_clip_given: whether the configuration said so.
-        dtype: what the model is cast to. casts_inputs: whether its inputs are, too. autocast: of forward.
-        optimizer_type, optimizer_params, scheduler_type, scheduler_params: as given.
-        job: options of the job. shard: what :func:`longshore.shard` is called with in stage 3, as far as the configuration says, and
-            ``live``, how many parameters the budget has room for; None in other stages.
+        batch: examples a step; micro_batch: examples of one backward pass on one rank; micro_steps: backward passes a step.
+        is_managed: whether the engine counts the micro-steps; otherwise every call of ``step`` ends a step.
+        clip: the largest global gradient norm. is_clip_given: whether the configuration has it.
+        dtype: type that the model is cast to. casts_inputs: whether inputs are cast, too. autocast: forward's autocast type.
+        optimizer_type, optimizer_params, scheduler_type, scheduler_params: as in the configuration.
+        job: options of the job. shard: stage 3's arguments of :func:`longshore.shard` from the configuration, and ``live``, the number of
+            parameters that the budget holds; None in other stages.
         loads_universal: whether the engine's ``load_checkpoint`` takes DeepSpeed's universal checkpoints.
     """
 
@@ -66,13 +66,13 @@ class Config:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Config":
-        """Reads a configuration.
+        """Returns the settings of a configuration.
 
         Raises:
             InvalidError: for a key that is unknown or misplaced, a value that cannot be used, or a contradiction.
         """
         keys = _Keys(given)
-        # Before anything else, since what is beside it means something else in stage 3.
+        # Stage first: neighbouring keys have another meaning in stage 3.
         stage = _stage(keys)
         keys.check()
         job = dict(keys.take("longshore", dict) or {})
@@ -110,7 +110,7 @@ class Config:
         )
 
     def rule(self) -> tuple[type[rules.Optimizer], dict[str, Any]]:
-        """The optimizer's class and arguments.
+        """Returns the optimizer's class and arguments.
 
         Raises:
             InvalidError: naming the key under ``optimizer``.
@@ -143,7 +143,7 @@ class Config:
         return kind, arguments
 
     def optimizer(self, params: Any) -> rules.Optimizer:
-        """The optimizer that the configuration names, which streams."""
+        """Returns the configuration's optimizer, in streaming mode."""
         kind, arguments = self.rule()
         if not self.is_clip_given:
             message = (
@@ -161,12 +161,12 @@ class Config:
         return kind(params, **arguments, **job)
 
     def defaults(self) -> dict[str, Any]:
-        """The job's options that are DeepSpeed's where the configuration does not name them. It takes zeros for gradients that are missing,
-        which would let parameters decay that train later."""
+        """Returns the job options for which DeepSpeed's default differs. DeepSpeed takes zeros for missing gradients, under which
+        parameters that train later would decay."""
         return {} if self.job.get("frozen") == "train-later" else {"missing_gradients": "zeros"}
 
     def scheduler(self, optimizer: rules.Optimizer) -> Any:
-        """The scheduler that the configuration names; None if it names none."""
+        """Returns the configuration's scheduler; None without one."""
         if self.scheduler_type is None:
             return None
         kind = getattr(schedules, self.scheduler_type)
@@ -195,7 +195,7 @@ def _world_size(job: dict[str, Any]) -> int:
 
 
 def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:
-    """Batch, micro-batch and micro-steps, of which one may follow from the others."""
+    """Returns batch, micro-batch and micro-steps. One of them may be computed from the others."""
     batch = keys.take("train_batch_size", int)
     micro_batch = keys.take("train_micro_batch_size_per_gpu", int)
     micro_steps = keys.take("gradient_accumulation_steps", int)
@@ -215,7 +215,7 @@ def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:
 
 
 def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
-    """The model's type; loss scale and the formats of the state go to the job's options."""
+    """Returns the model's type, and sets loss scale and state formats in the job's options."""
     is_bf16, is_fp16 = keys.take("bf16.enabled", bool), keys.take("fp16.enabled", bool)
     if is_bf16 and is_fp16:
         raise invalid(
@@ -244,7 +244,7 @@ def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
 
 
 def _offload(keys: "_Keys", job: dict[str, Any], stage: int) -> None:
-    """Where the servers keep the state, and in stage 3 the 16-bit weights and gradients."""
+    """Sets where servers keep the state, and in stage 3 the 16-bit weights and gradients."""
     of_state, of_weights = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
     device, spills = _offloaded(keys, of_state), _offloaded(keys, of_weights) == "nvme" and stage == 3
     if device == "none":
@@ -272,7 +272,7 @@ def _offload(keys: "_Keys", job: dict[str, Any], stage: int) -> None:
 
 
 def _offloaded(keys: "_Keys", lead: str) -> str | None:
-    """A section's device."""
+    """Returns a section's device."""
     device: str | None = keys.take(lead + "device", str, ("none", "cpu", "nvme"))
     folder = keys.take(lead + "nvme_path", str)
     if folder is not None and device != "nvme":
@@ -282,7 +282,7 @@ def _offloaded(keys: "_Keys", lead: str) -> str | None:
 
 
 def _sharding(keys: "_Keys", job: dict[str, Any], stage: int) -> dict[str, Any] | None:
-    """What stage 3 says of weights, which other stages keep on the device."""
+    """Returns stage 3's settings of weights; None in other stages, which keep weights on the device."""
     lead = "zero_optimization."
     device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
     given: dict[str, Any] = {name: job.pop(name) for name in ("budget", "units", "device", "weights") if name in job}
@@ -331,7 +331,7 @@ class _Keys:
             self._given[alias] = value
 
     def take(self, path: str, kind: type, choices: Any = None) -> Any:
-        """The value at a path; None where it is not given."""
+        """Returns the value at a path; None without one."""
         value = self._given.get(path)
         if value is None:
             return None
@@ -347,7 +347,7 @@ class _Keys:
         return value
 
     def check(self) -> None:
-        """Refuses keys that cannot be followed, and warns once of those without effect.
+        """Refuses unsupported keys, and warns once of all keys without effect.
 
         Raises:
             InvalidError: naming the path, and the right place or the nearest name.
@@ -369,11 +369,11 @@ class _Keys:
             warnings.warn(message, UserWarning, stacklevel=5)
 
     def _check_unknown(self, path: str, value: Any, line: str | None) -> None:
-        """Refuses a key that is not used here, unless its value, or its section, is switched off."""
+        """Refuses an unused key, unless its value or its section is switched off."""
         section, _, name = path.rpartition(".")
         is_off = _keys.asks_for_nothing(path, value) or (name != "enabled" and self._given.get(f"{section}.enabled") is False)
         remedy = _keys.instead(path)
-        # The right place of a misplaced key counts even where the key is switched off: nothing would follow it.
+        # A misplaced key is refused even when switched off: DeepSpeed would ignore it later, too.
         if line is None and (not is_off or _keys.is_section(section) or not section):
             place = _keys.place_of(path)
             if place is None and name in inspect.signature(rules.AdamW).parameters:

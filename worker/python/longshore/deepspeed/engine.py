@@ -1,7 +1,7 @@
-"""DeepSpeed's shape: ``longshore.initialize`` and an engine with ``forward``, ``backward`` and ``step``.
+"""DeepSpeed's interface: ``longshore.initialize`` and an engine with ``forward``, ``backward`` and ``step``.
 
-Gradients leave as backward makes them, servers add up the micro-steps and clip, as ZeRO-2 with offloading does. :class:`Asked` has the getters
-under DeepSpeed's names.
+Gradients leave as backward makes them; servers add up the micro-steps and clip, as ZeRO-2 with offloading does. :class:`Asked` has the
+getters under DeepSpeed's names.
 """
 
 import contextlib
@@ -24,73 +24,73 @@ from longshore.transfer import params as _params
 
 
 class Asked(nn.Module):
-    """The part of an engine that says how it trains."""
+    """The getters of an engine, under DeepSpeed's names."""
 
     module: nn.Module
     optimizer: rules.Optimizer
     _config: Config
 
     def train_batch_size(self) -> int:
-        """Examples a step, of all ranks."""
+        """Returns the examples a step, of all ranks."""
         return self._config.batch
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Examples of one backward pass of one rank."""
+        """Returns the examples of one backward pass on one rank."""
         return self._config.micro_batch
 
     def gradient_accumulation_steps(self) -> int:
-        """How many backward passes a step has."""
+        """Returns the backward passes a step."""
         return self._config.micro_steps
 
     def gradient_clipping(self) -> float:
-        """The largest global gradient norm; 0 for no clipping."""
+        """Returns the largest global gradient norm; 0 for no clipping."""
         return self.optimizer.max_grad_norm or 0.0
 
     def get_global_grad_norm(self) -> float | None:
-        """The global gradient norm of the last step, before clipping; None before the first."""
+        """Returns the global gradient norm of the last step, before clipping; None before the first."""
         return self.optimizer.grad_norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
+        """Returns the learning rate of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each param group."""
+        """Returns the momentum, or the betas, of each param group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def get_type(self) -> str | None:
-        """The optimizer's type in the config."""
+        """Returns the optimizer's type in the config."""
         return self._config.optimizer_type
 
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """Returns the factor of the next loss."""
         return self.optimizer.loss_scale
 
     cur_scale = property(loss_scale)
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether that changes with overflows."""
+        """Returns whether the loss scale changes with overflows."""
         return self.fp16_enabled() and self._config.job["loss_scale"].dynamic
 
     def fp16_enabled(self) -> bool:
-        """Whether the model was cast to fp16."""
+        """Returns whether the model was cast to fp16."""
         return self._config.dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the model was cast to bf16."""
+        """Returns whether the model was cast to bf16."""
         return self._config.dtype is torch.bfloat16
 
     def zero_optimization_stage(self) -> int:
-        """The stage of the config."""
+        """Returns the config's stage."""
         return self._config.stage
 
     def zero_optimization(self) -> bool:
-        """Whether that is above 0."""
+        """Returns whether the stage is above 0."""
         return self._config.stage > 0
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return next(self.module.parameters()).device
 
     @property
@@ -107,7 +107,7 @@ class Asked(nn.Module):
 
 
 def optimizer_of(given: Any, params: Any, settings: Config) -> rules.Optimizer:
-    """The one that was passed, or that the configuration names."""
+    """Returns the passed optimizer, or the configuration's."""
     if given is None:
         return settings.optimizer(params)
     if settings.optimizer_type is not None:
@@ -127,7 +127,7 @@ def optimizer_of(given: Any, params: Any, settings: Config) -> rules.Optimizer:
 
 
 def scheduler_of(given: Any, optimizer: rules.Optimizer, settings: Config) -> Any:
-    """The one that was passed, or that the configuration names; None without either."""
+    """Returns the passed scheduler, or the configuration's; None without either."""
     if given is None:
         return settings.scheduler(optimizer)
     if settings.scheduler_type is not None:
@@ -140,7 +140,7 @@ _LIVE = 10**9
 
 
 def put_in_units(model: nn.Module, optimizer: rules.Optimizer, settings: Config) -> None:
-    """Cuts the model into units, in stage 3. By default it goes to the accelerator, if there is one."""
+    """Cuts the model into units in stage 3. By default it moves to the accelerator, if there is one."""
     if settings.shard is None or optimizer.is_in_units:
         return
     given = dict(settings.shard)
@@ -158,7 +158,7 @@ def put_in_units(model: nn.Module, optimizer: rules.Optimizer, settings: Config)
 
 
 def loader_of(data: Any, optimizer: rules.Optimizer, collate_fn: Any, settings: Config) -> Any:
-    """Micro-batches of a dataset, each rank's own."""
+    """Returns a loader of a dataset's micro-batches, for this rank's part."""
     rank, world_size = optimizer.rank
     sampler: Any = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
     return torch.utils.data.DataLoader(
@@ -175,7 +175,7 @@ class Engine(Asked):
     """A model that trains against optimizer servers.
 
     Attributes:
-        module: the model. What the engine itself does not have is looked up there.
+        module: the model. Attributes that the engine lacks are looked up in it.
         optimizer: its :class:`longshore.optim.Optimizer`.
         lr_scheduler: stepped with every optimizer step that was not skipped, if there is one.
         global_steps: optimizer steps so far; micro_steps: backward passes so far; skipped_steps: steps that overflowed.
@@ -192,9 +192,9 @@ class Engine(Asked):
         self.skipped_steps = 0
         self.global_samples = 0
         self._config = config
-        #: Backward passes of the step in hand, and calls of step() for it.
+        #: Backward passes of the current step, and calls of step() for it.
         self._passes = self._calls = 0
-        #: Whether a backward pass was interrupted, so that nobody knows which gradients of the step there are.
+        #: Whether a backward pass was interrupted, so that the sent gradients of the step are unknown.
         self._is_broken_off = False
         self._forced_boundary: bool | None = None
         self._was_applied = False
@@ -208,7 +208,7 @@ class Engine(Asked):
     # A step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Returns the model's output."""
         if self._config.casts_inputs:
             args, kwargs = _cast(args), _cast(kwargs)
         with self._autocast():
@@ -220,7 +220,7 @@ class Engine(Asked):
         return torch.autocast(self.device.type, dtype=self._config.autocast)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Computes gradients, which leave as they are made.
+        """Computes gradients, which leave during backward.
 
         Args:
             loss: a scalar; its gradients are divided by the accumulation steps, unless ``scale_wrt_gas`` is False.
@@ -242,7 +242,7 @@ class Engine(Asked):
         return loss
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
-        """The loss for a ``backward()`` of its own: times the loss scale, and divided by the accumulation steps.
+        """Returns the loss for a separate ``backward()``: multiplied by the loss scale, and divided by the accumulation steps.
 
         Raises:
             UsageError: if the step's backward passes are done, or one of them was interrupted.
@@ -271,10 +271,10 @@ class Engine(Asked):
             )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Makes the optimizer's step after the last backward pass of a step, and nothing after the others.
+        """Makes the optimizer's step after a step's last backward pass. Does nothing after the others.
 
         Raises:
-            UsageError: if no backward pass came before, or one was interrupted.
+            UsageError: if no backward pass precedes, or one was interrupted.
         """
         self._check_whole()
         self._notice_given_up()
@@ -299,26 +299,26 @@ class Engine(Asked):
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next ``step()`` ends a step."""
+        """Returns whether the next ``step()`` ends a step."""
         if self._forced_boundary is not None:
             return self._forced_boundary
         return not self._config.is_managed or self._calls + 1 >= self._config.micro_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the next ``step()`` ends a step, in place of the count. A step may have fewer backward passes, not more."""
+        """Sets whether the next ``step()`` ends a step, in place of the count. A step may have fewer backward passes, not more."""
         self._forced_boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` updated the weights."""
+        """Returns whether the last ``step()`` updated the weights."""
         return self._was_applied
 
     def no_sync(self) -> Any:
-        """As in DeepSpeed with ZeRO-2: refused, since gradients leave in each backward pass."""
+        """Raises as DeepSpeed does with ZeRO-2, since gradients leave in each backward pass."""
         raise UsageError("gradients leave in each backward pass, and servers add them up: leave no_sync() out")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gives up the step in hand, with the gradients of its backward passes that have left for the servers; after a step there is
-        nothing to clear. With several ranks gradients that have left stay in the step, since the others wait for it."""
+        """Abandons the current step and the gradients of its backward passes that servers have. After a step nothing is left to clear. With
+        several ranks sent gradients stay in the step, since the others wait for it."""
         passes = self._passes
         is_between = self._calls == passes > 0 and not self._is_broken_off
         self.module.zero_grad(set_to_none)
@@ -330,9 +330,9 @@ class Engine(Asked):
             self._warn_of_given_up(passes)
 
     def _notice_given_up(self) -> None:
-        """Begins the step anew where the optimizer's own zero_grad() has given up its backward passes."""
+        """Begins the step anew if the optimizer's own zero_grad() has abandoned its backward passes."""
         passes = self._passes
-        # Nobody is told before the step of the first gradient of a parameter that begins to train.
+        # A parameter's first gradient after unfreezing stays in ``.grad`` until the step: no hook sees it earlier.
         left = any(tensor.grad is not None for group in self.optimizer.param_groups for tensor in group["params"])
         if passes and not self.optimizer.has_begun and not left:
             self._begin_anew()
@@ -348,7 +348,7 @@ class Engine(Asked):
         )
 
     def _begin_anew(self) -> bool:
-        """The next backward pass is the first one of a step, unless gradients that have left are still in the step in hand."""
+        """Makes the next backward pass the first of a step, unless sent gradients are still in the current step. Returns whether it did."""
         if self.optimizer.has_begun:
             return False
         self._passes = self._calls = 0
@@ -356,7 +356,7 @@ class Engine(Asked):
         return True
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refused: the job's accumulation steps are fixed."""
+        """Raises: the job's accumulation steps are fixed."""
         raise invalid(
             "train_batch_size",
             train_batch_size,
@@ -375,12 +375,12 @@ class Engine(Asked):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Has the servers write a checkpoint of their state, and writes what is this side's: frozen parameters, buffers, scheduler,
-        counters and ``client_state`` (tensors and plain containers). All ranks call it. Rank 0 does it; the others wait for it
-        where torch.distributed is initialised, and raise what it raises.
+        """Has the servers write a checkpoint of their state, and writes the engine's part: frozen parameters, buffers, scheduler, counters
+        and ``client_state`` (tensors and plain containers). All ranks call it, and rank 0 writes. If torch.distributed is initialised, the
+        others wait for rank 0 and raise its error.
 
         Raises:
-            RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or no room.
+            RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or too little space.
         """
         self.optimizer.check_model()
         files.save(
@@ -403,16 +403,16 @@ class Engine(Asked):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Goes back to what :meth:`save_checkpoint` wrote. If the servers are at another version, or have nothing of the job, they
-        restore their checkpoint of it. All ranks call it.
+        """Returns to a save of :meth:`save_checkpoint`. Servers at another version, or without the job, restore their checkpoint of it. All
+        ranks call it.
 
-        With ``"checkpoint": {"load_universal": true}`` it fills the job, which must be new, from a universal checkpoint of DeepSpeed.
+        ``"checkpoint": {"load_universal": true}`` fills the job, which must be new, from a universal checkpoint of DeepSpeed.
 
         Returns:
-            The path, and the ``client_state``; None and an empty one if there is no checkpoint.
+            The path, and the ``client_state``; None and an empty dict without a checkpoint.
 
         Raises:
-            StateError: if the servers have no checkpoint of that version, naming both versions and what to do.
+            StateError: if the servers have no checkpoint of that version, naming both versions and the remedy.
             InvalidError: for weights without the optimizer's state, which servers keep together.
         """
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
@@ -423,7 +423,7 @@ class Engine(Asked):
                 "load what save_16bit_model wrote into the model, and start a new job from it",
                 InvalidError,
             )
-        # What is loaded goes on between steps.
+        # A loaded state continues between steps.
         self.optimizer.zero_grad()
         if self.load_universal_checkpoint():
             loaded = files.load_universal(self, Path(load_dir), tag, load_lr_scheduler_states)
@@ -434,7 +434,7 @@ class Engine(Asked):
         return loaded
 
     def load_universal_checkpoint(self) -> bool:
-        """Whether ``load_checkpoint`` takes universal checkpoints, as the config says."""
+        """Returns whether ``load_checkpoint`` takes universal checkpoints, from the config."""
         return self._config.loads_universal
 
     def save_16bit_model(
@@ -443,7 +443,7 @@ class Engine(Asked):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the model's ``state_dict`` with its newest weights, those in fp32 as bf16. Rank 0 writes."""
+        """Writes the model's ``state_dict`` with its newest weights; fp32 weights are written as bf16. Rank 0 writes."""
         self.optimizer.flush()
         if not self.optimizer.is_first_rank:
             return True
@@ -461,17 +461,17 @@ class Engine(Asked):
     save_fp16_model = save_16bit_model
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The model's ``state_dict`` with its newest weights."""
+        """Returns the model's ``state_dict`` with its newest weights."""
         self.optimizer.flush()
         return self.module.state_dict()
 
     def destroy(self) -> None:
-        """Ends the optimizer's job here, as :meth:`longshore.optim.Optimizer.close` says."""
+        """Closes the optimizer, as :meth:`longshore.optim.Optimizer.close` does."""
         self.optimizer.close()
 
 
 def _cast(values: Any) -> Any:
-    """Inputs with every floating-point tensor in fp16."""
+    """Returns inputs with every floating-point tensor in fp16."""
     cast = lambda value: value.half() if isinstance(value, Tensor) and value.is_floating_point() else value  # noqa: E731
     return torch.utils._pytree.tree_map(cast, values)
 
@@ -491,16 +491,16 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, rules.Optimizer, Any, Any]:
-    """Builds an engine as ``deepspeed.initialize`` does.
+    """Returns an engine, as ``deepspeed.initialize`` does.
 
     Args:
-        args: its ``deepspeed_config`` is the config, if there is no ``config``.
-        model: the model, on its device; in stage 3 it may be in the host's memory, and goes to the device unit by unit.
-        optimizer: an optimizer of this package, or a function that makes one, where the config names none.
-        model_parameters: what to train; by default ``model.named_parameters()``.
-        training_data: a dataset; the loader that is returned makes micro-batches of it, each rank's own.
-        lr_scheduler: a scheduler of torch, or a function that makes one from the optimizer.
-        distributed_port, dist_init_required: mean nothing here: ranks meet on the servers.
+        args: source of the config in ``args.deepspeed_config``, without ``config``.
+        model: the model, on its device. In stage 3 it may be in the host's memory, and units move to the device.
+        optimizer: an optimizer of this package, or a function that returns one, if the config names none.
+        model_parameters: the parameters to train; by default ``model.named_parameters()``.
+        training_data: a dataset; the returned loader yields this rank's micro-batches.
+        lr_scheduler: a scheduler of torch, or a function that returns one for the optimizer.
+        distributed_port, dist_init_required: ignored: ranks meet on the servers.
         mpu, mesh_param: refused.
         config, config_params: a dict or a JSON file in DeepSpeed's format. Every key is used, named in a warning, or refused with its
             path. ``"longshore": {"servers": ..., "job": ...}`` has the options of :class:`longshore.transfer.options.Options`.
@@ -523,13 +523,13 @@ def initialize(
     settings = Config.of(config if isinstance(config, Mapping) else json.loads(Path(config).read_text()))
     if settings.dtype is not None:
         model.to(settings.dtype)
-    # Programs for DeepSpeed pass model.parameters(), which says no names.
+    # Programs for DeepSpeed pass model.parameters(), which has no names.
     _params.learn_names(model.named_parameters())
     params = model_parameters if model_parameters is not None else model.named_parameters()
     optimizer = optimizer_of(optimizer, params, settings)
     optimizer.watch(model)
     if not optimizer.waits_for_state and not settings.loads_universal:
-        # Now, since the first forward must have the job's weights.
+        # The first forward needs the job's weights.
         optimizer.open()
         put_in_units(model, optimizer, settings)
     lr_scheduler = scheduler_of(lr_scheduler, optimizer, settings)

@@ -1,4 +1,4 @@
-"""What an engine writes beside the servers' checkpoint, and how it goes back to both."""
+"""An engine's files beside the servers' checkpoint, and the return to both."""
 
 import itertools
 import os
@@ -17,14 +17,14 @@ from longshore.errors import StateError, invalid
 from longshore.optim import rules
 
 _STATE = "engine.pt"
-#: Where the checkpoint of a server lies that ends with its process: here, or with a number after it, as the file above says.
+#: Name of a checkpoint copied from a server that ends with its process, possibly with a number appended; engine.pt has the exact name.
 _SERVERS = "servers"
-#: The file of a checkpoint that tells it from all others.
+#: File of a checkpoint whose content differs between any two checkpoints.
 _MANIFEST = "manifest.json"
 
 
 class Engine(Protocol):
-    """What is asked of a :class:`longshore.engine.Engine` here, beside the counters of ``_COUNTERS``."""
+    """The part of :class:`longshore.engine.Engine` that this module uses, beside the counters of ``_COUNTERS``."""
 
     module: nn.Module
     optimizer: rules.Optimizer
@@ -38,7 +38,7 @@ class Engine(Protocol):
 def save(
     engine: Engine, folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
 ) -> None:
-    """Writes a tag's folder. Rank 0 does; the others wait for it where they can, and fail if it fails."""
+    """Writes a tag's folder. Rank 0 writes; the others wait for it if they can, and raise its error."""
     optimizer = engine.optimizer
     version = optimizer.flush()
 
@@ -61,7 +61,7 @@ def _write(
     is_latest: bool,
     leaves_frozen: bool,
 ) -> None:
-    """Has the servers write a checkpoint, and writes the rest beside it. A save of the same tag stays whole until this one is."""
+    """Has the servers write a checkpoint, and writes the rest beside it. An earlier save of the tag stays complete until this one is."""
     optimizer = engine.optimizer
     kept = optimizer.checkpoint(tag)
     parameters = {name for name, _ in engine.module.named_parameters()}
@@ -92,10 +92,10 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 def load(
     engine: Engine, folder: Path, tag: str | None, is_strict: bool, loads_scheduler: bool
 ) -> tuple[str | None, dict[str, Any]]:
-    """Goes back to a tag, or to the latest one.
+    """Returns to a tag, or to the latest one.
 
     Raises:
-        StateError: for a tag that is not there, or of which the servers have no checkpoint.
+        StateError: for an unknown tag, or one of which the servers have no checkpoint.
     """
     if tag is None:
         if not (folder / "latest").exists():
@@ -124,22 +124,22 @@ def load(
 
 
 def _nothing_in(folder: Path) -> tuple[None, dict[str, Any]]:
-    """A first run finds nothing to load. A folder with another name in it should not go unnoticed."""
+    """Returns None: a first run has nothing to load. The warning reveals a mistyped folder."""
     warnings.warn(f"there is no checkpoint in {folder}, so nothing was loaded: training starts from the model as it is", UserWarning, stacklevel=4)
     return None, {}
 
 
 def load_universal(engine: Engine, folder: Path, tag: str | None, loads_scheduler: bool) -> tuple[str | None, dict[str, Any]]:
-    """Fills the engine's new job from a universal checkpoint of DeepSpeed, and the rest from what lies beside its tensors.
+    """Fills the engine's new job from a universal checkpoint of DeepSpeed, and the rest from the file beside its tensors.
 
     Raises:
-        StateError: naming the tensor or file that is missing, is not known, or does not fit; or where the job has begun.
+        StateError: naming the tensor or file that is missing, unknown or of another shape; or if the job has begun.
     """
     if tag is None and not (folder / "latest_universal").is_file() and not (folder / "zero").is_dir():
         return _nothing_in(folder)
     optimizer = engine.optimizer
     formats.load_deepspeed(optimizer, folder, tag=tag)
-    # Before the next forward, which must have the job's weights.
+    # The next forward needs the job's weights.
     optimizer.open()
     path, states = formats.deepspeed_rest(folder, tag)
     if states is None:
@@ -151,7 +151,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
         return str(path), {}
     trained = _trained(engine)
     kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
-    # ZeRO-3 has frozen parameters in pieces, and an empty tensor in place of each.
+    # ZeRO-3 saves frozen parameters in pieces, with an empty tensor in place of each.
     empty = sorted(name for name in kept.keys() & frozen(engine.module) if kept[name].numel() == 0)
     if empty:
         warnings.warn(
@@ -161,7 +161,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
     _load_rest(engine.module, kept, is_strict=False)
     if loads_scheduler and engine.lr_scheduler is not None and states.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(states["lr_scheduler"])
-        # A state of ours brings the rates with it, and the files of others have them here.
+        # This package's states carry the rates in the param groups; DeepSpeed's files have them here.
         for group, lr in zip(optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
     for name in ("global_steps", "skipped_steps", "global_samples"):
@@ -171,7 +171,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
 
 
 def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None:
-    """Loads what servers do not have."""
+    """Loads the weights and buffers that servers do not have."""
     unexpected = module.load_state_dict(kept, strict=False).unexpected_keys
     if unexpected and is_strict:
         limit, remedy = (
@@ -182,19 +182,19 @@ def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None
 
 
 def _trained(engine: Engine) -> set[str]:
-    """The names of parameters that train. Servers have the weights of those that train later as well."""
+    """Returns the names of parameters that train now or later: servers have the weights of both."""
     ours = {id(param.tensor) for param in engine.optimizer._opened().params}
     return {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad or id(parameter) in ours}
 
 
 def frozen(module: nn.Module) -> set[str]:
-    """The names of parameters that do not train."""
+    """Returns the names of parameters that do not train."""
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def _bring(source: Path, folder: Path, name: str) -> str:
-    """Copies a checkpoint to its job's others, unless it is there. Returns what it is called there: two runs that went on from one
-    checkpoint may both have called theirs by this name."""
+    """Copies a checkpoint into its job's folder, unless it is there. Returns its name there: two runs that continued from one checkpoint
+    may both have used ``name``."""
     manifest = (source / _MANIFEST).read_bytes()
     for found in sorted(folder.glob(f"[!.]*/{_MANIFEST}")):
         if found.read_bytes() == manifest:
@@ -203,10 +203,10 @@ def _bring(source: Path, folder: Path, name: str) -> str:
 
 
 def _copy(source: Path, folder: Path, name: str) -> str:
-    """Copies a folder into another one, by links where both are on one drive. Checkpoints are not written to again.
+    """Copies a folder into another one, by links if both are on one drive. Checkpoints are never written again.
 
     Returns:
-        Its name there: ``name``, or ``name.2`` and so on where that is taken. It is there once all of it is.
+        The copy's name: ``name``, or ``name.2`` and so on if taken. The name appears once the copy is complete.
     """
 
     def link(one: str, other: str) -> None:
@@ -223,7 +223,7 @@ def _copy(source: Path, folder: Path, name: str) -> str:
 
 
 def _remove_others(folder: Path, kept: str | None) -> None:
-    """Removes the servers' checkpoints of earlier saves of a tag, and what a save that was cut short has left."""
+    """Removes the servers' checkpoints of a tag's earlier saves, and leftovers of interrupted saves."""
     for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
         for found in folder.glob(pattern):
             if found.name != kept:

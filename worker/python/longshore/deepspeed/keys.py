@@ -3,10 +3,10 @@
 import difflib
 from typing import Any
 
-#: A key with one of these values asks for nothing.
+#: Values that switch a key off.
 _OFF: tuple[Any, ...] = (None, False, 0, "none", {}, [])
 
-#: The keys that are used, and their meaning here.
+#: The used keys, and their meaning here.
 USED = {
     "train_batch_size": "micro-batch x accumulation steps x ranks; two of the three are enough",
     "train_micro_batch_size_per_gpu": "the batch of the loader that `initialize` makes",
@@ -48,7 +48,7 @@ USED = {
     "checkpoint.load_universal": "`load_checkpoint` fills the new job from a universal checkpoint",
 }
 
-#: Keys that steer DeepSpeed's own implementation, as its documentation shows them. One warning names all that a configuration has. ``.*`` stands
+#: Keys that steer DeepSpeed's own implementation, as in its documentation. One warning names all of them in a configuration. ``.*`` stands
 #: for any key of a section.
 NO_EFFECT = (
     "bf16.check_grad_overflow",
@@ -111,7 +111,7 @@ _INSTEAD = {
     "compile.*": "compile blocks with torch.compile, and leave the section out",
 }
 
-#: Defaults of refused keys that DeepSpeed's documentation writes out. They ask for nothing either.
+#: Documented defaults of refused keys. With these values a key is switched off, too.
 _DEFAULTS = {
     "zero_optimization.offload_optimizer.ratio": 1.0,
     "zero_optimization.zero_hpz_partition_size": 1,
@@ -128,7 +128,7 @@ def asks_for_nothing(path: str, value: Any) -> bool:
 
 
 def own_name(path: str) -> str:
-    """A key as the tables have it, of one that DeepSpeed knows by another name as well."""
+    """Returns a key's name in the tables, for a key with a second name in DeepSpeed."""
     if path.split(".")[0] == "bfloat16":
         return path.replace("bfloat16", "bf16", 1)
     prefixed = path.replace("zero_optimization.", "zero_optimization.stage3_", 1)
@@ -136,7 +136,7 @@ def own_name(path: str) -> str:
 
 
 def line_of(path: str) -> str | None:
-    """The entry of a key in the tables: its own, or its section's."""
+    """Returns a key's entry in the tables: its own, or its section's."""
     if path in KEYS:
         return path
     parts = path.split(".")
@@ -145,17 +145,17 @@ def line_of(path: str) -> str | None:
 
 
 def instead(path: str) -> str | None:
-    """The replacement of a refused key."""
+    """Returns the replacement of a refused key."""
     return _INSTEAD.get(line_of(path) or "")
 
 
 def is_section(path: str) -> bool:
-    """Whether keys lie below this path."""
+    """Returns whether keys lie below this path."""
     return any(key.startswith(path + ".") for key in KEYS)
 
 
 def place_of(path: str) -> str | None:
-    """Where a misplaced key belongs: the path that ends as it does."""
+    """Returns the right path of a misplaced key: the known path with the same end."""
     parts = path.split(".")
     for start in range(len(parts)):
         tail = ".".join(parts[start:])
@@ -169,7 +169,7 @@ def place_of(path: str) -> str | None:
 
 
 def nearest(path: str) -> str | None:
-    """The key of the same section that is spelt nearly so."""
+    """Returns the key of the same section with the nearest spelling."""
     section, _, name = path.rpartition(".")
     lead = section + "." if section else ""
     names = [key.removeprefix(lead) for key in KEYS if key.startswith(lead)]

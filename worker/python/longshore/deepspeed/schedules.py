@@ -1,4 +1,4 @@
-"""DeepSpeed's learning rate schedules under torch's interface, number by number. The first step has the rate of 0 steps."""
+"""DeepSpeed's learning rate schedules under torch's interface, with the same numbers. The first step has the rate of 0 steps."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "Warmup
 
 
 class _Schedule(LRScheduler):
-    """A rate of each group as a function of the steps made so far."""
+    """Each group's rate as a function of the steps made so far."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -30,7 +30,7 @@ class _Schedule(LRScheduler):
 
 
 def _of_groups(name: str, value: Any, groups: int) -> list[float]:
-    """One number a group, from one for all or one for each."""
+    """Returns a number for each group, from one for all or one for each."""
     if not isinstance(value, (list, tuple)):
         return [float(value)] * groups
     if len(value) != groups:
@@ -39,7 +39,8 @@ def _of_groups(name: str, value: Any, groups: int) -> list[float]:
 
 
 def _warmth(kind: str, steps: int) -> Callable[[int], float]:
-    """How far the warm-up is after some steps, from 0 to 1. It has at least 2 steps, and begins after the first one."""
+    """Returns a function of the steps made: the progress of the warm-up, from 0 to 1. It has at least 2 steps, and begins after the first
+    one."""
     if kind not in ("log", "linear"):
         raise invalid("scheduler.params.warmup_type", kind, "log or linear", "choose one of them")
     if steps < 1:
@@ -56,7 +57,8 @@ def _warmth(kind: str, steps: int) -> Callable[[int], float]:
 
 
 class WarmupLR(_Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr``, and then constant. Without the latter: to the optimizer's own rate."""
+    """Warms up from ``warmup_min_lr`` to ``warmup_max_lr``, and stays constant. Without the latter the target is the optimizer's own
+    rate."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, and then down to ``warmup_min_lr`` in a line that ends at ``total_num_steps``."""
+    """Warms up as :class:`WarmupLR`, and falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -105,7 +107,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """From ``warmup_min_ratio`` of the optimizer's own rate to all of it, and then down to ``cos_min_ratio`` of it in a cosine."""
+    """Warms up from ``warmup_min_ratio`` of the optimizer's own rate to the whole rate, and falls to ``cos_min_ratio`` of it in a
+    cosine."""
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class WarmupCosineLR(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """Rates that rise from ``lr_range_test_min_lr`` on, to find the largest that trains."""
+    """Raises the rate from ``lr_range_test_min_lr`` on, to find the largest that trains."""
 
     def __init__(
         self,
@@ -159,7 +162,8 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, Adam's first beta the other way round, and then a decay."""
+    """Rises from ``cycle_min_lr`` to ``cycle_max_lr`` and falls again, with Adam's first beta the other way round, and decays
+    afterwards."""
 
     def __init__(
         self,
@@ -188,7 +192,7 @@ class OneCycle(_Schedule):
         super().__init__(optimizer)
 
     def _height(self, steps: int) -> float:
-        """How far up the cycle is, from 0 to 1."""
+        """Returns the height in the cycle, from 0 to 1."""
         at = steps % (self.up + self.down)
         is_up = at <= self.up
         height = at / self.up if is_up else (self.up + self.down - at) / self.down
@@ -196,7 +200,7 @@ class OneCycle(_Schedule):
         return math.floor(height * stairs + 1e-9) / stairs if stairs else height
 
     def _decayed(self, steps: int) -> float | None:
-        """How many intervals of the decay are over; None in the cycle."""
+        """Returns the number of past decay intervals; None within the cycle."""
         before = steps - 1
         if before < self.up + self.down:
             return None
