@@ -3,10 +3,9 @@
 
 Usage: benchmarks/delay.py [--out FOLDER] [--jobs N] [--only NAME]... [--table-only]
 
-Each run is one `longshore train --json`, with its server in the same process. What it printed is kept in FOLDER (default:
-.cache/delay), and a run that is there already is not made again, so that this can be stopped and continued. All runs
-train on one text, which TEXT fixes, so that a run made later can stand beside the others. On two free cores the runs of the small model take about
-20 minutes, and those of the default job two hours and a half.
+Each run is one `longshore train --json`, with its server in the same process. Its output is kept in FOLDER (default: .cache/delay). Runs
+found there are not repeated, so the script can be stopped and continued. All runs train on one text, fixed by TEXT, so that later runs stay
+comparable. On two free cores the runs of the small model take about 20 minutes, and those of the default job two hours and a half.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SEEDS = (1, 2, 3)
-# The commit whose files are the text. Losses of two texts differ by more than those of two modes.
+# The text is this commit's files. Losses of two texts differ by more than those of two modes.
 TEXT = "3dadd22163a6"
 
 # The small model has a sixteenth of the default job's arithmetic in a step.
@@ -49,7 +48,7 @@ def path_of(out, setting, mode, seed):
 
 
 def text_of(out):
-    """The folder that runs train on: a clone must reach back to its commit."""
+    """Returns the folder of the training text. A clone must reach back to its commit."""
     text = out / "text"
     if not text.exists():
         part = out / "text.part"
@@ -79,14 +78,14 @@ def events(path):
 
 
 def loss_of(path):
-    """The validation loss at the end of a run, if it was made."""
+    """Returns the validation loss at the end of a run; None if the run is missing."""
     if not path.exists():
         return None
     return next(event for event in events(path) if event["event"] == "end")["validation_loss"]
 
 
 def table(out, setting):
-    """One row for each mode. A run that was not made is a dash, and means are over the seeds that exact steps have too."""
+    """Prints a row for each mode. A missing run is a dash, and means are over the seeds that exact steps have too."""
     losses = {mode: [loss_of(path_of(out, setting, mode, seed)) for seed in SEEDS] for mode in MODES}
     if not any(loss is not None for loss in losses["exact"]):
         return
@@ -103,7 +102,7 @@ def table(out, setting):
 
 
 def curve(out, mode):
-    """(step, training loss) over the seeds that are there, smoothed over 25 steps."""
+    """Returns (step, training loss) averaged over the existing seeds, smoothed over 25 steps."""
     paths = [path_of(out, DRAWN, mode, seed) for seed in SEEDS]
     runs = [[e["loss"] for e in events(path) if e["event"] == "step"] for path in paths if path.exists()]
     means = [statistics.mean(losses) for losses in zip(*runs)]

@@ -14,7 +14,7 @@ from longshore.transfer.weights import Weights
 
 
 def _parameters(tensors: int) -> list[tuple[str, nn.Parameter]]:
-    """fp32 parameters of 1024 elements, with gradients."""
+    """Returns fp32 parameters of 1024 elements, with gradients."""
     made = []
     generator = torch.Generator().manual_seed(0)
     for index in range(tensors):
@@ -25,7 +25,7 @@ def _parameters(tensors: int) -> list[tuple[str, nn.Parameter]]:
 
 
 class _Clocked:
-    """A job that sums up the CPU time of its calls on this thread, which other processes do not add to."""
+    """A job that sums the CPU time of its calls on this thread, unaffected by other processes."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -45,14 +45,14 @@ class _Clocked:
 
 
 def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]) -> Callable[[], None]:
-    """A step whose gradients come one after the other, as backward's hooks take them."""
+    """Returns a step whose gradients come one after the other, as backward's hooks take them."""
     stream = optimizer._stream
     assert stream is not None
     gradients = [parameter.grad for _, parameter in params]
 
     def step() -> None:
         for _, parameter in params:
-            parameter.view(-1)  # as forward does, which reads what is awaited
+            parameter.view(-1)  # as forward does: the use reads awaited weights
         for (_, parameter), gradient in zip(reversed(params), reversed(gradients), strict=True):
             parameter.grad = gradient
             stream._take(parameter)
@@ -62,9 +62,8 @@ def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]
 
 
 def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False) -> float:
-    """Prints what a step of small tensors takes, and returns Python's own share in seconds: the median of the CPU time of
-    this thread outside of the Rust half. In streaming mode that is what the hooks of backward, the first uses of parameters and
-    ``step`` do together, without autograd."""
+    """Prints the time of a step of small tensors. Returns Python's own share in seconds: the median CPU time of this thread outside of the
+    Rust half. In streaming mode the share covers backward's hooks, the first uses of parameters and ``step``, without autograd."""
     params = _parameters(tensors)
     optimizer = longshore.AdamW(params, lr=1e-4, streaming=streaming)
     step = _streamed(optimizer, params) if streaming else optimizer.step

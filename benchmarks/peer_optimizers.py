@@ -1,4 +1,4 @@
-"""Optimizers of torch, torchao and DeepSpeed as ``peer_ways.py`` uses them."""
+"""Optimizers of torch, torchao and DeepSpeed for ``peer_ways.py``."""
 
 import logging
 import os
@@ -16,7 +16,8 @@ class WithCasts:
     """An optimizer of fp32 masters, with the casts that 16-bit weights and gradients need.
 
     Args:
-        device: of the masters. Between a host's and the parameters' of an accelerator 16 bits go through page-locked memory.
+        device: device of the masters. Between masters on the host and parameters on an accelerator, 16-bit values pass through page-locked
+            memory.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WithCasts:
 
 
 def torch_default(masters: list[Tensor]) -> Any:
-    """What torch takes where nobody says which of its implementations to take."""
+    """Returns torch's optimizer with its default choice of an implementation."""
     return torch.optim.AdamW(masters, lr=LR)
 
 
@@ -64,19 +65,19 @@ def deepspeed_adam(masters: list[Tensor]) -> Any:
 
 
 def torchao_offload(model: nn.Module) -> Any:
-    """torchao's optimizer keeps weights and state in the model's type, which is 16 bits here, and cannot clip."""
+    """Returns torchao's optimizer. Its weights and state have the model's type, here 16 bits, and it cannot clip."""
     from torchao.optim import CPUOffloadOptimizer
 
     return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, lr=LR)
 
 
 def pinned(device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's offload to the host, whose memory is page-locked where a device copies from it."""
+    """Returns DeepSpeed's setting of an offload to the host, page-locked if a device copies from there."""
     return {"device": "cpu", "pin_memory": device.type != "cpu"}
 
 
 def engine_of(model: nn.Module, batch: int, zero: dict[str, Any]) -> Any:
-    """DeepSpeed's own engine on its accelerator, which is the CPU where there is no other."""
+    """Returns DeepSpeed's own engine on its accelerator, or on the CPU without one."""
     import deepspeed
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
@@ -114,7 +115,7 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Given(nn.Module):
-    """Parameters whose gradients are there already: backward computes nothing, and hands them over."""
+    """Parameters with existing gradients: backward computes nothing, and hands them over."""
 
     def __init__(self, params: list[tuple[str, nn.Parameter]]) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class _Given(nn.Module):
 
 
 class GivenToEngine:
-    """DeepSpeed's engine from gradients to weights: it takes gradients in backward, where its hooks are."""
+    """DeepSpeed's engine from gradients to weights: its hooks take gradients in backward."""
 
     def __init__(self, params: list[tuple[str, nn.Parameter]], device: torch.device) -> None:
         zero = {"stage": 2, "offload_optimizer": pinned(device), "overlap_comm": False}

@@ -1,4 +1,4 @@
-"""Whole steps of Longshore and of other optimizers on equal bytes: the ways that ``peers.py`` takes by turns."""
+"""Whole steps of Longshore and of other optimizers on equal bytes: the ways that ``peers.py`` times by turns."""
 
 import contextlib
 import subprocess
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from longshore import AdamW, shard
 
-#: How our ways reach their server.
+#: Longshore's ways, with their transport to the server.
 OURS: dict[str, dict[str, Any]] = {
     "longshore, in this process": {},
     "longshore, shared memory": {"transport": "memfd"},
@@ -41,11 +41,11 @@ _HOST = torch.device("cpu")
 
 @dataclass
 class Ways:
-    """Steps that can be timed, and those that cannot be with the reason."""
+    """Steps that can be timed, and the reasons for the missing ones."""
 
     steps: dict[str, Callable[[], Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    #: Our optimizers, which end before their server does.
+    #: Longshore's optimizers, which must close before their server ends.
     ours: list[AdamW] = field(default_factory=list)
 
     def keep(self, optimizer: AdamW) -> AdamW:
@@ -57,11 +57,11 @@ class Ways:
             optimizer.close()
 
     def loss(self, name: str) -> float | None:
-        """A training way's newest loss: ways that train alike have about the same."""
+        """Returns a training way's newest loss: equally trained ways have about the same."""
         return getattr(getattr(self.steps[name], "__self__", None), "loss", None)
 
     def add(self, name: str, wanted: str, make: Callable[[], Callable[[], Any]]) -> None:
-        """Makes a way whose name has one of the words that are wanted. What is not installed, or does not build, is left out."""
+        """Adds a way whose name has one of the wanted words. A way that is not installed or does not build is noted as missing."""
         if not any(word in name.lower() for word in wanted.lower().split(",")):
             return
         try:
@@ -74,11 +74,11 @@ class Ways:
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """A server in a process of its own. Gives its address."""
+    """Starts a server in a process of its own, and yields its address."""
     code = "import sys; from longshore.__main__ import serve; sys.exit(serve())"
     command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    # One that does not come up is ended, which ends the wait for its first line.
+    # Killing a server that does not start ends the wait for its first line.
     deadline = threading.Timer(_START_DEADLINE_S, process.kill)
     deadline.start()
     try:
@@ -97,7 +97,7 @@ def server() -> Iterator[str]:
 def ours(params: list[tuple[str, nn.Parameter]], name: str, job: str, address: str, **options: Any) -> AdamW:
     reach = OURS[name]
     place = {"servers": address, "job": f"{job}-{reach['transport']}-{options.get('delay', 0)}"} if reach else {}
-    # All ways share one set of 16-bit weights, and each brings its own into it.
+    # All ways share one set of 16-bit weights, and each writes its own into it.
     return AdamW(params, lr=LR, max_grad_norm=CLIP, written_weights="drop", **place, **reach, **options)
 
 
@@ -105,8 +105,8 @@ def ours(params: list[tuple[str, nn.Parameter]], name: str, job: str, address: s
 
 
 def optimizer_steps(elements: int, wanted: str, address: str, device: torch.device = _HOST) -> Ways:
-    """Whole optimizer steps: 16-bit gradients in, clipping, 16-bit weights out. All read the same gradients and write to the same
-    memory, so that each way takes no more of its own than it needs."""
+    """Returns whole optimizer steps: 16-bit gradients in, clipping, 16-bit weights out. All read the same gradients and write the same
+    memory, so that each way allocates only what it needs."""
     tensors = -(-elements // (4 * 1024 * 1024))
     generator = torch.Generator().manual_seed(0)
 
@@ -136,7 +136,7 @@ def optimizer_steps(elements: int, wanted: str, address: str, device: torch.devi
 
 
 class Gpt(nn.Module):
-    """A small GPT whose loss is of the tokens it is given."""
+    """A small GPT that returns the loss of its input tokens."""
 
     def __init__(self, width: int, depth: int, words: int, length: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Gpt(nn.Module):
 
 
 def model_of(elements: int, length: int, device: torch.device) -> Gpt:
-    """A model of about so many parameters, four fifths of them in six layers, but no fewer than 400 thousand."""
+    """Returns a model of about ``elements`` parameters, at least 400 thousand, four fifths of them in six layers."""
     torch.manual_seed(0)
     depth = 6
     width = 64 * max(1, int((0.8 * elements / (12 * depth)) ** 0.5 / 64))
@@ -171,7 +171,7 @@ def model_of(elements: int, length: int, device: torch.device) -> Gpt:
 
 
 class Training:
-    """Forward, backward and step of one way, on batches that are the same for all."""
+    """Forward, backward and step of one way, on the same batches for all ways."""
 
     def __init__(self, model: Gpt, batch: int, length: int, finish: Callable[[Tensor], None]) -> None:
         self._model = model
@@ -190,7 +190,7 @@ class Training:
 
 
 def training_steps(elements: int, batch: int, length: int, wanted: str, address: str, device: torch.device = _HOST) -> Ways:
-    """Whole training steps of a small GPT in bf16, with clipping."""
+    """Returns whole training steps of a small GPT in bf16, with clipping."""
     ways = Ways()
 
     def made() -> Gpt:
@@ -237,7 +237,7 @@ def training_steps(elements: int, batch: int, length: int, wanted: str, address:
 
 
 class CopiesAlone:
-    """Copies a model's bytes from its device to page-locked memory of the host and back: as gradients leave and weights come."""
+    """Copies a model's bytes from its device to page-locked host memory and back, as gradients leave and weights come."""
 
     def __init__(self, model: nn.Module) -> None:
         self._params = list(model.parameters())
@@ -251,7 +251,7 @@ class CopiesAlone:
 
 
 def deepspeed_engine(model: Gpt, batch: int, length: int, device: torch.device) -> Callable[[], Any]:
-    """DeepSpeed's own engine with the optimizer offloaded."""
+    """Returns a step of DeepSpeed's own engine with the optimizer offloaded."""
     engine = engine_of(model, batch, {"stage": 2, "offload_optimizer": pinned(device), "overlap_comm": False})
     training = Training(model, batch, length, by_engine(engine))
     training._model = engine
@@ -262,7 +262,7 @@ def deepspeed_engine(model: Gpt, batch: int, length: int, device: torch.device) 
 
 
 class Layers(nn.Sequential):
-    """Linear layers of one width, each with its activation. The loss is how far the result is from the input."""
+    """Linear layers of one width, each with its activation. The loss is the distance of the output from the input."""
 
     def __init__(self, count: int, width: int) -> None:
         torch.manual_seed(0)
@@ -274,7 +274,7 @@ class Layers(nn.Sequential):
 
 
 class Regression:
-    """Forward, backward and step of one way over layers, on batches that are the same for all."""
+    """Forward, backward and step of one way over layers, on the same batches for all ways."""
 
     def __init__(self, model: Any, shape: tuple[int, int], finish: Callable[[Tensor], None], device: torch.device = _HOST) -> None:
         self._model, self._shape, self._finish, self._device = model, shape, finish, device
@@ -288,9 +288,9 @@ class Regression:
 
 
 def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str, device: torch.device = _HOST) -> Ways:
-    """Whole training steps of linear layers in bf16, with clipping, of which the device holds a few at a time."""
+    """Returns whole training steps of linear layers in bf16, with clipping. The device holds a few layers at a time."""
     ways, shape = Ways(), (batch, width)
-    #: Bytes of a layer's weights and gradients. The budget has room for four.
+    #: Bytes of a layer's weights and gradients. The budget holds four.
     layer = 4 * (width + 1) * width
 
     def with_ours(name: str, stage: int) -> Callable[[], Any]:
@@ -310,7 +310,7 @@ def stage_3_steps(layers: int, width: int, batch: int, wanted: str, address: str
         engine = engine_of(Layers(layers, width), batch, zero)
         return Regression(engine, shape, by_engine(engine), device).step
 
-    # Weights lie in the server's memory, so that shared memory alone is a way that stage 3 has of its own.
+    # Only shared memory lets stage 3 copy weights straight from the server's memory, so other transports are left out.
     ways.add(BASE, wanted, lambda: with_ours(BASE, 3))
     ways.add("longshore, stage 2", wanted, lambda: with_ours(BASE, 2))
     offload = pinned(device)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from peer_ways import BASE, Ways, optimizer_steps, server, stage_3_steps, training_steps
 
-#: Of the linear layers at stage 3.
+#: Width of the linear layers at stage 3.
 _WIDTH = 1024
-#: Rounds that are not counted: the first ones open jobs and allocate.
+#: Uncounted rounds: the first ones open jobs and allocate.
 _WARMUP = 2
 
 
@@ -28,8 +28,9 @@ def _timed(act: Callable[[], Any]) -> float:
 
 
 def _by_turns(ways: dict[str, Callable[[], Any]], rounds: int, in_a_row: int) -> dict[str, list[float]]:
-    """Seconds of each way's steps. Each round takes so many of all, in another order, so that what disturbs the host disturbs all. Where
-    there are several, the one before them is not counted: it has what the way before has left to do, and nothing left of its own."""
+    """Returns the seconds of each way's steps. Each round takes ``in_a_row`` steps of every way, in rotating order, so that a disturbance
+    of the host affects all ways. With several steps in a row, one uncounted step precedes them: it includes leftover work of the previous
+    way, and none of its own."""
     order = list(ways)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(_WARMUP + rounds):
@@ -79,8 +80,8 @@ def peers(
     device: str = "cpu",
     in_a_row: int = 1,
 ) -> dict[str, list[float]]:
-    """Prints the median times of whole optimizer steps and of whole training steps by each way, and the median over the rounds of
-    how many times ours by shared memory each takes. With 0 elements or layers a part is left out.
+    """Prints the median times of whole optimizer steps and training steps for each way, and the median ratio over the rounds to Longshore's
+    time by shared memory. A part with 0 elements or layers is left out.
 
     Returns:
         Seconds by part and way, as in ``"training: longshore, TCP"``.
@@ -105,7 +106,7 @@ def peers(
             _print_table(ways, times)
             found.update({f"{part}: {name}": taken for name, taken in times.items()})
             ways.close()
-            # Their memory goes back before the next part.
+            # Frees the ways' memory before the next part.
             del ways
     return found
 

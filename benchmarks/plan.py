@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Holds `longshore plan` against real runs, and prints the tables of docs/plan.md.
+"""Compares `longshore plan` with real runs, and prints the tables of docs/plan.md.
 
-Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So it
-needs root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing,
-and prints what `configurations` runs. `hosts` and `prefetch` need a Python that has the package and PyTorch.
+Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So the script needs
+root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing, and prints the commands of
+`configurations`. `hosts` and `prefetch` need a Python that has the package and PyTorch.
 Usage: benchmarks/plan.py links | configurations | commands | scaling | hosts | prefetch | papers | largest
                     [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
 """
@@ -29,13 +29,13 @@ def step(programs, servers, *flags):
 
 
 def links(args):
-    """The simulator against 1, 2, 4 and 8 servers, whose links bind."""
+    """The simulator against 1, 2, 4 and 8 servers whose links bind."""
     print("| servers | delay | compute s | step s | plan says s | measured over plan | efficiency |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     link, params = 25_000_000, 67_108_864
     cases = [("0", 0), ("0", 2000), ("1", 1000)]
     for delay, compute_ms in cases:
-        # The median of these is of a step in the middle of a run.
+        # With these counts the median is of a step in the middle of a run.
         steps = 5 if delay == "1" else 3 if compute_ms else 2
         alone = None
         for count in (1, 2, 4, 8):
@@ -57,7 +57,7 @@ def links(args):
 
 LINK = 100_000_000
 
-# By name: servers, flags of the bench beside its size, flags of `longshore plan` where they differ, parameters.
+# By name: servers, flags of the bench beside its size, differing flags of `longshore plan`, parameters.
 CONFIGURATIONS = {
     "exact": (1, [], [], 134_217_728),
     "exact, 4 s of compute": (1, ["--compute-ms", 4000], [], 134_217_728),
@@ -89,7 +89,7 @@ class Configuration:
         self.count, self.of_step, self.of_plan, self.params = CONFIGURATIONS[name]
         self.on_drives = "nvme" in self.of_step
         self.link = LINK * 10 if self.on_drives else LINK
-        # Where steps overlap, those in the middle of a run count.
+        # With overlapping steps, the steps in the middle of a run count.
         overlap = "--delay" in self.of_step or self.on_drives
         self.steps = 3 if overlap else 2 if "--compute-ms" in self.of_step else 1
         self.server = ["--memory", "8GiB", *(["--spill", "all"] if "--spill" in self.of_step else [])]
@@ -112,7 +112,7 @@ class Configuration:
 
 
 def commands(args):
-    """What makes each row: servers, each behind a link, a bench, and the plan."""
+    """Prints each row's commands: servers, each behind a link, a bench, and the plan."""
     print("```sh")
     for name in args.only or CONFIGURATIONS:
         configuration = Configuration(args, name)
@@ -122,10 +122,10 @@ def commands(args):
 
 
 def ask(args, *flags):
-    """What `longshore plan` says."""
+    """Returns the output of `longshore plan`."""
     command = [args.programs / "longshore", "plan", "--json", *flags]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    # What does not fit is an error, and is said all the same.
+    # A plan that does not fit is an error, but still prints its result.
     if not done.stdout:
         sys.exit(f"{words(command)}: {done.stderr}")
     return json.loads(done.stdout)
@@ -166,7 +166,7 @@ def configurations(args):
     commands(args)
 
 
-#: What a step waits for, as `longshore plan` says it to people.
+#: A step's bottleneck, in the words of `longshore plan` for people.
 BINDINGS = {
     "gpu": "the GPU",
     "push": "the links, for gradients",
@@ -181,7 +181,7 @@ NODE = ["--gpu-tflops", 45, "--gpu-memory", "32GB", "--link", 6, "--server-link"
 
 
 def scaling(args):
-    """Steps of one model on more and more hosts, by the plan alone."""
+    """Steps of one model on a growing number of hosts, by the plan alone."""
     print("| hosts | GPUs | step s | of it exposed s | what binds | tokens/s of a GPU | against one host |")
     print("|---:|---:|---:|---:|---|---:|---:|")
     tokens, first = 1024, None
@@ -212,13 +212,13 @@ def hosts(args):
             raise RuntimeError(done.stderr)
         took = json.loads(done.stdout)["step_s"]
         alone = alone or took
-        # Each link has its server's part of the gradients in, and of the weights out.
+        # Each link carries its server's part of the gradients in and of the weights out.
         least = 2 * 2 * layers * 1024**2 / count / link
         print(f"| {count} | {took:.2f} | {least:.2f} | {alone / took:.2f} |", flush=True)
 
 
 def prefetch(args):
-    """How much of the pulls at stage 3 PyTorch's compute hides, behind a link that binds."""
+    """The part of stage 3's pulls that PyTorch's compute hides, behind a link that binds."""
     link = 100_000_000
     print("| compute of a use, of its transfer | delay | units | pulled | step s | of the transfer | waited for, of the pulls' time | hidden |")
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -230,7 +230,7 @@ def prefetch(args):
         if done.returncode:
             raise RuntimeError(done.stderr)
         found = json.loads(done.stdout)
-        # Units that stay from forward to backward are pulled once.
+        # Units that stay resident from forward to backward are pulled once.
         pulled = 2 * units - found["room"]
         transfer = pulled * found["unit_bytes"] / link
         waited = max(0.0, found["step_s"] - found["alone_s"])
@@ -241,10 +241,10 @@ def prefetch(args):
         )
 
 
-#: A host has 16 GPUs and a server.
+#: A host of 16 GPUs and a server.
 HOST = ["--context", 1024, "--gpu-memory", "32GB", "--memory", "1500GB"]
 MANY = ["--fabric", 100, "--units", "tensors"]
-#: What papers report as their largest models: the size, the paper, the stage, and flags for the same.
+#: The papers' largest models: the size, the paper, the stage, and flags for the same model.
 PAPERS = [
     ("13 B on 1 GPU", "ZeRO-Offload", 2, ["--params", "13B"]),
     ("40 B on 1 GPU", "ZeRO-3 Offload", 3, ["--params", "40B"]),
@@ -281,7 +281,7 @@ def papers(args):
 
 
 def largest(args):
-    """The largest model by the memory of a GPU, beside what DeepSpeed's estimators say, in billions of parameters."""
+    """The largest model by a GPU's memory, beside DeepSpeed's estimators, in billions of parameters."""
     print("| GPU | stage 2, DeepSpeed's formula | stage 2, ours | stage 3, DeepSpeed's formula | stage 3, ours, tensors | "
           "stage 3, ours, blocks |")  # fmt: skip
     print("|---:|---:|---:|---:|---:|---:|")
@@ -292,9 +292,8 @@ def largest(args):
             ours[units] = [stage["largest_parameters"] / 1e9 for stage in plan["gpus"]["stages"]]
         # estimate_zero2_model_states_mem_needs with cpu_offload: 2 bytes a parameter on the GPU.
         two = gb / 2
-        # estimate_zero3_model_states_mem_needs with cpu_offload_params: 4 bytes for each parameter of the largest layer, which is
-        # the module that has most of its own. Here that is a product of the MLP, 4 * width^2 of the 12 * width^2 that each
-        # of width / 128 blocks has.
+        # estimate_zero3_model_states_mem_needs with cpu_offload_params: 4 bytes for each parameter of the largest layer, the module with
+        # the most parameters of its own. Here it is a product of the MLP: 4 * width^2 of the 12 * width^2 in each of width / 128 blocks.
         width = (gb * 1e9 / 4 / 4) ** 0.5
         three = 12 * width**2 * width / 128 / 1e9
         print(
@@ -318,7 +317,7 @@ def main():
     parser.add_argument("--drives", type=float, help="GB/s of that drive, as `longshore plan --probe` says")
     parser.add_argument("--python", default=sys.executable, help="a Python that has Longshore's package, for hosts and prefetch")
     args = parser.parse_args()
-    # Servers and namespaces are removed then as well.
+    # SIGTERM removes servers and namespaces as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     WHAT[args.what](args)
 

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/plan.py hosts`, started by torchrun: it trains linear layers, and rank 0 prints how long a step takes.
+"""One rank of `benchmarks/plan.py hosts`, started by torchrun: it trains linear layers, and rank 0 prints the time of a step.
 
 Usage: benchmarks/plan_rank.py SERVERS LAYERS STEPS
 """
@@ -23,7 +23,7 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-4, servers=servers, job="hosts", partition="reduce-scatter")
-    torch.manual_seed(distributed.get_rank())  # the same model on all ranks, and other batches
+    torch.manual_seed(distributed.get_rank())  # the same model on all ranks, with different batches
     times = []
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -34,7 +34,7 @@ def main():
         times.append(time.perf_counter() - start)
     optimizer.close()
     if distributed.get_rank() == 0:
-        print(json.dumps({"step_s": statistics.median(times[1:])}))  # the first one opens the job
+        print(json.dumps({"step_s": statistics.median(times[1:])}))  # the first step opens the job
     distributed.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ def run(*command):
 
 
 class Servers:
-    """So many servers, each behind a link of `link` bytes a second, or as fast as it is."""
+    """``count`` servers, each behind a link of `link` bytes a second, or unlimited."""
 
     def __init__(self, programs, count, link=None, flags=(), folder=None):
         self.programs, self.count, self.link, self.flags, self.folder = programs, count, link, flags, folder
@@ -53,7 +53,7 @@ class Servers:
             state = pathlib.Path(self.folder) / str(index)
             state.mkdir()
             command += ["--state-dir", state]
-        # What it logs would fill a pipe that nobody reads.
+        # The log would fill a pipe without a reader.
         self.processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
     def wait(self, index):
@@ -70,7 +70,7 @@ class Servers:
         return ",".join(f"10.213.{index}.2:{PORT}" for index in range(self.count))
 
     def most_resident(self):
-        """The most memory that a server's process ever had, in bytes."""
+        """Returns the largest memory of a server's process so far, in bytes."""
         # `ip netns exec` becomes the program that it starts.
         texts = [pathlib.Path(f"/proc/{process.pid}/status").read_text() for process in self.processes]
         return max(int(re.search(r"VmHWM:\s+(\d+) kB", text).group(1)) * 1024 for text in texts)

@@ -1,4 +1,5 @@
-"""One training run of `benchmarks/plan.py prefetch`: linear layers in units, each with a timed wait for its compute. Prints what its steps took.
+"""One training run of `benchmarks/plan.py prefetch`: linear layers in units, each with a timed wait for its compute. Prints the times of
+its steps.
 
 Usage: benchmarks/plan_units.py SERVERS LINK UNITS COMPUTE DELAY
 
@@ -19,7 +20,7 @@ WIDTH, ROOM = 2048, 4
 
 
 class Wait(torch.autograd.Function):
-    """Takes so many seconds in forward, and as many in backward."""
+    """Sleeps for ``seconds`` in forward, and again in backward."""
 
     @staticmethod
     def forward(ctx, value, seconds):
@@ -49,7 +50,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(compute * unit_bytes / link) for _ in range(units)))
-    value = torch.randn(8, WIDTH, dtype=torch.bfloat16, requires_grad=True)  # so that backward passes the first wait
+    value = torch.randn(8, WIDTH, dtype=torch.bfloat16, requires_grad=True)  # a gradient for the input makes backward pass the first wait
 
     def passes():
         start = time.perf_counter()
@@ -61,7 +62,7 @@ def main():
     optimizer = longshore.AdamW(
         model.named_parameters(), lr=1e-4, servers=servers, job=f"units-{units}-{compute}-{delay}", streaming=True, delay=delay, warmup_steps=0
     )
-    # Room for so many units, and for the gradients of one.
+    # Holds ``ROOM`` units, and the gradients of one.
     longshore.shard(model, optimizer, budget=(ROOM + 1) * unit_bytes, units=list(model))
     times = []
     for _ in range(5):
@@ -71,7 +72,7 @@ def main():
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
     optimizer.close()
-    # The first two learn the order, and pull what is there already.
+    # The first two steps learn the order, and pull resident units.
     print(json.dumps({"step_s": statistics.median(times[2:]), "alone_s": statistics.median(alone), "unit_bytes": unit_bytes, "room": ROOM}))
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains the default job with its state in fewer bits, three seeds each, and prints the table of docs/update.md.
-# Usage: benchmarks/state.sh [further flags of `longshore train`]. It takes about a minute a run, and makes fifteen runs.
+# Usage: benchmarks/state.sh [further flags of `longshore train`]. The script makes fifteen runs of about a minute each.
 # LONGSHORE names a program to run in place of one built from this checkout.
 set -euo pipefail
 cd "$(dirname "$0")/.."

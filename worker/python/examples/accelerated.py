@@ -2,8 +2,8 @@
 
     python accelerated.py OUTPUT_DIR [SERVERS [JOB]]
 
-It saves every four steps. Started again, it goes on from the last save. With several ranks, as ``accelerate launch`` and torchrun start
-them, each batch is shared out among them, and another number of ranks may go on from a save.
+The script saves every four steps, and continues from the last save. ``accelerate launch`` and torchrun start several ranks, which share
+each batch. Another number of ranks may continue from a save.
 """
 
 import json
@@ -23,13 +23,13 @@ STEPS, SAVE_STEPS = 12, 4
 
 
 def data() -> torch.utils.data.TensorDataset:
-    """Vectors, to be sorted into four classes."""
+    """Returns vectors with one of four classes."""
     inputs = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
     return torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
 
 
 def model(dropout: float) -> nn.Module:
-    """With dropout, so that what random numbers a run draws can be seen in its losses."""
+    """Returns a network with dropout, so that the drawn random numbers show in the losses."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 4))
 
@@ -38,16 +38,16 @@ def main(
     output: str, servers: str | None = None, job: str | None = None, trackers: list[Any] | None = None, dropout: float = 0.1
 ) -> dict[int, float]:
     """Trains, and returns the loss of each step."""
-    # A batch is shared out among the ranks, so that a step means the same for the schedule with any number of them.
+    # Ranks share each batch, so that the schedule's steps mean the same with any number of ranks.
     shared_out = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=trackers, dataloader_config=shared_out)
     accelerator.init_trackers("accelerated")
     network = model(dropout)
-    # With several ranks Accelerate wraps the model in DistributedDataParallel, and servers take the mean of equal gradients. With
-    # partition="all-reduced" each rank would send a part of them, and no other number of ranks could go on from a save.
+    # With several ranks Accelerate wraps the model in DistributedDataParallel, and servers average equal gradients. With
+    # partition="all-reduced" each rank would send a part of them, and no other number of ranks could continue from a save.
     optimizer = longshore.AdamW(network.named_parameters(), lr=1e-2, servers=servers, job=job)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
-    # With a generator of its own an iterator draws nothing from the one that dropout uses, so that a resumed run has the same.
+    # With its own generator the loader draws nothing from dropout's generator, so that a resumed run has the same dropout.
     loader = torch.utils.data.DataLoader(data(), batch_size=8, generator=torch.Generator().manual_seed(0))
     network, optimizer, loader, schedule = accelerator.prepare(network, optimizer, loader, schedule)
     longshore.accelerate.attach(accelerator)
@@ -77,7 +77,7 @@ def main(
 
 
 def evaluated(network: nn.Module) -> float:
-    """The loss on vectors that are not trained on."""
+    """Returns the loss on vectors that are not trained on."""
     inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(2))
     network.eval()
     with torch.no_grad():
@@ -87,7 +87,7 @@ def evaluated(network: nn.Module) -> float:
 
 
 def save(accelerator: Accelerator, output: Path, step: int, losses: dict[int, float]) -> None:
-    """Writes a folder that is whole as soon as it has its name."""
+    """Writes a folder that takes its name once it is complete."""
     partial = output / "partial"
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()

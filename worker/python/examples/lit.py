@@ -2,7 +2,8 @@
 
     python lit.py OUTPUT_DIR [SERVERS [JOB [CHECKPOINT]]]
 
-It saves every four steps. CHECKPOINT is a file of these to go on from, or ``last``. Of several ranks each takes its part of every batch.
+The script saves every four steps. CHECKPOINT is a saved file to continue from, or ``last``. Each of several ranks takes its part of every
+batch.
 """
 
 import os
@@ -51,7 +52,7 @@ class Sorting(pl.LightningModule):
 
 
 class Loader(torch.utils.data.DataLoader[Any]):
-    """A loader that says how far it is. Lightning begins any other one anew in the middle of an epoch."""
+    """A loader that saves its position. Lightning restarts any other loader in the middle of an epoch."""
 
     start = given = 0
 
@@ -70,7 +71,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
 
 
 def data() -> Loader:
-    """Vectors and their classes."""
+    """Returns vectors and their classes."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     inputs = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))[rank::ranks]
     return Loader(torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)), batch_size=8 // ranks)
@@ -84,9 +85,9 @@ def main(
     strategy: str = "auto",
     clip: float | None = 1.0,
 ) -> dict[int, float]:
-    """Trains, and returns the loss of each batch. Each of several ranks clips what it has made by itself."""
+    """Trains, and returns the loss of each batch. Each of several ranks clips its own gradients."""
     saves = pl.callbacks.ModelCheckpoint(output, every_n_train_steps=4, save_top_k=-1, filename="{step:04}", save_last=True)
-    # The strategy "longshore" does what the callback does.
+    # The strategy "longshore" has the callback's effect.
     callbacks = [saves] if strategy == "longshore" else [saves, longshore.lightning.Callback()]
     trainer = pl.Trainer(
         accelerator="cpu",

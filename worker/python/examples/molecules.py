@@ -2,9 +2,9 @@
 
     python molecules.py [SERVERS]
 
-Molecules are made up here: clusters of two kinds of atoms whose pairs have Morse potentials. The network is a small SchNet. It
-predicts an energy, and forces are its derivative by the positions, so training differentiates twice. That is what the
-models of the Open Catalyst Project do; with their data only `molecules` changes.
+Molecules are synthetic: clusters of two kinds of atoms whose pairs have Morse potentials. The network is a small SchNet. Forces are the
+derivative of the predicted energy by the positions, so training differentiates twice. Models of the Open Catalyst Project do the same; with
+their data only `molecules` changes.
 
 Energies are in eV, lengths in ångström, forces in eV/ångström.
 """
@@ -32,11 +32,11 @@ class Batch:
     """Several molecules, their atoms end to end.
 
     Attributes:
-        kinds: of each atom, int64 ``[atoms]``.
+        kinds: each atom's kind, int64 ``[atoms]``.
         positions: fp32 ``[atoms, 3]``.
-        molecule: which one each atom belongs to, int64 ``[atoms]``.
+        molecule: each atom's molecule, int64 ``[atoms]``.
         first, second: the atoms of each pair, in both orders, int64 ``[pairs]``.
-        energies, forces: what is to be learnt, fp32 ``[molecules]`` and ``[atoms, 3]``.
+        energies, forces: the training targets, fp32 ``[molecules]`` and ``[atoms, 3]``.
     """
 
     kinds: Tensor
@@ -49,7 +49,7 @@ class Batch:
 
 
 def molecules(seed: int, count: int = 8) -> Batch:
-    """Clusters of 6 to 10 atoms, near places of a cubic lattice."""
+    """Returns clusters of 6 to 10 atoms, near places of a cubic lattice."""
     generator = torch.Generator().manual_seed(seed)
     lattice = 2.0 * torch.cartesian_prod(*[torch.arange(3.0)] * 3)
     kinds, positions, molecule = [], [], []
@@ -76,19 +76,19 @@ def molecules(seed: int, count: int = 8) -> Batch:
 
 
 def fading(lengths: Tensor) -> Tensor:
-    """1 for near atoms, which goes smoothly to 0 at the cutoff."""
+    """Returns 1 for near atoms, falling smoothly to 0 at the cutoff."""
     return 0.5 * (torch.cos(math.pi * lengths / CUTOFF) + 1)
 
 
 class Softplus(nn.Module):
-    """Smooth, since forces are derivatives, and 0 at 0."""
+    """A smooth activation that is 0 at 0. Forces are derivatives, so it must be smooth."""
 
     def forward(self, values: Tensor) -> Tensor:
         return functional.softplus(values) - math.log(2)
 
 
 class Interaction(nn.Module):
-    """Each atom takes in its neighbours, through a filter that depends on their distance."""
+    """Adds to each atom its neighbours' features, filtered by their distance."""
 
     def __init__(self, width: int, centers: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class SchNet(nn.Module):
         self.readout = nn.Sequential(nn.Linear(width, width // 2), Softplus(), nn.Linear(width // 2, 1))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Energies ``[molecules]`` and forces ``[atoms, 3]``, both differentiable by the weights."""
+        """Returns energies ``[molecules]`` and forces ``[atoms, 3]``, both differentiable by the weights."""
         positions = batch.positions.detach().requires_grad_()
         lengths = (positions[batch.first] - positions[batch.second]).norm(dim=1)
         spread = torch.exp(-8.0 * (lengths[:, None] - self.centers) ** 2)
@@ -121,19 +121,19 @@ class SchNet(nn.Module):
         for interaction in self.interactions:
             atoms = interaction(atoms, spread, faded, batch.first, batch.second)
         energies = torch.zeros(len(batch.energies)).index_add(0, batch.molecule, self.readout(atoms).squeeze(1))
-        # No weight gets a gradient here: this asks for the positions' alone, and keeps the graph for backward.
+        # The call asks for the positions' gradient alone, so no weight gets one, and keeps the graph for backward.
         (slope,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
         return energies, -slope
 
     def loss(self, batch: Batch) -> Tensor:
-        """Squared errors of energies per atom and of forces per component."""
+        """Returns squared errors of energies per atom and of forces per component."""
         energies, forces = self(batch)
         atoms = torch.bincount(batch.molecule)
         return functional.mse_loss(energies / atoms, batch.energies / atoms) + 10 * functional.mse_loss(forces, batch.forces)
 
 
 def train(optimizer_of: type[torch.optim.Optimizer], steps: int = 200, **options: object) -> tuple[SchNet, list[float]]:
-    """A network that was trained from the same start, and its losses."""
+    """Returns a network trained from a fixed start, and its losses."""
     torch.manual_seed(0)
     model = SchNet()
     optimizer = optimizer_of(model.named_parameters(), lr=5e-3, **options)
@@ -148,7 +148,7 @@ def train(optimizer_of: type[torch.optim.Optimizer], steps: int = 200, **options
 
 
 def errors_of(model: SchNet, batches: int = 8) -> tuple[float, float]:
-    """Mean absolute errors on new molecules: energies in eV an atom, forces in eV/ångström."""
+    """Returns mean absolute errors on new molecules: energies in eV an atom, forces in eV/ångström."""
     energy, force = 0.0, 0.0
     for seed in range(batches):
         batch = molecules(1_000_000 + seed)

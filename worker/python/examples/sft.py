@@ -2,7 +2,7 @@
 
     python sft.py OUTPUT_DIR [SERVERS [JOB]]
 
-Nothing is downloaded: the model is randomly initialised, its words are numbers, and it learns to count by threes. Trainers that do not take
+Nothing is downloaded: the model is randomly initialised, and learns to count by threes, with numbers as words. Trainers that do not take
 ``optimizer_cls_and_kwargs``, such as the DPOTrainer, take ``optimizers=(longshore.AdamW(model.named_parameters(), ...), None)``.
 """
 
@@ -21,7 +21,7 @@ WORDS = 64
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Knows the numbers below ``WORDS``."""
+    """Returns a tokenizer of the numbers below ``WORDS``."""
     known = {str(number): number for number in range(WORDS)} | {"<pad>": WORDS, "<end>": WORDS + 1}
     words = Tokenizer(models.WordLevel(known, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -29,7 +29,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main(output: str, servers: str | None = None, job: str | None = None) -> list[float]:
-    """Trains, and returns the losses that were logged."""
+    """Trains, and returns the logged losses."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     texts = [" ".join(str((start + 3 * place) % WORDS) for place in range(16)) for start in range(128)]

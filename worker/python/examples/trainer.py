@@ -2,8 +2,8 @@
 
     python trainer.py OUTPUT_DIR [SERVERS [JOB [RESUME]]]
 
-The model is randomly initialised, and learns to count by threes. RESUME is what a run that was killed goes on from: ``newest``,
-the last step that the servers decided, or ``save``, the last one that the Trainer saved.
+The model is randomly initialised, and learns to count by threes. RESUME tells a killed run where to continue: ``newest`` is the last step
+that the servers decided, ``save`` the Trainer's last saved one.
 """
 
 import os
@@ -32,7 +32,7 @@ class Counting(torch.utils.data.Dataset):
 
 
 def tiny_llama(dropout: float = 0.1) -> LlamaForCausalLM:
-    """With dropout, so that what random numbers a run draws can be seen in its losses."""
+    """Returns a model with dropout, so that the drawn random numbers show in the losses."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -48,7 +48,7 @@ def tiny_llama(dropout: float = 0.1) -> LlamaForCausalLM:
 
 
 class Printed(TrainerCallback):
-    """Writes a line a step, for whoever watches the process."""
+    """Prints a line for each step, for processes that watch this one."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         print(f"step {state.global_step}", flush=True)
@@ -67,7 +67,7 @@ def main(
     is_built: bool = False,
     **arguments: Any,
 ) -> dict[int, float]:
-    """Trains, and returns the loss that the Trainer logged at each step."""
+    """Trains, and returns the Trainer's logged loss at each step."""
     options = {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,

@@ -26,7 +26,7 @@ Tree = Any
 
 
 def init(seed: int = 0) -> Tree:
-    """Weights of a transformer, in fp32."""
+    """Returns the weights of a transformer, in fp32."""
     draw = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Any:
@@ -51,7 +51,7 @@ def norm(values: Any, scale: Any) -> Any:
 
 
 def loss_of(params: Tree, tokens: Any) -> Any:
-    """Cross entropy of the next token; int32 ``[batch, LENGTH + 1]``."""
+    """Returns the cross entropy of the next token; int32 ``[batch, LENGTH + 1]``."""
     hidden = params["embed"][tokens[:, :-1]] + params["place"]
     future = jnp.triu(jnp.full((LENGTH, LENGTH), -1e9, hidden.dtype), 1)
     for layer in params["layers"]:
@@ -74,7 +74,7 @@ def batch(step: int) -> Any:
 
 
 def with_optax(steps: int) -> list[float]:
-    """What the others are compared with: everything in fp32 on the device."""
+    """Returns the losses of the baseline: everything in fp32 on the device."""
     params = init()
     adamw = optax.adamw(HYPER.lr, weight_decay=HYPER.weight_decay)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), adamw)
@@ -94,7 +94,7 @@ def with_optax(steps: int) -> list[float]:
 
 
 def with_servers(steps: int, servers: str | None = None, dtype: Any = jnp.float32, **options: Any) -> list[float]:
-    """ZeRO-Offload: gradients go to the servers, weights of the device's type come back."""
+    """Returns the losses with ZeRO-Offload: gradients go to the servers, weights of the device's type come back."""
     params = jax.tree_util.tree_map(lambda leaf: leaf.astype(dtype), init())
     optimizer = longshore.jax.Client(params, HYPER, servers=servers, max_grad_norm=CLIP, **options)
     losses = []
@@ -102,7 +102,7 @@ def with_servers(steps: int, servers: str | None = None, dtype: Any = jnp.float3
         loss, gradients = forward_and_backward(params, batch(step))
         params = optimizer.step(gradients)
         losses.append(float(loss))
-    # The last two steps of a delayed run may still be on their way.
+    # The last two steps of a delayed run may still be under way.
     optimizer.flush()
     optimizer.close()
     return losses

@@ -2,8 +2,8 @@
 
 >>> optimizer = longshore.AdamW(model.named_parameters(), lr=3e-4)  # doctest: +SKIP
 
-Without ``servers=`` a server runs inside this process. PyTorch is imported with the first optimizer that is named, NumPy with
-:class:`Client`, which needs no framework, and JAX with ``longshore.jax``.
+Without ``servers=`` a server runs inside this process. PyTorch is imported when an optimizer is first named, NumPy with :class:`Client`,
+which needs no framework, and JAX with ``longshore.jax``.
 """
 
 import importlib
@@ -49,7 +49,7 @@ __all__ = [
     "tiled",
 ]
 
-#: The module of each name, which is imported when the name is first asked for.
+#: The module of each public name, imported at the first use of the name.
 _PLACES = {
     "Adagrad": "optim",
     "Adam": "optim",
@@ -71,7 +71,7 @@ _PLACES = {
     "tiled": "units.build",
 }
 _MODULES = {"accelerate", "axolotl", "checkpoint", "client", "engine", "huggingface", "jax", "lightning", "optim", "schedules"}
-#: What programs for DeepSpeed call beside ``initialize``, and what stands for it here.
+#: DeepSpeed's functions beside ``initialize``, with their replacement here.
 _OF_DEEPSPEED = {
     "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
     "checkpointing": "use torch.utils.checkpoint",
@@ -82,7 +82,7 @@ _OF_DEEPSPEED = {
     "zero": "use longshore.Init and longshore.GatheredParameters",
 }
 
-if not TYPE_CHECKING:  # type checkers know all names from above, and others are errors
+if not TYPE_CHECKING:  # type checkers see all names above, and report any other
 
     def __getattr__(name: str) -> object:
         if name in _PLACES:

@@ -1,4 +1,4 @@
-"""``python -m longshore`` is the command ``longshore``. The wheel installs it, and ``longshored``, by name too."""
+"""Entry point of ``python -m longshore``, the command ``longshore``. The wheel also installs ``longshore`` and ``longshored`` by name."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from longshore import _longshore
 
 
 def main() -> int:
-    # Python's handler would only note Ctrl-C for Python code, of which none runs until the command ends.
+    # Python's handler only marks Ctrl-C for Python code, and none runs until the command ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _longshore.longshore(["longshore", *sys.argv[1:]])
 

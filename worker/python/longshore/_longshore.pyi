@@ -1,4 +1,4 @@
-"""The Rust half. It is private to the package: addresses that it is given are believed."""
+"""The Rust half. Private to the package: it trusts the addresses that it is given."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ __version__: str
 
 from longshore._step import Hyper
 
-#: Parameter, address of contiguous host memory, number of elements, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+#: A place: parameter, address of contiguous host memory, number of elements, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
 _Place = tuple[int, int, int, str]
-#: How many updates made the state, or None for weights alone; which parameters fewer made, and how many fewer; what is called with an array's
-#: number and a parameter's for the place of a tensor, and what holds its memory.
+#: State for a new job: number of updates that made it, or None for weights alone; parameters with fewer updates, and how many fewer; and a
+#: function of an array's and a parameter's number that returns a tensor's place, and the object that holds its memory.
 _Filling = tuple[int | None, Sequence[tuple[int, int]], Callable[[int, int], tuple[_Place, object]]]
 
 class Server:

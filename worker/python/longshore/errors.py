@@ -1,11 +1,11 @@
-"""What Longshore raises. Every message names what is wrong and what to do about it.
+"""Longshore's exceptions. Every message names the fault and the remedy.
 
-Where one value is at fault, an error has it as ``field``, ``value``, ``limit`` and ``remedy``; elsewhere these are None.
+An error about one value has it as ``field``, ``value``, ``limit`` and ``remedy``; these are None in other errors.
 """
 
 
 class LongshoreError(RuntimeError):
-    """The base of all others."""
+    """The base class of all errors here."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class GradientError(LongshoreError, ValueError):
 
 
 class MissingGradientError(GradientError):
-    """A parameter got no gradient in this step, and nobody has said what that means. The step was not made."""
+    """A parameter got no gradient in this step, and ``missing_gradients`` does not allow it. The step was not made."""
 
 
 class UsageError(LongshoreError):
@@ -44,12 +44,12 @@ class StateError(LongshoreError):
 
 
 class GroupsError(StateError, ValueError):
-    """State of other param groups than the optimizer has. It is a ``ValueError`` with torch's words, as torch's optimizers raise one."""
+    """State of other param groups than the optimizer's. A ``ValueError`` with torch's words, like the one of torch's optimizers."""
 
 
 class OutdatedError(StateError):
-    """A step that this process built on was taken back, since a server lost it together with a rank's process. Nothing is lost on
-    the servers: end all ranks and start them again."""
+    """A step that this process built on was taken back: a server lost it together with a rank's process. Servers keep all other state:
+    end all ranks and start them again."""
 
 
 class UnreachableError(LongshoreError, ConnectionError):
@@ -61,15 +61,15 @@ class UntrustedError(LongshoreError, ConnectionError):
 
 
 class RefusedError(LongshoreError):
-    """A server refused a call and says why. Nothing changed there."""
+    """A server refused a call, with a reason. Nothing changed on the server."""
 
 
 class FencedError(LongshoreError):
-    """Another process has taken this rank."""
+    """Another process has taken over this rank."""
 
 
 class WaitError(LongshoreError, TimeoutError):
-    """A wait reached its deadline. The message says for whom."""
+    """A wait reached its deadline. The message names the awaited party."""
 
 
 class PausedError(LongshoreError):
@@ -77,10 +77,10 @@ class PausedError(LongshoreError):
 
 
 class ShortageError(LongshoreError, MemoryError):
-    """Something does not fit into its memory budget."""
+    """A memory budget is too small for its content."""
 
 
 def invalid(field: str, value: object, limit: str, remedy: str, kind: type[LongshoreError] = InvalidError) -> LongshoreError:
-    """An error about one value, worded as the servers word theirs."""
+    """Returns an error about one value, worded like the servers' errors."""
     message = f"{field} is {value}, but must be {limit}: {remedy}"
     return kind(message, field=field, value=value, limit=limit, remedy=remedy)

@@ -1,4 +1,4 @@
-"""A line that says how training goes: in a terminal or a notebook one that changes, elsewhere one line every few seconds."""
+"""A progress line of training: in a terminal or a notebook a line that changes, elsewhere a new line every few seconds."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ _LOGGED_EVERY = 10.0
 
 
 class Progress:
-    """Says after each step how far training has come, and what the step cost.
+    """Shows after each step the progress of training and the step's cost.
 
     >>> with longshore.Progress(optimizer, steps=1000) as progress:  # doctest: +SKIP
     ...     for batch in loader:
@@ -20,9 +20,9 @@ class Progress:
     step 412 of 1000  loss 3.071  grad norm 0.84  18.3 ms a step, exposed 0.4 ms  11 s left
 
     Args:
-        optimizer: one of this package.
-        steps: how many there will be. Without it nothing is said of the time left.
-        file: where the line goes. By default the standard error, and in a notebook the cell's output.
+        optimizer: an optimizer of this package.
+        steps: total number of steps. Without it the time left is not shown.
+        file: target of the line. By default standard error, and in a notebook the cell's output.
 
     A loss on a device is read when the line changes, so other steps do not wait for it.
     """
@@ -60,7 +60,7 @@ class Progress:
             self._show()
 
     def close(self) -> None:
-        """Says how it ended, and leaves the line."""
+        """Shows the last state, and ends the line."""
         if self._shown < self._done:
             self._show()
         if self._changes and self._width:
@@ -78,7 +78,7 @@ class Progress:
         self._shown_at, self._shown = now, self._done
         text = "  ".join(self._parts(now - self._began))
         if self._changes:
-            # Blanks cover what a longer line left.
+            # Blanks cover the rest of a longer line.
             self._file.write(f"\r{text.ljust(self._width)}")
             self._width = len(text)
         else:
@@ -101,7 +101,7 @@ class Progress:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a notebook's kernel, whose output goes back at a carriage return as a terminal does."""
+    """Returns whether this is a notebook's kernel, whose output handles a carriage return as a terminal does."""
     return "ipykernel" in sys.modules
 
 

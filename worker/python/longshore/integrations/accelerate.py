@@ -1,5 +1,5 @@
-"""For Accelerate: ``save_state`` has the servers write a checkpoint, which ``load_state`` goes back to, and what the loop logs has what the
-servers did.
+"""Adapter for Accelerate: ``save_state`` has the servers write a checkpoint, ``load_state`` returns to it, and logs include the servers'
+reports.
 """
 
 import functools
@@ -14,13 +14,13 @@ from longshore.optim.optimizer import Optimizer
 
 
 class Attached:
-    """What :func:`attach` does to an ``Accelerator``."""
+    """The changes that :func:`attach` makes to an ``Accelerator``."""
 
     def __init__(self, accelerator: Accelerator, checkpoint: bool | None) -> None:
         self._accelerator = accelerator
         self._saving = Saving(checkpoint)
         self._handles: list[Any] = [accelerator.register_save_state_pre_hook(self._before_save)]
-        #: The optimizers that have made steps since their newest weights were fetched.
+        #: Optimizers with steps since their newest weights were fetched, by ``id``.
         self._stepped: set[int] = set()
         ways = {
             "get_state_dict": self._get_state_dict,
@@ -37,23 +37,25 @@ class Attached:
         self._watch()
 
     def remove(self) -> None:
-        """Ends that."""
+        """Undoes the changes."""
         for handle in self._handles:
             handle.remove()
         for name in self._replaced:
             vars(self._accelerator).pop(name, None)
 
     def flush(self) -> None:
-        """Brings the newest weights into the model, for what reads them without calling it. With ``delay=1`` all ranks must call it after
-        the same step. Without a delay the model has them anyway, and a call of the model in ``eval()`` does it by itself."""
+        """Brings the newest weights into the model, for code that reads them without calling it.
+
+        With ``delay=1`` all ranks must call it after the same step. Without a delay the model has them anyway, and a call of the model in
+        ``eval()`` flushes by itself."""
         for optimizer in self._optimizers():
-            if not optimizer.is_closed:  # one that is closed has brought them
+            if not optimizer.is_closed:  # closing brought the weights
                 optimizer.flush()
             self._stepped.discard(id(optimizer))
 
     def report(self) -> dict[str, float]:
-        """What became of the newest step: the global gradient norm before clipping, the loss scale, and the milliseconds that this process
-        waited. Of a second optimizer the names end in ``_1``, and so on."""
+        """Returns the newest step's report: the global gradient norm before clipping, the loss scale, and the milliseconds that this
+        process waited. Names of a second optimizer end in ``_1``, and so on."""
         values: dict[str, float] = {}
         for index, optimizer in enumerate(self._optimizers()):
             found, end = optimizer.last_report, f"_{index}" if index else ""
@@ -84,7 +86,7 @@ class Attached:
         return wrapped
 
     def _watch_model(self, model: nn.Module) -> None:
-        # What Accelerate wraps is called with or without its wrapper.
+        # A model that Accelerate wraps is called with or without the wrapper.
         unwrapped = self._accelerator.unwrap_model(model)
         self._handles.append(unwrapped.register_forward_pre_hook(self._before_forward, prepend=True))
 
@@ -95,8 +97,8 @@ class Attached:
         self._handles.append(optimizer.register_step_post_hook(stepped))
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
-        """Fetches the newest weights for an evaluation: the first call of a model in ``eval()`` after a step that is whole. A model that
-        is not trained, as a teacher, is none of that."""
+        """Fetches the newest weights for an evaluation: at the first call of a model in ``eval()`` after a complete step. A model that is
+        not trained, such as a teacher, causes no fetch."""
         if model.training or not self._stepped or not self._accelerator.sync_gradients:
             return
         here = {id(parameter) for parameter in model.parameters()}
@@ -128,21 +130,23 @@ class Attached:
 
 
 def _ours(optimizer: Any) -> Optimizer | None:
-    """The optimizer of this package that Accelerate may have wrapped."""
+    """Returns the optimizer of this package, unwrapped from Accelerate's wrapper; None for another one."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, Optimizer) else None
 
 
 def attach(accelerator: Accelerator, *, checkpoint: bool | None = None) -> Attached:
-    """Lets every ``accelerator.save_state`` fetch the newest weights first, and have the servers write a checkpoint for each
-    optimizer of this package that was prepared. ``save_model`` and ``get_state_dict`` fetch them too, and so does the first call of a
-    prepared model in ``eval()`` after a step, which all ranks must make after the same step where a job is delayed. ``accelerator.log``
-    gives trackers what :meth:`Attached.report` has beside what the loop logs.
+    """Attaches prepared optimizers of this package to an ``Accelerator``.
+
+    ``save_state`` fetches the newest weights first, and has the servers write a checkpoint for each optimizer. ``save_model``,
+    ``get_state_dict`` and the first call of a prepared model in ``eval()`` after a step fetch them too. In a delayed job all ranks must
+    make that call after the same step. ``accelerator.log`` gives trackers :meth:`Attached.report` beside the loop's values.
 
     Args:
-        checkpoint: None warns where the servers have no folder for checkpoints (``--checkpoint-dir``), True raises, False asks for none.
+        checkpoint: without a checkpoint folder on the servers (``--checkpoint-dir``), None warns and True raises. False never writes
+            checkpoints.
 
     Returns:
-        A handle, whose ``remove`` ends all this.
+        A handle, whose ``remove`` undoes the changes.
     """
     return Attached(accelerator, checkpoint)

@@ -1,4 +1,4 @@
-"""For Axolotl: ``plugins: [longshore.axolotl.Plugin]`` in the YAML, and a section ``longshore`` with the job's options.
+"""Adapter for Axolotl: ``plugins: [longshore.axolotl.Plugin]`` in the YAML, and a section ``longshore`` with the job's options.
 
 .. code-block:: yaml
 
@@ -8,7 +8,7 @@
       servers: host1:7070,host2:7070
       job: my-run
 
-Learning rate, betas, epsilon, weight decay, clipping and schedule are Axolotl's own. ``resume_from_checkpoint`` goes back to the servers'
+Learning rate, betas, epsilon, weight decay, clipping and schedule are Axolotl's own. ``resume_from_checkpoint`` returns to the servers'
 checkpoint of that save.
 """
 
@@ -27,7 +27,7 @@ _RULES = {"adamw": rules.AdamW, "adam": rules.Adam, "sgd": rules.SGD, "adagrad":
 
 
 class LongshoreArgs(BaseModel):
-    """What the plugin adds to Axolotl's configuration: options of :class:`longshore.transfer.options.Options`, and ``rule``."""
+    """The plugin's additions to Axolotl's configuration: options of :class:`longshore.transfer.options.Options`, and ``rule``."""
 
     longshore: dict[str, Any] | None = None
 
@@ -39,8 +39,8 @@ class Plugin(BasePlugin):
         return "longshore.axolotl.LongshoreArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Names the optimizer for the trainer, which makes its param groups itself, and learns the parameters' names, which the trainer
-        does not say: the callback comes after the trainer's own ``on_init_end``.
+        """Sets the optimizer's class for the trainer, which builds the param groups, and learns the parameters' names, which the trainer
+        does not pass: the callback is added after the trainer's own ``on_init_end``.
 
         Raises:
             InvalidError: naming the key under ``longshore``.

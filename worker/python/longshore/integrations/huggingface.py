@@ -1,7 +1,7 @@
-"""For the Hugging Face Trainer: a callback, and going on where the servers are.
+"""Adapter for the Hugging Face Trainer: a callback, and a resume from the servers' last step.
 
-Weights that the Trainer loads into a model in units before it resumes cannot be written: trained ones come from the servers. :class:`Loaded` notes
-them, and compares them once the servers are where the Trainer goes on.
+Weights that the Trainer loads into a model in units before it resumes cannot be written: trained ones come from the servers.
+:class:`Loaded` notes them, and compares them once the servers are at the Trainer's step.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from longshore.transfer import params, tensors
 
 
 class Loaded:
-    """What was loaded into a model since this was made, by parameter."""
+    """Digests of the weights loaded into a model's units since this object was built."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        #: By name: the digest of what was loaded.
+        #: Digests of loaded weights, by name.
         self._digests: dict[str, bytes] = {}
-        #: What was left out of the load in hand.
+        #: Names removed from the current load.
         self._left_out: set[str] = set()
         self._handles = [
             model.register_load_state_dict_pre_hook(self._leave_out),
@@ -45,10 +45,10 @@ class Loaded:
         ]
 
     def check(self) -> None:
-        """Compares what was loaded with what the servers have. From now on weights cannot be loaded.
+        """Compares loaded weights with the servers'. Later loads are refused.
 
         Raises:
-            UsageError: naming a parameter that has other weights there.
+            UsageError: naming a parameter whose weights differ.
         """
         for handle in self._handles:
             handle.remove()
@@ -65,7 +65,7 @@ class Loaded:
         self._digests.clear()
 
     def _in_units(self) -> Iterator[tuple[str, Any]]:
-        """The parameters that train and are in units, by each of their names."""
+        """Yields trained parameters in units, under each of their names."""
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if isinstance(parameter, tensors.UnitParameter) and parameter._longshore_member.is_trained:  # type: ignore[attr-defined]
                 yield name, parameter
@@ -74,7 +74,7 @@ class Loaded:
         self._left_out.clear()
         for name, parameter in self._in_units():
             value = state.get(prefix + name)
-            # One of another shape is refused by torch, with its name.
+            # torch refuses another shape by name.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 self._digests[name] = _digest(value.to(parameter.dtype))
                 self._left_out.add(prefix + name)
@@ -85,7 +85,7 @@ class Loaded:
 
 
 def is_in_units(model: Any) -> bool:
-    """Whether a model was given to :func:`longshore.shard`."""
+    """Returns whether :func:`longshore.shard` cut the model."""
     return isinstance(model, nn.Module) and any(isinstance(p, tensors.UnitParameter) for p in model.parameters())
 
 
@@ -96,31 +96,31 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 class Callback(TrainerCallback):
-    """Sees to it that evaluations and saves have the newest weights, has the servers write a checkpoint where the Trainer saves,
-    logs what the servers did, and keeps with each step what :func:`newest` goes on from.
+    """Brings the newest weights to evaluations and saves, has the servers write a checkpoint at each of the Trainer's saves, logs the
+    servers' reports, and keeps with each step the state from which :func:`newest` resumes.
 
-    Evaluations leave the random generators as they were, so that a run which is resumed has the dropout of one that was not.
+    Evaluations restore the random generators, so that a resumed run has the dropout of an uninterrupted one.
 
     Args:
-        checkpoint: whether the servers write a checkpoint whenever the Trainer saves, so that ``resume_from_checkpoint`` can go
-            back to it. They need a folder for it (``--checkpoint-dir``). None warns where they have none, True raises.
+        checkpoint: whether the servers write a checkpoint at each of the Trainer's saves, for ``resume_from_checkpoint``. Servers need a
+            folder for it (``--checkpoint-dir``). Without one None warns and True raises.
     """
 
     def __init__(self, *, checkpoint: bool | None = None) -> None:
         self._saving = Saving(checkpoint)
-        #: Whether this was there when the Trainer was built, so that the job has the model's names.
+        #: Whether the callback existed when the Trainer was built, so that the job has the model's names.
         self._was_there = False
         self._generators: dict[str, Any] | None = None
         self._resumed: bytes | None = None
         self._saved_logs = 0
         self._loaded: Loaded | None = None
-        #: What the Trainer loads into a model in units at the end of training, as its best one.
+        #: Weights that the Trainer loads into a model in units at the end of training, for the best model.
         self._best: Loaded | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._was_there = True
         if model is not None:
-            # The Trainer builds its optimizer later, and says no names.
+            # The Trainer builds its optimizer later, without names.
             params.learn_names(model.named_parameters())
         if is_in_units(model):
             self._loaded = Loaded(model)
@@ -150,7 +150,8 @@ class Callback(TrainerCallback):
         optimizer.resume_data = lambda: TrainerData.of(state, scheduler, self._saved_logs).encode()
 
     def _warn_of_places(self, optimizer: Optimizer) -> None:
-        """Names that are learnt now would be others than those by which the next process looks for the job when it resumes."""
+        """Warns that the job has no names. Names learnt now would differ from those by which the next process looks for the job on a
+        resume."""
         if not self._was_there and optimizer.is_named_by_place:
             self._was_there = True
             warnings.warn(
@@ -161,7 +162,7 @@ class Callback(TrainerCallback):
             )
 
     def _check_best(self, args: Any, optimizer: Optimizer) -> None:
-        """Refuses to train for hours towards a best model that no server could go back to."""
+        """Refuses to train for hours towards a best model to which no server can return."""
         if args.save_only_model or not self._saving.writes(optimizer):
             raise invalid(
                 "load_best_model_at_end",
@@ -178,13 +179,13 @@ class Callback(TrainerCallback):
         if best is None or optimizer is None:
             return
         if state.best_model_checkpoint is not None:
-            # The weights are the servers', which go back to where the Trainer saved the best ones.
+            # The servers return to the version of the best model's save.
             path = Path(state.best_model_checkpoint) / "optimizer.pt"
             optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         best.check()
 
     def _check_resumed(self, optimizer: Optimizer, state: Any) -> None:
-        """Refuses to train the first steps again with the weights of later ones."""
+        """Refuses to repeat the first steps with the weights of later ones."""
         found, self._resumed = optimizer.resumed, self._resumed
         if not found or found == self._resumed:
             return
@@ -218,7 +219,7 @@ class Callback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = _ours(kwargs)
         if optimizer is not None:
-            # A save that on_step_end did not know of, as of the best model.
+            # A save unknown to on_step_end, for example of the best model.
             self._saving.save(optimizer, state.global_step)
             self._saved_logs = len(state.log_history)
 
@@ -232,23 +233,24 @@ class Callback(TrainerCallback):
         logs["server_grad_norm"] = report.grad_norm
         logs["loss_scale"] = report.loss_scale
         if optimizer.accumulates[0]:
-            # The Trainer finds no gradients any more, and takes 0 for their norm.
+            # The Trainer finds no gradients in ``.grad``, and logs a norm of 0.
             logs["grad_norm"] = state.log_history[-1]["grad_norm"] = report.grad_norm
 
 
 def newest(trainer: Trainer) -> str | None:
-    """The folder to resume from, at the last step that the servers decided: ``trainer.train(resume_from_checkpoint=newest(trainer))``.
+    """Returns the folder to resume from, at the last step that the servers decided:
+    ``trainer.train(resume_from_checkpoint=newest(trainer))``.
 
-    Where the servers are further than what the Trainer saved last, as after a crash between two saves or within one, a folder of the
-    Trainer's form is written under its ``output_dir``, from what :class:`Callback` kept with that step. A folder that the Trainer had
-    not written to its end is left out, and gives way to a whole one of the same step. All ranks call it.
+    Servers may be ahead of the Trainer's last save, for example after a crash between two saves or within one. Then a folder in the
+    Trainer's format is written under its ``output_dir``, from the state that :class:`Callback` kept with that step. An incomplete folder of
+    the Trainer is ignored, and replaced by a complete one of the same step. All ranks call it.
 
     Returns:
-        The folder, which may be the Trainer's last one; None where there is nothing to resume from.
+        The folder, which may be the Trainer's last one; None without a save or a commit.
     """
     output = Path(str(trainer.args.output_dir))
     last = last_whole(output)
-    # The first rank writes there next, and all are to have found the same.
+    # Rank 0 writes there next, and all ranks must have found the same folder.
     trainer.accelerator.wait_for_everyone()
     optimizer = _unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
     kept = optimizer.resumed if optimizer is not None else None
@@ -264,7 +266,7 @@ def newest(trainer: Trainer) -> str | None:
         trainer.save_model(str(partial), _internal_call=True)
         torch.save(optimizer.state_dict(), partial / "optimizer.pt")
         data.write(partial, last, trainer.args.world_size)
-        # What the Trainer was writing there when it was killed.
+        # The Trainer's incomplete folder of a killed process.
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     trainer.accelerator.wait_for_everyone()
@@ -274,21 +276,21 @@ def newest(trainer: Trainer) -> str | None:
 def deepspeed(
     config: Mapping[str, Any] | str | os.PathLike[str], args: TrainingArguments, model: torch.nn.Module, dataset: Any = None
 ) -> tuple[Optimizer, Any]:
-    """What a DeepSpeed configuration says, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
+    """Returns optimizer and scheduler of a DeepSpeed configuration, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
 
-    ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The
-    Trainer casts, accumulates and clips as the arguments say, and takes the scheduler if the configuration names one. In stage 3 the
-    model is cut into units and the servers clip: ``args.max_grad_norm`` becomes 0.
+    ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The Trainer
+    casts, accumulates and clips by its arguments, and takes the scheduler if the configuration names one. In stage 3 the model is cut into
+    units and the servers clip: ``args.max_grad_norm`` becomes 0.
 
     Args:
-        dataset: the Trainer's ``train_dataset``. Where ``args.max_steps`` is not set its length says, with ``num_train_epochs``, what
-            ``total_num_steps`` and ``warmup_num_steps`` of the scheduler are.
+        dataset: the Trainer's ``train_dataset``. Without ``args.max_steps`` its length and ``num_train_epochs`` determine the scheduler's
+            ``total_num_steps`` and ``warmup_num_steps``.
 
     Returns:
         The optimizer, and the scheduler or None.
 
     Raises:
-        InvalidError: naming the config path, its value, what the arguments say, and the remedy.
+        InvalidError: naming the config path, its value, the arguments' value and the remedy.
     """
     given = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
     settings = Config.of(auto.filled(given, args, dataset))
@@ -298,10 +300,10 @@ def deepspeed(
             settings, optimizer_type="AdamW", optimizer_params=auto.filled({"optimizer": given}, args)["optimizer"]["params"]
         )
     kind, arguments = settings.rule()
-    # The Trainer has its own scaler.
+    # The Trainer has a scaler of its own.
     job = {**settings.defaults(), **{name: value for name, value in settings.job.items() if name != "loss_scale"}}
     if settings.shard is not None:
-        # Gradients leave while backward runs, so that the servers clip, and the Trainer finds nothing to clip.
+        # Gradients leave while backward runs, so servers clip, and the Trainer finds none to clip.
         job |= {"streaming": True, "accumulate": args.gradient_accumulation_steps, "max_grad_norm": args.max_grad_norm or None}
         args.max_grad_norm = 0.0
     optimizer = kind(model.named_parameters(), **arguments, **job)
@@ -310,9 +312,9 @@ def deepspeed(
 
 
 def _leave_unwrapped(model: torch.nn.Module, args: TrainingArguments) -> None:
-    """Has Accelerate take a model in units as it is, where it would move the model and wrap it in DistributedDataParallel.
+    """Makes Accelerate take a model in units unchanged. Otherwise it moves the model and wraps it in DistributedDataParallel.
 
-    The servers sum the gradients of ranks. What Accelerate would do besides is done here: with ``bf16`` it casts in forward.
+    The servers sum the gradients of ranks. Accelerate's other task is done here: with ``bf16`` or ``fp16`` forward runs under autocast.
     """
     if args.parallel_mode is not ParallelMode.DISTRIBUTED or getattr(model, "_is_accelerate_prepared", False):
         return
@@ -327,6 +329,6 @@ def _ours(kwargs: dict[str, Any]) -> Optimizer | None:
 
 
 def _unwrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer of this package, which Accelerate may have wrapped."""
+    """Returns the optimizer of this package, unwrapped from Accelerate's wrapper; None for another one."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return optimizer if isinstance(optimizer, Optimizer) else None

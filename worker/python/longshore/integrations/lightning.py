@@ -1,7 +1,7 @@
-"""For Lightning: a callback, and a strategy that does the same.
+"""Adapter for Lightning: a callback, and a strategy with the same effect.
 
-Lightning saves weights and optimizer states in one file. Before it does, the newest weights must be there, and the servers must
-have a checkpoint, which ``fit(ckpt_path=...)`` goes back to.
+Lightning saves weights and optimizer states in one file. Before a save the newest weights must be there, and the servers must have a
+checkpoint, to which ``fit(ckpt_path=...)`` returns.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class _Logging(pl.Callback):
     """Logs the servers' gradient norm, the loss scale and the exposed time."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # With bf16-mixed Lightning asks who unscales gradients before it clips them, and nobody does.
+        # With bf16-mixed Lightning asks for the unscaler of gradients before it clips; there is none.
         for _, optimizer in _ours(trainer):
             optimizer.watch(pl_module)
             optimizer.has_no_scaler = getattr(trainer.precision_plugin, "scaler", None) is None
@@ -34,12 +34,13 @@ class _Logging(pl.Callback):
 
 
 class Callback(_Logging):
-    """Sees to saves and evaluations, and logs the servers' gradient norm, the loss scale and the exposed time.
+    """Brings the newest weights to saves and evaluations, and logs the servers' gradient norm, the loss scale and the exposed time.
 
-    A save of weights alone has the newest ones with :class:`Strategy`; here with ``delay=1`` those that the next step computes with.
+    A save of weights alone has the newest ones with :class:`Strategy`. With this callback and ``delay=1`` it has the next step's weights.
 
     Args:
-        checkpoint: None warns where the servers have no folder for checkpoints (``--checkpoint-dir``), True raises, False asks for none.
+        checkpoint: without a checkpoint folder on the servers (``--checkpoint-dir``), None warns and True raises. False never writes
+            checkpoints.
     """
 
     def __init__(self, *, checkpoint: bool | None = None) -> None:
@@ -48,7 +49,7 @@ class Callback(_Logging):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         for _, optimizer in _ours(trainer):
-            # Lightning takes a handle before it asks for what is saved in its place.
+            # Lightning takes a handle first, and replaces it in on_save_checkpoint.
             optimizer.warns_of_handles = False
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -65,14 +66,15 @@ class Callback(_Logging):
 
 
 class Strategy(SingleDeviceStrategy):
-    """One device, as ``Trainer(strategy=longshore.lightning.Strategy())`` or ``Trainer(strategy="longshore")``: it has the servers
-    write a checkpoint where Lightning takes the optimizer's state, fetches the newest weights for evaluations, for whatever is saved and
-    for the end, and logs what :class:`Callback` logs. For several ranks start one such trainer a rank, with ``RANK``, ``WORLD_SIZE`` and
-    data of its own: the servers add the gradients up.
+    """One device, as ``Trainer(strategy=longshore.lightning.Strategy())`` or ``Trainer(strategy="longshore")``.
+
+    The servers write a checkpoint when Lightning takes the optimizer's state. Evaluations, saves and the end of training get the newest
+    weights. Logs are those of :class:`Callback`. For several ranks start one such trainer a rank, with ``RANK``, ``WORLD_SIZE`` and data of
+    its own: the servers sum the gradients.
 
     Args:
-        device: where the model is. By default the accelerator of torch, if there is one and the Trainer's ``accelerator`` is not ``"cpu"``.
-        checkpoint: as :class:`Callback` has it.
+        device: the model's device. By default torch's accelerator, if there is one and the Trainer's ``accelerator`` is not ``"cpu"``.
+        checkpoint: as for :class:`Callback`.
     """
 
     strategy_name = "longshore"
@@ -91,7 +93,7 @@ class Strategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._has_failed = False
         if not any(isinstance(callback, _Logging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            # Before those that save, which may watch what is logged.
+            # Saving callbacks come later, since they may watch logged values.
             trainer.callbacks.insert(0, _Logging())  # type: ignore[attr-defined]
         super().setup(trainer)
 
@@ -129,12 +131,12 @@ class Strategy(SingleDeviceStrategy):
     def _flush(self) -> None:
         for optimizer in self.optimizers:
             inner = getattr(optimizer, "_optimizer", optimizer)
-            if isinstance(inner, Optimizer) and not inner.is_closed:  # one that is closed has brought the newest weights
+            if isinstance(inner, Optimizer) and not inner.is_closed:  # closing brought the newest weights
                 inner.flush()
 
 
 def _here() -> torch.device:
-    """The accelerator, if there is one."""
+    """Returns the accelerator, or else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
@@ -143,6 +145,6 @@ StrategyRegistry.register("longshore", Strategy, "one device, its optimizer on s
 
 
 def _ours(trainer: pl.Trainer) -> list[tuple[int, Optimizer]]:
-    """The optimizers of this package, with their places among the trainer's."""
+    """Returns the optimizers of this package, with their places among the trainer's."""
     unwrapped = [getattr(optimizer, "_optimizer", optimizer) for optimizer in trainer.optimizers]
     return [(index, optimizer) for index, optimizer in enumerate(unwrapped) if isinstance(optimizer, Optimizer)]

@@ -1,4 +1,4 @@
-"""What every framework's adapter does where the framework saves."""
+"""Common handling of saves in the adapters of frameworks."""
 
 import warnings
 
@@ -10,7 +10,7 @@ class Saving:
     """Has the servers write a checkpoint for each save.
 
     Args:
-        checkpoint: None warns once where the servers have no folder for checkpoints, True raises, False asks for none.
+        checkpoint: without a checkpoint folder on the servers, None warns once and True raises. False never writes checkpoints.
     """
 
     def __init__(self, checkpoint: bool | None) -> None:
@@ -18,23 +18,23 @@ class Saving:
         self._has_warned = False
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Training begins, and a framework may take the optimizer's state before it says that it saves."""
+        """Prepares an optimizer when training begins: a framework may take its state before it announces a save."""
         if self._is_lost(optimizer):
             optimizer.saves_all = optimizer.is_in_memory
 
     def writes(self, optimizer: Optimizer) -> bool:
-        """Whether the servers write a checkpoint for each save, as far as is known before the first one."""
+        """Returns whether the servers write a checkpoint for each save, as far as known before the first one."""
         return self._is_wanted(optimizer) and optimizer.has_checkpoint_folder()
 
     def _is_lost(self, optimizer: Optimizer) -> bool:
-        """Whether a checkpoint would end with this process, and nobody has asked for one."""
+        """Returns whether a checkpoint would end with this process and none was requested."""
         return optimizer.passing_checkpoints is not None and self._checkpoint is None
 
     def _is_wanted(self, optimizer: Optimizer) -> bool:
         return self._checkpoint is not False and not self._is_lost(optimizer)
 
     def _save_here(self, optimizer: Optimizer) -> None:
-        """Has the framework's own file take what ends with this process."""
+        """Puts the full state into the framework's own file, since the server ends with this process."""
         optimizer.saves_all = optimizer.is_in_memory
         if not optimizer.saves_all and not self._has_warned:
             self._has_warned = True
@@ -43,11 +43,12 @@ class Saving:
 
     def save(self, optimizer: Optimizer, step: int) -> None:
         """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
-        A server that ends with this process writes none, unless it was asked for, since nobody could go back to it: ``state_dict``
-        has all state then, where the server has it in memory.
+
+        A server that ends with this process writes none unless asked, since nobody can return to it. ``state_dict`` then has the full
+        state, if the server has it in memory.
 
         Raises:
-            RefusedError: if checkpoints were asked for and a server cannot write one.
+            RefusedError: if checkpoints were requested and a server cannot write one.
         """
         optimizer.check_model()
         optimizer.flush()

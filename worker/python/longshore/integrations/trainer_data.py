@@ -1,4 +1,4 @@
-"""The Trainer's state after a step, kept with the step's commit: its counters, logs and random generators."""
+"""The Trainer's state after a step, kept with the step's commit: counters, logs and random generators."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ from longshore.errors import StateError, invalid
 
 
 def take() -> dict[str, Any]:
-    """The states of Python's, NumPy's (where it was imported), the host's and the accelerator's generators."""
+    """Returns the states of the random generators of Python, NumPy (if imported), the host and the accelerator."""
     states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.random.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -30,7 +30,7 @@ def take() -> dict[str, Any]:
 
 
 def put(states: dict[str, Any]) -> None:
-    """Sets the generators to what :func:`take` returned."""
+    """Restores the generators from :func:`take`."""
     random.setstate(states["python"])
     torch.random.set_rng_state(states["cpu"])
     if "numpy" in states:
@@ -41,7 +41,7 @@ def put(states: dict[str, Any]) -> None:
 
 
 def of_numpy(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """NumPy's own form of its state."""
+    """Returns the state in NumPy's own form."""
     name, keys, *rest = state
     return (name, keys.numpy().astype("uint32"), *rest)
 
@@ -53,21 +53,21 @@ def _accelerator() -> str | None:
 
 _FORMAT = 1
 _STATE = "trainer_state.json"
-#: So many log entries ride on a commit. The others are in what the Trainer saved.
+#: Log entries kept with a commit. Earlier ones are in the Trainer's saves.
 _LOGS_KEPT = 200
-#: How the Trainer names the folder of a save.
+#: Name of the Trainer's folder of a save.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-#: An attribute of a scheduler that was loaded as it was before its own step.
+#: Attribute of a scheduler that was loaded in its state before its own step.
 BEHIND = "_longshore_behind"
 
 
 @dataclass(frozen=True)
 class TrainerData:
-    """The Trainer's state, its scheduler's and its generators', as they are when a step's commit is made.
+    """State of the Trainer, its scheduler and the generators at a step's commit.
 
     Attributes:
         state: the fields of ``TrainerState`` after the step, with the log entries since the last save.
-        scheduler: the scheduler's state before its own step; None without one. is_behind: whether that step is to be made.
+        scheduler: the scheduler's state before its own step; None without one. is_behind: whether that step is still to be made.
         generators: as :func:`longshore.integrations.trainer_data.take` returns them.
     """
 
@@ -78,7 +78,7 @@ class TrainerData:
 
     @classmethod
     def of(cls, state: Any, scheduler: Any, saved_logs: int) -> "TrainerData":
-        """Of a Trainer that is about to make a step."""
+        """Returns the data of a Trainer that is about to make a step."""
         logs = state.log_history[saved_logs:][-_LOGS_KEPT:]
         fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "log_history"}
         after = {**fields, "global_step": state.global_step + 1, "log_history": logs}
@@ -103,7 +103,7 @@ class TrainerData:
 
     @classmethod
     def decode(cls, data: bytes) -> "TrainerData":
-        """Reads what another process kept. It may hold plain containers and tensors alone.
+        """Decodes another process's data, of plain containers and tensors alone.
 
         Raises:
             StateError: for the data of another program.
@@ -123,7 +123,7 @@ class TrainerData:
             ) from error
 
     def write(self, folder: Path, before: Path | None, world_size: int) -> None:
-        """Writes the Trainer's files, but for model and optimizer. ``before`` is the folder that it saved last."""
+        """Writes the Trainer's files except model and optimizer. ``before`` is its last saved folder."""
         earlier = json.loads((before / _STATE).read_text())["log_history"] if before is not None else []
         state = {**self.state, "log_history": earlier + self.state["log_history"]}
         (folder / _STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
@@ -136,8 +136,7 @@ class TrainerData:
 
 
 def last_whole(output: Path) -> Path | None:
-    """The newest of the Trainer's folders that it has written to its end; None where there is none. It writes them in place, and the file
-    with its state last."""
+    """Returns the Trainer's newest complete folder; None without one. The Trainer writes folders in place, with the state's file last."""
     saved = [(int(found[1]), path) for path in output.glob("checkpoint-*") if (found := _FOLDER.fullmatch(path.name))]
     for _, path in sorted(saved, reverse=True):
         try:
