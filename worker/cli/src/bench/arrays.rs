@@ -1,4 +1,4 @@
-//! The arrays of a job's shards, as a server holds them, for benches of memory.
+//! Arrays of a job's shards, laid out as on a server, for benches of memory.
 
 use anyhow::Context;
 use longshore_engine::{
@@ -14,12 +14,12 @@ use longshore_proto::{
 
 pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 const SHARD: usize = DEFAULT_SHARD_ELEMENTS as usize;
-/// The bytes of a parameter: gradient and image in the widest format, and three fp32 arrays.
+/// Bytes of a parameter: gradient and image in the widest format, and three fp32 arrays.
 const BYTES_PER_PARAM: u64 = 20;
-/// So many parameters fit in no cache: 5.6 GB go through memory in a round.
+/// This many parameters fit in no cache: a round moves 5.6 GB through memory.
 const DEFAULT_PARAMS: u64 = 200_000_000;
 
-/// The bytes of each array, which an update and its limit have in common.
+/// Bytes of each array, common to an update and its limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) wire: Dtype,
@@ -28,13 +28,13 @@ pub(super) struct Shape {
 
 pub(super) struct Arrays {
     pub(super) shards: Vec<Shard>,
-    /// The formats of the values that the state holds now.
+    /// Formats of the values that the state holds now.
     formats: Formats,
 }
 
 pub(super) struct Shard {
     pub(super) len: usize,
-    /// This and the arrays below have room for fp32. A case of fewer bits uses their first part.
+    /// This array and the arrays below have room for fp32. Cases with fewer bits use the first part.
     pub(super) gradient: Region,
     master: Region,
     pub(super) first: Region,
@@ -43,7 +43,7 @@ pub(super) struct Shard {
 }
 
 impl Shape {
-    /// How many bytes go through memory for each block: the state is read and written.
+    /// Bytes through memory for each block: state is read and written.
     pub(super) fn block_bytes(&self) -> usize {
         let wire = BLOCK * self.wire.bytes() as usize;
         2 * (wire + self.state.block().iter().sum::<usize>())
@@ -51,7 +51,7 @@ impl Shape {
 }
 
 impl Arrays {
-    /// The arrays in shards, as a server holds them, touched by the threads that will use them.
+    /// Allocates the arrays in shards, as a server does. The threads that will use them touch them first.
     pub(super) fn allocate(params: usize, pool: &ThreadPool) -> anyhow::Result<Arrays> {
         let mut lengths = vec![SHARD; params / SHARD];
         lengths.extend((!params.is_multiple_of(SHARD)).then_some(params % SHARD));
@@ -77,7 +77,7 @@ impl Arrays {
         Ok(arrays)
     }
 
-    /// Makes the state hold values of these formats.
+    /// Fills the state with values of these formats.
     pub(super) fn prepare(&mut self, pool: &ThreadPool, formats: Formats) {
         if self.formats != formats {
             self.formats = formats;
@@ -100,7 +100,7 @@ impl Shard {
         pool.blocks(gradient.collect(), |part: &mut [u16]| fill_gradient(part));
     }
 
-    /// The parts of the arrays that a case uses: gradient, state and image.
+    /// Returns the parts of the arrays that a case uses: gradient, state and image.
     pub(super) fn cut(&mut self, shape: Shape) -> (&[u8], StateMut<'_>, &mut [u8]) {
         let wire = self.len * shape.wire.bytes() as usize;
         let [master, first, second] = shape.state.arrays(self.len);
@@ -117,8 +117,8 @@ impl Shard {
     }
 }
 
-/// The values are positive and far from denormal in every format and under every rule, however often they are
-/// updated: an instruction that meets a denormal or NaN takes another time.
+/// Fills a block with values that stay positive and far from denormal in every format and under every rule,
+/// however often they are updated. Instructions on a denormal or NaN take another time.
 fn fill(block: &mut StateMut<'_>) {
     use kernels::{MasterMut, MomentMut, encode};
     let low = block.low();
@@ -127,7 +127,7 @@ fn fill(block: &mut StateMut<'_>) {
         MasterMut::Bf16(master) => master.fill(0x3F00),
     }
     let values = |value: f32| -> Vec<f32> {
-        // Each group of 8-bit moments has codes of all sizes.
+        // Each group of 8-bit moments gets codes of all sizes.
         (0..BLOCK).map(|at| value * (1 + at % 64) as f32 / 64.0).collect()
     };
     for (code, moment, value) in
@@ -139,12 +139,12 @@ fn fill(block: &mut StateMut<'_>) {
     }
 }
 
-/// The values are about 1 as f16, and about 0.008 as bf16 and f32.
+/// Fills with values of about 1 as f16, and about 0.008 as bf16 and f32.
 pub(super) fn fill_gradient(part: &mut [u16]) {
     part.iter_mut().enumerate().for_each(|(at, bits)| *bits = 0x3C00 | ((at * 40503) >> 7 & 0x7F) as u16);
 }
 
-/// The number of parameters: whole blocks, at least one.
+/// Returns the number of parameters: whole blocks, at least one.
 pub(super) fn fitting(asked: Option<u64>, available: u64) -> anyhow::Result<usize> {
     let blocks = match asked {
         Some(params) => params / BLOCK_ELEMENTS,

@@ -1,11 +1,11 @@
-//! Moves the same bytes as an update, without its arithmetic. It uses the same shards and blocks, the same threads, and
-//! the same kind of stores.
+//! The limit of an update: a pass that moves the same bytes without arithmetic, with the same shards, blocks,
+//! threads and kind of stores.
 
 use longshore_engine::{memory::Traffic, threads::ThreadPool};
 
 use super::arrays::{Arrays, BLOCK, Shape};
 
-/// Moves what one update of all parameters moves.
+/// Moves the bytes of one update of all parameters.
 pub(super) fn pass(arrays: &mut Arrays, pool: &ThreadPool, shape: Shape) {
     for shard in &mut arrays.shards {
         let (gradient, state, image) = shard.cut(shape);

@@ -1,6 +1,6 @@
-//! What `longshore bench` measures and how it reports it. In each round a case is measured together with its limit on
-//! the same machine. On a shared host memory, disks and loopback change speed by a factor of two within minutes, so a
-//! rate means something only beside a limit that was measured at the same time.
+//! Benches of `longshore bench`, and their report. Each round measures a case together with its limit on the same
+//! machine. On a shared host, memory, disks and loopback change speed by a factor of two within minutes. A rate
+//! means something only beside a limit measured at the same time.
 
 mod arrays;
 mod limit;
@@ -19,7 +19,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::table::Rows;
 
-/// A job to measure with: AdamW, bf16 both ways, one rank, exact. Each bench changes what it varies.
+/// Returns the base job of a bench: AdamW, bf16 both ways, one rank, exact. Each bench changes the fields that it
+/// varies.
 pub(crate) fn job(name: &str, params: Vec<Param>) -> anyhow::Result<JobSpec> {
     Ok(JobSpec::new(JobName::parse("job", name)?, params))
 }
@@ -28,15 +29,15 @@ pub(crate) fn param(name: impl Into<String>, elements: u64) -> Param {
     Param { name: name.into(), shape: vec![elements], group: 0 }
 }
 
-/// One case, with its own time and its limit's in each round.
+/// A case, with its own time and its limit's time in each round.
 pub(crate) struct Measured {
     pub(crate) bench: &'static str,
     pub(crate) case: String,
     pub(crate) threads: usize,
-    /// The bytes that the case and its limit move in a round.
+    /// Bytes that the case and its limit move in a round.
     pub(crate) bytes: u64,
     pub(crate) params: u64,
-    /// The seconds of each round.
+    /// Seconds of each round.
     pub(crate) times: Vec<f64>,
     pub(crate) limits: Vec<f64>,
 }
@@ -62,8 +63,7 @@ impl Measured {
         self.rate(median(&self.limits))
     }
 
-    /// How near the case comes to its limit: the median of the rounds' ratios. Each is of two passes, one right after
-    /// the other.
+    /// Ratio of the case to its limit: the median over the rounds, each of two passes in direct succession.
     pub(crate) fn fraction(&self) -> f64 {
         let ratios: Vec<f64> =
             self.times.iter().zip(&self.limits).map(|(time, limit)| limit / time).collect();
@@ -74,7 +74,7 @@ impl Measured {
         median(&self.times) * 1e9 / self.params as f64
     }
 
-    /// The keys that every bench uses.
+    /// JSON keys common to all benches.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "bench": self.bench,
@@ -93,13 +93,13 @@ impl Measured {
     }
 }
 
-/// The CPU time of all threads of this process. Both ends of a bench run in it, so it is the time of both.
+/// CPU time of all threads of this process. Both ends of a bench run here, so the time covers both.
 fn process_cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// The median. For an even number of values it is the mean of the middle two.
+/// Returns the median; for an even number of values, the mean of the middle two.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn the_fraction_pairs_rounds_and_rates_use_medians() {
-        // The host halves its speed in one round, and the ratio of that round stays.
+        // The host halves its speed in one round, and that round's ratio stays.
         let measured = Measured {
             bench: "update",
             case: "adamw".to_string(),

@@ -1,4 +1,5 @@
-//! What this host can do, as a plan asks for it. Each speed is what a bench measures, by the bench's own code.
+//! Speeds of this host, in the form that a plan asks for. Each speed is measured by the code of the corresponding
+//! bench.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +21,7 @@ pub(crate) use super::wire::JOB;
 use super::{median, storage, update::Bare, wire};
 use crate::{access::Access, servers::Servers};
 
-/// How many times each is measured. Medians count.
+/// Samples of each speed, of which the median counts.
 const ROUNDS: usize = 5;
 const CALLS: usize = 200;
 /// Neither fits in a cache.
@@ -48,24 +49,24 @@ impl ProbeArgs {
     }
 }
 
-/// In GB/s, microseconds and bytes.
+/// Results in GB/s, microseconds and bytes.
 pub(crate) struct Probed {
     pub(crate) threads: usize,
-    /// What `longshored` gives to jobs here where nothing else is said.
+    /// Memory that `longshored` gives to jobs here by default.
     pub(crate) memory: u64,
-    /// The free space of all drives. None where no folder was named.
+    /// Free space of all drives. None without a folder.
     pub(crate) nvme: Option<u64>,
     pub(crate) server_memory: f64,
-    /// None where no folder was named.
+    /// None without a folder.
     pub(crate) drives: Option<f64>,
-    /// The slower direction.
+    /// Speed of the slower direction.
     pub(crate) link: f64,
     pub(crate) is_loopback: bool,
     pub(crate) round_trip_us: f64,
 }
 
 impl Probed {
-    /// The speeds, under the names of the flags that take them.
+    /// Returns the speeds, under the names of their flags.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "threads": self.threads, "memory": self.memory, "nvme": self.nvme, "server_memory": self.server_memory, "drives": self.drives, "link": self.link,
@@ -83,7 +84,7 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
         Some(server) => (vec![server.address().to_string()], Access::default()),
         None => (args.probe_servers.clone(), args.access.clone()),
     };
-    // What the probes themselves take is not missing yet.
+    // Read before the probes allocate memory themselves.
     let memory = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).memory;
     let nvme = match args.probe_dir.as_slice() {
         [] => None,
@@ -105,7 +106,7 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
     })
 }
 
-/// The bytes that are free in these folders. Folders of one file system share them.
+/// Returns the free bytes of these folders. Folders of one file system share them.
 fn free_of(dirs: &[PathBuf]) -> anyhow::Result<u64> {
     let mut by_device = BTreeMap::new();
     for dir in dirs {
@@ -125,11 +126,11 @@ fn updates(formats: Formats) -> anyhow::Result<f64> {
     Ok(bare.bytes_per_s(ROUNDS) / 1e9)
 }
 
-/// How many GB a second go to servers and come from them, the slower direction.
+/// Returns the GB a second to and from servers, for the slower direction.
 pub(crate) fn link(servers: &[String], access: &Access) -> anyhow::Result<f64> {
     let mut both = wire::Both::to((servers.to_vec(), access), wire::default_connections())?;
     let measured = slower_of(&mut both);
-    // Whatever became of it, no job is left there. Why it failed says more than why what it left could not be removed.
+    // The job is deleted in any case. The measurement's error is more useful than that of the deletion.
     let closed = both.close();
     let speed = measured?;
     closed.map(|()| speed)
@@ -147,7 +148,7 @@ fn slower_of(both: &mut wire::Both) -> anyhow::Result<f64> {
     Ok(median(&slower))
 }
 
-/// How long a call takes that asks for no work, sent to all servers at once.
+/// Returns the time of a call without work, sent to all servers at once.
 fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
     let mut servers = Servers::connect(servers, access)?;
     let mut times = Vec::with_capacity(CALLS);
@@ -169,7 +170,7 @@ mod tests {
         let dirs = ["a", "b"].map(|name| folder.path().join(name));
         dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
         let (one, both) = (free_of(&dirs[..1]).unwrap(), free_of(&dirs).unwrap());
-        // Others write to it meanwhile.
+        // Other processes write to the drive meanwhile.
         assert!(one > 0 && both < one + one / 2, "{one} and {both}");
         let missing = free_of(&[folder.path().join("c")]).unwrap_err();
         assert!(missing.to_string().contains("--probe-dir"), "{missing:#}");

@@ -1,4 +1,4 @@
-//! Receives a gradient as a server does. Chunks come into their slot. While a part of one is in cache, its checksum and
+//! Receives a gradient as a server does. Chunks arrive in their slot; while a part is in cache, its checksum and
 //! its blocks' gradient statistics are taken. The limit does the same without statistics.
 
 use std::{
@@ -17,16 +17,16 @@ use longshore_proto::{Dtype, checksum::Crc32, limits::CHUNK_BYTES};
 
 use super::arrays::{Arrays, BLOCK, fill_gradient};
 
-/// How many bytes one read from a socket may bring, as in a server.
+/// The most bytes of one read from a socket, as in a server.
 const RECEIVED: usize = 256 * 1024;
 
-/// Where bytes come from.
+/// The source of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Source {
-    /// A buffer in cache, on all threads at once: only the writing is measured.
+    /// A buffer in cache, on all threads at once: the pass measures writing alone.
     Memory,
-    /// Connections over loopback. For every two of the pool's threads there is one that receives and one that sends, in
-    /// place of the worker.
+    /// Connections over loopback. Every two threads of the pool become a receiver and a sender, which stands for
+    /// the worker.
     Tcp,
 }
 
@@ -39,13 +39,13 @@ impl fmt::Display for Source {
     }
 }
 
-/// How many bytes are written into a slot for each block. Taking statistics reads them once more. That is what is
-/// measured, so it is not counted.
+/// Bytes written into a slot for each block. Statistics read them once more; this read is the measured cost, so it
+/// is not counted.
 pub(super) fn block_bytes(wire: Dtype) -> usize {
     BLOCK * wire.bytes() as usize
 }
 
-/// Receives every shard, with its statistics where an instruction set for them is given.
+/// Receives every shard, with its statistics if an instruction set is given.
 pub(super) fn pass(
     arrays: &mut Arrays,
     pool: &ThreadPool,

@@ -1,20 +1,20 @@
-//! Prints what was measured, as a table for people or as JSON for programs, case by case.
+//! Prints measurements case by case, as a Markdown table or as JSON.
 
 use super::Measured;
 use crate::output::Output;
 
 const HEAD: [&str; 7] = ["case", "threads", "GB/s", "min..max", "limit GB/s", "of the limit", "ns/param"];
-/// Room for numbers of rows that are not known yet. A larger one makes its row longer.
+/// Column widths for rows that are not known yet. A wider number makes its row longer.
 const ROOM: [usize; 7] = [0, 7, 6, 14, 10, 12, 8];
 
-/// Rows that are printed as they come. The table is Markdown, so that it can be pasted into a page as it is.
+/// Rows that are printed as they come. The table is Markdown, so that it can be pasted into a page.
 pub(crate) struct Rows {
     /// None for one JSON object a line.
     widths: Option<[usize; 7]>,
 }
 
 impl Rows {
-    /// Prints the head of a table. Its first column has room for these names.
+    /// Prints the head of a table. Its first column is wide enough for these names.
     pub(crate) fn begin<'a>(cases: impl Iterator<Item = &'a str>, out: Output) -> Rows {
         let rows = Rows { widths: (!out.is_json()).then(|| widths(cases)) };
         if let Some(widths) = &rows.widths {

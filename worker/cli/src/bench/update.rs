@@ -1,4 +1,4 @@
-//! `longshore bench update`: the fused update of many parameters, as a server does it, beside its memory traffic.
+//! `longshore bench update`: the fused update of many parameters, as on a server, beside its memory traffic.
 
 mod cases;
 
@@ -20,17 +20,17 @@ use super::{
 };
 
 pub(crate) struct Settings {
-    /// How many parameters; None means 200 million, or what half of the available memory holds.
+    /// Number of parameters; None means 200 million, or as many as half of the available memory holds.
     pub(crate) params: Option<u64>,
     pub(crate) rounds: usize,
-    /// Only cases whose name contains this.
+    /// Only cases whose name contains this text.
     pub(crate) filter: String,
     /// Every rule with every format and instruction set.
     pub(crate) all: bool,
 }
 
 impl Arrays {
-    /// How many seconds one pass of a case or of its limit takes.
+    /// Returns the seconds of one pass of a case or of its limit.
     fn time(&mut self, pool: &ThreadPool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
         if let Case::Update(update) = case {
             self.prepare(pool, update.formats);
@@ -46,7 +46,7 @@ impl Arrays {
         Ok(begun.elapsed().as_secs_f64())
     }
 
-    /// One step of all parameters.
+    /// Runs a step of all parameters.
     fn pass(&mut self, pool: &ThreadPool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
@@ -123,12 +123,12 @@ impl Bare {
         self.arrays.pass(&self.pool, self.update);
     }
 
-    /// The bytes that a pass moves through memory.
+    /// Bytes that a pass moves through memory.
     pub(super) fn bytes(&self) -> f64 {
         self.params as f64 * self.update.shape().block_bytes() as f64 / BLOCK as f64
     }
 
-    /// How many bytes a second so many passes move. One pass before them warms up.
+    /// Returns the bytes a second of this many passes, after a warm-up pass.
     pub(super) fn bytes_per_s(&mut self, passes: usize) -> f64 {
         self.pass();
         let pass = |_| {
@@ -141,13 +141,13 @@ impl Bare {
     }
 }
 
-/// The names of the cases that [`run`] measures.
+/// Returns the names of the cases that [`run`] measures.
 pub(crate) fn names(settings: &Settings) -> anyhow::Result<Vec<String>> {
     Ok(selected(settings)?.iter().map(Case::name).collect())
 }
 
-/// Measures every case with one thread and with all, in rounds, each beside its limit. What is measured is told at once,
-/// since all of it takes minutes.
+/// Measures every case with one thread and with all, in rounds, each beside its limit. `tell` gets each case at
+/// once, since all of them take minutes.
 pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyhow::Result<()> {
     let cases = selected(settings)?;
     let params = fitting(settings.params, longshore_server::config::available_memory())?;
@@ -156,8 +156,8 @@ pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyho
         pools.push(ThreadPool::new(available_threads())?);
     }
     let all = &pools[pools.len() - 1];
-    // The calling thread is bound to a core, as a job's compute thread is. The scheduler might otherwise leave it on
-    // the core of the pool's second thread all the time.
+    // The calling thread is bound to a core, as a job's compute thread is. Otherwise the scheduler might leave it
+    // on the core of the pool's second thread all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
     let progress = indicatif::ProgressBar::new((settings.rounds * cases.len() * pools.len()) as u64);

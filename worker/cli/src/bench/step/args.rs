@@ -126,7 +126,7 @@ impl Args {
     }
 
     pub(super) fn spec(&self) -> anyhow::Result<JobSpec> {
-        // There is one tensor a shard, since shards are what a step streams.
+        // A tensor per shard, since a step streams shards.
         let cut = self.shard_elements;
         let params = (0..self.params.div_ceil(cut)).map(|index| {
             let elements = cut.min(self.params - index * cut);

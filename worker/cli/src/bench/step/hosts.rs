@@ -1,4 +1,4 @@
-//! The servers of a bench: one in this process, or those that run elsewhere.
+//! The servers of a bench: a server in this process, or servers elsewhere.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -18,7 +18,7 @@ pub(super) struct Hosts {
     own: Option<Own>,
 }
 
-/// A server in this process. Its fields are dropped in this order.
+/// A server in this process. Fields drop in this order.
 struct Own {
     _server: Server,
     _runtime: Runtime,
@@ -46,11 +46,11 @@ impl Hosts {
             _ => server.address().to_string(),
         };
         let own = Own { _server: server, _runtime: runtime, _folder: folder };
-        // Nothing is shown to a server of this process, whatever the environment says.
+        // A server of this process gets no credentials, whatever the environment says.
         Ok(Hosts { addresses: vec![address], access: Access::default(), own: Some(own) })
     }
 
-    /// How ranks enter these servers.
+    /// Credentials of ranks for these servers.
     pub(super) fn access(&self) -> &Access {
         &self.access
     }
@@ -59,7 +59,7 @@ impl Hosts {
         &self.addresses
     }
 
-    /// The most bytes of memory that a server has promised to the job.
+    /// Returns the most bytes of memory that a server has reserved for the job.
     pub(super) fn reserved(&self, spec: &JobSpec) -> anyhow::Result<u64> {
         let request = v1::DescribeRequest { job: spec.name.to_string(), brief: true, ..Default::default() };
         let described = Servers::connect(&self.addresses, &self.access)?.each_promptly(|mut admin| {
@@ -69,7 +69,7 @@ impl Hosts {
         Ok(described.iter().map(|(_, job)| job.memory_bytes).max().unwrap_or(0))
     }
 
-    /// Leaves nothing of the job on servers that go on running.
+    /// Deletes the job from servers that go on running.
     pub(super) fn clear(&self, spec: &JobSpec) -> anyhow::Result<()> {
         if self.own.is_some() {
             return Ok(());

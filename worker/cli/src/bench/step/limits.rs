@@ -1,4 +1,4 @@
-//! What bounds a step: an update of as many parameters, each direction of the wire, and the cores. Each is measured
+//! Bounds of a step: an update of as many parameters, each direction of the wire, and the cores. Each is measured
 //! alone, in turn with steps.
 
 use std::time::{Duration, Instant};
@@ -8,18 +8,18 @@ use longshore_engine::threads::available_threads;
 use super::Args;
 use crate::bench::{median, process_cpu, update::Bare, wire};
 
-/// The bare update passes over at most so many parameters, of 16 bytes each, and is taken to go on at the same pace: more of them
-/// need not fit into memory.
+/// The most parameters of the bare update, at 16 bytes each. Larger jobs are taken to run at the same pace, so
+/// they need not fit in memory.
 const MOST_BARE: u64 = 200_000_000;
 
 pub(super) struct Limits {
     bare: Bare,
-    /// How many times the bare update's parameters the steps have.
+    /// Ratio of the steps' parameters to the bare update's.
     times: f64,
     wire: wire::Both,
-    /// The bytes of all parameters on the wire, one way.
+    /// Bytes of all parameters on the wire, in one direction.
     bytes: f64,
-    /// The milliseconds of each round: push, pull, update, and CPU time over cores.
+    /// Milliseconds of each round: push, pull, update, and CPU time over cores.
     rounds: Vec<[f64; 4]>,
     cpu: f64,
 }
@@ -37,7 +37,7 @@ impl Limits {
         })
     }
 
-    /// Measures the CPU time of all ranks and the server while `steps` are made.
+    /// Measures the CPU time of all ranks and the server during `steps` steps.
     pub(super) fn time_steps<T>(&mut self, steps: usize, wait: impl FnOnce() -> T) {
         let before = process_cpu();
         wait();
@@ -57,12 +57,12 @@ impl Limits {
         Ok(())
     }
 
-    /// The GB that the update of all parameters moves through memory.
+    /// GB that the update of all parameters moves through memory.
     pub(super) fn update_gb(&self) -> f64 {
         self.bare.bytes() * self.times / 1e9
     }
 
-    /// The medians.
+    /// Medians over the rounds.
     pub(super) fn ms(&self) -> [f64; 4] {
         [0, 1, 2, 3].map(|limit| median(&self.rounds.iter().map(|round| round[limit]).collect::<Vec<_>>()))
     }

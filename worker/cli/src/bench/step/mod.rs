@@ -1,8 +1,9 @@
-//! `longshore bench step`: whole steps of a worker whose compute is a timed wait, beside what bounds them.
+//! `longshore bench step`: whole steps of a worker whose compute is a timed wait, beside their bounds.
 //!
-//! Forward takes a third of the compute, and uses shard after shard as their weights arrive. Backward takes the rest,
-//! and each shard's gradient leaves during it, last shard first. Server and ranks are in this process, so its CPU time
-//! is that of all; servers that run elsewhere are not in it. Beside what was measured stands what the plan's simulator says.
+//! Forward takes a third of the compute, and uses shard after shard as their weights arrive. Backward takes the
+//! rest, and each shard's gradient leaves during it, last shard first. Server and ranks are in this process, so
+//! its CPU time covers all of them, except servers elsewhere. The report also shows the prediction of the plan's
+//! simulator.
 
 mod args;
 mod hosts;
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let spec = args.spec()?;
     let hosts = Hosts::start(args)?;
     let measured = measure((args, out), &spec, &hosts);
-    // A job that nobody opened is not there to be cleared.
+    // After an error, an unopened job needs no deletion.
     measured.and(hosts.clear(&spec))
 }
 
@@ -51,7 +52,7 @@ fn measure((args, out): (&Args, Output), spec: &JobSpec, hosts: &Hosts) -> anyho
         .collect();
     let mut limits = Limits::new(args)?;
     limits.measure(false)?;
-    // The first round warms up, and the steps of the next one follow at once, as steps of a run do.
+    // The first round warms up. The steps of the next round follow at once, as steps of a run do.
     for round in 0..=args.rounds {
         turns.wait();
         limits.time_steps(args.steps, || turns.wait());
@@ -79,7 +80,7 @@ fn report(
     };
     let (step, exposed) = (of(|step| step.wall), of(|step| step.exposed));
     let [alone_push, alone_pull, update, cpu] = limits.ms();
-    // Each direction of the wire bounds a step by itself. A step of several micro-steps pushes as many times.
+    // Each direction of the wire bounds a step by itself. A step of several micro-steps pushes that many times.
     let push = alone_push * f64::from(args.micro_steps) * f64::from(args.ranks);
     let pull = alone_pull * f64::from(args.ranks);
     let bound = push.max(pull).max(update).max(cpu);

@@ -1,4 +1,4 @@
-//! How long `longshore plan` says that a step of the bench lasts, by its simulator, with speeds that were measured beside the
+//! Predicts the step time of the bench with the simulator of `longshore plan`, from speeds measured beside the
 //! steps.
 
 use longshore_engine::tier;
@@ -8,21 +8,21 @@ use longshore_worker::Transport;
 use super::Args;
 use crate::plan::{DriveTraffic, Hardware, Run, Stage, Step, Unit, update_bytes};
 
-/// What was measured alone, in bytes a second.
+/// Speeds measured alone, in bytes a second.
 pub(super) struct Alone {
-    /// The slower direction of the wire.
+    /// Speed of the slower direction of the wire.
     pub(super) wire: f64,
-    /// Updates of the host.
+    /// Speed of updates on the host.
     pub(super) memory: f64,
 }
 
-/// What a use of a unit takes, in forward and in backward.
+/// Seconds that a use of a unit takes, in forward and in backward.
 pub(super) struct Uses {
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
 }
 
-/// None where the job is on drives whose speed is not known.
+/// Returns the predicted step; None if the job is on drives of unknown speed.
 pub(super) fn predict(
     args: &Args,
     spec: &JobSpec,
@@ -35,11 +35,12 @@ pub(super) fn predict(
         None if run.drives.update > 0.0 => return Ok(None),
         None => f64::INFINITY,
     };
-    // In shared memory servers read gradients where they lie, and a worker maps images: the update's traffic has both already.
+    // In shared memory servers read gradients in place, and a worker maps images: the update's traffic already has
+    // both.
     let is_mapped = args.transport() == Transport::Memfd;
     let alone_link = if is_mapped { f64::INFINITY } else { alone.wire };
     let hardware = Hardware {
-        // Units say how long they compute.
+        // Units carry their own compute time.
         gpu_flops: f64::INFINITY,
         link: args.link.map_or(alone_link, |speed| speed as f64),
         server_link: args.server_link.map_or(f64::INFINITY, |speed| speed as f64),
@@ -51,7 +52,7 @@ pub(super) fn predict(
     Ok(Some(run.step(&hardware)))
 }
 
-/// The bench's job, as the simulator has it.
+/// Returns the simulator's form of the bench's job.
 fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
     let unit = |elements: u64| Unit {
         elements: elements as f64,

@@ -1,4 +1,4 @@
-//! One rank's steps, with a timed wait for compute.
+//! Steps of one rank, with a timed wait for compute.
 
 use std::{
     sync::Barrier,
@@ -21,20 +21,20 @@ use crate::access::Access;
 
 pub(super) struct Measured {
     pub(super) steps: Vec<Step>,
-    /// How long it took to open the job and to fill it.
+    /// Time to open the job and to fill it.
     pub(super) fill: Duration,
 }
 
 pub(super) struct Step {
     pub(super) wall: Duration,
     pub(super) exposed: Duration,
-    /// The time from the step's decision to the last of its weights. It is measured in exact steps without compute.
+    /// Time from the step's decision to the last of its weights, for exact steps without compute.
     pub(super) update: Duration,
     pub(super) timing: Timing,
 }
 
-/// Compute that takes time but no core, as a GPU's does. If the scheduler makes one part of it too long, the next part
-/// is shorter by as much. Time spent waiting for weights is not made up for in this way.
+/// Compute that takes time but no core, as a GPU's does. If the scheduler makes one part too long, the next part
+/// is shorter by as much. Waits for weights are not made up for.
 struct Compute {
     until: Instant,
     total: Duration,
@@ -102,7 +102,7 @@ pub(super) fn run(
     Ok(measured)
 }
 
-/// Opens the job and fills it. Says how long that took.
+/// Opens the job and fills it. Returns the pipeline, and the time that this took.
 fn prepare(
     args: &Args,
     spec: JobSpec,
@@ -160,8 +160,8 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     drop(feed);
     pipeline.finish(Vec::new())?;
     let decided = Instant::now();
-    // Without compute to hide behind, an exact step ends when the worker has all its weights. With compute, the next
-    // step's forward takes them shard by shard, and the time that it waits for them is exposed there.
+    // Without compute, an exact step ends when the worker has all its weights. With compute, the next step's
+    // forward takes them shard by shard, and its waits are exposed there.
     if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0 && args.compute_ms == 0.0) {
         (0..layers).try_for_each(|layer| feed.wait(layout.param_range(layer)))?;
     }
@@ -170,12 +170,12 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     Ok(Step { wall, exposed, update: decided.elapsed(), timing: Timing::default() })
 }
 
-/// Makes a gradient without CPU time, as a device's copy engine does. Only new memory is written: memory that is used
-/// again still holds a gradient.
+/// Makes a gradient without CPU time, as a device's copy engine does. Only new memory is written: reused memory
+/// still holds a gradient.
 fn produce(target: &mut [u8]) {
     if target.starts_with(&[0; 4]) {
         target.chunks_exact_mut(2).zip(1u16..).for_each(|(element, value)| {
-            // The elements are bf16 numbers from 2^-13 to 2^-12.
+            // Elements are bf16 numbers from 2^-13 to 2^-12.
             element.copy_from_slice(&(0x3900 | value & 0x7F).to_le_bytes());
         });
     }

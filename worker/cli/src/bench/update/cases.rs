@@ -1,4 +1,4 @@
-//! What `longshore bench update` measures, by name.
+//! Cases of `longshore bench update`, with their names.
 
 use longshore_engine::{
     kernels::{Isa, Rule},
@@ -11,11 +11,11 @@ use super::super::{
     receive::{self, Source},
 };
 
-/// Something to measure.
+/// A case to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Case {
     Update(Update),
-    /// Receiving a gradient with gradient statistics, beside receiving it without them.
+    /// A gradient received with gradient statistics, beside one received without.
     Receive {
         source: Source,
         wire: Dtype,
@@ -26,18 +26,18 @@ pub(super) enum Case {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct Update {
     pub(super) rule: Rule,
-    /// The format of gradient and image.
+    /// Format of gradient and image.
     pub(super) wire: Dtype,
     pub(super) isa: Isa,
     pub(super) formats: Formats,
     pub(super) images: Images,
 }
 
-/// The images that an update makes.
+/// The kind of images that an update makes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Images {
     Plain,
-    /// They look ahead, as those of delayed steps do.
+    /// Images that look ahead, as those of delayed steps.
     Ahead,
 }
 
@@ -49,7 +49,7 @@ impl Case {
         }
     }
 
-    /// How many bytes go through memory for each block.
+    /// Bytes through memory for each block.
     pub(super) fn block_bytes(&self) -> usize {
         match self {
             Case::Update(update) => update.shape().block_bytes(),
@@ -57,8 +57,8 @@ impl Case {
         }
     }
 
-    /// The cases. With `all` it is everything. Otherwise it is AdamW in every format or on every instruction set, and
-    /// the other rules in bf16 on the fastest instruction set.
+    /// Returns the cases. `all` means every combination. Otherwise AdamW in every format or on every instruction
+    /// set, and the other rules in bf16 on the fastest instruction set.
     pub(super) fn list(all: bool) -> Vec<Case> {
         let (best, mut cases) = (Isa::detect(), Vec::new());
         for rule in Rule::ALL {
@@ -86,7 +86,7 @@ impl Case {
     }
 }
 
-/// The formats of moments and master weights.
+/// Formats of moments and master weights.
 const FORMATS: [(StateFormat, MasterFormat); 5] = [
     (StateFormat::F32, MasterFormat::F32),
     (StateFormat::Bf16, MasterFormat::F32),
@@ -102,7 +102,7 @@ impl Update {
         Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats, images }
     }
 
-    /// The name says which arrays are not fp32.
+    /// Returns the case's name, which lists the arrays that are not fp32.
     pub(super) fn name(&self) -> String {
         let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
         if self.formats.state != StateFormat::F32 {

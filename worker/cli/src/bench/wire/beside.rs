@@ -1,4 +1,4 @@
-//! An update that goes on beside what is measured: it updates a large array over and over, on a pool of the engine.
+//! An update beside the measurement: it updates a large array over and over, on a pool of the engine.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -11,12 +11,12 @@ use longshore_proto::Formats;
 
 use crate::bench::update::Bare;
 
-/// So many parameters fit in no cache, and a pass over them takes one thread a tenth of a second.
+/// This many parameters fit in no cache, and one thread passes over them in a tenth of a second.
 pub(super) const PARAMS: usize = 32 << 20;
-/// The longest wait for a pass to begin or to end.
+/// The longest wait for the begin or the end of a pass.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Updates while it is [on](Update::on).
+/// A background thread that updates while it is [on](Update::on).
 pub(super) struct Update {
     params: usize,
     shared: Arc<Control>,
@@ -52,12 +52,12 @@ impl Update {
         Ok(Update { params, shared, thread })
     }
 
-    /// Starts the update. Once this returns, it is going on.
+    /// Starts the update. The update is running once this returns.
     pub(super) fn on(&self) -> anyhow::Result<()> {
         self.set(true)
     }
 
-    /// Stops the update. Once this returns, none is going on.
+    /// Stops the update. No pass is running once this returns.
     pub(super) fn off(&self) -> anyhow::Result<()> {
         self.set(false)
     }
@@ -76,7 +76,7 @@ impl Update {
         Ok(())
     }
 
-    /// How long a parameter took while the update was on.
+    /// Nanoseconds a parameter took while the update was on.
     pub(super) fn ns_per_param(&self) -> f64 {
         let state = self.shared.lock();
         state.time.as_secs_f64() * 1e9 / (f64::from(state.passes) * self.params as f64)
@@ -108,7 +108,7 @@ impl Control {
             state.running = state.wanted;
             self.changed.notify_all();
             if !state.running {
-                // The thread is idle until told otherwise: whoever tells it waits with a deadline.
+                // The thread is idle until told otherwise: the telling thread waits with a deadline.
                 drop(self.changed.wait(state));
                 continue;
             }

@@ -1,16 +1,16 @@
-//! One case of the bench, which is measured again and again, and its samples.
+//! A case of the bench, measured again and again, with its samples.
 
 use super::{beside::Update, meter::Sample};
 use crate::bench::median;
 
-/// One thing to measure, what it is compared with, and its samples.
+/// A case, the case that is its limit, and its samples.
 pub(super) struct Case {
     pub(super) name: &'static str,
-    /// The case that it is compared with.
+    /// Name of the case that is this case's limit.
     pub(super) limit: Option<&'static str>,
     sample: Box<dyn FnMut() -> anyhow::Result<Sample>>,
     samples: Vec<Sample>,
-    /// The samples beside an update. Each was taken right before or after the one at the same index in `samples`.
+    /// Samples beside an update. Each was taken right before or after the sample at the same index in `samples`.
     during_update: Vec<Sample>,
 }
 
@@ -27,7 +27,7 @@ impl Case {
         median(&self.samples.iter().map(value).collect::<Vec<f64>>())
     }
 
-    /// Takes a round's samples: one, or two by turns.
+    /// Takes a round's samples: one, or two in turn.
     pub(super) fn round(&mut self, round: usize, update: Option<&Update>) -> anyhow::Result<()> {
         // The first round warms up: it touches memory, and lets windows and socket buffers grow.
         let keep = round > 0;
@@ -49,7 +49,7 @@ impl Case {
         Ok(())
     }
 
-    /// The median rate beside an update, and the median of the rounds' ratios to the rate without.
+    /// Returns the median rate beside an update, and the median of the rounds' ratios to the rate without.
     pub(super) fn beside(&self) -> Option<(f64, f64)> {
         let rates: Vec<f64> = self.during_update.iter().map(Sample::gb_per_s).collect();
         let ratios: Vec<f64> = rates.iter().zip(&self.samples).map(|(rate, s)| rate / s.gb_per_s()).collect();

@@ -1,4 +1,4 @@
-//! Wall and CPU time of a piece of work. Both ends run in this process, so its CPU time is that of both.
+//! Wall and CPU time of a piece of work. Both ends run in this process, so its CPU time covers both.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// Adds a piece of work that moved `bytes`.
+    /// Runs `work`, and adds its times and the `bytes` that it moved.
     pub(super) fn time<T>(
         &mut self,
         bytes: usize,

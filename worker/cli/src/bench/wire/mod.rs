@@ -1,4 +1,4 @@
-//! Measures how near push and pull come to raw sockets. All cases take turns in each round, since clocks, caches and
+//! Compares push and pull with raw sockets. All cases take turns in each round, since clocks, caches and
 //! neighbours on the host change within seconds. Compare only medians of the same run.
 
 mod beside;

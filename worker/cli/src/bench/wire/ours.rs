@@ -1,5 +1,5 @@
-//! Push and pull as a worker makes them, against a server in this process. A push goes from retained chunks into the
-//! server's slots, and a pull from a version's image into a feed.
+//! Push and pull of a worker against a server in this process. A push goes from retained chunks into the server's
+//! slots, and a pull from a version's image into a feed.
 
 use std::{
     env,
@@ -60,23 +60,25 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     Ok(cases)
 }
 
-/// Push and pull over one transport, for a bench of something larger. The file is the turn of this host, where it is needed.
+/// Push and pull over one transport, for a larger bench. The file locks this host's turn, if one is needed.
 pub(in crate::bench) struct Both(BenchRank, #[expect(dead_code)] Option<File>);
 
-/// What the name of a job begins with that is opened on servers which run elsewhere.
+/// Prefix of the name of a job that is opened on servers elsewhere.
 pub(crate) const JOB: &str = "bench-wire-";
 
-/// How much is transferred to servers that run elsewhere, which may be busy with jobs. It takes twelve times as much of them.
+/// Bytes sent to servers elsewhere, which may be busy with jobs. The job takes twelve times as much of their
+/// memory.
 const TO_BYTES: u64 = 64 << 20;
 
-/// How much is transferred: it fits in no cache, and is little enough to be measured in each round.
+/// Bytes transferred in a round: too many for a cache, and few enough for each round.
 const BOTH_BYTES: u64 = 256 << 20;
 
 /// The longest wait for another measurement of this host and user.
 const OTHERS: Duration = Duration::from_secs(120);
 
-/// Waits until nobody else of this host and user measures servers, and returns the name that its job has there: the next run finds what a killed
-/// one has left, and removes it. Other hosts have other names, since in a job of one name each would fence the other.
+/// Waits for other measurements of this host and user, and returns the name of the job on the servers. The next
+/// run finds the job of a killed run by that name, and removes it. Other hosts use other names: in one job each
+/// would fence the other.
 fn turn() -> anyhow::Result<(String, File)> {
     const POLL: Duration = Duration::from_millis(100);
     let user = rustix::process::getuid().as_raw();
@@ -115,12 +117,12 @@ impl Both {
         Ok(Both(BenchRank::open(Some(&host), options)?, None))
     }
 
-    /// To servers that run elsewhere. What is left there is removed by `close`.
+    /// Opens the job on servers elsewhere. `close` deletes it.
     pub(in crate::bench) fn to(
         (servers, access): (Vec<String>, &Access),
         connections: usize,
     ) -> anyhow::Result<Both> {
-        // Its shards are dealt to the servers, so that each has one at least.
+        // Shards are dealt to the servers, so that each has at least one.
         let elements = (TO_BYTES / 2).max(servers.len() as u64 * DEFAULT_SHARD_ELEMENTS);
         let (name, turn) = turn()?;
         let spec = JobSpec { name: JobName::parse("name", &name)?, ..spec(elements)? };
@@ -133,12 +135,12 @@ impl Both {
         Ok(self.0.probe.session().delete_job()?)
     }
 
-    /// The speed in GB/s.
+    /// Returns the speed in GB/s.
     pub(in crate::bench) fn push(&mut self) -> anyhow::Result<f64> {
         Ok(self.0.push()?.gb_per_s())
     }
 
-    /// The speed in GB/s. In shared memory the weights are read once.
+    /// Returns the speed in GB/s. In shared memory the weights are read once.
     pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<f64> {
         Ok(self.0.pull()?.gb_per_s())
     }
@@ -174,11 +176,11 @@ impl Host {
     }
 }
 
-/// One rank's session, and the gradient that it pushes again and again. The job has a fourth rank that never comes, so
-/// no sum is formed.
+/// A rank's session, and the gradient that it pushes again and again. The job has a fourth rank that never comes,
+/// so servers form no sum.
 struct BenchRank {
     probe: Probe,
-    /// None where the servers run elsewhere.
+    /// None for servers elsewhere.
     _host: Option<Arc<Host>>,
 }
 
@@ -192,7 +194,7 @@ impl BenchRank {
         let mut session = Session::connect(options)?;
         let started = session.start(&|_| vec![0.5; elements as usize]).context("opening the benchmark's job");
         if started.is_err() && host.is_none() {
-            // It may have been opened before that failed.
+            // The job may have been opened before the failure.
             let _ = session.delete_job();
         }
         started?;
@@ -208,8 +210,8 @@ impl BenchRank {
         Ok(sample)
     }
 
-    /// Pulls version 0 until all of it is in this rank's memory. In shared memory it stays where the server has it, and
-    /// this rank reads it once instead, so that it has seen the bytes either way.
+    /// Pulls version 0 until all of it is in this rank's memory. In shared memory the weights stay on the server,
+    /// and this rank reads them once, so that it has seen the bytes either way.
     fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.probe.session().layout().elements();
         let mut sample = Sample::default();

@@ -1,4 +1,4 @@
-//! What the host can do: copy memory, and send bytes through bare sockets with the same send buffers.
+//! Limits of the host: memory copies, and bytes through bare sockets with the same send buffers.
 
 use std::{
     io::{Read, Write},
@@ -39,7 +39,7 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     Ok(vec![memcpy, tcp, unix, tls])
 }
 
-/// The source and target of each connection. Together they are as large as a real transfer, so they fit in no cache.
+/// Source and target of each connection. Together they are as large as a real transfer, so they fit in no cache.
 struct Lanes(Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Lanes {
@@ -48,7 +48,7 @@ impl Lanes {
         Lanes((0..connections).map(|lane| (vec![lane as u8 + 1; part], vec![0; part])).collect())
     }
 
-    /// Moves every lane's source to its target, all at once.
+    /// Moves every lane's source to its target, all lanes at once.
     fn run<T: Send>(
         &mut self,
         transports: Vec<T>,

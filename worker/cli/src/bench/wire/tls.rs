@@ -1,4 +1,4 @@
-//! TLS in the bench: an authority of its own, and bare rustls streams over a pair of sockets.
+//! TLS in the bench: a certificate authority of its own, and bare rustls streams over a pair of sockets.
 
 use std::{
     net::TcpStream,
@@ -21,7 +21,7 @@ use crate::tls::{Authority, Subject, write_identities};
 const HOST: &str = "127.0.0.1";
 const WORKER: &str = "bench";
 
-/// The folders of a server and of a worker, for as long as this is kept.
+/// TLS folders of a server and of a worker. Dropping the value removes them.
 pub(super) struct Folders(TempDir);
 
 impl Folders {
@@ -47,7 +47,7 @@ impl Folders {
 type Client = StreamOwned<ClientConnection, TcpStream>;
 type Server = StreamOwned<ServerConnection, TcpStream>;
 
-/// Shakes hands over a pair of sockets.
+/// Completes a handshake over a pair of sockets.
 pub(super) fn pair(folder: &Path, (near, far): (TcpStream, TcpStream)) -> anyhow::Result<(Client, Server)> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(folder.join(CA))?)?;
