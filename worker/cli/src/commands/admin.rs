@@ -151,7 +151,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
     Ok(())
 }
 
-/// Gives back the room of the parts that were written. Where that fails the next checkpoint does it.
+/// Frees the room of written parts. If that fails, the next checkpoint frees it.
 fn discard(servers: &mut Servers, job: &str, name: &str) {
     let request = v1::DiscardCheckpointRequest { job: job.to_string(), name: name.to_string() };
     let _ = servers.answers(|mut admin| {
@@ -164,7 +164,7 @@ pub(super) fn checkpoints(args: &CheckpointsArgs, out: Output) -> anyhow::Result
     let (mut servers, job) = target(&args.target)?;
     let found = common_checkpoints(&mut servers, &job)?;
     if found.is_empty() {
-        // Checkpoints outlive their job, so that a missing job is no error before.
+        // Checkpoints outlive their job, so a missing job is an error only without any checkpoint.
         servers.check_job(&job)?;
     }
     for Checkpoint { name, version, stale, damage, .. } in found {
@@ -183,7 +183,7 @@ pub(super) fn checkpoints(args: &CheckpointsArgs, out: Output) -> anyhow::Result
 
 pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    // The version is named, so that a server which a first try has reached does not refuse the second.
+    // The request names the version, so that a server which a first try has resumed does not refuse the second.
     let version =
         paused_at(describe(&mut servers, &job)?.iter().filter_map(|answer| answer.progress.as_ref()));
     let request = v1::ResumeRequest { job: job.clone(), loss_scale: args.loss_scale.unwrap_or(0.0), version };
@@ -219,7 +219,7 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     let any = answers.iter().any(|(_, answer)| answer.is_ok());
     for (address, answer) in answers {
         match answer {
-            // It was deleted there before, by a call that did not reach all of them.
+            // An earlier call that did not reach every server deleted the job here.
             Err(fault) if any && fault.kind == FaultKind::NotFound && fault.field == "job" => {}
             answer => answer.map(|_| ()).context(address)?,
         }
@@ -250,7 +250,7 @@ fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::Describe
     Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
-/// What the servers list, in the order in which it was sealed.
+/// Returns the checkpoints that the servers list, in the order of their sealing.
 fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<Checkpoint>> {
     let request = v1::ListCheckpointsRequest { job: job.to_string() };
     let lists = servers.each_promptly(|mut admin| {

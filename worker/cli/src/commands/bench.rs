@@ -1,4 +1,4 @@
-//! `longshore bench`: how fast this host is, beside how fast it could be.
+//! `longshore bench`: speeds of this host, beside their limits.
 
 use super::trace::TraceFlag;
 use crate::{
@@ -48,7 +48,7 @@ pub(super) struct Traced<T: clap::Args> {
 }
 
 impl Bench {
-    /// Servers that run elsewhere, where a bench may have them.
+    /// Returns the flags of servers elsewhere, for a bench that takes them.
     pub(super) fn elsewhere(&mut self) -> Option<(&mut Vec<String>, &mut Access)> {
         match self {
             Bench::Step(step) => Some(step.args.elsewhere()),

@@ -1,4 +1,4 @@
-//! `longshore clusters`: the clusters that the config file names.
+//! `longshore clusters`: the clusters of the config file.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::{clusters::File, output::Output};
 
-/// Prints each cluster, the default one marked. Servers are not asked.
+/// Prints each cluster, with the default one marked. No server is called.
 pub(super) fn run(config: Option<&Path>, out: Output) -> anyhow::Result<()> {
     let file = File::read(config)?;
     let path = file.path.display();

@@ -1,4 +1,4 @@
-//! `longshore doctor`: what Longshore needs of a host and of its servers, and what is missing.
+//! `longshore doctor`: checks the needs of Longshore on a host and its servers, and names missing ones.
 
 use std::path::PathBuf;
 
@@ -36,7 +36,7 @@ impl Args {
     }
 }
 
-/// Prints what was found. The result is an error when something does not work, and not when something is only slow.
+/// Prints the findings. Returns an error if a check fails; a slow result is no error.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let look = Look {
         system: args.system.clone(),

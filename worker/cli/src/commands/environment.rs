@@ -1,4 +1,4 @@
-//! The environment variables of the command line. A mistyped one is refused, with the name that was meant.
+//! Environment variables of the command line. A mistyped name is refused, with the nearest known name.
 
 use clap::{Command, CommandFactory};
 use longshore_server::config::{ConfigError, check_variables};
@@ -6,7 +6,7 @@ use longshore_server::config::{ConfigError, check_variables};
 use super::{Cli, RETIRED};
 
 const PREFIX: &str = "LONGSHORE_";
-/// Variables without a flag: those read by the update kernels of an embedded server, and those set for tests.
+/// Variables without a flag: those that the update kernels of an embedded server read, and those of tests.
 const NO_FLAGS: [&str; 9] = [
     "LONGSHORE_ISA",
     "LONGSHORE_BIN_DIR",
@@ -19,8 +19,10 @@ const NO_FLAGS: [&str; 9] = [
     "LONGSHORE_SKIP_PACKAGE",
 ];
 
+/// Checks the process's environment variables.
+///
 /// # Errors
-/// `UnknownVariable` for the first one that starts with `LONGSHORE_` and belongs to no flag.
+/// `UnknownVariable` for the first variable that starts with `LONGSHORE_` and belongs to no flag.
 pub fn check_environment() -> Result<(), ConfigError> {
     let command = Cli::command();
     let mut known = NO_FLAGS.to_vec();
@@ -29,7 +31,7 @@ pub fn check_environment() -> Result<(), ConfigError> {
     check_variables(PREFIX, (&known, &RETIRED), names)
 }
 
-/// Collects the variables of all flags of a command and of those below it.
+/// Collects the variables of all flags of a command and its subcommands.
 fn collect<'a>(command: &'a Command, known: &mut Vec<&'a str>) {
     known.extend(command.get_arguments().filter_map(|flag| flag.get_env()?.to_str()));
     command.get_subcommands().for_each(|command| collect(command, known));

@@ -1,4 +1,4 @@
-//! `longshore export`: a job's weights as files that other programs load.
+//! `longshore export`: writes a job's weights as files that other programs load.
 
 use std::{path::PathBuf, time::Duration};
 

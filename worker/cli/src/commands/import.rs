@@ -1,4 +1,4 @@
-//! `longshore import`: a new job's weights from safetensors that other programs wrote.
+//! `longshore import`: fills a new job with weights from safetensors of other programs.
 
 use std::path::PathBuf;
 

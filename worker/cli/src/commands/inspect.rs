@@ -1,4 +1,4 @@
-//! `longshore inspect`: what a state directory holds, and whether it is whole.
+//! `longshore inspect`: shows the contents of a state directory, and verifies them.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ pub(super) struct Args {
     dir: PathBuf,
 }
 
-/// Folders that a server could not go on from as they are, by the reason.
+/// Folders that a server could not recover from as they are, by reason.
 #[derive(Default)]
 struct Amiss {
     lost: Vec<String>,
@@ -27,8 +27,8 @@ struct Amiss {
     in_use: Vec<String>,
 }
 
-/// Reads and verifies everything. The result is an error when a folder has no whole version, when its newest version
-/// is damaged, and when a server uses it.
+/// Reads and verifies everything. Returns an error if a folder has no whole version, if its newest version is
+/// damaged, or if a server uses it.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let mut amiss = Amiss::default();
     for folder in folders(&args.dir)? {
@@ -84,7 +84,7 @@ impl Amiss {
     }
 }
 
-/// Inspects a folder, with what the job itself needs of it.
+/// Inspects a folder, and checks the buffers that the job needs there.
 fn look(folder: &Path) -> Result<Report, Fault> {
     let mut report = inspect(folder)?;
     if report.header.tier == TierKind::Shm {
@@ -147,7 +147,7 @@ fn text(report: &Report) -> String {
     lines.join("\n")
 }
 
-/// What becomes of the folder.
+/// Returns what a server will do with the folder.
 fn outlook(report: &Report) -> String {
     match (report.recoverable(), report.versions.last()) {
         _ if report.is_blank() && report.damage.is_empty() => {
@@ -172,7 +172,7 @@ fn of_version(version: &VersionReport, tier: TierKind, newest: bool) -> String {
     if version.damaged.is_empty() {
         return format!("{name}{blocks}whole");
     }
-    // Its slot serves the version after next, which may have begun.
+    // The version's slot serves the version after next, whose write may have begun.
     if !newest {
         return format!("{name}overwritten by a later one");
     }

@@ -1,4 +1,4 @@
-//! `longshore completions` and `longshore man`: what shells and `man` know of both commands.
+//! `longshore completions` and `longshore man`: shell completions and manual pages of both commands.
 
 use std::{fs, io, path::PathBuf};
 
@@ -34,7 +34,7 @@ pub(super) struct ManArgs {
 }
 
 impl Program {
-    /// `longshore` is the command line of that program.
+    /// Returns the program's clap command. `longshore` is that of the program of this name.
     fn command(self, longshore: &Command) -> Command {
         match self {
             Program::Longshore => longshore.clone(),
@@ -56,7 +56,7 @@ pub(super) fn completions(longshore: &Command, args: &CompletionsArgs, out: Outp
     );
 }
 
-/// Writes a page for each command, and for those below it.
+/// Writes a page for each command and subcommand.
 pub(super) fn man(longshore: &Command, args: &ManArgs, out: Output) -> anyhow::Result<()> {
     let wrote = || -> io::Result<Vec<String>> {
         fs::create_dir_all(&args.out)?;

@@ -1,4 +1,4 @@
-//! The command line: what each command takes, and where it goes.
+//! The command line: subcommands with their flags, and the dispatch to their code.
 
 mod admin;
 mod bench;
@@ -34,7 +34,7 @@ use crate::{
     output::Output,
 };
 
-/// What every command ends with. docs/cli.md says it too, and tests/tests/output.rs checks that both do.
+/// Exit codes, shown after every command's help. tests/tests/output.rs checks that docs/cli.md says the same.
 const EXIT_CODES: &str = "\
 Exit codes:
   0  done
@@ -42,7 +42,7 @@ Exit codes:
   2  wrong arguments, variables or config file: nothing was tried
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
-/// Flags of earlier releases, and what to do instead. Rows stay for one release.
+/// Flags of earlier releases, each with its replacement. Rows stay for one release.
 pub const RETIRED: [Retired; 13] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("correction", "leave it out of `plan`: a server takes the same memory with and without it"),
@@ -148,7 +148,8 @@ impl Command {
         }
     }
 
-    /// The servers that it talks to, how, and what it does without any. None for those that talk to none.
+    /// Returns the command's flags of servers and access, and its need of servers. None for commands without
+    /// servers.
     fn servers(&mut self) -> Option<((&mut Vec<String>, &mut Access), Wanted)> {
         let needed = match self {
             Command::Status(args) => &mut args.servers,
@@ -174,15 +175,15 @@ impl Command {
 }
 
 impl Cli {
-    /// How results and errors are printed.
+    /// Returns the format of results and errors.
     pub(crate) fn output(&self) -> Output {
         self.output
     }
 
-    /// Finds the servers of the cluster that is meant, where servers are meant by a name.
+    /// Replaces a cluster's name by its servers.
     ///
     /// # Errors
-    /// Where the name or the config file cannot be used, or no servers are named at all.
+    /// If the name or the config file cannot be used, or if no servers are named at all.
     pub(crate) fn settle(&mut self, matches: &ArgMatches) -> Result<(), Fault> {
         let given = given(matches);
         let Some(((servers, access), wanted)) = self.command.servers() else { return Ok(()) };
@@ -190,7 +191,7 @@ impl Cli {
     }
 
     pub fn run(self) -> anyhow::Result<()> {
-        // The guard writes the trace out when it is dropped.
+        // Dropping the guard writes the trace.
         let flags = self.command.trace();
         let (stages, _trace) =
             flags.and_then(|flags| flags.trace.as_deref()).map(trace::to).transpose()?.unzip();
@@ -224,7 +225,7 @@ impl Cli {
     }
 }
 
-/// Where the servers and the cluster were named: by flags or by variables.
+/// Returns the sources of servers and cluster: flags or variables.
 fn given(matches: &ArgMatches) -> Given {
     let mut leaf = matches;
     while let Some((_, below)) = leaf.subcommand() {
@@ -234,7 +235,7 @@ fn given(matches: &ArgMatches) -> Given {
         let is_there = leaf.ids().any(|id| id.as_str() == name);
         is_there.then(|| leaf.value_source(name)).flatten()
     };
-    // The servers of a plan are a number; those that it measures the link to have a name of their own.
+    // A plan's servers are a number. The servers to which it measures the link have a flag of their own.
     let servers = source("probe_servers").or_else(|| source("servers"));
     Given { servers, cluster: source("cluster") }
 }

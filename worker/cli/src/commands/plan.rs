@@ -1,5 +1,5 @@
-//! `longshore plan`: what a job will take of its servers, by the arithmetic they admit jobs with; of its GPUs; and how long
-//! its steps will be.
+//! `longshore plan`: what a job will take of its servers, by the arithmetic of their admission; of its GPUs; and
+//! the time of its steps.
 
 mod gpus;
 mod hardware;
@@ -87,22 +87,22 @@ pub(super) struct Args {
     probe: ProbeArgs,
 }
 
-/// What the job takes of the server with most of it.
+/// Requirements of the job on the server that owns most of it.
 struct Requirements {
     parameters: u64,
     need: Need,
-    /// The most parameters that the servers hold in what --memory and --nvme say they have.
+    /// The most parameters that servers hold with the memory and drives of --memory and --nvme.
     most: Option<u64>,
-    /// The bytes to or from one rank in a step, each way. Where gradients are pushed it is those of each micro-step.
+    /// Bytes to or from one rank in a step, each way. Pushed bytes are those of each micro-step.
     wire: u64,
-    /// The bytes written a day.
+    /// Bytes written a day.
     daily: Option<f64>,
     endurance_days: Option<f64>,
     gpus: gpus::Plan,
     short: Vec<String>,
 }
 
-/// Prints the plan. The result is an error when the job does not fit.
+/// Prints the plan. Returns an error if the job does not fit.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if args.probe.probe {
         let probed = probe::run(&args.probe, args.formats())?;
@@ -125,7 +125,7 @@ impl Args {
         self.probe.elsewhere()
     }
 
-    /// The flags, and what the file of --hardware says beside them.
+    /// Returns the flags, completed by the file of --hardware.
     fn with_file(&self) -> anyhow::Result<Args> {
         let mut all = self.clone();
         all.gpus.hardware = self.gpus.hardware.with_file()?;
@@ -146,7 +146,7 @@ impl Args {
 }
 
 impl Requirements {
-    /// Its errors are of arguments: nothing here looks at the host.
+    /// Computes the requirements from the arguments alone, so that its errors are errors of arguments.
     fn of(args: &Args, model: &Model) -> anyhow::Result<Requirements> {
         args.check()?;
         let spec = args.spec(model)?;
@@ -167,7 +167,7 @@ impl Requirements {
             let elements = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>();
             (need, elements, DriveTraffic::of(&spec, &layout, &owned, &args.storage()))
         };
-        // Shards are dealt in turn, so the first server has the most. Frozen ones take less than others, and come last.
+        // Shards are dealt in turn, so the first server has the most. Frozen shards take less, and come last.
         let first = of_server(0);
         let others = if args.frozen() > 0 { 1..args.servers } else { 1..1 };
         let (need, elements, on_drives) = others
@@ -326,14 +326,14 @@ mod tests {
             assert!(most > 0 && with(most).is_empty(), "{flags:?}: {most}");
             assert!(!with(most + 3 * DEFAULT_SHARD_ELEMENTS).is_empty(), "{flags:?}: {most}");
         }
-        // Servers for more than a job may have: as much as it may have.
+        // Servers with more memory than any job: the result is the largest job.
         let shard = MAX_SHARD_ELEMENTS.to_string();
         let flags = ["--params", "1B", "--shard-elements", &shard, "--memory", "1024TiB"];
         assert_eq!(planned(&flags).most, Some(MAX_ELEMENTS));
         assert_eq!(planned(&["--params", "1B"]).most, None);
     }
 
-    /// A budget of weights that holds more units has fewer pulls, as the worker has.
+    /// A larger budget of weights holds more units and needs fewer pulls, as in the worker.
     #[test]
     fn a_gpu_with_more_memory_keeps_more_units() {
         let of = |memory: &str| {
@@ -357,7 +357,7 @@ mod tests {
         );
         assert!(most_pulled > pulled && pulled > once, "{most_pulled}, {pulled}, {once}");
         assert!((once / 14e9 - 1.0).abs() < 0.01 && most_pulled < 2.0 * once, "{once}");
-        // What it needs at the least is the same.
+        // The minimum is the same for all budgets.
         assert_eq!(weights, peak);
     }
 

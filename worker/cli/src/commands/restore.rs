@@ -1,4 +1,4 @@
-//! `longshore restore`: a job filled from a checkpoint on all its servers, opened there first where it is not.
+//! `longshore restore`: fills a job from a checkpoint on all its servers, and opens it where it is not open.
 
 use anyhow::Context;
 use longshore_proto::{Fault, JobSpec, Rank};
@@ -28,7 +28,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
     let spec = spec(&mut servers, &job, args.name.as_ref())?;
     let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
-    // It connects as rank 0, whose view of the servers is the one that counts. It does not join.
+    // The session connects as rank 0, whose view of the servers decides, and does not join.
     let options = Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) };
     let session = Session::connect(args.target.servers.access.of(options))?;
     let how = GoBack { checkpoint: args.name.clone(), discard_state: args.discard_state };
@@ -43,14 +43,15 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many shards a server has read from the checkpoint, of how many. They stay counted until all servers have theirs.
+/// Returns the shards that a server has read from the checkpoint, and their total. Shards stay counted until all
+/// servers have loaded theirs.
 fn read(answer: &DescribeResponse) -> Option<(u64, u64)> {
     let progress = answer.progress.as_ref()?;
     let loaded = u64::from(progress.restore.as_ref()?.shards);
     Some((loaded, loaded + progress.missing_shards.len() as u64))
 }
 
-/// The job's spec: as it is open on the servers that have it, or as it was when the checkpoint was made.
+/// Returns the job's spec: that of the open job, or else that of the checkpoint.
 fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Result<JobSpec> {
     let names = match name {
         Some(name) => vec![name.clone()],
@@ -69,7 +70,7 @@ fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Resu
             async move { admin.restore(request).await }
         });
         let (found, refused) = split(answers);
-        // The spec of the open job comes before the checkpoint's, which may have had another tier or world size.
+        // The open job's spec comes first: the checkpoint may have another tier or world size.
         let open = found.iter().position(|answer| answer.progress.is_some());
         if let Some(answer) = found.into_iter().nth(open.unwrap_or(0)) {
             return Ok(JobSpec::from_wire(answer.spec)?);
@@ -95,7 +96,7 @@ fn split(
     (found, refused)
 }
 
-/// The names of the checkpoints that any server lists, oldest first.
+/// Returns the names of the checkpoints that any server lists, oldest first.
 fn names(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<String>> {
     let request = ListCheckpointsRequest { job: job.to_string() };
     let lists = servers.each(|mut admin| {

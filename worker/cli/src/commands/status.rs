@@ -1,4 +1,4 @@
-//! `longshore status`: what servers hold, how far jobs are, and what they wait for.
+//! `longshore status`: jobs on servers, their progress, and their waits.
 
 mod gather;
 mod object;
@@ -41,8 +41,7 @@ pub(super) struct Args {
     deadline_s: u64,
 }
 
-/// Prints what the servers that answer say. The result is an error when one does not answer, or when none holds the
-/// job that was named.
+/// Prints the answers of servers. Returns an error if a server does not answer, or if none holds the named job.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if args.steps > 0 && !out.is_json() {
         return Err(wrong_use(anyhow::anyhow!(
@@ -140,7 +139,7 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             (_, true) => "left",
             _ => "joined",
         };
-        // A server counts from the rank's last joining.
+        // A server counts from the rank's last join.
         let step = match rank.last_step {
             0 => "no gradient yet".to_string(),
             step => format!("last step {step}"),
@@ -153,7 +152,7 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
     }
 }
 
-/// What an identity has of a server, and the most that it may have.
+/// Formats an identity's use of a server, and its quota.
 fn share_of(identity: &v1::IdentityUsage) -> String {
     let of = |has: String, most: Option<String>| match most {
         Some(most) => format!("{has} of {most}"),
@@ -171,7 +170,7 @@ fn share_of(identity: &v1::IdentityUsage) -> String {
     )
 }
 
-/// The job's owner, and for how long it idles. None where neither is worth a line.
+/// Returns the job's owner and idle time. None if neither is worth a line.
 fn idle(answer: &v1::DescribeResponse) -> Option<String> {
     let owner = (!answer.owner.is_empty()).then(|| format!("of {}", answer.owner));
     let idle = Duration::from_millis(answer.idle_ms);
@@ -180,7 +179,7 @@ fn idle(answer: &v1::DescribeResponse) -> Option<String> {
     (!said.is_empty()).then(|| said.join(", "))
 }
 
-/// What an operator does about a pause whose reason does not say.
+/// Returns the remedy for a pause whose reason does not include one.
 fn way_on(reason: &str) -> String {
     match remedies::of_pause(reason) {
         "" => String::new(),
@@ -188,7 +187,7 @@ fn way_on(reason: &str) -> String {
     }
 }
 
-/// Why the servers' answers make no hash of the whole state.
+/// Returns why the servers' answers make no hash of the whole state.
 fn no_hash(answers: &Answers, without: &Without) -> String {
     let progress = || answers.iter().filter_map(|(_, answer)| answer.progress.as_ref());
     let versions: Vec<String> =
@@ -206,7 +205,7 @@ fn no_hash(answers: &Answers, without: &Without) -> String {
     }
 }
 
-/// Which of the job's servers were not asked; None where all were, or it cannot be told.
+/// Names the job's servers that were not asked; None if all were, or if their list is unknown.
 fn not_asked(answers: &Answers) -> Option<String> {
     let placement = answers.iter().find_map(|(_, answer)| answer.placement.as_ref())?;
     let asked = |server: u32| answers.iter().any(|(_, answer)| answer.server == server);
@@ -214,7 +213,7 @@ fn not_asked(answers: &Answers) -> Option<String> {
     let missing: Vec<&str> =
         of_job.filter(|(_, server)| !asked(*server)).map(|(address, _)| address.as_str()).collect();
     let (lack, all) = (missing.len(), placement.servers.len());
-    // A job of tens of servers fills no screen with them.
+    // A list of tens of servers is cut.
     let named = missing.iter().take(8).copied().collect::<Vec<_>>().join(",");
     let more = if lack > 8 { format!(" and {} more", lack - 8) } else { String::new() };
     (lack > 0).then(|| {
@@ -261,7 +260,7 @@ fn last_checkpoint(status: &v1::CheckpointStatus) -> String {
     }
 }
 
-/// How long ago it was by this host's clock, which need not be the server's.
+/// Formats the time since then by this host's clock, which may differ from the server's.
 fn ago(unix_ms: u64) -> String {
     let then = UNIX_EPOCH + Duration::from_millis(unix_ms);
     time(SystemTime::now().duration_since(then).unwrap_or_default())
@@ -276,7 +275,7 @@ fn time(time: Duration) -> String {
     }
 }
 
-/// What a job takes of its server's drives.
+/// Formats a job's use of its server's drives.
 fn drives(answer: &v1::DescribeResponse) -> String {
     let held = format!(
         "drives: {} reserved, {} written",

@@ -1,4 +1,4 @@
-//! `longshore tls`: what servers and clients need to trust each other.
+//! `longshore tls`: certificates and tokens for servers and clients.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
@@ -64,7 +64,7 @@ struct SubjectArgs {
     token: bool,
 }
 
-/// The identities that a new cluster has: name, roles, what that is for.
+/// Identities of a new cluster: name, roles, purpose.
 const IDENTITIES: [(&str, &str, &str); 3] = [
     ("operator", "\"operator\", \"reader\"", "deletes, pauses, restores, drains"),
     ("worker", "\"worker\"", "trains"),
@@ -107,7 +107,7 @@ fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The folders that were made.
+/// Returns the folders that were made, as JSON.
 fn made(dir: &Path, args: &InitArgs) -> serde_json::Value {
     let identity = |(name, _, _): (&str, &str, &str)| {
         let token = (!args.no_tokens).then(|| dir.join(format!("{name}-token")));
@@ -158,7 +158,7 @@ fn issue(args: &IssueArgs, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The hosts, and what a process on the server's host calls it.
+/// Returns the hosts, with the names of the server's host for processes on it.
 fn with_localhost(hosts: &[String]) -> Vec<String> {
     let (v4, v6) = (IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST));
     let mut all = hosts.to_vec();

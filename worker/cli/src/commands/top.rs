@@ -22,7 +22,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         return watch(poller);
     }
     let view = poller.look()?;
-    // A frame in which nobody is there would say that there are no jobs.
+    // A frame without any server would say that there are no jobs.
     let silent: Silent = view
         .servers
         .iter()

@@ -1,4 +1,4 @@
-//! `--trace FILE`: when each stage of a step ran, on which thread, as Chrome's trace format has it.
+//! `--trace FILE`: begin, end and thread of each stage of a step, in Chrome's trace format.
 
 use std::{
     fs::File,
@@ -11,7 +11,7 @@ use longshore_server::log::Reader;
 use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
 use tracing_subscriber::{Layer, filter::Targets};
 
-/// What marks a span as a stage, in every crate.
+/// Target of spans that are stages, in every crate.
 const STAGE: &str = "stage";
 
 #[derive(clap::Args, Clone)]
@@ -21,7 +21,7 @@ pub(super) struct TraceFlag {
     pub(super) trace: Option<PathBuf>,
 }
 
-/// Starts the trace. It is whole once the guard is dropped.
+/// Starts the trace. The file is complete once the guard is dropped.
 pub(super) fn to(path: &Path) -> anyhow::Result<(Reader, FlushGuard)> {
     let file = File::create(path).with_context(|| format!("--trace {}", path.display()))?;
     let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();

@@ -1,4 +1,4 @@
-//! The flags of `longshore train`, and their defaults.
+//! Flags of `longshore train`, and their defaults.
 
 mod settings;
 
@@ -230,7 +230,7 @@ impl Args {
     }
 }
 
-/// Who adds up the gradients of a step's micro-steps.
+/// The side that adds up the gradients of a step's micro-steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Accumulator {
     Servers,

@@ -1,4 +1,4 @@
-//! The GPUs' side of a plan: what a step takes of a GPU's memory, how long it lasts, and what binds it.
+//! The GPUs' side of a plan: memory of a GPU, time of a step, and its bottleneck.
 
 use anyhow::ensure;
 use longshore_proto::{JobSpec, TierKind};
@@ -12,9 +12,9 @@ use crate::{
     sizes::human,
 };
 
-/// GPT-2's, for models of which only the number of parameters is known.
+/// GPT-2's vocabulary, for models of which only the number of parameters is known.
 pub(super) const VOCABULARY: u64 = 50_257;
-/// The most servers that a plan looks at.
+/// The most servers that a plan considers.
 const MOST_SERVERS: u32 = 4096;
 
 #[derive(Clone, clap::Args)]
@@ -38,16 +38,16 @@ pub(super) struct Args {
     pub(super) hardware: HardwareArgs,
 }
 
-/// A stage on a GPU.
+/// Results for one stage on a GPU.
 struct Of {
     stage: Stage,
     peak: Peak,
-    /// The largest transformer that fits.
+    /// Parameters of the largest transformer that fits.
     largest: Option<u64>,
-    /// How many units stay on it from forward to backward at stage 3, and how many there are.
+    /// Number of units that stay resident from forward to backward at stage 3, and of all units.
     staying: (usize, usize),
     traffic: Traffic,
-    /// One step, and the fewest servers that do not slow it down.
+    /// The step, and the fewest servers that do not slow it down.
     step: Option<(Step, u32)>,
 }
 
@@ -55,9 +55,9 @@ pub(super) struct Plan {
     gpus: u32,
     memory: Option<u64>,
     stages: [Of; 2],
-    /// The gradients that each GPU's host keeps, so that they can be sent again.
+    /// Bytes of gradients that each GPU's host retains.
     retained: u64,
-    /// Until when it does.
+    /// The event that frees retained gradients.
     until: &'static str,
 }
 
@@ -66,7 +66,7 @@ impl Plan {
         args: &Args,
         model: &Model,
         spec: &JobSpec,
-        // More servers than shards would have nothing.
+        // Servers beyond the number of shards would own nothing.
         (servers, shards): (u32, u32),
         (frozen, drives): (f64, DriveTraffic),
     ) -> anyhow::Result<Plan> {
@@ -110,7 +110,7 @@ impl Plan {
         Ok(Plan { gpus: spec.world_size, memory, stages, retained, until })
     }
 
-    /// What is missing where no stage fits a GPU's memory.
+    /// Returns the shortage, if no stage fits a GPU's memory.
     pub(super) fn short(&self) -> Option<String> {
         let (least, has) = (self.stages.iter().map(|of| of.peak.total()).min()?, self.memory?);
         (least > has).then(|| {
@@ -216,15 +216,15 @@ fn number(stage: Stage) -> u32 {
     }
 }
 
-/// How much more parameters the job has than the transformer that stands for them: that of --params only comes near the number.
+/// Ratio of the job's parameters to its transformer's. The transformer of --params only comes near the number.
 fn scale(model: &Model, spec: &JobSpec) -> f64 {
     let wanted: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
     wanted as f64 / model.elements() as f64
 }
 
-/// The units' sizes and times. A token takes 2 operations for each element in forward and 4 in backward (Kaplan et al., 2020), and 2
-/// more where backward computes the forward pass again. Half of the 4 make the gradient of the parameters, which frozen ones have
-/// not.
+/// Returns sizes and times of the units. A token takes 2 operations per element in forward and 4 in backward
+/// (Kaplan et al., 2020). Recomputing the forward pass in backward adds 2. Half of the 4 make the gradient of
+/// parameters, which frozen ones lack.
 fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit> {
     let scale = scale(model, spec);
     let tokens = (work.sequences * work.context) as f64;
@@ -238,17 +238,19 @@ fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit
     model.unit_elements(work.division).into_iter().map(unit).collect()
 }
 
-/// The elements of weights that a device has room for at stage 3: what a worker gives them, which is all that gradients and
-/// activations leave, and no less than it must have.
+/// Elements of weights that fit on a device at stage 3: the room that gradients and activations leave, and at
+/// least the minimum that a worker needs.
 fn room(peak: &Peak, memory: Option<u64>) -> f64 {
     let beside = peak.total() - peak.weights;
     let left = memory.map_or(0, |memory| memory.saturating_sub(beside));
     left.max(peak.weights) as f64 / WIDTH as f64
 }
 
-/// The most bytes of gradients that a rank's host keeps at once, and until when. A step's are kept until all servers have its commit, or
-/// on drives until it is durable. A step begins once the version that it reads is decided, and a version is decided once the one before
-/// it is durable: so a delay and drives each add a step.
+/// The most bytes of gradients that a rank's host retains, and the event that frees them. Gradients of a step stay
+/// until all servers have its commit, or until it is durable on drives.
+///
+/// A step begins once the version that it reads is decided, and a version is decided once the one before is
+/// durable. So a delay adds a step, and drives add another.
 fn retained(spec: &JobSpec, frozen: f64, sliced: bool) -> (u64, &'static str) {
     let elements: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
     let trained = elements as f64 * (1.0 - frozen) / if sliced { f64::from(spec.world_size) } else { 1.0 };

@@ -1,4 +1,4 @@
-//! What `longshore plan --probe` found, as a file for --hardware.
+//! Formats the results of `longshore plan --probe` as a file for --hardware.
 
 use longshore_proto::Formats;
 

@@ -1,4 +1,4 @@
-//! The job that is planned: of which model, in which formats, who contributes to what, stored how.
+//! The planned job: its model, formats, contributors and storage.
 
 use anyhow::{Context, ensure};
 use longshore_engine::{
@@ -49,15 +49,15 @@ impl Args {
     }
 
     pub(super) fn spec(&self, model: &Model) -> anyhow::Result<JobSpec> {
-        // The number of --params counts, and not that of the transformer which comes nearest.
+        // The number of --params counts, not that of the nearest transformer.
         self.spec_of(self.params.unwrap_or_else(|| model.elements()))
     }
 
-    /// The job with so many parameters.
+    /// Returns the job's spec for this many parameters.
     fn spec_of(&self, elements: u64) -> anyhow::Result<JobSpec> {
-        // Tensors are cut where shards are: how parameters are divided into tensors changes nothing.
+        // Tensors are cut at shards: the division of parameters into tensors does not change the result.
         let cut = self.shard_elements;
-        // This is checked before they are listed.
+        // Checked before the parameters are listed.
         ensure!(
             elements.div_ceil(cut) <= MAX_SHARDS,
             "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"
@@ -88,14 +88,14 @@ impl Args {
         })
     }
 
-    /// The most parameters, in whole shards, that fit what --memory and --nvme say a server has. None where neither is given, and
-    /// where a part is frozen, since it is not said how that grows.
+    /// Returns the most parameters, in whole shards, that fit in --memory and --nvme of a server. None if neither
+    /// is given, or if some are frozen, since nothing says how the frozen part grows.
     pub(super) fn most_parameters(&self) -> anyhow::Result<Option<u64>> {
         let HardwareArgs { memory, nvme, .. } = *self.hardware();
         if (memory.is_none() && nvme.is_none()) || self.frozen() > 0 {
             return Ok(None);
         }
-        // Shards of each server. All have the same number, so that one stands for all.
+        // Shards per server. All servers own the same number, so server 0 stands for all.
         let fits = |each: u64| -> anyhow::Result<bool> {
             let spec = self.spec_of(each * u64::from(self.servers) * self.shard_elements)?;
             let layout = spec.validate()?;
@@ -105,7 +105,7 @@ impl Args {
             Ok(memory.is_none_or(|has| need.total() <= has.0) && nvme.is_none_or(|has| need.disk <= has.0))
         };
         let limit = MAX_SHARDS.min(MAX_ELEMENTS / self.shard_elements) / u64::from(self.servers);
-        // Ranks that exchange slices have a shard each at least.
+        // Ranks that exchange slices have at least one shard each.
         let least = if self.is_sliced() { self.world_size.div_ceil(self.servers).into() } else { 1 };
         if limit < least || !fits(least)? {
             return Ok(Some(0));
@@ -121,13 +121,14 @@ impl Args {
         Ok(Some(low * u64::from(self.servers) * self.shard_elements))
     }
 
-    /// Whether ranks exchange slices of weights and gradients among themselves, so that each element has one contributor.
+    /// Returns true if ranks exchange slices of weights and gradients among themselves, so that each element has
+    /// one contributor.
     pub(super) fn is_sliced(&self) -> bool {
         self.world_size > 1 && self.hardware().has_fabric()
     }
 
-    /// Who contributes to so many trained tensors, and to the frozen ones behind them. Ranks that exchange slices have a
-    /// part of the trained ones each.
+    /// Returns the partitions of `trained` tensors, and of the frozen ones behind them. Ranks that exchange slices
+    /// contribute to a part of the trained ones each.
     fn partitions(&self, trained: u64) -> anyhow::Result<Vec<Partition>> {
         let ranks = u64::from(self.world_size);
         let mut partitions = Vec::new();
@@ -152,7 +153,7 @@ impl Args {
 
     pub(super) fn storage(&self) -> Storage {
         Storage {
-            // Only how many folders there are counts.
+            // Only the number of folders counts.
             dirs: (0..self.state_dirs).map(|index| index.to_string().into()).collect(),
             resident_bytes: self.resident.map_or(0, |size| size.0),
             buffers: self.storage_buffers,

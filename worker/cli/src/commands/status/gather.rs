@@ -1,4 +1,4 @@
-//! Asks every server what it holds. A silent server does not hide the others.
+//! Asks every server for its jobs. A silent server does not hide the others.
 
 use std::time::Duration;
 
@@ -12,17 +12,17 @@ use crate::{
     servers::{Servers, Silent, Unanswered, jobs_of, name_silent, no_such_job},
 };
 
-/// The longest wait for a state hash: all of the state is read, after the updates that are decided.
+/// The longest wait for a state hash: all of the state is read, after the decided updates.
 const HASHING: Duration = Duration::from_secs(600);
 
 pub(super) const GONE: &str = "does not hold this job: it restarted, or belongs to another one";
 
 /// Each server's address and answer.
 pub(super) type Answers = Vec<(String, v1::DescribeResponse)>;
-/// Addresses of servers that gave no answer, and why.
+/// Addresses of servers without an answer, each with the reason.
 pub(super) type Without = Vec<(String, String)>;
 
-/// What all servers hold.
+/// Answers of all servers.
 pub(super) struct Found {
     servers: Servers,
     patience: Duration,
@@ -31,8 +31,10 @@ pub(super) struct Found {
 }
 
 impl Found {
+    /// Connects, and lists the jobs of all servers.
+    ///
     /// # Errors
-    /// When no server answers within `patience`.
+    /// If no server answers within `patience`.
     pub(super) fn ask(args: &ServersArgs, patience: Duration) -> anyhow::Result<Found> {
         let (mut servers, mut silent) = Servers::reach(&args.servers, &args.access)?;
         let answers = servers.answers_within(patience, |mut admin| async move {
@@ -52,7 +54,7 @@ impl Found {
         Ok(Found { servers, patience, lists, silent })
     }
 
-    /// The jobs there, or the one that is named.
+    /// Returns the names of all jobs, or the named job.
     pub(super) fn jobs(&self, named: Option<&str>) -> anyhow::Result<Vec<String>> {
         let jobs = jobs_of(&self.lists);
         let Some(named) = named else { return Ok(jobs) };
@@ -67,8 +69,8 @@ impl Found {
         bail!("{}{silent}", no_such_job(named, &jobs))
     }
 
-    /// The answers of the servers that hold the job, and why the others have none. An operator wants a status most
-    /// when a server has restarted empty, cannot read its drives, or is stopped.
+    /// Returns the answers of the servers that hold the job, and the reasons of the others. An operator needs a
+    /// status most when a server has restarted empty, cannot read its drives, or is stopped.
     pub(super) fn describe(&mut self, job: &str, with_steps: bool) -> (Answers, Without) {
         let steps_after = with_steps.then_some(0);
         let request =
@@ -85,7 +87,7 @@ impl Found {
     }
 }
 
-/// Puts each server's hashes beside its answer. Says why one has none.
+/// Adds each server's hashes to its answer. Returns why a server has none.
 pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Option<String> {
     let request =
         v1::DescribeRequest { job: job.to_string(), state_hash: true, brief: true, ..Default::default() };
@@ -95,7 +97,7 @@ pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Opt
     for (address, answer) in hashes.into_iter().filter(|(address, _)| asked.contains(address)) {
         let Some((_, known)) = answers.iter_mut().find(|(known, _)| *known == address) else { continue };
         match answer {
-            // What is beside the hashes is newer too.
+            // The fields beside the hashes are newer too.
             Ok(answer) => {
                 let (spec, placement) = (known.spec.take(), known.placement.take());
                 let steps = std::mem::take(&mut known.steps);
@@ -107,7 +109,7 @@ pub(super) fn hashed(found: &mut Found, job: &str, answers: &mut Answers) -> Opt
     failed
 }
 
-/// Why a server has no answer.
+/// Returns why a server has no answer.
 fn reason(fault: &Fault) -> String {
     match (fault.kind, fault.field.as_str()) {
         (FaultKind::NotFound, "job") => GONE.to_string(),

@@ -1,4 +1,4 @@
-//! What `longshore status` says of a job, for programs.
+//! The JSON form of a job's status.
 
 use longshore_wire::v1;
 
@@ -8,7 +8,7 @@ use super::{
     steps::steps,
 };
 
-/// One object a job, with so many of its last steps as each server saw them.
+/// Returns one object for a job, with its `last_steps` newest steps as each server saw them.
 pub(super) fn object(
     job: &str,
     answers: &Answers,

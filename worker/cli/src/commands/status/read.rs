@@ -1,4 +1,4 @@
-//! What servers' answers say of a job together, for people and for programs.
+//! Reads a job's status from the answers of all servers, for text and JSON.
 
 use longshore_proto::{
     Formats, JobSpec, Version,
@@ -8,7 +8,8 @@ use longshore_wire::{Wire, v1};
 
 use super::gather::Answers;
 
-/// The hash over all servers; None while they are at different versions, and without a server that owns a part.
+/// Returns the hash over all servers. None while they are at different versions, or if the owner of a part is
+/// missing.
 pub(super) fn combined_hash(answers: &[(String, v1::DescribeResponse)]) -> Option<(u64, String)> {
     let first = &answers.first()?.1;
     let layout = JobSpec::from_wire(first.spec.clone()).ok()?.validate().ok()?;
@@ -40,22 +41,22 @@ pub(super) fn phase(progress: &v1::JobProgress) -> &'static str {
     }
 }
 
-/// The newest decision that any server knows.
+/// Returns the newest decision that any server knows.
 pub(super) fn last_commit(answers: &Answers) -> Option<&v1::Commit> {
     let commits = answers.iter().filter_map(|(_, answer)| answer.progress.as_ref()?.last_commit.as_ref());
     commits.max_by_key(|commit| commit.step)
 }
 
-/// What training does to a server's drives at the pace that it has had so far.
+/// Wear of a server's drives at the pace so far.
 pub(super) struct Wear {
     pub(super) step_bytes: u64,
     pub(super) day_bytes: u64,
-    /// How many days until the drives have taken what they are rated for, counted from new.
+    /// Days until the drives reach their rated writes, counted from new.
     pub(super) days: Option<f64>,
 }
 
 impl Wear {
-    /// None before the second step.
+    /// Returns None before the second step.
     pub(super) fn of(answer: &v1::DescribeResponse) -> Option<Wear> {
         if answer.paced_steps == 0 || answer.paced_written_bytes == 0 || answer.paced_seconds <= 0.0 {
             return None;

@@ -1,14 +1,14 @@
-//! The last steps of a job as one server saw them, with the speeds that the status page draws of them.
+//! The last steps of a job as one server saw them, with the speeds that the status page draws.
 
 use longshore_wire::v1::{DecidedStep, DescribeResponse};
 
-/// Over how many steps before it the speeds at a step are means, as on the page.
+/// Steps over which a speed is a mean, as on the page.
 const MEAN_OF: usize = 8;
 
-/// The last `most` steps, oldest first.
+/// Returns the last `most` steps, oldest first.
 pub(super) fn steps(answer: &DescribeResponse, most: usize) -> Vec<serde_json::Value> {
     let known = &answer.steps;
-    // A speed is of steps that follow each other: a step that was taken back, or a server that started again, begins anew.
+    // Speeds are of consecutive steps: a step that was taken back, or a restarted server, begins anew.
     let mut begin = 0;
     let all = known.iter().enumerate().map(|(at, step)| {
         if at > 0 && !follows(&known[at - 1], step) {
@@ -29,17 +29,17 @@ fn follows(before: &DecidedStep, step: &DecidedStep) -> bool {
         && step.update_seconds >= before.update_seconds
 }
 
-/// Bytes a second.
+/// Speeds in bytes a second.
 #[derive(Debug, PartialEq)]
 struct Speeds {
     pushed: Option<f64>,
     pulled: Option<f64>,
-    /// The host memory that updates moved, by the time that they took.
+    /// Host memory moved by updates, over their time.
     updated: Option<f64>,
 }
 
 impl Speeds {
-    /// The means from the first of these steps to the last one. An update is done after its decision.
+    /// Returns the means from the first of these steps to the last. An update is done after its decision.
     fn over(steps: &[DecidedStep], update_bytes: u64) -> Speeds {
         let [first, .., last] = steps else { return Speeds { pushed: None, pulled: None, updated: None } };
         let spent: f64 = steps[1..].iter().filter_map(|step| step.seconds).sum();
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!((all.len(), all[0]["pushed_per_s"].as_f64()), (20, None));
         let speeds = ["pushed_per_s", "pulled_per_s", "update_per_s"].map(|name| all[19][name].as_f64());
         assert_eq!(speeds, [Some(2000.0), Some(1000.0), Some(16_000.0)]);
-        // The oldest of eight steps before decides how long a fast step is seen.
+        // The oldest of the eight steps before decides how long a fast step shows.
         let mut fast: Vec<DecidedStep> = (1..=20).map(step).collect();
         fast[5..].iter_mut().for_each(|step| step.pushed_bytes += 8000);
         let all = said(fast, 512);
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn no_speed_goes_over_a_break() {
         let mut steps: Vec<DecidedStep> = (1..=4).map(step).collect();
-        // The server was started again, and its counters with it.
+        // The server restarted, and its counters with it.
         steps[2] = DecidedStep { seconds: None, pushed_bytes: 0, ..step(3) };
         steps[3] = DecidedStep { pushed_bytes: 700, skipped: true, ..step(4) };
         let all = said(steps, 512);

@@ -1,4 +1,4 @@
-//! Makes a run's settings from its flags, and checks those flags that no later check would name.
+//! Makes a run's settings from its flags. Checks the flags that later checks would not name.
 
 use std::time::Duration;
 
@@ -88,8 +88,8 @@ fn settings(args: Args, out: Output) -> anyhow::Result<Settings> {
     })
 }
 
-/// The formats of the state. Stochastic rounding takes the run's seed. An fp32 job has no seed in its formats, so it
-/// may go on with another one.
+/// Returns the formats of the state. Stochastic rounding takes the run's seed. An fp32 job has no seed in its
+/// formats, so it may continue with another seed.
 fn formats(args: &Args) -> Formats {
     let formats = Formats { state: args.state, master: args.master, seed: args.seed };
     if formats.is_fp32() { Formats::default() } else { formats }
@@ -130,7 +130,7 @@ fn resume(args: &Args) -> Result<Option<GoBack>, Fault> {
     Ok(None)
 }
 
-/// Checks flags that no later check would name.
+/// Checks the flags that later checks would not name.
 fn check(args: &Args) -> Result<(), Fault> {
     let positive = |field: &str, value: u64| {
         if value > 0 {
@@ -169,10 +169,10 @@ fn check(args: &Args) -> Result<(), Fault> {
     check_folders(args)
 }
 
-/// The variable of --tls-dir. Whoever sets it for all commands may train on an embedded server too.
+/// The variable of --tls-dir. A user who sets it for all commands may train on an embedded server too.
 const TLS_DIR: &str = "LONGSHORE_TLS_DIR";
 
-/// Checks the flag that only a delay gives a meaning.
+/// Checks the flag that means something only with a delay.
 fn check_delay(args: &Args) -> Result<(), Fault> {
     if args.delay == 0 && args.correction.is_some() {
         let remedy = "say --delay 1 as well, or leave --correction out";
