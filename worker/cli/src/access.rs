@@ -1,4 +1,4 @@
-//! Which servers a command talks to, and how it shows them who it is.
+//! The servers of a command, and the credentials shown to them.
 
 use std::path::PathBuf;
 
@@ -20,10 +20,10 @@ pub struct Access {
 }
 
 impl Access {
-    /// What servers are shown and asked for; None where connections are plain.
+    /// Returns the credentials for the servers; None for plain connections.
     ///
     /// # Errors
-    /// Where files cannot be used, and where a token would be sent over a connection that anybody can read.
+    /// If files cannot be used, or if a token would be sent over an unencrypted connection.
     pub(crate) fn credentials(&self) -> Result<Option<Credentials>, Fault> {
         match (&self.tls_dir, &self.token_file) {
             (Some(dir), token) => Credentials::read_with(dir, token.as_deref()).map(Some),
@@ -36,7 +36,7 @@ impl Access {
         }
     }
 
-    /// The options of a rank that shows the same.
+    /// Returns the options of a rank with the same credentials.
     pub(crate) fn of(&self, options: Options) -> Options {
         Options { tls_dir: self.tls_dir.clone(), token_file: self.token_file.clone(), ..options }
     }

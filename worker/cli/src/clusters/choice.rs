@@ -1,4 +1,4 @@
-//! Which servers a command means: flags win over the environment, and that over the config file.
+//! Chooses a command's servers: flags win over the environment, which wins over the config file.
 
 use std::path::Path;
 
@@ -8,29 +8,29 @@ use longshore_proto::{Fault, FaultKind};
 use super::File;
 use crate::access::Access;
 
-/// What a command does where nobody names servers.
+/// A command's need of servers when no flag or variable names any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
-    /// It cannot do without: the file's default cluster counts.
+    /// Servers are required: the file's default cluster counts.
     Needed,
-    /// It does something else without: the default cluster does not count, a variable does.
+    /// The command works without servers: variables count, the default cluster does not.
     Optional,
-    /// Only flags of its own count.
+    /// Only the command's own flags count.
     ByFlag,
 }
 
-/// Where the servers and the cluster of a command came from.
+/// Sources of a command's servers and cluster.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Given {
     pub(crate) servers: Option<ValueSource>,
     pub(crate) cluster: Option<ValueSource>,
 }
 
-/// Puts the servers of the cluster that is meant into `servers`, and how it is entered into `access`.
+/// Puts the chosen cluster's servers into `servers`, and its credentials into `access`.
 ///
 /// # Errors
-/// Where servers and a cluster are both named by flags, where the file or the cluster cannot be used, and where servers are
-/// needed and nobody names any.
+/// If flags name both servers and a cluster, if the file or the cluster cannot be used, or if required servers are
+/// named nowhere.
 pub(crate) fn choose(
     servers: &mut Vec<String>,
     access: &mut Access,
@@ -76,7 +76,7 @@ mod tests {
     const FILE: &str = "default-cluster = \"prod\"\n[clusters.prod]\nservers = \"p:1\"\ntls-dir = \"/prod\"\n\
                         [clusters.lab]\nservers = \"l:1,l:2\"\n";
 
-    /// The servers and the TLS folder that are chosen.
+    /// Returns the chosen servers and TLS folder.
     fn chosen(
         servers: Option<(&str, ValueSource)>,
         cluster: Option<(&str, ValueSource)>,

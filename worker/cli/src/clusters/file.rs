@@ -1,4 +1,4 @@
-//! The client's config file: `~/.config/longshore/config.toml`, or where `--config` or `LONGSHORE_CONFIG` says.
+//! The client's config file: `~/.config/longshore/config.toml`, or the file of `--config` or `LONGSHORE_CONFIG`.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ const SERVERS: &str = "servers";
 const TLS_DIR: &str = "tls-dir";
 const TOKEN_FILE: &str = "token-file";
 
-/// What the file says.
+/// The contents of the config file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct File {
     pub(crate) path: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct File {
     pub(crate) clusters: BTreeMap<String, ClusterEntry>,
 }
 
-/// Servers that have a name together.
+/// A named cluster: its servers and credentials.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ClusterEntry {
     pub(crate) servers: Vec<String>,
@@ -34,10 +34,10 @@ pub(crate) struct ClusterEntry {
 }
 
 impl File {
-    /// Reads the file that was named, or the one in its usual place, which may be absent.
+    /// Reads the named file, or the usual one, which may be absent.
     ///
     /// # Errors
-    /// Where it cannot be read or says what cannot be. The fault's field is the file with the key.
+    /// If the file cannot be read or has invalid contents. The fault's field is the file with the key.
     pub(crate) fn read(named: Option<&Path>) -> Result<File, Fault> {
         let usual = usual_place(|name| env::var_os(name).map(PathBuf::from));
         let Some(path) = named.map(Path::to_path_buf).or(usual) else { return Ok(File::default()) };
@@ -82,7 +82,7 @@ impl File {
         Ok(file)
     }
 
-    /// The cluster of this name.
+    /// Returns the cluster of this name.
     pub(crate) fn cluster(&self, name: &str) -> Result<&ClusterEntry, Fault> {
         self.clusters.get(name).ok_or_else(|| {
             let known: Vec<&str> = self.clusters.keys().map(String::as_str).collect();
@@ -97,15 +97,15 @@ impl File {
     }
 }
 
-/// Where the file is if nobody says: as the XDG base directories have it.
+/// Returns the usual path, by the XDG base directories.
 fn usual_place(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    // The specification says that a relative path is to be ignored.
+    // The XDG specification says to ignore a relative path.
     let xdg = variable("XDG_CONFIG_HOME").filter(|path| path.is_absolute());
     let folder = xdg.or_else(|| Some(variable("HOME")?.join(".config")))?;
     Some(folder.join("longshore/config.toml"))
 }
 
-/// Reads keys, and names the file with the key in each fault.
+/// Reads keys. Each fault names the file with the key.
 struct Keys<'a> {
     path: &'a Path,
 }
@@ -119,7 +119,7 @@ impl Keys<'_> {
         Fault::invalid(self.at(key), value, limit, "correct the file: docs/cli.md shows one")
     }
 
-    /// Refuses a key that is not known.
+    /// Refuses an unknown key.
     fn check(&self, prefix: &str, table: &Table, known: &[&str]) -> Result<(), Fault> {
         let Some(key) = table.keys().find(|key| !known.contains(&key.as_str())) else { return Ok(()) };
         let remedy = match nearest(key, known.iter().copied()) {
@@ -137,7 +137,7 @@ impl Keys<'_> {
         text.map(|text| Some(text.to_string())).ok_or_else(wrong)
     }
 
-    /// A path. One that is relative begins at the file's folder, and `~/` at the user's.
+    /// Reads a path. A relative path begins at the file's folder, and `~/` at the user's.
     fn path(&self, prefix: &str, table: &Table, key: &str) -> Result<Option<PathBuf>, Fault> {
         let Some(text) = self.text(prefix, table, key)? else { return Ok(None) };
         let home = text.strip_prefix("~/").zip(env::var_os("HOME"));

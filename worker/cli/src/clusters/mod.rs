@@ -1,4 +1,4 @@
-//! Clusters by name: what a client's config file says of them, and which one a command means.
+//! Named clusters: the entries of a client's config file, and the choice of a command's cluster.
 
 mod choice;
 mod file;

@@ -1,4 +1,4 @@
-//! How long certificates are still good: the client's own, and each server's.
+//! Checks how long certificates stay valid: the client's own, and each server's.
 
 use std::time::{Duration, SystemTime};
 
@@ -7,9 +7,9 @@ use tokio::{net::TcpStream, time::timeout};
 
 use super::finding::{Finding, bad, good, warning};
 
-/// Certificates that expire sooner are warned of: a run that begins now may take weeks, and connections end with their
-/// certificate. What `longshore tls` makes lives for 365 days unless it is told otherwise, so that its last month alone is
-/// warned of.
+/// Certificates that expire sooner get a warning: a run that begins now may take weeks, and connections end with
+/// their certificate. `longshore tls` makes certificates for 365 days by default, so the warning covers their last
+/// month.
 const SOON: Duration = Duration::from_secs(30 * DAY_SECONDS);
 const DAY_SECONDS: u64 = 24 * 3600;
 const OWN: &str = "make a new one with `longshore tls issue`, and put its client.pem and client.key into the folder: the \
@@ -17,12 +17,12 @@ const OWN: &str = "make a new one with `longshore tls issue`, and put its client
 const SERVERS: &str = "make a new one with `longshore tls issue --hosts`, and copy its server.pem and server.key over the \
                        server's: it takes them up without a restart";
 
-/// The client's own. None where its folder has a token alone.
+/// Checks the client's own certificate. None if its folder has only a token.
 pub(super) fn own(credentials: &Credentials) -> Option<Finding> {
     Some(judge("TLS folder", "its certificate", credentials.expires()?, OWN))
 }
 
-/// The one that a server shows, which the client has already found good today.
+/// Checks the certificate that a server shows. The client has already verified it.
 pub(super) async fn of_server(
     what: &str,
     host_and_port: &str,
@@ -33,7 +33,7 @@ pub(super) async fn of_server(
     let host = host_and_port.rsplit_once(':').map_or(host_and_port, |(host, _)| host);
     let asked = async {
         let socket = TcpStream::connect(host_and_port).await?;
-        // An IPv6 address is in brackets.
+        // `host` may keep the brackets of an IPv6 address.
         credentials.expiry_of(socket, host.trim_matches(['[', ']'])).await
     };
     let error = match timeout(patience, asked).await {
@@ -56,7 +56,7 @@ fn judge(name: &str, it: &str, expires: SystemTime, remedy: &str) -> Finding {
     }
 }
 
-/// Whole days, so that nobody counts on a part of one.
+/// Formats whole days, so that no reader counts on a part of one.
 fn days(time: Duration) -> String {
     match time.as_secs() / DAY_SECONDS {
         0 => "less than a day".into(),
