@@ -1,4 +1,4 @@
-//! How the process's own allocator shares out its memory among threads.
+//! Number of arenas in which the process's own allocator shares out its memory among threads.
 
 /// Limits glibc to two arenas. By default it makes eight a core, each of which keeps the memory that its
 /// threads have freed. A server's calls move from thread to thread, so it kept 32 to 98 MB of messages,

@@ -8,9 +8,9 @@ type Word = std::arch::aarch64::uint8x16_t;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 type Word = u64;
 
-/// How many words one turn of the copy's loop moves.
+/// Number of words that one turn of the copy's loop moves.
 const STRIDE: usize = 4;
-/// The least bytes that one instruction copies: starting it costs as much as copying so many.
+/// The least bytes that one instruction copies: starting it costs as much as copying 1 KiB.
 #[cfg(target_arch = "x86_64")]
 const AT_ONCE_BYTES: usize = 1024;
 /// The least bytes that are written past the caches. An ordinary store first reads the line that it writes,
@@ -134,7 +134,8 @@ unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
         // SAFETY: as above, and a multiple of words from where they are aligned.
         unsafe {
             let (from, to) = (source.add(at).cast::<Word>(), to.add(at).cast::<Word>());
-            // All loads first: stores between them would have the CPU wait where both ends are a page apart.
+            // All loads come first. Stores between them would make the CPU wait where both ends are a page
+            // apart.
             let words: [Word; STRIDE] = std::array::from_fn(|index| from.add(index).read_volatile());
             to.cast::<[Word; STRIDE]>().write_unaligned(words);
         }
@@ -157,7 +158,7 @@ unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) 
 mod tests {
     use super::*;
 
-    /// Both copies, of lengths about each way's least, from any place of a line to any place of one.
+    /// Both ways of copying, with lengths about the least of each, from any offset in a line to any other.
     #[test]
     fn copies_are_whole_wherever_they_begin_and_end() {
         let bytes: Vec<u8> = (0..600_000u32).map(|index| ((index * 31) >> 3) as u8).collect();

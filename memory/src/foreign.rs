@@ -72,7 +72,7 @@ impl Foreign {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len())
     }
 
-    /// The version stamp at `offset`. All that its writer wrote before it is visible too.
+    /// Returns the version stamp at `offset`. All earlier writes of its writer are visible too.
     ///
     /// # Panics
     /// If it is not inside or not aligned.
@@ -83,7 +83,7 @@ impl Foreign {
         u64::from_le(look(stamp))
     }
 
-    /// Where these bytes lie in this process, for a device that copies from there.
+    /// Returns the address of these bytes in this process, for a device that copies from there.
     ///
     /// # Panics
     /// If they are not inside.

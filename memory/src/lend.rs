@@ -1,5 +1,5 @@
-//! Lends work that borrows to threads that outlive the borrow, which a pool of standing threads cannot do in safe
-//! Rust. The lender does not return before the last borrower has, even when it unwinds.
+//! Lends work that borrows to threads that outlive the borrow. A pool of standing threads cannot do so in
+//! safe Rust. The lender does not return before the last borrower has, even when it unwinds.
 
 use super::sync::{Arc, AtomicUsize, Ordering, Thread, thread};
 
@@ -23,7 +23,7 @@ unsafe impl Send for Lent {}
 // SAFETY: as above.
 unsafe impl Sync for Lent {}
 
-/// Calls `with` with `work` on loan, and waits for all who run it before it returns.
+/// Calls `with` with `work` on loan. Waits for every thread that runs the work before it returns.
 pub fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Loan) -> R) -> R {
     // SAFETY: only the lifetime changes. `Recall` outlives every use: it is dropped in this frame, inside `work`'s true
     // lifetime, and its drop waits until `users` is 0 and will stay so.

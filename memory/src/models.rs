@@ -60,7 +60,7 @@ fn loom_a_lender_waits_for_all_who_run_its_work() {
     });
 }
 
-/// The lender runs a share itself, as a thread pool does, and checks whether others still run theirs.
+/// The lender runs a share itself, as a thread pool does, and checks if others still run theirs.
 #[test]
 fn loom_a_lender_that_works_too_waits_as_well() {
     loom::model(|| {

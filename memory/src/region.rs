@@ -96,7 +96,7 @@ impl Region {
         Mapping { map: Arc::clone(&self.map) }
     }
 
-    /// Where it begins in its mapping.
+    /// Returns the region's offset in its mapping.
     pub fn offset(&self) -> usize {
         self.start.addr() - self.map.as_ptr().addr()
     }
@@ -157,7 +157,7 @@ impl AtomicWords {
         publish(&self.get()[index], value);
     }
 
-    /// Where the first word lies in its mapping.
+    /// Returns the offset of the first word in its mapping.
     pub fn offset(&self) -> usize {
         self.region.offset()
     }

@@ -26,7 +26,7 @@ pub struct SharedBytes {
     len: usize,
     /// Keeps the bytes mapped.
     map: Arc<MmapRaw>,
-    /// Something else that must live while the bytes are sent.
+    /// A further value that must live while the bytes are sent.
     held: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
     use crate::SharedFile;
 
-    /// The bytes as they are when they are written, in order, beside bytes of one's own.
+    /// The bytes as they are when they are written, in order, beside bytes of the caller's own.
     #[test]
     fn the_kernel_reads_what_is_there_when_it_reads() {
         let (mut region, _file) = SharedFile::lendable(8192).unwrap();

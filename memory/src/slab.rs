@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Region, SharedFile};
 
-/// Regions start on cache lines, so that no two share one.
+/// Regions start on cache lines, so that no two regions share a line.
 const REGION_ALIGN: usize = 64;
 const HUGE_PAGE_BYTES: usize = 2 * 1024 * 1024;
 const HUGE_PAGE_SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -96,8 +96,8 @@ impl Slab {
     ///
     /// Each thread of `near` touches the part of a region whose blocks it will update. This also puts the
     /// part on the thread's NUMA node (no mbind: first touch decides). First touch costs most of an
-    /// allocation. One thread or two touch 24 GB/s where the memory is at hand. A virtual machine that must
-    /// first get it from its host touched 4.3 and 5.2 GB/s with one thread, 5.8 and 5.5 with two.
+    /// allocation. With the memory at hand one thread or two touch 24 GB/s. A virtual machine that must first
+    /// get it from its host touched 4.3 and 5.2 GB/s with one thread, 5.8 and 5.5 with two.
     ///
     /// # Panics
     /// If the sizes need more than the slab has.
@@ -155,7 +155,7 @@ impl Slab {
         });
         match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                // Before Linux 5.14 pages are touched by their first use instead.
+                // Before Linux 5.14 the first use of a page touches it.
                 tracing::debug!(%error, "could not touch memory ahead of its use");
                 Ok(())
             }
@@ -179,8 +179,8 @@ fn advise_huge_pages(map: &MmapRaw) {
     }
 }
 
-/// Why the kernel gives no huge pages to those who ask, as its setting says: the mode in brackets is in force. A
-/// kernel without the file has refused the advice already.
+/// Returns why the kernel refuses huge pages, by its setting: the mode in brackets is in force. A kernel
+/// without the file has refused the advice already.
 fn refusal(setting: &Path) -> Option<String> {
     let modes = fs::read_to_string(setting).ok()?;
     modes.contains("[never]").then(|| format!("{} is set to never", setting.display()))
@@ -190,7 +190,7 @@ fn refusal(setting: &Path) -> Option<String> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Runs so many shares, all on the calling thread.
+    /// Runs the given number of shares, all on the calling thread.
     pub(crate) struct Shares(pub(crate) usize);
 
     impl Near for Shares {
@@ -227,7 +227,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// How many bytes of the mapping around an address are resident.
+    /// Returns the resident bytes of the mapping around an address.
     fn resident(address: usize) -> usize {
         let maps = fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

@@ -1,4 +1,4 @@
-//! Elements to compute with, whether this process owns them or another one may write them meanwhile.
+//! Elements to compute with. This process owns them, or another one may write them meanwhile.
 
 use std::{fmt, marker::PhantomData, ops::Range};
 
@@ -11,7 +11,7 @@ impl Element for u8 {}
 impl Element for u16 {}
 impl Element for f32 {}
 
-/// The size of a piece that is copied to be looked at: half of the smallest L1 cache.
+/// Bytes of a piece that is copied before it is looked at: half of the smallest L1 cache.
 const PIECE_BYTES: usize = 16 * 1024;
 
 /// Elements in a row that can be read while it lives.
@@ -47,7 +47,7 @@ impl<T> Clone for Source<'_, T> {
 impl<T> Copy for Source<'_, T> {}
 
 impl<T> fmt::Debug for Source<'_, T> {
-    /// Leaves the elements out, since they may be another process's.
+    /// The elements are left out, since another process may write them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} elements at {:p}", self.len, self.start)
     }

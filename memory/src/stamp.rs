@@ -39,16 +39,17 @@ stamp!(AtomicU64, std::sync::atomic::fence);
 #[cfg(loom)]
 stamp!(loom::sync::atomic::AtomicU64, loom::sync::atomic::fence);
 
-/// Sets the stamp, after all bytes that were written before and before all that are written after.
+/// Sets the stamp, after all earlier writes of bytes and before all later ones.
 ///
-/// The fences are sequentially consistent, since kernels write past the cache, which plain release does not order.
+/// The fences are sequentially consistent, since kernels write past the cache, which plain release does not
+/// order.
 pub(crate) fn publish<S: Stamp>(stamp: &S, value: u64) {
     S::fence(SeqCst);
     stamp.store(value, Ordering::Release);
     S::fence(SeqCst);
 }
 
-/// The stamp, after all bytes that were read before and before all that are read after.
+/// Returns the stamp, after all earlier reads of bytes and before all later ones.
 pub(crate) fn look<S: Stamp>(stamp: &S) -> u64 {
     S::fence(SeqCst);
     stamp.load(SeqCst)

@@ -23,7 +23,7 @@ pub struct Traffic<'a> {
 }
 
 impl Traffic<'_> {
-    /// How many bytes go through memory.
+    /// Returns the number of bytes that go through memory.
     pub fn bytes(&self) -> usize {
         let update: usize = self.update.iter().map(|array| array.len()).sum();
         self.read.len() + 2 * update + self.write.len()
@@ -84,8 +84,8 @@ struct Arrays {
 macro_rules! loops {
     ($arrays:ident, $vector:ty, $zero:expr, $ones:expr, $load:path, $xor:path, $store:path, $stream:path) => {{
         let zero: $vector = black_box($zero);
-        // The bytes written are not zero: Zen 5 stores lines of zeros past its caches so much faster that the whole
-        // loop takes 12 % less time.
+        // The written bytes are not zero. Zen 5 stores lines of zeros past its caches so much faster that the
+        // whole loop takes 12 % less time.
         let mut mixed: $vector = black_box($ones);
         for group in 0..$arrays.groups {
             let line = |(start, lines): (*mut u8, usize), index: usize, part: usize| {
@@ -178,11 +178,11 @@ mod tests {
     use super::*;
     use crate::{Slab, slab::tests::Shares};
 
-    /// The arrays have unlike widths. All that is updated keeps its bits, and all that is written is written.
+    /// The arrays have unlike widths. Updated arrays keep their bits, and the written array is written whole.
     #[test]
     fn moves_everything_and_changes_no_state() {
         let elements = 4 * GROUP;
-        // The fourth array is as 8-bit moments are, with a line of scales.
+        // The fourth array is laid out as 8-bit moments are, with a line of scales.
         let sizes = [2 * elements, 4 * elements, 4 * elements, elements + LINE, 2 * elements];
         let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
         let mut regions = slab.carve(&sizes, &Shares(1)).unwrap();

@@ -9,12 +9,12 @@ use longshore_proto::{Fault, FaultKind};
 pub struct Need {
     /// Master weights and optimizer state in DRAM. An `nvme` job counts only its resident part.
     pub state: u64,
-    /// Buffers between DRAM and drives. With tier `shm` it is the copies of blocks that are being updated.
+    /// Buffers between DRAM and drives. With tier `shm`, copies of blocks that are being updated.
     pub buffers: u64,
-    /// Two 16-bit (or fp32) images of each shard, by version parity. For a job whose images live on drives it is the
-    /// image window.
+    /// Two 16-bit (or fp32) images of each shard, by version parity. A job whose images live on drives has
+    /// the image window instead.
     pub images: u64,
-    /// One buffer in wire format for each rank and step in flight. A job whose gradients live on drives
+    /// Buffers in wire format, one for each rank and step in flight. A job whose gradients live on drives
     /// counts the chunks on their way there.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
@@ -29,7 +29,7 @@ pub struct Need {
 }
 
 impl Need {
-    /// All of it that is DRAM, in bytes.
+    /// Returns the bytes of DRAM.
     pub fn total(&self) -> u64 {
         self.state + self.buffers + self.images + self.contributions + self.accumulators + self.transfers
     }
@@ -46,7 +46,7 @@ struct Inner {
     reserved: Mutex<u64>,
 }
 
-/// Bytes promised to a job, and given back on drop.
+/// Bytes reserved for a job, and given back on drop.
 pub struct Reservation {
     budget: Budget,
     bytes: u64,
@@ -57,7 +57,7 @@ impl Budget {
         Budget { inner: Arc::new(Inner { total, reserved: Mutex::new(0) }) }
     }
 
-    /// All of it that is DRAM, in bytes.
+    /// Returns the bytes of DRAM.
     pub fn total(&self) -> u64 {
         self.inner.total
     }
@@ -70,7 +70,7 @@ impl Budget {
         self.inner.total - self.reserved()
     }
 
-    /// Promises up to `bytes` for a while, as many whole `unit`s as are free.
+    /// Reserves up to `bytes` for a while, as many whole `unit`s as are free.
     pub fn lease(&self, bytes: u64, unit: u64) -> Reservation {
         let mut reserved = crate::lock(&self.inner.reserved);
         let free = self.inner.total - *reserved;

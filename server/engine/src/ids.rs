@@ -68,7 +68,7 @@ impl OwnedShards {
         OwnedShard(self.0.start)
     }
 
-    /// Where they lie in a list of all owned shards.
+    /// Returns their indices in a list of all owned shards.
     pub fn indices(&self) -> Range<usize> {
         self.0.clone()
     }

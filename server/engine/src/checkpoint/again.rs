@@ -42,7 +42,7 @@ pub(super) fn sealed_part(
     Ok(part)
 }
 
-/// The part that this server would write, if nothing had changed since.
+/// Returns the part that this server would write if nothing had changed since.
 fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
     let servers = job.placement().servers.len() as u32;
     let mine = |part: &Part| {

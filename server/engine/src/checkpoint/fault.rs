@@ -44,7 +44,7 @@ pub(super) fn corrupt(value: impl fmt::Display, limit: impl fmt::Display) -> Fau
     Fault::new(FaultKind::Corrupt, FIELD, value, limit, ANOTHER)
 }
 
-/// The fault of a defect: something that the writer makes cannot be encoded.
+/// Returns the fault of a defect: the writer made a value that cannot be encoded.
 pub(super) fn defect(path: &Path, error: impl fmt::Display) -> Fault {
     let value = format!("{} ({error})", path.display());
     Fault::new(FaultKind::Internal, FIELD, value, "encodable", "report this as a defect of Longshore")

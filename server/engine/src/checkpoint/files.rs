@@ -24,8 +24,8 @@ use super::fault::io;
 /// Separates the final name from the suffix that makes a temporary name unique.
 const TEMPORARY: &str = ".tmp-";
 
-/// A file under a temporary name. Dropped without [`Draft::publish`] it leaves nothing behind, and takes its folder
-/// with it if that is empty.
+/// A file under a temporary name. A draft dropped without [`Draft::publish`] leaves nothing behind, and takes
+/// its folder with it if that is empty.
 pub(super) struct Draft {
     pub(super) file: Arc<File>,
     temporary: PathBuf,
@@ -63,7 +63,7 @@ impl Draft {
         &self.target
     }
 
-    /// Reserves the space of the whole file, so that a full disk is found before training is slowed by a single byte.
+    /// Reserves the space of the whole file, so that a full disk is found before it slows training.
     pub(super) fn reserve(&self, bytes: u64) -> Result<(), Fault> {
         match fallocate(&self.file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) => Ok(()),
@@ -110,7 +110,7 @@ pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
     draft.publish()
 }
 
-/// A folder and the one above it, each if nothing is in it.
+/// Removes a folder and the one above it, each only if it is empty.
 pub(super) fn remove_empty(folder: &Path) {
     // The system refuses to remove a folder that is not empty.
     let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
@@ -132,7 +132,7 @@ pub(super) fn sync_folder(folder: &Path) -> Result<(), Fault> {
     opened.sync_all().map_err(io("fsync", folder))
 }
 
-/// Creates a folder and those above it, and flushes each new folder's entry into its parent.
+/// Creates a folder and its missing parents, and flushes each new folder's entry into its parent.
 fn create_folder(folder: &Path) -> Result<(), Fault> {
     if folder.is_dir() {
         return Ok(());

@@ -87,7 +87,7 @@ impl Store {
         Ok(info)
     }
 
-    /// Loads and starts at once, where there is no other server to wait for.
+    /// Loads and starts at once, if there is no other server to wait for.
     pub fn restore(
         &self,
         job: &Arc<Job>,
@@ -102,7 +102,7 @@ impl Store {
 }
 
 impl Source {
-    /// Reads one shard into memory that nobody else sees, and compares it with its hashes.
+    /// Reads one shard into scratch memory, and compares it with its hashes.
     fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
         let elements = job.layout().shard_len(shard);
         let shape = Shape::of_shard(job.spec(), job.layout(), shard);

@@ -8,8 +8,8 @@ use longshore_proto::{Fault, JobName};
 use super::{Store, fault::io, files, manifest, part::Part, prune::gone, whole};
 
 impl Store {
-    /// Removes this server's part of a checkpoint that will not be sealed, as when another server could not write its
-    /// own. A sealed part stays as it is, and a missing one is no error.
+    /// Removes this server's part of a checkpoint that will not be sealed, for example because another server
+    /// could not write its own. A sealed part stays, and a missing one is no error.
     pub fn discard(&self, job: &JobName, name: &str, server: u32, servers: u32) -> Result<(), Fault> {
         let folder = self.folder(job, name)?;
         // A server that seals the checkpoint now has seen this part.

@@ -22,18 +22,19 @@ pub struct Listed {
     pub name: String,
     /// A damaged checkpoint's version is taken from the readable part of its manifest.
     pub version: Version,
-    /// See [`Manifest::sequence`]; 0 for a checkpoint that was made before sequences were.
+    /// See [`Manifest::sequence`]; 0 for a checkpoint that is older than sequences.
     pub sequence: u64,
     pub state_hash: Option<String>,
-    /// How many servers wrote it.
+    /// Number of servers that wrote it.
     pub parts: u32,
     /// Servers whose parts lie in this folder.
     pub visible: Vec<u32>,
-    /// A checkpoint that was sealed later has no later version and another state: the job has gone back since.
+    /// The job has gone back since: a checkpoint that was sealed later has no later version and another
+    /// state.
     pub stale: bool,
-    /// Why it cannot be restored from this folder.
+    /// Why it cannot be restored from this folder, if it cannot.
     pub damage: Option<Fault>,
-    /// When the manifest was written, by the file system's clock.
+    /// Time at which the manifest was written, by the file system's clock.
     sealed_at: Duration,
 }
 
@@ -68,7 +69,7 @@ impl Store {
     }
 }
 
-/// None if it is not sealed, or is being removed by a server that shares the folder.
+/// Returns None if the checkpoint is not sealed, or is being removed by a server that shares the folder.
 fn look(folder: &Path, name: &str) -> Option<Listed> {
     let path = folder.join(manifest::FILE);
     let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).ok()?;
@@ -116,7 +117,7 @@ fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     }
 }
 
-/// Returns false when the part does not lie in this folder.
+/// Returns false if the part does not lie in this folder.
 fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     let path = folder.join(&part.file);
     match fs::metadata(&path) {
@@ -130,8 +131,8 @@ fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     }
 }
 
-/// Sorts by sequence. Checkpoints without one are older than all others, and were sealed in the order of their files'
-/// times. A manifest that tells nothing any more takes its place by its time alone.
+/// Sorts by sequence. Checkpoints without a sequence are older than all others, and were sealed in the order
+/// of their files' times. An unreadable manifest takes its place by its time alone.
 fn sort(found: &mut Vec<Listed>) {
     let lost = |listed: &mut Listed| listed.damage.is_some() && listed.sequence == 0;
     let unplaced: Vec<Listed> = found.extract_if(.., lost).collect();

@@ -37,8 +37,8 @@ pub struct Manifest {
     pub blake3: String,
     pub version: Version,
     pub applied: u64,
-    /// The hash of the whole version, as `longshore status` prints it. None when the checkpoint was sealed where not
-    /// all parts were visible; the blocks are verified all the same.
+    /// The hash of the whole version, as `longshore status` prints it. None if some parts were not visible to
+    /// the sealing server; the blocks are verified all the same.
     pub state_hash: Option<String>,
     /// The highest sequence of the parts. Checkpoints are kept and listed in this order. Versions would not
     /// do, since they fall when a job goes back.
@@ -76,8 +76,7 @@ pub(super) fn parse_commit(json: &[u8]) -> serde_json::Result<Option<Commit>> {
     Ok(serde_json::from_slice::<CommitJson>(json)?.commit)
 }
 
-/// Readable fields of a damaged manifest. They put the checkpoint in its place in a list, and serve nothing
-/// else.
+/// Readable fields of a damaged manifest. A list places the checkpoint by them; they serve nothing else.
 #[derive(Deserialize)]
 pub(super) struct Hints {
     pub(super) version: Version,
@@ -178,7 +177,7 @@ fn read_file(path: &Path) -> Result<Vec<u8>, Fault> {
     Ok(bytes)
 }
 
-/// The digest of the bytes with the first occurrence of `digest` blanked. None where it does not occur.
+/// Returns the digest of the bytes with the first occurrence of `digest` blanked. None if it does not occur.
 fn digest(bytes: &[u8], digest: &str) -> Option<String> {
     let wanted = digest.as_bytes();
     if wanted.len() != NO_DIGEST.len() {

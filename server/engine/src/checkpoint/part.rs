@@ -25,8 +25,8 @@ pub struct Part {
     pub servers: u32,
     pub version: Version,
     pub applied: u64,
-    /// One more than the highest sequence of the sealed checkpoints that the writer saw. Sequences give the
-    /// order in which checkpoints were made, whatever clocks and versions say. 0 in parts that are older than
+    /// Highest sequence of the sealed checkpoints that the writer saw, plus 1. Sequences give the order in
+    /// which checkpoints were made, whatever clocks and versions say. 0 in parts that are older than
     /// sequences.
     #[serde(default)]
     pub sequence: u64,
@@ -43,7 +43,7 @@ pub struct Part {
     pub shards: Vec<PartShard>,
 }
 
-/// Where a shard lies in the flat space. The safetensors header says where it lies in the file.
+/// Place of a shard in the flat space. The safetensors header gives its place in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartShard {
     pub shard: ShardId,
@@ -73,7 +73,7 @@ pub(super) enum Array {
     Second,
     Image,
     OlderImage,
-    /// All that there is of a frozen shard: its weights, in the image dtype.
+    /// The weights of a frozen shard, in the image dtype. Such a shard has no other array.
     Frozen,
 }
 
@@ -87,7 +87,7 @@ impl Array {
         &[Array::Master, Array::First, Array::Second][..1 + spec.rule.state_slots()]
     }
 
-    /// How many bytes a block of the array takes.
+    /// Bytes that a block of the array takes.
     fn block_bytes(self, spec: &JobSpec) -> u64 {
         let block = BLOCK_ELEMENTS as usize;
         match self {
@@ -97,7 +97,7 @@ impl Array {
         }
     }
 
-    /// How many bytes whole blocks of the array take.
+    /// Bytes that whole blocks of the array take.
     pub(super) fn bytes(self, spec: &JobSpec, elements: u64) -> u64 {
         elements / BLOCK_ELEMENTS * self.block_bytes(spec)
     }

@@ -26,7 +26,7 @@ use crate::job::StoredImages;
 
 /// Longest header that the safetensors crate and Python package accept.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Data start on a page, so that a reader may map them.
+/// Data start on a page, so that a reader may map the file.
 const PAGE: u64 = 4096;
 /// Room for the JSON of a commit without groups and trainer state, and for the JSON of one group. Both are
 /// about twice the most that each can take.
@@ -61,7 +61,7 @@ pub(super) struct Header {
 }
 
 impl PartPlan<'_> {
-    /// The most that a job's part can turn out to need.
+    /// The largest header fields that a job's part can have.
     pub(super) fn largest(&self) -> Found {
         let delayed = self.spec.max_delay >= 1;
         let groups = self.spec.groups.len() as u64 * GROUP_BYTES;
@@ -72,7 +72,7 @@ impl PartPlan<'_> {
         }
     }
 
-    /// The arrays from one shard's data to the next's, older images apart.
+    /// The arrays from one shard's data to the next's, without older images.
     fn near(&self, shard: ShardId) -> impl Iterator<Item = Array> {
         let frozen = self.layout.is_frozen(shard);
         let image = (self.spec.max_delay >= 1 && !frozen).then_some(Array::Image);
@@ -139,7 +139,7 @@ impl PartPlan<'_> {
 }
 
 impl Header {
-    /// Where the data start when this is the largest header.
+    /// Offset of the data when this is the largest header.
     pub(super) fn data_start(&self) -> u64 {
         (self.bytes.len() as u64).next_multiple_of(PAGE)
     }

@@ -25,7 +25,7 @@ pub(super) struct PartReader {
     path: PathBuf,
     file: File,
     metadata: Metadata,
-    /// Where the data start in the file.
+    /// Offset of the data in the file.
     data_start: u64,
     /// The tail's bytes: 32 for each block and array, 1/8192 of the state.
     tail: Vec<u8>,

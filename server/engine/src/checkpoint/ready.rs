@@ -19,12 +19,12 @@ use super::{
 };
 use crate::job::Job;
 
-/// A page, without which nothing can be written at all.
+/// Content of the probe file: one page.
 const PROBE_BYTES: [u8; 4096] = [0; 4096];
 
 impl Store {
-    /// Makes the folder if only that is missing, and writes a file into it and removes it again. Returns the free
-    /// bytes.
+    /// Makes the folder if it alone is missing, then writes a file into it and removes the file. Returns the
+    /// free bytes.
     pub fn check_folder(&self) -> Result<u64, Fault> {
         match fs::create_dir(self.dir()) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
@@ -57,7 +57,8 @@ impl Store {
         Draft::create(target)?.reserve(bytes)
     }
 
-    /// A file in folders of its own, which go with it. Neither a job nor another server can have chosen their names.
+    /// Path of a file in folders of its own, which are removed with it. Neither a job nor another server can
+    /// have such names.
     fn probe(&self) -> PathBuf {
         let unique = RandomState::new().hash_one(std::process::id());
         self.dir().join(format!(".probe-{unique:016x}")).join("probe").join("part")

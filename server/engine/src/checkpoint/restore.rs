@@ -41,7 +41,8 @@ pub struct RestoreInfo {
 pub(super) struct Source {
     pub(super) manifest: Manifest,
     pub(super) layout: Layout,
-    /// The parts that lie in this folder, or why one does not: it may be another host's, and of no use here.
+    /// The parts that lie in this folder, or why a part does not: it may lie on another host, and not be
+    /// needed here.
     readers: Vec<Result<PartReader, Fault>>,
     /// By old shard: the part that has it.
     owners: Vec<usize>,
@@ -102,7 +103,7 @@ impl Source {
         self.readers[self.owners[shard.index()]].as_ref().map_err(Fault::clone)
     }
 
-    /// Checks that all that the job's server needs lies in this folder.
+    /// Checks that all data for the job's server lie in this folder.
     pub(super) fn check_visible(&self, job: &Job) -> Result<(), Fault> {
         let ranges = job.owned().iter().map(|&shard| job.layout().shard_range(shard));
         let mut needed = ranges.flat_map(|range| self.layout.slices(range));

@@ -28,9 +28,9 @@ pub struct Sealed {
     /// The manifest's path.
     pub path: PathBuf,
     pub version: Version,
-    /// How many servers wrote it.
+    /// Number of servers that wrote it.
     pub parts: u32,
-    /// How many of its parts lie in this server's folder: all, where the servers share one.
+    /// Number of its parts in this server's folder: all, if the servers share one folder.
     pub visible: u32,
 }
 
@@ -190,7 +190,7 @@ pub(super) fn check_shards(layout: &Layout, parts: &[Part]) -> Result<(), Fault>
     }
 }
 
-/// The images that every part has that has shards with images.
+/// Returns the images that all parts with images have in common.
 pub(super) fn check_images(layout: &Layout, parts: &[Part]) -> Result<StoredImages, Fault> {
     let trained = |part: &&Part| part.shards.iter().any(|entry| !layout.is_frozen(entry.shard));
     let mut images = parts.iter().filter(trained).map(|part| part.images);
@@ -203,7 +203,7 @@ pub(super) fn check_images(layout: &Layout, parts: &[Part]) -> Result<StoredImag
     }
 }
 
-/// The state hash, where all parts are visible.
+/// Returns the state hash, if all parts are visible.
 fn hash_of(
     manifest: &Manifest,
     layout: &Layout,

@@ -1,5 +1,5 @@
-//! Sealing without a coordinator. Servers that drain write their parts one by one, and the last one finds all of
-//! them.
+//! Sealing without a coordinator. Draining servers write their parts one by one, and the last one finds all
+//! of them.
 
 use std::{
     fs::{self, File},
@@ -15,7 +15,7 @@ use rustix::{
 
 use super::{Store, fault::io, manifest, part::Part};
 
-/// Where a part's own entry of the manifest lies until the manifest has it.
+/// Path of a part's own manifest entry, until the manifest has it.
 pub(super) fn entry_path(part: &Path) -> PathBuf {
     part.with_extension("part.json")
 }
@@ -43,8 +43,8 @@ pub(super) fn try_lock(folder: &Path) -> Option<Option<File>> {
 }
 
 impl Store {
-    /// Seals checkpoint `name` if it is not sealed and the parts of all its servers are in this folder. Returns false
-    /// when some are missing, as with a folder for each host.
+    /// Seals checkpoint `name` if it is not sealed and the parts of all its servers are in this folder.
+    /// Returns false if some are missing, as with a folder for each host.
     pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
         let folder = self.folder(job, name)?;
         let _lock = lock(&folder);

@@ -90,7 +90,7 @@ pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> PartPlan<'a> {
     }
 }
 
-/// The room that a part takes at most.
+/// Most room that a part takes.
 pub(super) struct Room {
     data_start: u64,
     pub(super) bytes: u64,
@@ -137,7 +137,7 @@ impl Sink {
             snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[piece.owned.index()]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
         self.draft.publish()?;
-        // The entry lies beside the part, for servers that stop without anybody who could carry it to the others.
+        // The entry lies beside the part. A draining server so needs no client to carry it to the others.
         files::publish(super::whole::entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
         Ok(part)
     }
@@ -208,8 +208,8 @@ impl Sink {
         Ok(self.entry(plan, info, images, bytes, [spec, &commit, &header.bytes, &tail]))
     }
 
-    /// The images that the part has. All shards of a job have the same: none at version 0, and none after a restore
-    /// without them.
+    /// Returns the images of the part. All shards of a job have the same: none at version 0, and none after a
+    /// restore without them.
     fn images(&self, hashes: &[Hashes]) -> StoredImages {
         if self.job.spec().max_delay == 0 {
             StoredImages::None

@@ -70,7 +70,7 @@ fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// The file, and why direct I/O is off if it is.
+/// Opens the file. Also returns why direct I/O is off, if it is.
 fn open_direct(path: &Path) -> io::Result<(File, Option<String>)> {
     let open = |flags: OFlags| {
         OpenOptions::new().read(true).write(true).custom_flags(flags.bits() as i32).open(path)
@@ -87,7 +87,7 @@ fn open_direct(path: &Path) -> io::Result<(File, Option<String>)> {
         Ok(found) if found.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
             u64::from(found.stx_dio_offset_align.max(found.stx_dio_mem_align))
         }
-        // Before Linux 6.1 the kernel does not tell.
+        // Before Linux 6.1 the kernel does not report the alignment.
         _ => FILE_ALIGN,
     };
     if align == 0 || !FILE_ALIGN.is_multiple_of(align) {

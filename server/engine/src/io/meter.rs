@@ -62,7 +62,7 @@ pub struct Counted {
     /// The sum of their latencies.
     pub time: Duration,
     pub bytes: u64,
-    /// How many requests the drive owes now.
+    /// Number of requests that the drive owes now.
     pub under_way: u64,
 }
 
@@ -187,7 +187,7 @@ mod tests {
         memory::Slab,
     };
 
-    /// A disk that answers when the test says so.
+    /// A disk that answers when the test tells it to.
     struct Slow {
         path: PathBuf,
         owed: Arc<Mutex<Vec<Request>>>,

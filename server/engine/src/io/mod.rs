@@ -30,8 +30,8 @@ pub const FILE_ALIGN: u64 = 4096;
 /// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A block device takes no more as
 /// one bio of 4 KiB pages, so io_uring never hands the transfer to a worker thread.
 pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
-/// How many transfers one disk has in flight. Any depth from 4 on gave the same throughput; 32 covers several NVMe
-/// queues.
+/// Number of transfers that one disk has in flight. Any depth from 4 on gave the same throughput; 32 covers
+/// several NVMe queues.
 pub(crate) const QUEUE_DEPTH: u32 = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,14 +40,14 @@ pub enum Direction {
     Write,
 }
 
-/// A range of the buffer and where in the file it belongs. Both ends are multiples of [`FILE_ALIGN`].
+/// A range of the buffer and its offset in the file. Both ends are multiples of [`FILE_ALIGN`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     pub offset: u64,
     pub range: Range<usize>,
 }
 
-/// Gets the buffer back, and learns whether every part was transferred whole.
+/// Receives the buffer back, and the result: was every part transferred whole?
 pub type Done = Box<dyn FnOnce(Region, io::Result<()>) + Send>;
 
 pub struct Request {
@@ -77,7 +77,7 @@ pub trait Disk: Send + Sync {
     fn flush(&self) -> io::Result<()>;
 }
 
-/// How disks come to be: files, or in tests a simulation.
+/// Opener of disks: files, or in tests a simulation.
 pub trait OpenDisk: Send + Sync {
     /// Creates a file and reserves its space. After an error no file is left behind.
     fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;

@@ -11,7 +11,7 @@ use std::{
 use super::{Direction, Request};
 use crate::lock;
 
-/// Number of threads, each of which moves one request at a time. One already reaches a single device's
+/// Number of threads, each of which moves one request at a time. A single thread already reaches a device's
 /// throughput with transfers of some MiB. Four keep several queues busy and let a write run beside reads.
 const THREADS: usize = 4;
 /// Bytes in one call: enough that the call's own cost does not show. The kernel splits them as the device
@@ -49,8 +49,8 @@ impl Drop for Threads {
     fn drop(&mut self) {
         self.queue = None;
         for thread in self.threads.drain(..) {
-            // A request's `done` may hold the last reference to the disk, and then this code runs on one of its
-            // threads.
+            // A request's `done` may hold the last reference to the disk. Then this code runs on one of the
+            // disk's threads.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }

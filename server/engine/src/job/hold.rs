@@ -25,7 +25,7 @@ impl Job {
     ) -> Result<(), Fault> {
         self.protocol.machine().check_loading()?;
         lock(&self.load).begin_restore(origin)?;
-        // Images that were held belong to another checkpoint.
+        // Images of an earlier held checkpoint are stale.
         self.images.forget();
         let version = record.version;
         let loaded = self
@@ -52,7 +52,7 @@ impl Job {
                 (Source::Complete, _) => return Ok(()),
                 (Source::Held(record), true) => {
                     let record = record.clone();
-                    // While the job starts, it is not held any more, and it takes no upload.
+                    // A starting job is not held any more, and takes no upload.
                     load.source = Source::Restore;
                     record
                 }
@@ -98,12 +98,12 @@ impl Job {
         Ok(())
     }
 
-    /// Makes a load that is under way end before it reads its next shard.
+    /// Ends a load in progress before it reads its next shard.
     pub fn cancel_load(&self) {
         lock(&self.load).cancelled = true;
     }
 
-    /// Makes a load that is under way end, and lets none begin.
+    /// Ends a load in progress, and lets none begin.
     pub fn close_load(&self) {
         lock(&self.load).closed = true;
     }

@@ -94,7 +94,7 @@ impl Aside {
         Aside { ranges, bytes }
     }
 
-    /// Puts the state back, and makes its image of the master weights as they are.
+    /// Restores the saved state, and makes its image from the restored master weights.
     pub(super) fn put_back(self, isa: Isa, state: &mut StateMut<'_>, image: &mut ImageMut<'_>) {
         for (range, saved) in self.ranges.iter().zip(self.bytes) {
             for (array, saved) in state.arrays.iter_mut().zip(saved) {
@@ -107,7 +107,7 @@ impl Aside {
     }
 }
 
-/// Where elements of a block lie in one of its arrays, which has so many bytes.
+/// Byte range of a block's elements in one of its arrays, which is `array` bytes long.
 fn bytes_of(array: usize, range: &Range<usize>) -> Range<usize> {
     let width = array / BLOCK;
     range.start * width..range.end * width

@@ -14,7 +14,7 @@ use crate::{
     tier::{Interrupted, StateMut},
 };
 
-/// How far the first state has come.
+/// Progress of the first state.
 pub(super) struct Load {
     /// By owned shard, then by array and chunk: the checksum of an uploaded chunk. A frozen shard has chunks of weights
     /// alone.
@@ -24,7 +24,7 @@ pub(super) struct Load {
     pub(super) source: Source,
     /// The checkpoint that is being loaded or is held, or that the job has started from.
     pub(super) origin: Option<CheckpointId>,
-    /// How many shards were loaded from it so far.
+    /// Number of shards loaded from it so far.
     pub(super) shards: u32,
     /// The load under way must end before it reads its next shard.
     pub(super) cancelled: bool,
@@ -36,7 +36,8 @@ pub(super) struct Load {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Uploaded {
     Weights,
-    /// Weights and the moments of an optimizer that has updated them so many times, and these parameters less often.
+    /// Weights and the moments of an optimizer that has updated them `applied` times. Parameters in
+    /// `left_out` were updated less often.
     State {
         applied: u64,
         left_out: Vec<LeftOut>,
@@ -88,7 +89,7 @@ pub struct CheckpointId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StoredImages {
-    /// There is none: the current image is the rounded master weights.
+    /// No image: the current image is the rounded master weights.
     None,
     Current,
     /// The current image, and the image of the version before.
@@ -218,7 +219,7 @@ impl Job {
             older.set(with_older.then(|| Version(version.0 - 1)));
             drop((current, older));
             if self.images.are_spilled() {
-                // The image window does not keep them until the start.
+                // The image window does not keep loaded images until the start.
                 self.images.store(owned, version)?;
             }
             lock(&self.load).shards += 1;
@@ -318,7 +319,7 @@ impl Job {
         Ok(())
     }
 
-    /// Goes on from a version that the tier has kept. Every block of it is read and compared on the way.
+    /// Goes on from a version that the tier has kept. Every block of it is read and compared.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
         for owned in OwnedShards::all(self.owned.len()) {
@@ -342,8 +343,8 @@ impl Job {
         Ok(())
     }
 
-    /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to the end,
-    /// from the contributions that it had.
+    /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to
+    /// the end, from the contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for owned in self.trained() {
             self.images.found(owned, &kept.shards[owned.index()]);

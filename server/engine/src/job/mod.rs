@@ -109,7 +109,7 @@ impl Job {
         self.reservation.bytes()
     }
 
-    /// How many bytes are reserved in the state directories.
+    /// Returns the bytes reserved in the state directories.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
@@ -139,17 +139,18 @@ impl Job {
         self.tier.behind.is_some().then_some(spill)
     }
 
-    /// How many bytes were written to drives since the job was opened here.
+    /// Returns the bytes written to drives since the job was opened here.
     pub fn written_bytes(&self) -> u64 {
         self.tier.behind.as_ref().map_or(0, |behind| behind.written_bytes()) + self.gradients.written_bytes()
     }
 
-    /// Where shards were when work needed them. None where all state is in memory.
+    /// Returns where shards were when work needed them. None if all state is in memory.
     pub fn taken(&self) -> Option<Taken> {
         Some(self.tier.behind.as_ref()?.taken())
     }
 
-    /// How many bytes one update moves through this server's memory: state in and out, gradients in, images out.
+    /// Returns the bytes that one update moves through this server's memory: state in and out, gradients in,
+    /// images out.
     pub fn update_bytes(&self) -> u64 {
         let spec = &*self.spec;
         let trained = self.owned.iter().filter(|&&shard| !self.layout.is_frozen(shard));
@@ -184,7 +185,7 @@ impl Job {
         &self.compute
     }
 
-    /// How many bytes of payload were pushed and pulled since the job was opened here.
+    /// Returns the bytes of payload that were pushed and pulled since the job was opened here.
     pub fn traffic(&self) -> (u64, u64) {
         (self.pushed_bytes.load(Ordering::Relaxed), self.pulled_bytes.load(Ordering::Relaxed))
     }
@@ -194,7 +195,8 @@ impl Job {
         &self.parts
     }
 
-    /// How many bytes of checkpoints under way are written, of how many. None while none is under way.
+    /// Returns the written bytes of checkpoints in progress, and their total. None if no checkpoint is in
+    /// progress.
     pub fn checkpoint_progress(&self) -> Option<(u64, u64)> {
         self.parts.now()
     }
@@ -214,7 +216,8 @@ impl Job {
         self.protocol.machine().waiting_for()
     }
 
-    /// The rank 0 that decided the step which made a version; 0 where this server does not know it.
+    /// Returns the incarnation of the rank 0 that decided a version's step; 0 if this server does not know
+    /// it.
     pub fn decided_by(&self, version: Version) -> Incarnation {
         self.protocol.machine().decided_by(version)
     }
@@ -235,8 +238,8 @@ impl Job {
         self.protocol.machine().pauses()
     }
 
-    /// Performs the oldest of these works. If it is a sum, several of the sums right behind it are performed with it.
-    /// If the work asks for another one, that one is put at the end.
+    /// Performs the oldest of these works. If it is a sum, several sums right behind it are performed with
+    /// it. A further work that it asks for is put at the end.
     pub fn perform(&self, works: &mut VecDeque<Work>) -> Result<(), Fault> {
         self.check_alive()?;
         let sums = take_sums(works);
@@ -279,7 +282,7 @@ impl Job {
         self.protocol.machine().owned_index(shard)
     }
 
-    /// Makes everyone who waits look again.
+    /// Makes all waiting threads look again.
     pub fn nudge(&self) {
         self.notify();
     }
@@ -289,7 +292,7 @@ impl Job {
         self.protocol.machine().is_step_begun()
     }
 
-    /// How many exports, checkpoints and state hashes are being made.
+    /// Returns the number of exports, checkpoints and state hashes in progress.
     pub fn copies(&self) -> usize {
         self.snapshots.len()
     }

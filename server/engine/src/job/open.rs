@@ -22,8 +22,8 @@ use crate::{
 };
 
 impl Job {
-    /// Validates and admits the job, and allocates and touches all that it will ever need here. Where its tier has
-    /// kept the job, the job goes on from there.
+    /// Validates and admits the job, and allocates and touches all memory that it will ever need here. If its
+    /// tier has kept the job, the job goes on from there.
     pub fn open(
         spec: JobSpec,
         placement: Placement,
@@ -106,8 +106,8 @@ impl Job {
     }
 }
 
-/// How many bytes of buffers a folder of tier `shm` must hold beside the state. The next process finishes a decided
-/// step from them.
+/// Returns the bytes of buffers that a folder of tier `shm` must hold beside the state. The next process
+/// finishes a decided step from them.
 pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
     let layout = header.spec.validate()?;
     let owned = header.placement.owned(header.server);

@@ -4,8 +4,8 @@ use longshore_proto::{Dtype, Fault, Layout};
 
 use crate::memory::Source;
 
-/// Checks that padding is 0 in `bytes`, which are elements of the flat space as they go over the wire. `first` is the
-/// index of the first of them.
+/// Checks that padding is 0 in `bytes`, which are elements of the flat space in wire format. `first` is the
+/// index of the first element.
 ///
 /// # Errors
 /// `Invalid`, naming the first element that is not 0.

@@ -93,13 +93,13 @@ impl Space {
         Ok(Space { slab, shared, widths })
     }
 
-    /// Takes memory that a tier keeps, [`Space::bytes`] long. Its images are not shared, since a process that may read
-    /// the file could write it too.
+    /// Takes memory that a tier keeps, [`Space::bytes`] long. Its images are not shared, since a process that
+    /// may read the file could also write it.
     pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
         Space { slab, shared: None, widths: Widths::of(spec) }
     }
 
-    /// How many bytes all buffers need in one piece.
+    /// Returns the bytes that all buffers need in one piece.
     pub(super) fn bytes(spec: &JobSpec, shapes: &[Shape]) -> usize {
         Slab::bytes_for(sizes(spec, shapes, Widths::of(spec), false))
     }

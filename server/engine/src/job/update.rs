@@ -29,7 +29,7 @@ struct Block<'a> {
     image: ImageMut<'a>,
 }
 
-/// The most shards that are updated together, where the tier allows it. After each group the threads wait for each
+/// Most shards that are updated together, if the tier allows it. After each group the threads wait for each
 /// other, which takes 40 us where a shard's update takes 2 ms.
 const MOST_AT_ONCE: usize = 8;
 /// Growth of the groups: the group that begins at shard `first` has `1 + first / AHEAD` shards. All images of
@@ -78,7 +78,7 @@ impl Job {
         Ok(next)
     }
 
-    /// A step changes nothing of frozen shards, so that snapshots need not be taken before it.
+    /// Carries frozen shards to the step's version. No step changes them, so snapshots need not copy them first.
     fn pass_frozen(&self, run: OwnedShards, step: Step) {
         if let Some(kept) = &self.tier.kept {
             run.for_each(|owned| kept.carry(owned, step.version(), &mut || ()));

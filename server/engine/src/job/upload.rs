@@ -24,7 +24,7 @@ pub struct UploadChunk {
     pub shard: ShardId,
     pub array: StateArray,
     pub chunk: ChunkId,
-    /// None where the job is filled with weights alone. Otherwise how many updates made the state.
+    /// Number of updates that made the state. None if the job is filled with weights alone.
     pub applied: Option<u64>,
     /// The parameters whose state fewer updates made.
     pub left_out: Vec<LeftOut>,
@@ -46,7 +46,7 @@ impl Job {
         self.upload_chunk(incarnation, part, payload)
     }
 
-    /// Stores a chunk of fp32 initial state. With the last one the job starts at version 0.
+    /// Stores a chunk of fp32 initial state. The last chunk starts the job at version 0.
     pub fn upload_chunk(
         &self,
         incarnation: Incarnation,
@@ -92,7 +92,7 @@ impl Job {
         self.start_if_whole(load)
     }
 
-    /// Checks that the job has such an array, and is filled with state if it is one of moments.
+    /// Checks that the job has such an array. An array of moments must belong to an upload with state.
     fn check_array(&self, shard: ShardId, array: StateArray, applied: Option<u64>) -> Result<(), Fault> {
         let rule = self.spec.rule;
         if array != StateArray::Master && self.layout.is_frozen(shard) {
@@ -126,7 +126,8 @@ impl Job {
         Ok(())
     }
 
-    /// Checks that values, from byte `at` of their shard's array, are numbers that can stand there, and that padding is 0.
+    /// Checks that values are valid numbers for their array, and that padding is 0. The values begin at byte
+    /// `at` of their shard's array.
     fn check_values(&self, shard: ShardId, array: StateArray, at: u64, payload: &[u8]) -> Result<(), Fault> {
         let first = self.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
         check_padding(&self.layout, first, payload, Dtype::F32)?;

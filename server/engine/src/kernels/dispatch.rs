@@ -1,4 +1,4 @@
-//! The kernels as their callers know them: they check lengths once a call, and hand over to an instruction set.
+//! The kernels' public functions, which check lengths once a call and hand over to an instruction set.
 
 use std::ops::Range;
 
@@ -78,7 +78,7 @@ pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
     dispatch!(isa, statistics(gradient))
 }
 
-/// Does [`accumulate`], then takes [`statistics`] of the accumulator, in one pass.
+/// Runs [`accumulate`], then takes [`statistics`] of the accumulator, in one pass.
 ///
 /// # Panics
 /// If lengths differ or this CPU does not have `isa`.
@@ -105,8 +105,8 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
 ///
 /// # Panics
 /// If lengths differ, or if this CPU does not have `isa`. Panics if the range or its beginning is not a
-/// multiple of blocks, or if segments leave gaps or differ in their rule. Panics also if a state slot that
-/// the rule uses is missing, or if an unused one is not empty.
+/// multiple of blocks, or if segments leave gaps or differ in their rule. A state slot that the rule uses
+/// must be there, and an unused one empty.
 pub fn update_low(
     isa: Isa,
     segments: &[(Range<usize>, &Scalars)],

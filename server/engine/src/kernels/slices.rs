@@ -46,7 +46,7 @@ impl<'a> Gradient<'a> {
     }
 }
 
-/// Where the weights that workers pull are written.
+/// Target of the image that workers pull.
 #[derive(Debug)]
 pub enum ImageMut<'a> {
     F32(&'a mut [f32]),
@@ -83,7 +83,7 @@ impl ImageMut<'_> {
         }
     }
 
-    /// How many elements precede the first one at a multiple of `bytes`; all of them if there is none.
+    /// Returns the number of elements before the first one at a multiple of `bytes`, or all if there is none.
     pub(super) fn elements_to_alignment(&self, bytes: usize) -> usize {
         let elements = match self {
             ImageMut::F32(elements) => elements.as_ptr().align_offset(bytes),

@@ -30,20 +30,21 @@ struct CommitRecord {
     skip: bool,
     gradient_scale: Exact,
     clip_coefficient: Exact,
-    /// Always 0. Servers of the version before need it.
+    /// Always 0. Servers of the version before need the field.
     compensation: Exact,
-    /// Only commits whose images look ahead have it.
+    /// Present only in commits whose images look ahead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     look_ahead: Option<Vec<Exact>>,
-    /// Parameter, steps, and 1 if this step leaves it out. Only commits of jobs that leave parameters out have it.
+    /// Parameter, steps, and 1 if this step leaves it out. Present only in commits of jobs that leave
+    /// parameters out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     left_out: Vec<(u32, u64, u8)>,
     norm: Exact,
     loss_scale: Exact,
     groups: Vec<HyperRecord>,
-    /// As hex, since each byte of a JSON array would take a line.
+    /// In hex, since each byte of a JSON array would take a line.
     trainer_state: String,
-    /// Older records do not have it.
+    /// Absent in older records.
     #[serde(default)]
     decided_by: Incarnation,
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -71,7 +72,7 @@ struct HyperRecord {
 
 impl From<&Hyper> for HyperRecord {
     fn from(hyper: &Hyper) -> HyperRecord {
-        // The fields are taken apart one by one, so that a new one cannot be forgotten here.
+        // The pattern names all fields, so that a new one cannot be forgotten here.
         let Hyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay } = *hyper;
         HyperRecord {
             lr: Exact(lr),

@@ -13,14 +13,15 @@ pub struct Record {
     pub applied: u64,
     /// The commit that decided it. None at version 0.
     pub commit: Option<Commit>,
-    /// At version 0, where no commit has it: the parameters whose state fewer updates made than `applied`.
+    /// Parameters whose state fewer updates made than `applied`. Present at version 0, where no commit has
+    /// the list.
     pub left_out: Vec<LeftOut>,
     /// The last word on pausing since then.
     pub standing: Option<Standing>,
 }
 
 impl Record {
-    /// The record of a version that was reached a moment ago.
+    /// Returns the record of a version that was just reached.
     pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
         Record { version, applied, commit, left_out: Vec::new(), standing: None }
     }

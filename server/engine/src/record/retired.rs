@@ -1,5 +1,5 @@
-//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON asks here, since
-//! a reader that does not know a field would go on with other bits.
+//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON
+//! checks for them. A reader that does not know such a field would go on with other bits.
 
 use longshore_proto::{Fault, FaultKind};
 use serde::Deserialize;
@@ -28,7 +28,7 @@ struct RetiredSpec {
 
 #[derive(Deserialize)]
 struct RetiredCommit {
-    /// Every commit of an earlier version has it, mostly as 0.
+    /// Present in every commit of an earlier version, mostly as 0.
     compensation: Option<String>,
 }
 

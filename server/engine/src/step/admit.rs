@@ -22,7 +22,7 @@ impl Machine {
         let (owned, contributor) = self.check_chunk(chunk)?;
         let step = contribution.step;
         if step.0 <= self.version.0 {
-            // The step is decided, so the chunk had come: the worker missed an acknowledgement.
+            // The step is decided, so the chunk had arrived: the worker missed an acknowledgement.
             return Ok(Admission::Decided);
         }
         self.check_running()?;

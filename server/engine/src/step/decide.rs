@@ -10,7 +10,7 @@ use super::{
 use crate::ids::OwnedShard;
 
 impl Machine {
-    /// Checks that a step's gradient statistics may be asked for.
+    /// Checks that a step's gradient statistics may be requested.
     pub fn check_stats(&self, step: Step) -> Result<(), Refusal> {
         self.check_not_loading()?;
         if step.0 <= self.version.0 {
@@ -23,7 +23,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Decides the next step. The answer is `Ok(None)` when the same decision was made before. The caller has
+    /// Decides the next step. Returns `Ok(None)` if the same decision was made before. The caller has
     /// validated the commit against the spec; `origin` names the contributions that the commit was made from.
     pub fn commit(
         &mut self,
@@ -69,7 +69,7 @@ impl Machine {
         Ok(self.next_update(OwnedShard(0), step))
     }
 
-    /// Checks that a decision was made from the contributions that are here.
+    /// Checks that a decision was made from this server's contributions.
     pub fn check_origin(&self, step: Step, origin: Origin) -> Result<(), Refusal> {
         let trained = self.shards.iter().filter(|shard| !shard.is_frozen());
         let found = trained.map(|shard| shard.origin(step)).reduce(Origin::and);
@@ -105,7 +105,7 @@ impl Machine {
         self.next_update(owned.next(), step)
     }
 
-    /// Checks that a version may be waited for on a shard; true when it is there.
+    /// Checks that a version may be waited for on a shard. Returns true if the shard has it.
     pub fn check_pull(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
         self.check_not_loading()?;
         let newest = Version(self.version.0 + self.spec.gradient_slots() as u64);

@@ -48,7 +48,7 @@ pub struct Ticket {
 pub enum Admission {
     Write(Ticket),
     Duplicate,
-    /// The chunk is held already and was not compared, because an earlier process sent it or because it was lent.
+    /// The chunk is held already and was not compared: an earlier process sent it, or it was lent.
     Superseded,
     /// The chunk's step is decided, and the chunk was compared with nothing.
     Decided,
@@ -76,8 +76,8 @@ pub struct Sum {
     pub micro_step: MicroStep,
 }
 
-/// A commit and Adam's t after it. The two are kept together, since a delayed job may decide a step before every
-/// shard has the one before.
+/// A commit and Adam's t after it. Both are kept together: a delayed job may decide a step before every shard
+/// has the one before.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) commit: Commit,
@@ -92,8 +92,8 @@ impl Decided {
         Decided { commit, applied, resumed_loss_scale: None }
     }
 
-    /// The commit from which a worker that joins now should go on. `resumed` says that the pause which came with it
-    /// has ended.
+    /// Returns the commit from which a joining worker should go on. `resumed` means that the pause which came
+    /// with it has ended.
     pub(super) fn current(&self, resumed: bool) -> Commit {
         let mut commit = Commit { loss_scale: self.loss_scale(), ..self.commit.clone() };
         if resumed {
@@ -130,7 +130,7 @@ pub struct Machine {
     pub(super) commits: VecDeque<Decided>,
     pub(super) ranks: Vec<RankState>,
     pub(super) shards: Vec<ShardProgress>,
-    /// By shard: its index among the owned shards, if it is one.
+    /// Index among the owned shards, by shard. None for a foreign shard.
     pub(super) owned: Vec<Option<OwnedShard>>,
     /// The last word on pausing since the version was decided.
     pub(super) standing: Option<Standing>,
@@ -139,7 +139,7 @@ pub struct Machine {
     pub(super) scales: Vec<(Step, f64)>,
     /// The version that each rank stated for the micro-steps of undecided steps.
     pub(super) reads: BTreeMap<(Step, MicroStep), Vec<(Rank, Version)>>,
-    /// How many pauses and resumes there were, so that a watcher misses neither.
+    /// Numbers of pauses and resumes so far, so that a watcher misses neither.
     pub(super) pauses: u64,
     pub(super) resumes: u64,
     /// The loss scale that an operator gave with the last resume; 0 when none was given.
@@ -244,7 +244,8 @@ impl Machine {
         Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
     }
 
-    /// Takes up who had joined before a restart: they take part as before, and who was replaced stays so.
+    /// Takes up the processes that had joined before a restart. Members take part as before, and replaced
+    /// processes stay replaced.
     pub fn had_joined(&mut self, ranks: &[Option<Joined>]) {
         for (rank, joined) in self.ranks.iter_mut().zip(ranks) {
             if let Some(Joined { incarnation, at, fence_only }) = *joined {

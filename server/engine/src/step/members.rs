@@ -55,7 +55,7 @@ impl Machine {
         Ok(Admission::Duplicate)
     }
 
-    /// Checks that a process may take a rank. Returns true when it has taken it already.
+    /// Checks that a process may take a rank. Returns true if it has taken it already.
     fn check_taking(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         let world_size = self.spec.world_size;
         let state = self.ranks.get(rank.index()).ok_or(Refusal::UnknownRank { rank, world_size })?;

@@ -10,7 +10,7 @@ use super::{
 use crate::record::{Record, Standing};
 
 impl Machine {
-    /// Pauses the job. A job that is paused already keeps its reason. Returns true when the tier must keep the
+    /// Pauses the job. A job that is paused already keeps its reason. Returns true if the tier must keep the
     /// change.
     pub fn pause(&mut self, incarnation: Incarnation, reason: String) -> Result<bool, Refusal> {
         self.check_not_loading()?;
@@ -26,8 +26,8 @@ impl Machine {
         Ok(begins)
     }
 
-    /// Ends the pause that began at `version`, or the current one. Returns true when the tier must keep the change,
-    /// and false when that pause had ended before.
+    /// Ends the pause that began at `version`, or the current one. Returns true if the tier must keep the
+    /// change, and false if that pause had ended before.
     pub fn resume(&mut self, version: Option<Version>, loss_scale: f64) -> Result<bool, Refusal> {
         if loss_scale != 0.0 && !(loss_scale.is_finite() && loss_scale > 0.0) {
             return Err(Refusal::BadLossScale { loss_scale });
@@ -80,7 +80,7 @@ impl Machine {
         }
     }
 
-    /// Refuses everything that belongs after the pause, while the pause lasts.
+    /// Refuses events that belong after the pause, while the pause lasts.
     pub(super) fn check_running(&self) -> Result<(), Refusal> {
         match &self.phase {
             Phase::Paused { reason } => Err(Refusal::Paused { reason: reason.clone() }),

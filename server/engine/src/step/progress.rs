@@ -1,4 +1,4 @@
-//! Where a job stands, for those who ask.
+//! Progress of a job, for status calls.
 
 use longshore_proto::{Commit, Incarnation, LeftOut, Rank, ShardId, Step, Version};
 

@@ -8,8 +8,8 @@ use super::{machine::Machine, refusal::Refusal};
 impl Machine {
     /// Refuses a gradient computed with a version that has since been taken back and decided anew. Refuses
     /// also a gradient whose version differs from another rank's. Returns false while this server has not
-    /// reached that version: rank 0 tells a restarted server how the version was decided. That decision may
-    /// differ from the one that the rank computed with. A version that the server does not remember passes.
+    /// reached that version: rank 0 tells a restarted server how the version was decided. The rank may have
+    /// computed with another decision. A version that the server does not remember passes.
     pub(super) fn check_reads(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
         let reads = chunk.reads;
         let (decided_by, unknown) = (self.decided_by(reads.version), Incarnation::default());
@@ -30,7 +30,7 @@ impl Machine {
         }
     }
 
-    /// A rank that computes the chunk's micro-step with another version.
+    /// Returns a rank that computes the chunk's micro-step with another version, and that version.
     fn said_otherwise(&self, chunk: &ContributionChunk) -> Option<(Rank, Version)> {
         let Contribution { step, micro_step, rank, .. } = chunk.contribution;
         let said = self.reads.get(&(step, micro_step)).filter(|_| self.is_said(chunk))?;

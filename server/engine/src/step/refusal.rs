@@ -1,4 +1,4 @@
-//! Why an event is refused: one variant for each reason, with the values that show it.
+//! Reasons why an event is refused: one variant for each, with the values that show it.
 
 use longshore_proto::{
     ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ShardId,

@@ -40,7 +40,7 @@ impl Machine {
         }
     }
 
-    /// Checks that a decision divides by the scale of the gradient that it is about.
+    /// Checks that a decision divides by the scale of its gradient.
     pub(super) fn check_gradient_scale(&self, commit: &Commit) -> Result<(), Refusal> {
         let scales = match (self.settled(commit.step), self.known_scales(commit.step)) {
             (Some(settled), _) => vec![settled],
@@ -85,7 +85,7 @@ impl Machine {
         }
     }
 
-    /// Forgets the loss scales of steps to which nothing is held any more: they may come with another.
+    /// Forgets the loss scales of steps without contributions: a later contribution may bring another scale.
     pub(super) fn unsettle(&mut self) {
         let Machine { scales, shards, .. } = self;
         scales.retain(|(step, _)| shards.iter().any(|shard| shard.slot(*step).step == Some(*step)));

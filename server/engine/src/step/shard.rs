@@ -1,4 +1,4 @@
-//! One shard's contributions: its stored chunks, the micro-step being filled, and when the sum is complete.
+//! Contributions of a shard: its stored chunks, the micro-step being filled, and when the sum is complete.
 
 use std::ops::Range;
 
@@ -15,9 +15,9 @@ pub(super) enum Verdict {
     Write,
     /// The chunk is stored already, with the same checksum.
     Duplicate,
-    /// The chunk is held already and was not compared, because an earlier process sent it or because it was lent.
+    /// The chunk is held already and was not compared: an earlier process sent it, or it was lent.
     Superseded,
-    /// The chunk's buffer still holds something else. The sender should ask again when the job has moved.
+    /// The chunk's buffer still holds other data. The sender should ask again when the job has moved.
     Busy,
 }
 
@@ -39,7 +39,7 @@ struct RankSlot {
     receipts: Vec<Vec<Option<Receipt>>>,
 }
 
-/// The gradient of one step of one shard, on its way to being complete.
+/// The gradient of one step of one shard, until it is complete and used.
 #[derive(Clone, Debug)]
 pub(super) struct StepSlot {
     pub(super) step: Option<Step>,
@@ -50,20 +50,20 @@ pub(super) struct StepSlot {
     pub(super) complete: bool,
     /// The origin of the sum so far. Sums of an earlier process have an unknown origin.
     origin: Origin,
-    /// The first element of the complete gradient that is inf or NaN, where the job looks for one.
+    /// The first element of the complete gradient that is inf or NaN, if the job looks for one.
     pub(super) nonfinite: Option<u64>,
     /// By contributor.
     ranks: Vec<RankSlot>,
 }
 
-/// How far a shard is in the protocol.
+/// Progress of a shard in the protocol.
 #[derive(Clone, Debug)]
 pub(super) struct ShardProgress {
     pub(super) shard: ShardId,
     pub(super) chunks: u32,
-    /// The ranks that contribute to it, in ascending order. A frozen shard has none.
+    /// The ranks that contribute to the shard, in ascending order. A frozen shard has none.
     pub(super) contributors: Vec<Rank>,
-    /// The step that the shard's state was last updated by.
+    /// The step that last updated the shard's state.
     pub(super) version: Version,
     /// By step, modulo the number of slots.
     pub(super) slots: Vec<StepSlot>,
@@ -78,7 +78,7 @@ impl RankSlot {
         *self.receipts.get(micro_step.0 as usize)?.get(chunk as usize)?
     }
 
-    /// The process that a micro-step came from. All chunks of a micro-step are one process's.
+    /// Returns the process that sent a micro-step. All chunks of a micro-step come from one process.
     fn sender(&self, micro_step: u32) -> Incarnation {
         let receipts = self.receipts.get(micro_step as usize).into_iter().flatten().flatten();
         receipts.map(|receipt| receipt.incarnation).max().unwrap_or_default()
@@ -141,7 +141,7 @@ impl StepSlot {
         }
     }
 
-    /// Decides on a chunk whose fields are in range and whose step this slot may hold.
+    /// Returns the verdict on a chunk whose fields are in range and whose step this slot may hold.
     pub(super) fn judge(
         &mut self,
         chunk: &ContributionChunk,
@@ -154,7 +154,8 @@ impl StepSlot {
             _ => {}
         }
         let rank = &mut self.ranks[contributor.index()];
-        // A message of several chunks is a repetition only if all of them are held; otherwise all of it is written.
+        // A message of several chunks is a repetition only if all of them are held. Otherwise all of it is
+        // written.
         let unheld =
             rank.covered(chunk).find(|&index| rank.receipt(contribution.micro_step, index).is_none());
         if unheld.is_none() {
@@ -193,7 +194,7 @@ impl StepSlot {
         self.summing
     }
 
-    /// The bytes did not arrive after all.
+    /// The chunk's bytes did not arrive.
     pub(super) fn abandoned(&mut self, chunk: &ContributionChunk, contributor: Contributor) {
         self.ranks[contributor.index()].set_writing(chunk, false);
         self.free_if_untouched();
@@ -271,7 +272,7 @@ impl StepSlot {
         self.free_if_untouched();
     }
 
-    /// The contributors whose contribution to the current micro-step is not whole.
+    /// Returns the contributors whose contribution to the current micro-step is not whole.
     pub(super) fn missing(&self) -> Vec<Contributor> {
         if self.complete || self.summing {
             return Vec::new();
@@ -287,7 +288,7 @@ impl ShardProgress {
         ShardProgress { shard, chunks, contributors: contributors.to_vec(), version: Version(0), slots }
     }
 
-    /// A rank among the shard's contributors, if it is one.
+    /// Returns a rank's index among the shard's contributors, if it is one of them.
     pub(super) fn contributor(&self, rank: Rank) -> Option<Contributor> {
         Contributor::of(rank, &self.contributors)
     }
@@ -305,7 +306,7 @@ impl ShardProgress {
         &mut self.slots[slot.index()]
     }
 
-    /// The origin of the step's gradient on this shard. The shard's number is a part of it.
+    /// Returns the origin of the step's gradient on this shard. The shard's number enters it.
     pub(super) fn origin(&self, step: Step) -> Origin {
         match self.slot(step).origin {
             Origin(mixed) if mixed != 0 && self.is_complete(step) => {

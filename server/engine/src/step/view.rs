@@ -25,7 +25,7 @@ impl Machine {
         self.applied
     }
 
-    /// The shard's index among the owned shards, or the refusal that a request for a foreign shard gets.
+    /// Returns the shard's index among the owned shards, or the refusal of a request for a foreign shard.
     pub fn owned_index(&self, shard: ShardId) -> Result<OwnedShard, Refusal> {
         let shards = self.owned.len() as u32;
         let owned = self.owned.get(shard.index()).copied().flatten();
@@ -51,7 +51,8 @@ impl Machine {
         self.shards[owned.index()].origin(step)
     }
 
-    /// The rank 0 that decided the step which made a version; 0 where this server does not know it.
+    /// Returns the incarnation of the rank 0 that decided a version's step; 0 if this server does not know
+    /// it.
     pub fn decided_by(&self, version: Version) -> Incarnation {
         let commit = self.commits.iter().find(|decided| decided.commit.step.version() == version);
         commit.map_or(Incarnation::default(), |decided| decided.commit.decided_by)
@@ -76,8 +77,8 @@ impl Machine {
         }
     }
 
-    /// At version 0: the parameters whose state, as the job was filled with it, fewer updates made than `applied`. Later the
-    /// last commit says it.
+    /// Parameters whose filled state fewer updates made than `applied`, at version 0. Later the last commit
+    /// lists them.
     pub fn filled_without(&self) -> &[LeftOut] {
         if self.version == Version(0) { &self.left_out } else { &[] }
     }
@@ -103,7 +104,8 @@ impl Machine {
             .collect()
     }
 
-    /// The commits after a step as they count now, oldest first; None when some are no longer kept.
+    /// Returns the commits after a step, oldest first, with ended pauses removed. None if some are no longer
+    /// kept.
     pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
         let kept = self.commits.iter().filter(|decided| decided.commit.step > step);
         let current = |decided: &Decided| {
@@ -114,8 +116,8 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// The shards from `first` on that have the version before this step, at most `most` of them. All have as many
-    /// contributors as the first one, so that their gradients are divided by the same number.
+    /// Returns the shards from `first` on that have the version before this step, at most `most` of them. All
+    /// have as many contributors as the first one, so that their gradients are divided by the same number.
     pub fn updatable(&self, first: OwnedShard, most: usize, step: Step) -> OwnedShards {
         let contributors = self.shards[first.index()].contributors.len();
         let fits = |shard: &&ShardProgress| {

@@ -1,7 +1,7 @@
 //! Accounts of thread time, so that several jobs take turns.
 //!
-//! Start-time fair queueing: a free thread takes blocks of the open call whose account has used the least time. Time that an
-//! account does not use while it has no call is not given back later. While one call is alone nothing is measured.
+//! Start-time fair queueing: a free thread takes blocks of the open call whose account has used the least
+//! time. An account that has no call loses its unused time. While one call is alone nothing is measured.
 
 use std::{
     sync::{
@@ -33,7 +33,7 @@ impl Account {
     }
 }
 
-/// The calls that are open, as far as fairness goes.
+/// The fairness state of the open calls.
 #[derive(Default)]
 pub(super) struct Queue {
     open: AtomicUsize,
@@ -53,7 +53,7 @@ impl Queue {
     pub(super) fn leave(&self, account: &Account) {
         let most = self.most.fetch_max(account.used(), Relaxed).max(account.used());
         if self.open.fetch_sub(1, Relaxed) == 1 {
-            // Nobody is owed anything once all are served.
+            // No account is owed anything once all are served.
             self.now.fetch_max(most, Relaxed);
         }
     }

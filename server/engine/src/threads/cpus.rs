@@ -21,8 +21,8 @@ pub(super) fn nodes() -> Vec<Node> {
     nodes_below(Path::new("/sys/devices/system/node"), &allowed_cores())
 }
 
-/// The cores of the affinity mask. The list is empty where the mask cannot be read, as on more than 1024 cores; then
-/// no thread is bound.
+/// Returns the cores of the affinity mask. Returns none if the mask cannot be read, as on more than 1024
+/// cores; then no thread is bound.
 fn allowed_cores() -> Vec<usize> {
     let Ok(set) = sched_getaffinity(None) else { return Vec::new() };
     (0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect()
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn nodes_are_read_as_the_kernel_writes_them() {
         let root = tempfile::tempdir().unwrap();
-        // The list is out of order. It has a node of memory alone, and a node that is not allowed.
+        // The list is out of order. A node has memory alone, and another is not allowed.
         for (node, list) in [(10, "4-5,12-13\n"), (0, "0-1,8-9\n"), (2, "\n"), (3, "6-7\n")] {
             let folder = root.path().join(format!("node{node}"));
             fs::create_dir(&folder).unwrap();

@@ -45,15 +45,15 @@ use crate::{
 /// threads want the cores, nothing changed.
 const SPIN: Duration = Duration::from_micros(60);
 
-/// Standing threads. Several callers may use a pool at once. Each of them computes too, so that none waits for
-/// another.
+/// Standing threads. Several callers may use a pool at once. Each of them computes too, so that none waits
+/// for another.
 pub struct ThreadPool {
     seats: Vec<Seat>,
-    /// There is more than one node, and each core has memory that is nearer to it.
+    /// True if there is more than one node, so that each core has memory that is nearer to it.
     several_nodes: bool,
     shared: Arc<CallBoard>,
     threads: Vec<JoinHandle<()>>,
-    /// The account of calls that name none.
+    /// The account of calls without an account of their own.
     anybody: Arc<Account>,
 }
 
@@ -73,7 +73,7 @@ struct Call {
 }
 
 impl CallBoard {
-    /// The call whose blocks this seat should take next.
+    /// Returns the call whose blocks this seat should take next.
     fn next(&self, seat: usize) -> Option<Arc<Call>> {
         let calls = lock(&self.calls);
         let open = calls.iter().filter(|call| call.phase.has_blocks_for(seat));
@@ -128,8 +128,8 @@ impl ThreadPool {
         settle(&self.seats[0].cores);
     }
 
-    /// Runs `block` on every item and returns the results in order. A panic in a block comes out here, once no other
-    /// block runs; which blocks ran is then unknown.
+    /// Runs `block` on every item and returns the results in order. A panic in a block is resumed here, once
+    /// no other block runs. After a panic it is unknown which blocks ran.
     pub fn blocks<T: Send, R: Send>(&self, items: Vec<T>, block: impl Fn(T) -> R + Sync) -> Vec<R> {
         self.groups(&self.anybody, vec![items], block, || ()).pop().expect("as many groups as were given")
     }
@@ -206,7 +206,7 @@ impl ThreadPool {
         results.map(|result| result.expect("every block ran")).collect()
     }
 
-    /// Runs `work` until the phase has no blocks left and nobody runs any of them.
+    /// Runs `work` until the phase has no blocks left and no thread runs any of them.
     fn call(
         &self,
         work: &(dyn Fn(usize) + Sync),
@@ -256,7 +256,8 @@ impl Near for ThreadPool {
             self.blocks((0..seats).collect(), run);
             return;
         }
-        // This happens once in a job's life, so plain threads do it: the pool's would help each other across nodes.
+        // This happens once in a job's life, so plain threads do it. The pool's threads would help each other
+        // across nodes.
         thread::scope(|scope| {
             for (seat, Seat { cores, .. }) in self.seats.iter().enumerate() {
                 let run = &run;
@@ -280,8 +281,8 @@ impl Drop for ThreadPool {
     }
 }
 
-/// The seats that a seat wakes. Waking is a tree: to wake 63 threads one after the other would take the caller longer
-/// than a shard.
+/// Returns the seats that a seat wakes. Waking is a tree: if the caller woke 63 threads one after the other,
+/// it would take longer than a shard.
 fn children(seat: usize, seats: usize) -> Range<usize> {
     (2 * seat + 1).min(seats)..(2 * seat + 3).min(seats)
 }
@@ -331,8 +332,8 @@ fn settle(cores: &[usize]) {
     }
 }
 
-/// One step of priority below the network threads, which work little and must not wait. A network thread that
-/// woke every millisecond beside two busy threads was 83, 2790 and 1861 us late with update threads at its
-/// own priority. With them one step below it was 77, 81 and 76 us late (90th percentile of three runs). More
-/// steps gained nothing, and would lose the update its share against other processes.
+/// Priority of update threads: one step below the network threads, which work little and must not wait. A
+/// network thread that woke every millisecond beside two busy threads was 83, 2790 and 1861 us late with
+/// update threads at its own priority. With them one step below it was 77, 81 and 76 us late (90th percentile
+/// of three runs). More steps gained nothing, and would lose the update its share against other processes.
 const NICE: i32 = 1;

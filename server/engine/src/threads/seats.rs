@@ -1,10 +1,10 @@
-//! Where the threads of a pool run, and whom each of them may help.
+//! Seats: the cores on which each thread of a pool runs, and the seats that it may help.
 
 use std::ops::Range;
 
 use super::cpus::Node;
 
-/// Where one of the pool's threads runs. Seat 0 is the caller's.
+/// Seat of a pool's thread. Seat 0 is the caller's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Seat {
     /// The cores to stay on. An empty list means any.

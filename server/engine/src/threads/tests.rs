@@ -178,7 +178,8 @@ fn shares_cover_everything_once_on_one_node_and_on_several() {
     }
 }
 
-/// The accounts of the calls that a free thread would take, one after the other, if each were used up at once.
+/// Returns the accounts whose calls a free thread would take, one after the other, if each call used up its
+/// time at once.
 fn order(calls: &[&Arc<Account>], units: u64, count: usize) -> Vec<usize> {
     let queue = Queue::default();
     calls.iter().for_each(|account| queue.enter(account));
@@ -212,7 +213,7 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
     assert_eq!(early.used() - late.used(), 1000);
     queue.leave(&early);
     queue.leave(&late);
-    // Nor is anybody owed anything once all were served.
+    // No account is owed anything once all were served.
     let third = Account::new();
     queue.enter(&third);
     assert_eq!(third.used(), early.used());

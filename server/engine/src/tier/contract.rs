@@ -50,7 +50,7 @@ pub enum Recovered {
     Nothing,
     /// A whole version. All of it must be read, and adopted, before the next step.
     Version(Record),
-    /// All memory of an earlier process is there, which may have been killed at any instant.
+    /// All memory of an earlier process, which may have been killed at any instant.
     Interrupted(Interrupted),
 }
 
@@ -101,8 +101,8 @@ impl Guard for Unguarded {
     fn end(&self, _: usize, _: usize, _: StateRef<'_>, _: &[u8]) {}
 }
 
-/// The core, which every tier has. The state is handed to closures, so that a tier can bring it in before and write it
-/// back after.
+/// The core, which every tier has. State is handed to closures, so that a tier can read it before and write
+/// it back after.
 pub trait Tier: Send + Sync {
     /// Fills a shard before the job starts, in any number of calls.
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
@@ -110,8 +110,8 @@ pub trait Tier: Send + Sync {
     /// Reads a shard as its last update left it.
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
 
-    /// Hands bytes of a frozen shard's weights to `read`, in order, in one call or several, once the job has started. A tier
-    /// on drives brings in no more than the parts that they lie in.
+    /// Hands bytes of a frozen shard's weights to `read`, in order, in one call or several, once the job has
+    /// started. A tier on drives reads only the parts that contain them.
     fn read_frozen(
         &self,
         owned: OwnedShard,
@@ -145,14 +145,15 @@ pub trait Durable: Send + Sync {
     /// All shards are loaded. The tier keeps this version before it returns.
     fn start(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A step is decided. This is called before anyone is told so.
+    /// A step is decided. Called before anyone is told so.
     fn decide(&self, record: &Record) -> Result<(), Fault>;
 
     /// A pause at the current version has begun or ended. Before it returns, the tier keeps the version's record with
     /// the new standing.
     fn stand(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A rank has joined. If `over`, it starts every undecided step over, so sums of those steps are to be forgotten.
+    /// A rank has joined. If `over`, it starts every undecided step over, so sums of those steps must be
+    /// forgotten.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);
 
     /// Returns once the next process, too, would know who has joined. May wait for a drive.
@@ -161,11 +162,11 @@ pub trait Durable: Send + Sync {
     /// Returns each rank's process that had joined before this server started. Empty if none is known.
     fn who_joined(&self) -> Vec<Option<Joined>>;
 
-    /// Removes all that the tier keeps of the job. Nothing may be called after it.
+    /// Removes all of the job's files in the tier. Nothing may be called after it.
     fn discard(&self) -> Result<(), Fault>;
 }
 
-/// Where shards were when work needed them: how many of each.
+/// Number of shards by place, when work needed them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
     /// In DRAM, where they stay.
@@ -179,7 +180,7 @@ pub struct Taken {
 /// A tier gives this if it writes versions while the job goes on. A version is written whole before the next
 /// is decided. The version before the newest is kept, so that a job can be opened at it.
 pub trait WriteBehind: Send + Sync {
-    /// All that was recovered has been read and is whole. From here on it belongs to this process.
+    /// All of the recovered state has been read and is whole. From here on it belongs to this process.
     fn adopt(&self) -> Result<(), Fault>;
 
     /// All shards have the version. Making it durable goes on in the background.
@@ -188,10 +189,10 @@ pub trait WriteBehind: Send + Sync {
     /// The newest version that a crash cannot take back.
     fn durable(&self) -> Version;
 
-    /// How many bytes were written to drives since the job was opened.
+    /// Returns the bytes written to drives since the job was opened.
     fn written_bytes(&self) -> u64;
 
-    /// Where shards were when work needed them, since the job was opened.
+    /// Returns where shards were when work needed them, since the job was opened.
     fn taken(&self) -> Taken;
 
     /// The error after which nothing of this tier may be used. The first one stays.
@@ -201,10 +202,10 @@ pub trait WriteBehind: Send + Sync {
 /// A tier gives this if the next process finds images, contributions and sums as they were. The next process
 /// finishes the steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
-    /// This is called before the start. `loaded` says whether every shard got an image of the version before.
+    /// Called before the start. `loaded` is true if every shard got an image of the version before.
     fn older_images(&self, loaded: bool);
 
-    /// All contributions to an undecided step are summed on a shard. This is called before anyone is told so.
+    /// All contributions to an undecided step are summed on a shard. Called before anyone is told so.
     fn complete(&self, owned: OwnedShard, step: Step);
 
     /// Runs `carry`, which makes `version` of a shard in a skipped step: the image is copied and the state stays.
@@ -243,6 +244,6 @@ pub trait ImageStore: Send + Sync {
     /// Returns at once, and prefetches as far as there is room.
     fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>);
 
-    /// A load has failed, and the images that it stored mean nothing.
+    /// A load has failed, and the images that it stored are invalid.
     fn forget(&self);
 }

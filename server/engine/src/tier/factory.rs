@@ -104,7 +104,7 @@ fn open_shm(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPool) -> Result<Op
 fn open_nvme(inputs: &Inputs<'_>, notify: Box<dyn Fn() + Send + Sync>) -> Result<Opened, Fault> {
     let (tier, record) = NvmeTier::open(inputs, notify)?;
     let gradients = inputs.storage.spills(inputs.spec).then(|| tier.create_gradients(inputs));
-    // A store that was made just now must not stay behind.
+    // A store that was just made must not stay behind.
     let gradients = gradients.transpose().inspect_err(|_| {
         _ = record.is_none().then(|| tier.remove());
     })?;

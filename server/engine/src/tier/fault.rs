@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind};
 use crate::memory::AllocationError;
 
 pub(super) const FIELD: &str = "state_dir";
-/// The setting that says where tier `shm` keeps its folders.
+/// The setting that names the folder of tier `shm`.
 pub(super) const SHM_FIELD: &str = "shm_dir";
 const DEVICE: &str = "see the kernel's log for the device; then restart the server, which recovers the last durable \
                       version, or restore a checkpoint elsewhere";
@@ -39,7 +39,7 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Faul
     }
 }
 
-/// Makes the same fault of a folder that another setting names.
+/// Returns a function that renames a fault's field to the setting that names the folder.
 pub(super) fn named(field: &'static str) -> impl Fn(Fault) -> Fault {
     move |fault| if fault.field == FIELD { Fault { field: field.into(), ..fault } } else { fault }
 }
@@ -53,7 +53,7 @@ pub(super) fn corrupt(
     Fault::new(FaultKind::Corrupt, FIELD, value, limit, remedy)
 }
 
-/// The fault of a file that belongs to something else.
+/// Returns the fault of a file that belongs to another owner.
 pub(super) fn conflict(
     value: impl fmt::Display,
     limit: impl fmt::Display,
@@ -66,7 +66,7 @@ pub(super) fn internal(value: impl fmt::Display, limit: impl fmt::Display) -> Fa
     Fault::new(FaultKind::Internal, FIELD, value, limit, "report this as a defect of Longshore")
 }
 
-/// The host has less memory than was promised.
+/// The host has less memory than its budget promised.
 pub(super) fn exhausted(error: AllocationError) -> Fault {
     Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }

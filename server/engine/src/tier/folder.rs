@@ -1,4 +1,4 @@
-//! A job's folder in a state directory: whose it is, who holds it, and how it comes and goes.
+//! A job's folder in a state directory: its owner, its lock, its creation and its removal.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -17,9 +17,9 @@ use crate::record::retired;
 
 pub(super) const HEADER_FILE: &str = "header.json";
 pub(super) const FOLDER: &str = "server-";
-/// Stands before the name of a folder that is being made.
+/// Prefix of the name of a folder that is being made.
 pub(super) const NEW: &str = "~new-";
-/// Stands before the store and the name of a folder that is being removed.
+/// Prefix of the name of a folder that is being removed. The store and the old name follow.
 pub(super) const DELETED: &str = "~deleted-";
 const FORMAT: &str = "longshore-state";
 const FORMAT_VERSION: u32 = 1;
@@ -60,7 +60,7 @@ struct Envelope {
 
 /// A folder that no other process may use while this lives.
 pub(super) struct Folder {
-    /// Where it is now.
+    /// Current path.
     pub(super) path: PathBuf,
     home: PathBuf,
     _lock: File,
@@ -114,7 +114,7 @@ impl Header {
         Ok(Some(header))
     }
 
-    /// The header, and the JSON that it was read from.
+    /// Returns the header, and the JSON that it was read from.
     fn decode(text: &[u8]) -> Result<(Header, &[u8]), String> {
         let line = text.iter().position(|&byte| byte == b'\n').ok_or("no first line")?;
         let (first, body) = (&text[..line], &text[line + 1..]);
@@ -146,7 +146,7 @@ impl Header {
         Ok([serde_json::to_vec(&envelope)?, body].join(&b'\n'))
     }
 
-    /// A number for a new store that no store has had before.
+    /// Returns a number that no store has had before.
     pub(super) fn unique_store() -> u64 {
         RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()))
     }
@@ -221,7 +221,7 @@ impl Folder {
         }
     }
 
-    /// Takes the folder beside others that read it too. None if a server uses it.
+    /// Locks the folder beside other readers. Returns None if a server uses it.
     pub(super) fn take_to_read(path: PathBuf) -> Result<Option<Folder>, Fault> {
         let file = File::open(&path).map_err(io("open", &path))?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {
@@ -236,7 +236,7 @@ impl Folder {
         self.path != self.home
     }
 
-    /// Where the job's folder belongs.
+    /// Path that the job's folder has once it is settled.
     pub(super) fn home(&self) -> &Path {
         &self.home
     }
@@ -254,7 +254,7 @@ impl Folder {
         written().map_err(io("write", &target))
     }
 
-    /// Puts a complete folder where it belongs. From now on it counts.
+    /// Renames a complete folder to its own path. From now on it counts.
     pub(super) fn settle(&mut self) -> Result<(), Fault> {
         settle(&self.path, &self.home)?;
         self.path = self.home.clone();
@@ -270,7 +270,7 @@ impl Folder {
     }
 }
 
-/// A folder of the same job, with a name that no server and no job has.
+/// Returns the path of a folder of the same job, with a name that no server and no job has.
 pub(super) fn beside(home: &Path, mark: &str) -> PathBuf {
     home.with_file_name(format!("{mark}{}", name_of(home)))
 }
@@ -299,7 +299,7 @@ pub(super) fn headless(folder: &Path) -> Fault {
 pub(super) fn settle(path: &Path, home: &Path) -> Result<(), Fault> {
     let settled = || {
         fs::rename(path, home)?;
-        // The names of the folder and of the one above it are flushed.
+        // The names of the folder and of its parent are flushed.
         home.ancestors().skip(1).take(2).try_for_each(sync)
     };
     settled().map_err(io("rename", path))
@@ -314,7 +314,7 @@ pub(super) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// The fault when some of a job's folders are there and one is not.
+/// Returns the fault of a job with some of its folders missing.
 pub(super) fn vanished(folder: &Path) -> Fault {
     let remedy =
         "mount the disk again; or, to start over, remove the job's folders from the other state directories";

@@ -31,7 +31,7 @@ pub struct GradientId {
     pub kind: Kind,
 }
 
-/// A thread of the disk calls this with the buffer once its bytes are where they belong.
+/// A thread of the disk calls this with the buffer once the transfer has ended.
 pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 
 /// The drives' room for the gradients of the steps in flight. Gradients die with the process, as in DRAM, and
@@ -55,7 +55,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Starts filling a buffer's first bytes with a whole gradient of so many.
+    /// Starts filling a buffer's first bytes with a whole gradient of `bytes` bytes.
     pub fn read(store: &dyn GradientStore, id: GradientId, bytes: usize, buffer: Region) -> Transfer {
         let (transfer, done) = Transfer::begin();
         store.read(id, 0..bytes, buffer, done);
@@ -77,7 +77,7 @@ impl Transfer {
         (Transfer { done }, Box::new(moved))
     }
 
-    /// Gives the buffer back once its bytes are where they belong.
+    /// Waits for the transfer, and returns the buffer.
     pub fn wait(self) -> Result<Region, Fault> {
         self.done.recv().unwrap_or_else(|_| Err(internal("the disk's thread has ended", "running")))
     }

@@ -32,12 +32,12 @@ impl MemoryTier {
         MemoryTier::over(slab, lengths, shapes, pool)
     }
 
-    /// How many bytes `over` needs.
+    /// Returns the bytes that `over` needs.
     pub(super) fn bytes(lengths: &[usize], shapes: &[Shape]) -> usize {
         Slab::bytes_for(sizes(lengths, shapes))
     }
 
-    /// `pool` is the threads that will update them.
+    /// `pool` is the threads that will update the shards.
     pub(super) fn over(
         slab: Slab,
         lengths: &[usize],

@@ -1,4 +1,5 @@
-//! Where a job's state lives. The step protocol is the same on every tier, and only `factory` knows which one it is.
+//! Tiers: storage of a job's state. The step protocol is the same on every tier, and only `factory` knows the
+//! kind.
 
 mod contract;
 mod factory;

@@ -1,4 +1,4 @@
-//! A small record that is there whole or not at all: a frame around JSON, in sectors of its own.
+//! A small record that is written whole or not at all: a frame around JSON, in sectors of its own.
 
 use longshore_proto::{Commit, Fault, LeftOut, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -52,8 +52,8 @@ pub(super) enum Found<T> {
     Retired(Fault),
 }
 
-/// The CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach, and with carry-less
-/// multiplication it is as fast as CRC-32.
+/// Returns the CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach. With
+/// carry-less multiplication it is as fast as CRC-32.
 pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
     parts.into_iter().for_each(|part| digest.update(part));

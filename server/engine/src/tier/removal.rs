@@ -37,8 +37,8 @@ impl Grave {
     }
 }
 
-/// Removes folders of one store with all in them. From the first rename on the store is deleted: [`finish_job`] does
-/// the rest if need be.
+/// Removes folders of one store with all their files. The first rename already deletes the store:
+/// [`finish_job`] does the rest after an interruption.
 pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
     let store = folders.iter().find_map(|folder| Header::read(folder).ok().flatten());
     let store = store.map_or_else(Header::unique_store, |header| header.store);
@@ -46,7 +46,7 @@ pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
     graves.iter().try_for_each(|grave| remove(grave))
 }
 
-/// Renames a folder, so that it belongs to nobody any more.
+/// Renames a folder, so that it belongs to no job any more.
 fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
     let grave = beside(folder, &format!("{DELETED}{store:016x}-"));
     let buried = fs::rename(folder, &grave).and_then(|()| folder.parent().map_or(Ok(()), sync));
@@ -57,7 +57,7 @@ fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
     }
 }
 
-/// Removes a folder, and the job's folder above it if that is empty then.
+/// Removes a folder, and the job's folder above it if that is then empty.
 fn remove(folder: &Path) -> Result<(), Fault> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(io("remove", folder)(error)),
@@ -123,7 +123,7 @@ pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
     }
 }
 
-/// Settles a folder that was complete when another one of its store was settled. Other folders were nothing yet.
+/// Settles a complete folder, if another folder of its store is settled already. Removes any other folder.
 fn finish_creation(new: &Path, settled: &[u64]) -> Result<(), Fault> {
     // A folder in use is being made by another process.
     let Ok(_lock) = Folder::take_existing(new.to_path_buf()) else { return Ok(()) };

@@ -11,15 +11,15 @@ use super::folder::Header;
 pub struct Report {
     pub folder: PathBuf,
     pub header: Header,
-    /// How many of the four records are whole.
+    /// Number of whole records, of four.
     pub records: usize,
-    /// The records that are not whole, and why: torn by a crash, or damaged.
+    /// The broken records, and why: torn by a crash, or damaged.
     pub broken_records: Vec<String>,
     /// The versions, oldest first.
     pub versions: Vec<VersionReport>,
     /// Further damage that a server would refuse.
     pub damage: Vec<String>,
-    /// In tier `shm`, the bytes of the file that holds the job's buffers; None where there is none.
+    /// The bytes of the file with the job's buffers, in tier `shm`. None if there is no file.
     pub buffers: Option<u64>,
 }
 
@@ -30,7 +30,7 @@ pub struct VersionReport {
     pub applied: u64,
     pub epoch: u64,
     pub state_slot: u8,
-    /// How many blocks were read and compared, images' blocks too.
+    /// Number of blocks that were read and compared, images' blocks too.
     pub blocks: u64,
     /// Bytes that differ from the written ones. In the older version this is no damage, once a step after the
     /// newest has begun to overwrite it.
@@ -41,7 +41,7 @@ impl Report {
     /// Returns true if a server goes on from here as it is.
     pub fn is_whole(&self) -> bool {
         let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
-        // A folder without any record was never loaded, unless it once had some.
+        // A folder without any record was never loaded, unless broken records show that it once had some.
         newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
     }
 
@@ -50,7 +50,7 @@ impl Report {
         self.versions.is_empty() && self.broken_records.is_empty()
     }
 
-    /// The newest version that is whole.
+    /// Returns the newest whole version.
     pub fn recoverable(&self) -> Option<Version> {
         let whole = self.versions.iter().rev().find(|version| version.damaged.is_empty());
         whole.filter(|_| self.damage.is_empty()).map(|version| version.version)

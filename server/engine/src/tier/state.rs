@@ -11,7 +11,7 @@ use crate::kernels::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// How many arrays there are: master weights, first and second moments.
+/// Number of arrays: master weights, first and second moments.
 const ARRAYS: usize = 3;
 
 /// Layout of a shard's arrays. All trained shards of a job have the same layout, and so have all frozen ones.
@@ -27,15 +27,15 @@ pub struct Shape {
     block: [usize; ARRAYS],
 }
 
-/// Whole blocks of a shard that are to be changed: master weights, first and second moments. An array that the
-/// job does not have is empty.
+/// Whole blocks of a shard, for changes: master weights, first and second moments. An array that the job does
+/// not have is empty.
 #[derive(Debug)]
 pub struct StateMut<'a> {
     shape: Shape,
     pub arrays: [&'a mut [u8]; ARRAYS],
 }
 
-/// Whole blocks of a shard that are only read, in the form of [`StateMut`].
+/// Whole blocks of a shard for reading, in the form of [`StateMut`].
 #[derive(Clone, Copy, Debug)]
 pub struct StateRef<'a> {
     shape: Shape,
@@ -74,12 +74,12 @@ impl Shape {
         self.block
     }
 
-    /// The bytes that whole blocks take in each array.
+    /// Returns the bytes of whole blocks in each array.
     pub fn arrays(&self, elements: usize) -> [usize; ARRAYS] {
         self.block.map(|bytes| bytes * (elements / BLOCK))
     }
 
-    /// The bytes that they take in all arrays.
+    /// Returns the bytes of whole blocks in all arrays.
     pub fn bytes(&self, elements: usize) -> usize {
         self.arrays(elements).iter().sum()
     }

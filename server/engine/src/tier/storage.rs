@@ -10,26 +10,27 @@ use crate::io::{Drives, Engine, Metered, OpenDisk, OpenFile};
 /// a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
 
-/// How this server stores jobs whose tier outlives it.
+/// A server's settings for jobs whose tier outlives it.
 #[derive(Clone)]
 pub struct Storage {
-    /// Each job gets a folder in each of them, and its shards are striped over all.
+    /// State directories. Each job gets a folder in each of them, and its shards are striped over all.
     pub dirs: Vec<PathBuf>,
     /// The folder of a tmpfs for jobs with tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub engine: Engine,
-    /// In tests this takes the place of files.
+    /// Replaces files in tests.
     pub disks: Option<Arc<dyn OpenDisk>>,
     /// Counts the requests to the drives of `dirs`, for charts.
     pub drives: Option<Arc<Drives>>,
-    /// DRAM for shards that an `nvme` job keeps, so that they need not be read each step.
+    /// DRAM for resident shards of an `nvme` job, which need not be read each step.
     pub resident_bytes: u64,
-    /// Images lie in memory that workers of this host may read.
+    /// True if images lie in memory that workers of this host may read.
     pub share_images: bool,
-    /// How many shards of an `nvme` job are read, updated or written at once.
+    /// Number of shards of an `nvme` job that are read, updated or written at once.
     pub buffers: usize,
     pub spill: Spill,
-    /// No later version than this is recovered, because the server's peers have lost a version that it still has.
+    /// Newest version that may be recovered. Set when the server's peers have lost a version that it still
+    /// has.
     pub at_most: Option<Version>,
     /// Owner of the job that is opened, kept with the job.
     pub owner: Option<String>,
@@ -57,7 +58,7 @@ pub enum Spill {
 }
 
 impl Spill {
-    /// The name that operators write.
+    /// Returns the name that operators write.
     pub fn name(self) -> &'static str {
         match self {
             Spill::State => "state",

@@ -33,14 +33,14 @@ pub fn stored_jobs(dirs: &[PathBuf]) -> Stored {
     let mut stored = Stored::default();
     for job in dirs.iter().flat_map(|dir| entries(dir)) {
         let name = job.file_name().and_then(|name| JobName::parse("job", &name.to_string_lossy()).ok());
-        // Anything else does not belong to Longshore.
+        // Other entries do not belong to Longshore.
         let Some(name) = name else { continue };
         let ours = |folder: &PathBuf| name_of(folder).starts_with(FOLDER) && folder.is_dir();
         for folder in entries(&job).into_iter().filter(ours) {
             match Header::read(&folder) {
                 Ok(Some(Header { spec, placement, server, owner, .. })) => {
                     let job = StoredJob { spec, placement, server, owner };
-                    // A mark that stays does no harm: nothing else reads it.
+                    // A mark that stays does no harm, since no other code reads it.
                     let _ = fs::remove_file(folder.join(CLOSED));
                     if !stored.jobs.contains(&job) {
                         stored.jobs.push(job);

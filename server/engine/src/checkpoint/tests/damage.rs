@@ -69,7 +69,7 @@ proptest! {
     ) {
         let fixture = crate::lock(shared());
         let fault = fixture.fault_with(file, |bytes| {
-            // Half of the changes go where header and tail are, which are small beside the tensors.
+            // Half of the changes hit header and tail, which are small beside the tensors.
             let at = match near_an_end {
                 Some(near) if near % 2 == 0 => near % bytes.len(),
                 Some(near) => bytes.len() - 1 - near % bytes.len(),
@@ -144,7 +144,7 @@ fn weights_may_be_uploaded_after_a_failed_restore() {
     assert_eq!(fixture.target.image(Version(0)).unwrap(), fresh.image(Version(0)).unwrap());
 }
 
-/// A failed load had filled this shard, images included, at the very version that is loaded next.
+/// A failed load had filled this shard, images included, at the very version that the next load brings.
 #[test]
 fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Cluster::open(&spec(3, 1), 1);
@@ -176,8 +176,8 @@ fn a_newer_format_is_refused_as_such() {
     assert!(fault.value.contains("format_version 2"), "{fault}");
 }
 
-/// Weights that are uploaded after a failed restore have no image before theirs, whatever the restore had put on the
-/// drives. With few buffers their shards come and go before they are whole.
+/// Weights uploaded after a failed restore have no older image, whatever the restore had put on the drives.
+/// With few buffers their shards come and go before they are whole.
 #[test]
 fn a_failed_restore_leaves_nothing_on_the_drives() {
     for spill in [Spill::State, Spill::All] {

@@ -17,7 +17,8 @@ fn frozen_weights_return_on_any_servers_and_tier() {
     let (_root, store) = store();
     let dir = tempfile::tempdir().unwrap();
     let dirs = vec![dir.path().to_path_buf()];
-    // In shards of two blocks one server of three has all that is trained, and the others have frozen shards alone.
+    // In shards of two blocks one server of three has all trained shards, and the others have frozen shards
+    // alone.
     for (index, (from, from_blocks, to, to_blocks, max_delay, spill)) in [
         (1, 2, 3, 2, 0, None),
         (3, 2, 1, 1, 0, None),

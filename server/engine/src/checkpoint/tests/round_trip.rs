@@ -52,7 +52,7 @@ fn every_rule_and_image_dtype_returns() {
     }
 }
 
-/// How many steps each parameter has missed comes back with the last commit.
+/// The number of steps that each parameter has missed comes back with the last commit.
 #[test]
 fn parameters_that_steps_left_out_go_on_with_their_own_counts() {
     let (_root, store) = store();

@@ -300,7 +300,7 @@ fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_s
     assert_eq!(names(&store), ["two-again"]);
 }
 
-/// Step N comes again after the job went back, and its checkpoint is asked for under the same name.
+/// Step N comes again after the job went back, and its checkpoint is requested under the same name.
 #[test]
 fn a_sealed_name_asked_for_again_is_the_same_checkpoint_only_with_the_same_state() {
     let (root, store) = store();
@@ -356,7 +356,8 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     Cluster::open(&spec(1, 0), 1).restore(&store, "next").unwrap();
 }
 
-/// Hosts have a folder each: the same servers need nothing of each other, and others are told which part they lack.
+/// Each host has its own folder. The same servers need nothing of each other, and others are told which part
+/// they lack.
 #[test]
 fn each_server_restores_from_a_folder_of_its_own() {
     let cluster = Cluster::trained(&spec(1, 1), 2, 2);

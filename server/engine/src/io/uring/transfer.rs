@@ -13,7 +13,7 @@ pub(super) const REGISTERED_BYTES: usize = 1 << 30;
 /// A request whose transfers are under way.
 pub(super) struct Active {
     pub(super) request: Request,
-    /// Where the next transfer begins: which part, and which byte of it.
+    /// Start of the next transfer: index of the part, and byte in the part.
     pub(super) next: (usize, usize),
     pub(super) in_flight: u32,
     pub(super) error: Option<io::Error>,
@@ -45,7 +45,7 @@ impl Active {
     }
 }
 
-/// The entry of the ring that moves the bytes, in registered memory if they lie there.
+/// Returns the entry of the ring that moves the bytes, as registered memory if possible.
 pub(super) fn entry(
     fd: i32,
     direction: Direction,

@@ -45,8 +45,8 @@ impl Contribution {
         self.region.bytes_mut()
     }
 
-    /// Takes the statistics of the blocks that end in `copied`: these bytes were just copied and are still in cache.
-    /// Reading the whole gradient from memory later would cost a tenth of receiving it over loopback.
+    /// Takes the statistics of the blocks that end in `copied`: these bytes were just copied and are still in
+    /// cache. To read the whole gradient from memory later would cost a tenth of receiving it over loopback.
     pub(super) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
         self.statistics.resize(blocks, None);
@@ -88,7 +88,7 @@ impl Contribution {
         self.lent.is_some()
     }
 
-    /// The statistics of a block, if they were taken while the gradient came.
+    /// Returns the statistics of a block, if they were taken while the gradient arrived.
     pub(super) fn statistics(&self, block: usize) -> Option<Statistics> {
         if self.lent.is_some() { None } else { self.statistics.get(block).copied().flatten() }
     }
@@ -97,13 +97,13 @@ impl Contribution {
         self.lent = Some(lent);
     }
 
-    /// Copies a gradient that its sender lends, for a job that cannot use it where it lies.
+    /// Copies a lent gradient, for a job that cannot use it where it lies.
     pub(super) fn copy(&mut self, lent: &dyn Lent) {
         self.statistics.clear();
         lent.bytes().copy_to(self.own());
     }
 
-    /// Lets go of the sender's memory: the gradient was summed or used by an update, or is not wanted.
+    /// Releases the sender's memory: the gradient was summed, used by an update, or is not wanted.
     pub(super) fn give_back(&mut self) {
         self.lent = None;
     }

@@ -63,7 +63,7 @@ impl Gradients {
 }
 
 impl Job {
-    /// The parameters that begin in a shard and got no gradient in a step that is complete here.
+    /// Returns the parameters that begin in a shard and got no gradient in a complete step.
     pub fn left_out(&self, shard: ShardId, step: Step) -> Result<Vec<u32>, Fault> {
         let machine = self.protocol.machine();
         let owned = machine.owned_index(shard)?;

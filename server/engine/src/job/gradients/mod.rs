@@ -28,8 +28,8 @@ use crate::{
     step::Machine,
 };
 
-/// The gradients of the steps in flight. Each buffer has a lock of its own. Nobody who holds one waits for the
-/// machine's lock.
+/// The gradients of the steps in flight. Each buffer has a lock of its own. A thread that holds one never
+/// waits for the machine's lock.
 pub(super) struct Gradients {
     spec: Arc<JobSpec>,
     layout: Arc<Layout>,

@@ -54,15 +54,14 @@ pub enum Admitted<J: Deref<Target = Job>> {
     Busy,
 }
 
-/// A chunk's share of its rank's buffer while its payload arrives. If this is dropped unfinished, the chunk was never
-/// there.
+/// A chunk's share of its rank's buffer while its payload arrives. Dropped unfinished, it stores nothing.
 pub struct Writing<J: Deref<Target = Job>> {
     job: J,
     ticket: Ticket,
-    /// The bytes of the rank's gradient that are still to come.
+    /// The bytes of the rank's gradient that have not arrived yet.
     left: Range<usize>,
     sum: Crc32,
-    /// The buffer that they go into, if gradients live on drives.
+    /// The buffer of those bytes, if gradients live on drives.
     staged: Option<Staged>,
     finished: bool,
 }
@@ -76,7 +75,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Appends a slice of the payload.
     ///
     /// # Errors
-    /// `Invalid` when it is more than was announced; nothing of it is written.
+    /// `Invalid` if it is more than was announced; nothing of it is written.
     pub fn write(&mut self, slice: &[u8]) -> Result<(), Fault> {
         let _stage = self.stage();
         if slice.len() > self.left.len() {
@@ -111,8 +110,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         })
     }
 
-    /// Copies the whole payload from where it lies: `fetch(from, target)` fills `target` with the bytes that begin at
-    /// byte `from` of it. The checksum is the copy's, whatever becomes of the original meanwhile.
+    /// Copies the whole payload. `fetch(from, target)` fills `target` with the payload's bytes from byte
+    /// `from` on. The checksum is the copy's, whatever becomes of the original meanwhile.
     pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
         let _stage = self.stage();
         let mut from = 0;
@@ -129,9 +128,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
         }
     }
 
-    /// Has `fill` write the next bytes, at most `most`, to their memory; it returns how many it wrote. Then this takes
-    /// the statistics of the blocks that those bytes complete. Contributions that are summed need none: the statistics
-    /// are then taken of the sum.
+    /// Calls `fill` with the memory of the next bytes, at most `most`. `fill` writes them and returns their
+    /// number. Then takes the statistics of the blocks that those bytes complete. Contributions that are
+    /// summed need none: their sum's statistics are taken.
     fn fill(
         &mut self,
         most: usize,
@@ -153,7 +152,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
             }
             count
         } else {
-            // Two connections may bring chunks of one buffer, so neither locks it for longer than one part takes.
+            // Two connections may bring chunks of one buffer, so neither locks it for longer than one part
+            // takes.
             let mut contribution = lock(job.gradients.contribution(owned, slot, contributor));
             // Admission checked that the chunk lies inside the shard.
             let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
@@ -225,7 +225,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
 }
 
 impl<J: Deref<Target = Job>> Writing<J> {
-    /// The parameters of a chunk in DRAM that have no gradient. A sum is looked at once it is whole.
+    /// Returns the parameters of a chunk in DRAM that have no gradient. Sums are scanned once they are whole.
     fn left_out(&self, staged: &Staged) -> Vec<u32> {
         let Ticket { owned, chunk, .. } = self.ticket;
         let gradients = &self.job.gradients;
@@ -269,7 +269,7 @@ impl<J: Deref<Target = Job>> Drop for Writing<J> {
     }
 }
 
-/// Compares the checksum that a chunk came with and the one of its payload.
+/// Compares a chunk's stated checksum with the checksum of its payload.
 pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
     if claimed == found {
         return Ok(());
@@ -306,7 +306,7 @@ impl Job {
         Ok(Admitted::Write(Writing { job, ticket, left, sum: Crc32::new(), staged, finished: false }))
     }
 
-    /// Stores one chunk whose payload is all here.
+    /// Stores one chunk whose whole payload is at hand.
     pub fn store(&self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
         match Job::admit(self, chunk)? {
             Admitted::Duplicate => Ok(Stored::Duplicate),

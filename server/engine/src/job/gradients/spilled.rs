@@ -1,5 +1,5 @@
-//! Gradients that live on drives. A chunk is received into a buffer, and goes to the drives as soon as it is whole.
-//! Sums are formed a shard at a time. While a shard is updated, the next shard's gradient is read.
+//! Gradients that live on drives. A chunk is received into a buffer, and goes to the drives as soon as it is
+//! whole. Sums are formed a shard at a time. While a shard is updated, the next shard's gradient is read.
 
 use std::{
     collections::VecDeque,
@@ -30,7 +30,7 @@ use crate::{
 /// With four for each drive, four drives are near their full speed.
 const ON_THEIR_WAY: usize = 16;
 
-/// How many whole gradients are in DRAM for updates: one in use and one read ahead.
+/// Number of whole gradients in DRAM for updates: one in use and one prefetched.
 const AHEAD: usize = 2;
 
 pub(in crate::job) struct SpilledGradients {
@@ -108,7 +108,7 @@ impl Sizes {
     }
 }
 
-/// How many bytes of DRAM are needed for contributions and for sums.
+/// Returns the bytes of DRAM for contributions and for sums.
 pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, u64) {
     let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
     ((staged * CHUNK_BYTES + AHEAD * gradient + 2 * part) as u64, sum as u64)
@@ -153,7 +153,7 @@ impl SpilledGradients {
         Some(Staged { region, start, statistics: Vec::new() })
     }
 
-    /// Takes a buffer back whose chunk did not come whole.
+    /// Takes back the buffer of a chunk that did not arrive whole.
     pub(super) fn unstage(&self, staged: Staged) {
         lock(&self.desk.free).push(staged.region);
     }
@@ -172,7 +172,7 @@ impl SpilledGradients {
             if let Some(arrival) = desk.arrival.get() {
                 arrival();
             }
-            // This wakes those who found no buffer free.
+            // The signal wakes callers that found no buffer free.
             desk.signal.send();
         };
         self.files.write(place, start..start + bytes, region, Box::new(moved));
@@ -193,7 +193,7 @@ impl Job {
         }
     }
 
-    /// Counts a chunk that has reached the drives, if there is one. The compute thread calls it, as it does
+    /// Counts a chunk that has reached the drives, if there is one. The compute thread calls this, like
     /// [`Job::perform`].
     ///
     /// # Errors
@@ -212,7 +212,7 @@ impl Job {
 }
 
 impl Gradients {
-    /// How many bytes a shard's contribution has.
+    /// Returns the bytes of a shard's contribution.
     fn contribution_len(&self, owned: OwnedShard) -> usize {
         (self.layout.shard_len(self.owned[owned.index()]) * self.spec.gradient_dtype.bytes()) as usize
     }

@@ -40,7 +40,7 @@ fn first_nonfinite(statistics: &[Statistics]) -> Option<u64> {
     statistics.iter().enumerate().find_map(element)
 }
 
-/// The sums at the front of a queue, as many as are formed together.
+/// Takes the sums at the front of a queue, as many as are formed together.
 pub(in crate::job) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
     let mut sums = Vec::new();
     while sums.len() < SUMS_AT_ONCE
@@ -92,8 +92,9 @@ impl Job {
 }
 
 impl Gradients {
-    /// Forms these sums, or only takes statistics if each is of a lone gradient. Returns the statistics of each sum's
-    /// blocks. If the update threads take part, the calling thread runs `meanwhile` while they begin.
+    /// Forms these sums, or only takes statistics if each is of a lone gradient. Returns the statistics of
+    /// each sum's blocks. If the update threads take part, the calling thread runs `meanwhile` while they
+    /// begin.
     fn form(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Statistics>>, Fault> {
         let summed = sums.iter().filter(|sum| self.accumulates(sum.owned)).count();
         if summed == sums.len() {

@@ -49,8 +49,8 @@ impl Image {
         Image { owned, version: None, region, stamps, stamp, sums }
     }
 
-    /// The checksum of some bytes. Computing it takes most of the time that sending them takes, so the checksum of a
-    /// whole chunk is kept.
+    /// Returns the checksum of some bytes. Computing it takes most of the time that sending them takes. So
+    /// the checksum of a whole chunk is kept.
     pub(super) fn checksum(&self, within: Range<usize>) -> u32 {
         let sum = || crc32(&self.bytes()[within.clone()]);
         let chunk = within.start / CHUNK_BYTES;
@@ -80,21 +80,21 @@ impl Image {
         self.region.share(within)
     }
 
-    /// The memory to write another version to. From here on readers find that the old version is gone, so nobody takes
-    /// a half overwritten image for it.
+    /// Returns the memory to write another version to. From here on readers find that the old version is
+    /// gone, so no reader takes a half overwritten image for it.
     pub(in crate::job) fn overwrite(&mut self) -> &mut Region {
         self.set(None);
         &mut self.region
     }
 
-    /// Says which version the image is now.
+    /// Sets the version of the image.
     pub(in crate::job) fn set(&mut self, version: Option<Version>) {
         self.version = version;
         self.sums.iter_mut().for_each(|sum| *sum.get_mut() = 0);
         self.stamps.publish(self.stamp, version.map_or(0, |version| version.0 + 1));
     }
 
-    /// Where the image and its version stamp lie in the shared file.
+    /// Returns the offsets of the image and its version stamp in the shared file.
     pub(super) fn place(&self) -> (u64, u64) {
         (self.region.offset() as u64, (self.stamps.offset() + self.stamp * 8) as u64)
     }

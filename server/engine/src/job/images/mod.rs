@@ -1,4 +1,4 @@
-//! A job's images: where each is found, in DRAM or with the tier, and where the next one is made.
+//! A job's images: the place of each, in DRAM or with the tier, and the place in which the next is made.
 
 mod image;
 mod read;
@@ -57,7 +57,7 @@ impl Images {
         self.shared.as_ref()
     }
 
-    /// How many bytes a shard's image has.
+    /// Returns the bytes of a shard's image.
     pub(super) fn len(&self, owned: OwnedShard) -> usize {
         self.lengths[owned.index()]
     }
@@ -86,7 +86,7 @@ impl Images {
         &self.shards[owned.index()][version.0 as usize % 2]
     }
 
-    /// Hands bytes of an image to `read`, if the tier stores that image. Returns false if it does not.
+    /// Hands bytes of an image to `read`, if the tier stores that image. Returns false if not.
     pub(super) fn read_stored(
         &self,
         owned: OwnedShard,
@@ -157,7 +157,7 @@ impl Images {
         Ok(())
     }
 
-    /// Takes both images of a recovered shard from the tier, as far as it has them.
+    /// Reads both images of a recovered shard from the tier, as far as it has them.
     pub(super) fn recover(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
             let mut image = self.to_make(owned, Version(version.0 + behind));
@@ -180,7 +180,7 @@ impl Images {
         }
     }
 
-    /// Forgets which versions the images are of.
+    /// Forgets the versions of all images.
     pub(super) fn forget(&self) {
         let window = self.window.iter().flat_map(|window| &window.images);
         for image in window.chain(self.shards.iter().flatten()) {

@@ -1,4 +1,4 @@
-//! Reads bytes of the image of one version, as pulls ask for them.
+//! Reads bytes of the image of one version, for pulls.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
@@ -15,10 +15,10 @@ pub enum ImageRead {
     NotYet,
 }
 
-/// Where a slice of an image lies.
+/// Place of a slice of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImagePlace {
-    /// In the shared file. The slice and its version stamp lie so many bytes from the file's start.
+    /// The slice and its version stamp lie in the shared file, at these byte offsets.
     At { at: u64, stamp: u64 },
     /// Not in the shared file.
     Elsewhere,
@@ -35,7 +35,7 @@ pub enum ImageBytes {
     /// The bytes are in the job's memory. The version after next may overwrite them while they are sent. The
     /// reader then sees a wrong checksum, and is told when it asks again that the version is gone.
     Here(SharedBytes),
-    /// The bytes were read from where nobody else may: from drives, or from the tier's state.
+    /// The bytes were read from drives or from the tier's state, where no other thread may read.
     Read(Vec<u8>),
 }
 
@@ -133,7 +133,7 @@ impl Job {
         Ok(Some(Pulled { bytes, crc32 }))
     }
 
-    /// Says where a checked slice of one version's image lies in the file of [`Job::shared_images`].
+    /// Returns the place of a checked slice of one version's image in the file of [`Job::shared_images`].
     pub fn place_image(&self, slice: &Slice, version: Version) -> Result<Option<ImagePlace>, Fault> {
         let (start, bytes) = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };

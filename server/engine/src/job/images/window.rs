@@ -23,7 +23,7 @@ pub(in crate::job) struct Window {
     next: AtomicUsize,
 }
 
-/// How many images are in DRAM, and the bytes of the largest.
+/// Number of images in DRAM, and the bytes of the largest.
 struct Size {
     count: usize,
     bytes: usize,
@@ -33,7 +33,8 @@ impl Size {
     fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Size {
         let trained: Vec<_> = owned.iter().filter(|&&shard| !layout.is_frozen(shard)).collect();
         let largest = trained.iter().map(|&&shard| layout.shard_len(shard)).max().unwrap_or(0);
-        // These are as many as may be on their way to the drives, and never fewer than the two of a shard.
+        // The window has as many images as may be on their way to the drives, and never fewer than the two of
+        // a shard.
         let count = storage.buffers.max(2).min(2 * trained.len());
         Size { count, bytes: (largest * spec.image_dtype.bytes()) as usize }
     }
@@ -73,7 +74,7 @@ impl Window {
         images.find(|image| image.owned == owned && image.version() == Some(version))
     }
 
-    /// Takes the image that was made longest ago, which gives way.
+    /// Takes the oldest image, which gives way.
     pub(super) fn take(&self, owned: OwnedShard) -> RwLockWriteGuard<'_, Image> {
         let next = self.next.fetch_add(1, Ordering::Relaxed) % self.images.len();
         let mut image = self.images[next].write().unwrap_or_else(PoisonError::into_inner);

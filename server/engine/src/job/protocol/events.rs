@@ -13,8 +13,8 @@ use crate::{
 };
 
 impl Job {
-    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`. Returns
-    /// true when it is at that version already.
+    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`.
+    /// Returns true if it is at that version already.
     pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
         let machine = self.protocol.machine();
         machine.check_newest(Rank(0), incarnation)?;
@@ -30,13 +30,14 @@ impl Job {
         Ok(false)
     }
 
-    /// The newest version that a crash cannot take back; None where no step has to wait for it.
+    /// The newest version that a crash cannot take back. None if no step has to wait for it.
     fn written(&self) -> Option<Version> {
         self.tier.behind.as_ref().map(|behind| behind.durable())
     }
 
-    /// The newest version that a crash of this server cannot take back; with the memory tier it is the newest
-    /// version. Rank 0 waits for it before it commits the next step, and workers before they free their gradients.
+    /// Returns the newest version that a crash of this server cannot take back; with the memory tier, the
+    /// newest version. Rank 0 waits for it before it commits the next step, and workers before they free
+    /// their gradients.
     pub fn durable(&self) -> Version {
         let version = self.protocol.machine().version();
         self.written().map_or(version, |durable| durable.min(version))
@@ -98,14 +99,15 @@ impl Job {
         Ok(())
     }
 
-    /// Pauses the job, and has its tier keep that. Returns false while the version is not durable: ask again later.
+    /// Pauses the job, and keeps the pause in its tier. Returns false while the version is not durable: ask
+    /// again later.
     pub fn pause(&self, incarnation: Incarnation, reason: &str) -> Result<bool, Fault> {
         check_pause_reason("reason", reason)?;
         self.stand(|machine| machine.pause(incarnation, reason.to_string()))
     }
 
-    /// Ends the pause that began at `version`, or the current one, and has its tier keep that. Returns false while
-    /// the version is not durable.
+    /// Ends the pause that began at `version`, or the current one, and keeps that in the tier. Returns false
+    /// while the version is not durable.
     pub fn resume(&self, version: Option<Version>, loss_scale: f64) -> Result<bool, Fault> {
         self.stand(|machine| machine.resume(version, loss_scale))
     }
@@ -132,8 +134,8 @@ impl Job {
         Ok(true)
     }
 
-    /// Decides a step, whatever contributions the decision was made from. The returned flag is true if the same
-    /// decision was made before.
+    /// Decides a step, whatever contributions the decision was made from. The returned flag is true if the
+    /// same decision was made before.
     pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
         self.commit_from(incarnation, commit, Origin::UNKNOWN)
     }
@@ -160,7 +162,7 @@ impl Job {
         let duplicate = machine.version() == before;
         if !duplicate {
             self.snapshots.tell(&machine);
-            // The lock is held meanwhile: nobody may learn of the decision before the tier has it.
+            // The machine stays locked: nobody may learn of the decision before the tier has it.
             if let Some(kept) = &self.tier.durable {
                 self.record_of(&machine, step, |record| kept.decide(record))?;
             }

@@ -21,7 +21,7 @@ use crate::{
 /// Called after every change that a thread may wait for.
 pub type Observer = Box<dyn Fn() + Send + Sync>;
 
-/// Wakes everyone who waits for the job to move.
+/// Wakes all threads that wait for the job to change.
 pub(super) struct Signal {
     /// Condition of the machine's lock, which a waiting thread gives up meanwhile.
     changed: Condvar,
@@ -86,7 +86,7 @@ impl Protocol {
         }
     }
 
-    /// Notes the fault after which nothing is accepted. The first one stays.
+    /// Sets the fault after which nothing is accepted. The first fault stays.
     pub(super) fn fail(&self, fault: &Fault) {
         let _ = self.failed.set(fault.clone());
     }

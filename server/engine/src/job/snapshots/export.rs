@@ -40,8 +40,8 @@ impl Exported {
 }
 
 impl Job {
-    /// Asks for every owned shard at a version, little-endian. Shards come in any order. The version may be one to come;
-    /// None means the current one.
+    /// Begins an export of every owned shard at a version, little-endian. Shards come in any order. The
+    /// version may be a future one; None means the current one.
     pub fn begin_export(
         self: &Arc<Self>,
         version: Option<Version>,

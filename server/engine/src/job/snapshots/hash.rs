@@ -36,8 +36,8 @@ impl Job {
         self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
     }
 
-    /// The block hashes of the current version, in block order, and which version that is. This is a snapshot whose
-    /// copy of a block is the block's hash.
+    /// Returns the block hashes of the current version, in block order, and that version. A snapshot computes
+    /// them: its copy of a block is the block's hash.
     pub fn state_hashes(
         self: &Arc<Self>,
         deadline: Instant,

@@ -27,7 +27,7 @@ use crate::{
     step::{Machine, Progress},
 };
 
-/// A job's snapshots that run now. Their lock is taken under the machine's, or alone.
+/// A job's running snapshots. Their lock is taken under the machine's, or alone.
 #[derive(Default)]
 pub(super) struct Snapshots {
     running: Mutex<Vec<Arc<Copying>>>,

@@ -1,11 +1,11 @@
-//! How far the parts of checkpoints that are being written have come.
+//! Progress of the parts of checkpoints that are being written.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-/// The bytes of a job's parts that are being written. Two may be under way, and count together.
+/// The bytes of a job's parts that are being written. Two parts may be in progress, and count together.
 #[derive(Debug, Default)]
 pub(crate) struct PartsUnderWay {
     written: AtomicU64,
@@ -19,7 +19,7 @@ impl PartsUnderWay {
         PartUnderWay { of: Arc::clone(self), written: AtomicU64::new(0), bytes }
     }
 
-    /// How many bytes are written, of how many. None while no part is being written.
+    /// Returns the written bytes, and their total. None if no part is being written.
     pub(crate) fn now(&self) -> Option<(u64, u64)> {
         let all = self.all.load(Relaxed);
         (all > 0).then(|| (self.written.load(Relaxed).min(all), all))

@@ -9,22 +9,23 @@ use longshore_proto::limits::{MAX_CHECKPOINTS_AT_ONCE, MAX_EXPORTS_AT_ONCE};
 pub(super) enum Purpose {
     /// A block's copy is its hash, so the update waits only for hashing, at the speed of memory.
     Hash,
-    /// Anybody may read, at any speed, so training does not wait for the reader.
+    /// Any client may read, at any speed, so training does not wait for the reader.
     Export,
-    /// The job's owner wants it, so training waits for the disk where no memory is left to copy to.
+    /// The job's owner wants the checkpoint, so training waits for the disk if no memory is left to copy to.
     Checkpoint,
 }
 
-/// How long all updates together wait for one reader where no memory is left to copy to.
+/// Time that all updates together wait for one reader if no memory is left to copy to.
 const GRACE: Duration = Duration::from_millis(100);
 /// The same for a disk, which pauses longer than a socket while it writes back.
 const DISK_GRACE: Duration = Duration::from_millis(500);
-/// How many bytes a second a disk must take, or updates wait for it no longer than its grace. A single spinning disk
-/// and a network of 1 Gbit/s are faster.
+/// Bytes a second that a disk must take. Updates wait for a slower one no longer than its grace. A single
+/// spinning disk and a network of 1 Gbit/s are faster.
 const DISK_PACE: u64 = 64 * 1024 * 1024;
 
 impl Purpose {
-    /// The field that names such snapshots in errors, and how many of them a job may have at once on a server.
+    /// Returns the field that names such snapshots in errors, and the most that a job may have at once on a
+    /// server.
     pub(super) fn most(self) -> (&'static str, usize) {
         match self {
             Purpose::Hash => ("state_hashes", usize::MAX),
@@ -33,7 +34,7 @@ impl Purpose {
         }
     }
 
-    /// How long updates may wait in all for a reader that takes `taken` bytes while they wait.
+    /// Returns the time that updates may wait in all for a reader that takes `taken` bytes meanwhile.
     pub(super) fn patience(self, taken: u64) -> Duration {
         match self {
             Purpose::Export => GRACE,

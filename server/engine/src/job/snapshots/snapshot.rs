@@ -32,8 +32,8 @@ const WALK_SLOTS: usize = 16;
 pub struct Captured<'a> {
     pub shard: ShardId,
     pub state: StateRef<'a>,
-    /// The current image, and the one before, which is None at version 0. Both are empty in an exact job whose images
-    /// live on drives.
+    /// The current image, and the older one, which is None at version 0. Both are empty in an exact job whose
+    /// images live on drives.
     pub image: &'a [u8],
     pub older_image: Option<&'a [u8]>,
 }
@@ -63,7 +63,7 @@ pub(super) struct Copying {
     pub(super) version: Version,
     pub(super) purpose: Purpose,
     copy: Box<CopyBlock>,
-    /// By owned shard: how many blocks are copied. Its lock is held while more are being copied.
+    /// Number of copied blocks, by owned shard. Its lock is held while more are being copied.
     copied: Vec<Mutex<usize>>,
     pub(super) staging: Staging,
     /// Known once the version is decided.
@@ -71,8 +71,9 @@ pub(super) struct Copying {
 }
 
 impl Job {
-    /// Asks for every owned shard at version `asked`. None means the current version. A version still to come is waited
-    /// for, so that several servers can be asked for the same one. `copy` makes `block_bytes` bytes of each block.
+    /// Begins a snapshot of every owned shard at version `asked`. None means the current version. A future
+    /// version is waited for, so that several servers can snapshot the same one. `copy` makes `block_bytes`
+    /// bytes of each block.
     pub(super) fn begin_snapshot(
         self: &Arc<Self>,
         asked: Option<Version>,
@@ -108,8 +109,8 @@ impl Job {
         self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
-    /// Hands the images of a version and of the version before to `with`, if they are `wanted`. An exact job gives
-    /// none, since its images follow from its state, and a frozen shard's are its state.
+    /// Hands the images of a version and of the version before to `with`, if they are `wanted`. An exact job
+    /// gives none, since its images follow from its state. A frozen shard's images are its state.
     fn with_images<R>(
         &self,
         wanted: bool,

@@ -23,7 +23,7 @@ use crate::{
 
 /// The size of a slot, unless the copies of the largest shard take less.
 const SLOT_BYTES: usize = 4 * 1024 * 1024;
-/// The longest wait before one side looks whether the other is still there.
+/// The longest wait before one side checks that the other still exists.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Some blocks of one shard as they were at the snapshot's version.
@@ -62,9 +62,9 @@ pub(super) struct Slot {
 pub(super) struct Staging {
     purpose: Purpose,
     block_bytes: usize,
-    /// How many blocks a slot holds.
+    /// Number of blocks that a slot holds.
     blocks: usize,
-    /// How many slots may be made without asking the budget.
+    /// Most slots that may be made outside the budget.
     own: usize,
     budget: Budget,
     compute: Arc<Compute>,
@@ -76,18 +76,18 @@ pub(super) struct Staging {
 struct StagingState {
     free: Vec<Slot>,
     queue: VecDeque<Piece>,
-    /// How many slots were made without asking the budget.
+    /// Number of slots made outside the budget.
     own: usize,
     /// Everything is copied, so slots are not needed again.
     complete: bool,
     ended: Option<Fault>,
-    /// When the first piece was there.
+    /// Time at which the first piece was there.
     begun: Option<Instant>,
-    /// How many bytes the reader took.
+    /// Bytes that the reader took.
     taken: u64,
-    /// How long updates have waited for the reader.
+    /// Time that updates have waited for the reader.
     held: Duration,
-    /// How many bytes the reader took while updates waited for it.
+    /// Bytes that the reader took while updates waited for it.
     taken_meanwhile: u64,
 }
 
@@ -98,7 +98,7 @@ impl StagingState {
 }
 
 impl Staging {
-    /// `largest` is how many blocks the largest shard has.
+    /// `largest` is the number of blocks of the largest shard.
     pub(super) fn new(
         purpose: Purpose,
         block_bytes: usize,
@@ -112,7 +112,7 @@ impl Staging {
         Staging { purpose, block_bytes, blocks, own, budget, compute, state, changed }
     }
 
-    /// How many slots it takes to hold `blocks`.
+    /// Returns the number of slots that hold `blocks`.
     pub(super) fn slots(&self, blocks: usize) -> usize {
         blocks.div_ceil(self.blocks)
     }
@@ -121,7 +121,7 @@ impl Staging {
         self.blocks * self.block_bytes
     }
 
-    /// Up to `wanted` slots, as many as are free or can be made now.
+    /// Returns up to `wanted` slots, as many as are free or can be made now.
     pub(super) fn take(&self, wanted: usize) -> Result<Vec<Slot>, Fault> {
         let mut state = lock(&self.state);
         state.check()?;
@@ -260,7 +260,7 @@ impl Staging {
         lock(&self.state).ended.clone()
     }
 
-    /// Ends the snapshot: nothing more is copied or delivered, and copies are freed. The first reason stays.
+    /// Ends the snapshot: nothing more is copied or delivered, and copies are freed. The first fault stays.
     pub(super) fn end(&self, fault: Fault) -> Fault {
         let mut state = lock(&self.state);
         let first = state.ended.get_or_insert(fault).clone();

@@ -1,4 +1,4 @@
-//! All that a checkpoint keeps of a block: master weights and moments, and in a delayed job its images.
+//! A checkpoint's copy of a block: master weights and moments, and in a delayed job its images.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub struct BlockCopy {
     state: [usize; 3],
     /// Bytes of each image; 0 where none is kept.
     image: usize,
-    /// Bytes of the weights of a frozen shard, of which there is nothing else.
+    /// Bytes of the weights of a frozen shard, which has no other state.
     frozen: usize,
 }
 
@@ -82,7 +82,8 @@ impl BlockCopy {
 }
 
 impl Job {
-    /// Asks for the whole state of a version, for a checkpoint: the current one if it is None, or one to come.
+    /// Begins a snapshot of the whole state of a version, for a checkpoint. None means the current version; a
+    /// future one is waited for.
     pub fn begin_checkpoint(
         self: &Arc<Self>,
         version: Option<Version>,

@@ -1,5 +1,5 @@
-//! 8-bit moments of a chunk in an update. The loop of the rule decodes them and finds the largest of each block on
-//! the way; they are encoded after it.
+//! 8-bit moments of a chunk in an update. The loop of the rule decodes them and finds the largest of each
+//! block. Encoding follows after the loop.
 
 use super::super::isa::LANES;
 use super::passes::{BLOCKS, CHUNK, Codes, CodesOf, Encoding, Largest, Passes};

@@ -30,7 +30,7 @@ impl Scratch {
     };
 }
 
-/// Where moments are brought to f32 and back.
+/// Way in which moments are brought to f32 and back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// Both ways, in the loop of the rule.
@@ -42,7 +42,7 @@ enum Way {
 }
 
 impl Way {
-    /// SGD's moments take passes of their own, for it may leave a part of a block alone.
+    /// SGD's moments take passes of their own, for SGD may leave a part of a block alone.
     fn of(rule: Rule, state: &StateLow) -> Way {
         use MomentMut::{Bf16, Block8, Empty};
         match (&state.first, &state.second) {
@@ -149,7 +149,7 @@ impl MomentMut<'_> {
     }
 }
 
-/// Where a rule finds a part of a moment as f32.
+/// Returns the f32 values of a part of a moment, for a rule.
 #[inline(always)]
 fn floats<'a>(
     moment: &'a mut MomentMut,
@@ -186,7 +186,7 @@ fn load<P: Passes>(
     }
 }
 
-/// Encodes the moments of the blocks that were written. State that a rule leaves alone keeps its bits.
+/// Encodes the moments of the written blocks. State that a rule leaves alone keeps its bits.
 #[inline(always)]
 fn store<P: Passes>(
     passes: P,
@@ -256,7 +256,7 @@ pub(in super::super) fn decode<P: Passes>(passes: P, code: Code, moment: Moment,
     }
 }
 
-/// See [`super::super::encode`], for 8-bit codes. Random bits of half a unit make it round to nearest.
+/// See [`super::super::encode`], for 8-bit codes. Random bits of half a unit round to nearest.
 #[inline(always)]
 pub(in super::super) fn encode<P: Passes>(
     passes: P,

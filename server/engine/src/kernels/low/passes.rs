@@ -75,7 +75,7 @@ pub(in super::super) struct Codes<'a> {
 pub(in super::super) struct CodesOf<'a> {
     /// The part's codes.
     pub(in super::super) codes: &'a [u8],
-    /// Where the part's new values go.
+    /// Target of the part's new values.
     pub(in super::super) floats: &'a mut [f32],
     /// The scales of the chunk's blocks; each is finite or NaN.
     pub(in super::super) scales: &'a [f32; BLOCKS],
@@ -83,7 +83,7 @@ pub(in super::super) struct CodesOf<'a> {
     pub(in super::super) largest: &'a mut [Largest; BLOCKS],
 }
 
-/// A block's new moments and where they go, the first and the second one.
+/// A block's new moments and their targets, the first and the second one.
 pub(in super::super) struct Encoding<'a> {
     pub(in super::super) from: [&'a [f32]; 2],
     pub(in super::super) largest: [&'a Largest; 2],

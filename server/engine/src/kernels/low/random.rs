@@ -1,12 +1,12 @@
 //! Random bits for stochastic rounding, a function of seed, step and flat index. So neither the instruction
 //! set nor the split of a range into calls changes them.
 
-/// All that the random bits of a call depend on.
+/// Inputs of a call's random bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Random {
     /// A job has one seed.
     pub seed: u64,
-    /// The applied step, Adam's t. A step that is done again rounds as it did before.
+    /// The applied step, Adam's t. A repeated step rounds as it did before.
     pub step: u64,
     /// The index in the flat space of the call's first element.
     pub first_element: u64,

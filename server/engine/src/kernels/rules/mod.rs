@@ -32,7 +32,7 @@ pub(super) trait Number: Copy {
     unsafe fn sign(self) -> Self;
 }
 
-/// State of as many elements as a number has; slots at `Rule::SLOTS` and beyond mean nothing.
+/// State of as many elements as a number has. Slots at `Rule::SLOTS` and beyond are unused.
 pub(super) type Slots<V> = [V; 2];
 
 /// An update rule with the constants of one step. Its methods are safe under the conditions of [`Number`].
@@ -55,7 +55,7 @@ pub(super) trait Rule<V: Number>: Copy {
     unsafe fn step(self, gradient: V, master: V, state: Slots<V>) -> (V, Slots<V>, V);
 }
 
-/// A loop that runs with a rule, whichever it is.
+/// A loop that runs with any rule.
 pub(super) trait Loop<V: Number> {
     /// # Safety
     /// As [`Number`].
@@ -81,7 +81,7 @@ trait Constants: Copy {
     /// The constants of applied step `applied`, counted from 1.
     fn new(hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Self;
 
-    /// Has images look ahead by a step of learning rate `next_lr`.
+    /// Makes images look ahead by a step of learning rate `next_lr`.
     fn look_ahead(&mut self, _hyper: &Hyper, _applied: u64, _next_lr: f64) {
         panic!("the rule cannot look ahead");
     }
@@ -243,16 +243,16 @@ impl Number for f32 {
 /// of that part. All of them contain the learning rate of [`Scalars::looking_ahead`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Ahead<V> {
-    /// Adam: of the first moment. SGD: of the momentum buffer.
+    /// Factor of Adam's first moment, or of SGD's momentum buffer.
     mean: V,
     /// The factor of the newest gradient, which stands in for the missing one.
     gradient: V,
-    /// AdamW: of the new master weight, for decay.
+    /// Factor of AdamW's new master weight, for decay.
     weight: V,
 }
 
-/// The newest gradient is weighed twice: once for itself, and once for the gradient that is missing. Measured on the
-/// default job, and by how large a learning rate stays stable (docs/delay.md).
+/// The newest gradient is weighed twice: once for itself, and once for the missing one. Measured on the
+/// default job, and by the largest learning rate that stays stable (docs/delay.md).
 const NEWEST: f64 = 2.0;
 
 impl Ahead<f32> {

@@ -14,7 +14,7 @@ pub struct Sgd {
     /// `1 - dampening`
     grad_weight: f32,
     nesterov: bool,
-    /// This is the first applied step, in which the buffer becomes the gradient.
+    /// True in the first applied step, in which the buffer becomes the gradient.
     first: bool,
     ahead: Option<Ahead<f32>>,
 }
@@ -33,7 +33,8 @@ impl Constants for Sgd {
         }
     }
 
-    /// Nesterov's direction `g + momentum * b` contains the next buffer, of which the share `momentum` is known.
+    /// Nesterov's direction `g + momentum * b` contains the next buffer, of which the share `momentum` is
+    /// known.
     fn look_ahead(&mut self, hyper: &Hyper, _applied: u64, next_lr: f64) {
         let known = if hyper.nesterov { hyper.momentum * hyper.momentum } else { hyper.momentum };
         self.ahead = Some(match self.momentum == 0.0 {
@@ -76,7 +77,7 @@ impl Constants for Sgd {
     }
 }
 
-/// SGD without momentum. The buffer is there, and is not touched.
+/// SGD without momentum, which does not touch its buffer.
 #[derive(Clone, Copy)]
 struct Plain<V> {
     grad_multiplier: V,

@@ -1,4 +1,4 @@
-//! The three element formats: how bits become f32 and f32 becomes bits.
+//! The three element formats: conversions from bits to f32 and back.
 
 use half::f16;
 
@@ -57,7 +57,7 @@ impl Format for Nothing {
     fn narrow(_: f32) {}
 }
 
-/// `half`'s `const` conversions are its portable ones; the others would ask for F16C on every element.
+/// `half`'s `const` conversions are its portable ones. The others would test for F16C on every element.
 impl Format for F16 {
     type Bits = u16;
 

@@ -17,7 +17,7 @@ pub(super) fn update_parts(scalars: &Scalars, gradient: Gradient, state: State, 
     scalars.run_scalar(Parts { gradient, state, image });
 }
 
-/// [`update_parts`] once its rule is known.
+/// [`update_parts`] with a known rule.
 struct Parts<'a> {
     gradient: Gradient<'a>,
     state: State<'a>,

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::super::*;
 use super::data::{Array, BLOCK, KINDS, Kind, Noise, Owned, hyper};
 
-/// Lengths that are mostly short and odd, since that is where heads and tails are.
+/// Lengths that are mostly short and odd, so that heads and tails are tested.
 fn length() -> impl Strategy<Value = usize> {
     prop_oneof![
         20 => 0usize..100,

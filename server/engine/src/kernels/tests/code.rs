@@ -1,4 +1,4 @@
-//! The 8-bit code against its definition, which is written down once more here, in f64.
+//! The 8-bit code against its definition, written down once more here, in f64.
 
 use super::super::*;
 use super::data::{Array, Kind, Noise};

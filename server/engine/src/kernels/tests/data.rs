@@ -16,7 +16,7 @@ pub(super) enum Kind {
 
 pub(super) const KINDS: [Kind; 3] = [Kind::F32, Kind::F16, Kind::Bf16];
 
-/// SplitMix64: a seed says everything about a test's data.
+/// SplitMix64: a seed determines all of a test's data.
 pub(super) struct Noise(pub(super) u64);
 
 impl Noise {

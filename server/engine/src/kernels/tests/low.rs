@@ -7,7 +7,7 @@ use super::data::{Array, FORMATS, KINDS, Kind, Lines, Noise, Owned, OwnedLow, hy
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
-/// All that a call takes.
+/// All inputs of a call.
 struct Case {
     hypers: Vec<Hyper>,
     applied: u64,
@@ -180,7 +180,7 @@ fn equal_magnitudes_stay_at_the_top_of_the_code() {
     }
 }
 
-/// Without momentum SGD does not touch its buffer, which is not even rounded anew.
+/// SGD without momentum does not touch its buffer, and does not even round it anew.
 #[test]
 fn blocks_of_plain_sgd_keep_their_moment() {
     let mut noise = Noise(5);

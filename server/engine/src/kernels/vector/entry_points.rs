@@ -1,4 +1,4 @@
-//! The functions of an instruction set, made of the loops.
+//! The functions of an instruction set, compiled from the loops.
 
 /// Makes the kernels of one instruction set out of the loops. Each is a function with the set's features
 /// enabled, into which the loops and the lane operations are inlined.

@@ -96,7 +96,7 @@ unsafe fn update_middle<V: Lanes, M: Moments<V>>(
     scalars.run(Middle { gradient, master, moments, image });
 }
 
-/// [`update_middle`] once its rule is known.
+/// [`update_middle`] with a known rule.
 struct Middle<'a, M> {
     gradient: Gradient<'a>,
     master: &'a mut [f32],

@@ -101,7 +101,7 @@ pub(in super::super) trait Lanes: Number {
     unsafe fn add_exact_square(self, sums: Self::Sums) -> Self::Sums;
     unsafe fn spill(sums: Self::Sums) -> [f64; LANES];
 
-    /// Orders streaming stores before whatever other threads are told next.
+    /// Orders streaming stores before all later messages to other threads.
     unsafe fn fence();
 }
 

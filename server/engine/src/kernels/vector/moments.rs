@@ -1,4 +1,4 @@
-//! Where the loop of an update finds the moments, and where it leaves them.
+//! Source and target of the moments in the loop of an update.
 
 use super::super::low::{Codes, CodesOf, Halves, Key, QUANTIZATION_BLOCK, Tables};
 use super::super::rules::Slots;

@@ -1,4 +1,5 @@
-//! How near the pipeline comes to the device: a bare loop of the same reads and writes, then steps of a store.
+//! Comparison of the pipeline with the device: a bare loop of the same reads and writes, then steps of a
+//! store.
 
 use std::{
     path::Path,
@@ -138,7 +139,7 @@ impl BenchStore {
     }
 }
 
-/// Steps that come first: blocks that were reserved and never written cost the file system more.
+/// Unmeasured first steps: blocks that were reserved and never written cost the file system more.
 pub const FIRST_STEPS: u64 = 2;
 
 /// Makes a store, runs `rounds` of (step, bare loop), and removes it. Returns one measurement a round.

@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-/// A device that answers nothing for so long has failed. The kernel's own timeout for NVMe is 30 s, with retries.
+/// A device without an answer for this time has failed. The kernel's own timeout for NVMe is 30 s, with
+/// retries.
 const SILENCE: Duration = Duration::from_secs(180);
 
 /// By drive.
@@ -14,7 +15,7 @@ pub(super) struct Debts {
 #[derive(Clone, Copy)]
 struct Debt {
     requests: usize,
-    /// When it last answered, or when it got the first request after it owed nothing.
+    /// Time of its last answer, or of its first request after it owed nothing.
     since: Instant,
 }
 
@@ -49,7 +50,7 @@ impl Debts {
         self.drives.iter().copied().enumerate().filter(|(_, debt)| debt.requests > 0)
     }
 
-    /// How long to wait before the next look.
+    /// Returns the time to wait before the next check.
     pub(super) fn patience(&self, now: Instant) -> Duration {
         let left =
             |(_, debt): (usize, Debt)| SILENCE.saturating_sub(now.saturating_duration_since(debt.since));
@@ -77,14 +78,14 @@ mod tests {
         debts.asked(1, start + 100 * second);
         assert_eq!(debts.silent(start + SILENCE - second), None);
         assert_eq!(debts.patience(start + SILENCE - second), second);
-        // An answer shows that the drive lives, though it owes others.
+        // An answer shows that the drive lives, though it owes other answers.
         debts.answered(1, start + SILENCE - second);
         assert_eq!(debts.silent(start + 2 * SILENCE - 2 * second), None);
         let silent = Silent { drive: 1, requests: 1, seconds: SILENCE.as_secs() };
         assert_eq!(debts.silent(start + 2 * SILENCE - second), Some(silent));
         debts.answered(1, start + 3 * SILENCE);
         debts.asked(0, start + 9 * SILENCE);
-        // The time before it was asked does not count.
+        // The time before its first request does not count.
         assert_eq!(debts.silent(start + 9 * SILENCE + 179 * second), None);
         assert_eq!(debts.patience(start + 9 * SILENCE), SILENCE);
     }

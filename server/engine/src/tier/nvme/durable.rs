@@ -97,10 +97,10 @@ impl Drop for WriterThread {
 }
 
 impl VersionWriter {
-    /// Makes a version durable whose shards are written or being written. An error fails the store. The `first`
-    /// version may bring an older image. Later the older image's table is there already, and belongs to a durable
-    /// version, so it is left alone. In a skipped step all tables are, since its version lies where the one before
-    /// does.
+    /// Makes a version durable whose shards are written or being written. An error fails the store. The
+    /// `first` version may bring an older image. A later version leaves the older image's table alone, which
+    /// belongs to a durable version. A skipped step leaves all tables alone, since its version lies where the
+    /// one before does.
     pub(super) fn make_durable(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
         let written = self.pager.wait_for_writes().and_then(|()| {
@@ -115,8 +115,8 @@ impl VersionWriter {
         })
     }
 
-    /// Writes the record of a version whose slots and tables are written and flushed. With `again` it is written over
-    /// its own, one copy after the other, so that at any instant one is whole.
+    /// Writes the record of a version whose slots and tables are written and flushed. With `again` it
+    /// overwrites its own record, one copy after the other, so that at any instant one is whole.
     pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
         let roots = (0..self.pager.disks.len()).map(|file| self.roots(file, slots)).collect();
         let stored = StoredRecord {
@@ -238,7 +238,7 @@ impl VersionWriter {
     }
 }
 
-/// Runs `work` with the buffer. If a buffer did not come back, its disk's thread is gone.
+/// Runs `work` with the buffer. A missing buffer means that its disk's thread is gone.
 pub(super) fn with_buffer(
     meta: &Mutex<Option<Region>>,
     work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),

@@ -1,4 +1,5 @@
-//! Gradients on the drives: where each contribution and each sum lies, in files that no process after this one reads.
+//! Gradients on the drives: the place of each contribution and each sum, in files that no later process
+//! reads.
 
 use std::{
     fs,
@@ -36,7 +37,7 @@ pub(in crate::tier) struct GradientFiles {
     written: AtomicU64,
 }
 
-/// Where the gradients lie in the files.
+/// Places of the gradients in the files.
 struct GradientPlan {
     shards: Vec<GradientExtent>,
     /// The bytes of each file.
@@ -45,7 +46,7 @@ struct GradientPlan {
     wire: u64,
 }
 
-/// Where one shard's gradients lie.
+/// Place of a shard's gradients.
 struct GradientExtent {
     shard: ShardId,
     file: usize,
@@ -94,7 +95,7 @@ impl GradientPlan {
     }
 }
 
-/// The space that gradients take in the state directories, and how much of it a step writes.
+/// Returns the space that gradients take in the state directories, and the bytes of it that a step writes.
 pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> (u64, u64) {
     let plan = GradientPlan::new(spec, layout, owned, files.max(1));
     let disk = plan.files.iter().sum();

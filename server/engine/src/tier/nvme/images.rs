@@ -28,7 +28,7 @@ use crate::{
     memory::{Region, Slab},
 };
 
-/// How many parts of one range are read at once. A drive is near its best with four requests of a MiB.
+/// Number of parts of one range that are read at once. A drive is near its best with four requests of a MiB.
 const AT_ONCE: usize = 4;
 
 impl NvmeTier {
@@ -136,12 +136,12 @@ impl NvmeTier {
         self.reads.take(part, |fetch| self.fetch(fetch), || self.pager.hopeless())
     }
 
-    /// How many blocks a part has.
+    /// Returns the number of blocks of a part.
     fn part_blocks(&self) -> usize {
         PART_BYTES / self.plan().image_block()
     }
 
-    /// How many bytes a part of a shard has.
+    /// Returns the bytes of a part of a shard.
     fn part_bytes(&self, owned: OwnedShard, part: usize) -> usize {
         PART_BYTES.min(self.plan().pulled_bytes(owned) - part * PART_BYTES)
     }
@@ -259,7 +259,7 @@ fn checksummed_blocks<'a>(
     image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
 }
 
-/// The parts that bytes of an image lie in.
+/// The parts that contain some bytes of an image.
 fn parts_with(bytes: &Range<usize>) -> Range<usize> {
     bytes.start / PART_BYTES..bytes.end.div_ceil(PART_BYTES)
 }

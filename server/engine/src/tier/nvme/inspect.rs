@@ -1,4 +1,4 @@
-//! Reads a state directory that no server uses, and verifies every byte of it that matters.
+//! Reads a state directory that no server uses, and verifies every byte in use.
 
 use std::{path::Path, sync::Mutex};
 
@@ -52,7 +52,7 @@ fn inspect_disk(path: &Path, header: &Header, plan: &StorePlan, disk: &dyn Disk)
     })
 }
 
-/// Compares everything of one version in one file.
+/// Compares all data of one version in one file.
 pub(super) fn check_version(
     plan: &StorePlan,
     file: usize,

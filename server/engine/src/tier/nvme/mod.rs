@@ -70,13 +70,13 @@ use crate::{
 };
 
 pub(super) struct NvmeTier {
-    /// Declared first, so that its thread has ended before anything else goes.
+    /// Declared first, so that its thread has ended before any other field is dropped.
     writer_thread: WriterThread,
     writer: Arc<VersionWriter>,
     pager: Arc<ShardPager>,
     recovery: Mutex<Option<Recovery>>,
     reads: Arc<ReadWindow>,
-    /// None where nothing is kept.
+    /// None if the store keeps nothing.
     ranks: Option<Ranks>,
     folders: Vec<Folder>,
 }
@@ -87,11 +87,11 @@ struct Recovery {
     slots: slots::Slots,
     /// The version before, whose slots may be whole.
     previous: Option<Version>,
-    /// Versions that a record tells of and that are given up.
+    /// Versions that have a record and are given up.
     newer: Vec<Version>,
 }
 
-/// Compares a block's checksum before its update, and takes the new one after it.
+/// Compares a block's checksum before its update, and takes the new one afterwards.
 struct ChecksumGuard<'a> {
     checksums: &'a BlockChecksums,
     image_slot: usize,
@@ -99,7 +99,7 @@ struct ChecksumGuard<'a> {
     check: bool,
     /// The first damaged block.
     damaged: AtomicUsize,
-    /// Where the blocks' new images go; empty unless images are stored.
+    /// Targets of the blocks' new images; empty unless images are stored.
     images: Vec<Mutex<&'a mut [u8]>>,
 }
 
@@ -143,7 +143,7 @@ impl NvmeTier {
         self.plan().images
     }
 
-    /// Removes all that the store keeps.
+    /// Removes all files of the store.
     pub(super) fn remove(&self) -> Result<(), Fault> {
         self.pager.quiesce();
         let gone = corrupt("the job's folders (removed)", "there", "open the job again");

@@ -1,4 +1,4 @@
-//! Creating a store, or finding the version to go on from.
+//! Creation of a store, or recovery of the version to go on from.
 
 use std::{
     path::PathBuf,
@@ -106,7 +106,7 @@ impl StoreMemory {
 }
 
 impl NvmeTier {
-    /// Creates the job's store or recovers it. A record that is returned must be read whole, and adopted, before the
+    /// Creates the job's store or recovers it. A returned record must be read whole, and adopted, before the
     /// store's first step.
     pub(in crate::tier) fn open(
         inputs: &Inputs<'_>,
@@ -141,7 +141,7 @@ impl NvmeTier {
         Ok((tier, record))
     }
 
-    /// `fresh` means that it was made a moment ago.
+    /// `fresh` means that the store was just made.
     fn assemble(
         inputs: &Inputs<'_>,
         folders: Vec<Folder>,
@@ -167,7 +167,8 @@ impl NvmeTier {
         Ok(NvmeTier { writer_thread, writer, pager, recovery: Mutex::new(None), reads, ranks, folders })
     }
 
-    /// The record to go on from, with its tables in place. None if the store was created and never loaded to the end.
+    /// Returns the record to go on from, with its tables in place. None if the store was created and never
+    /// loaded to the end.
     fn find(&self, storage: &Storage) -> Result<Option<Record>, Fault> {
         let records = self.records()?;
         let Some(stored) = records.choose(storage.at_most)? else { return Ok(None) };
@@ -246,8 +247,8 @@ fn take(inputs: &Inputs<'_>) -> Result<Vec<Folder>, Fault> {
     Ok(folders)
 }
 
-/// Puts the folders into the order in which they were made, however the directories are named this time. None if all
-/// are new.
+/// Puts the folders into the order in which they were made, however the directories are named this time.
+/// Returns None if all are new.
 fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>, Fault> {
     let read = |folder: &Folder| {
         if folder.is_new() {
@@ -296,7 +297,7 @@ fn open_disks(
     folders.iter().map(open).collect()
 }
 
-/// Makes a store under other names, which become the job's once all of it is there.
+/// Makes a store under temporary names, which become the job's once the store is complete.
 fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &StorePlan) -> Result<u64, Fault> {
     let store = Header::unique_store();
     let made =
@@ -341,7 +342,7 @@ fn left_behind(removed: Result<(), Fault>) {
     }
 }
 
-/// Removes folders that were made a moment ago, when another one turned out wrong.
+/// Removes folders that were just made, after another folder turned out wrong.
 fn remove_empty(folders: &[Folder]) {
     for folder in folders {
         // The system refuses to remove a folder that is not empty.

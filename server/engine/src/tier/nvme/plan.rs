@@ -1,4 +1,4 @@
-//! Where every byte of an `nvme` store lies: the shards over the directories, and each directory's file.
+//! Place of every byte of an `nvme` store: the shards over the directories, and each directory's file.
 
 use longshore_proto::{
     JobSpec, Layout, ShardId,
@@ -16,10 +16,10 @@ use crate::{
 
 /// Number of slots of a shard's state. An update writes the slot that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
-/// Number of slots of an image. One is for the version being made. Workers may be pulling the other two, or
+/// Number of slots of an image. The version being made takes one. Workers may be pulling the other two, or
 /// need them after a crash of a delayed job.
 pub(super) const IMAGE_SLOTS: u8 = 3;
-/// How many copies of each record a directory has, by version parity: one damaged sector must not cost a version.
+/// Copies of each record in a directory, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
 /// Layout of a directory's file, `data`. All of it is reserved when it is made; offsets are multiples of 4
@@ -59,7 +59,7 @@ pub(super) struct StorePlan {
     image_block: usize,
 }
 
-/// Where one shard lies.
+/// Place of a shard.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
@@ -87,7 +87,7 @@ pub(super) struct FilePlan {
 }
 
 impl StorePlan {
-    /// With `spilled` images are stored whatever the job.
+    /// With `spilled`, images are stored for every job.
     pub(super) fn new(
         spec: &JobSpec,
         layout: &Layout,
@@ -142,7 +142,8 @@ impl StorePlan {
         self.image_block
     }
 
-    /// The bytes that pulls may read of a shard: its image or its frozen weights. 0 if they read nothing.
+    /// Returns the bytes that pulls may read of a shard: its image or its frozen weights. 0 if pulls read
+    /// nothing.
     pub(super) fn pulled_bytes(&self, owned: OwnedShard) -> usize {
         let place = &self.shards[owned.index()];
         match place.frozen {
@@ -152,7 +153,7 @@ impl StorePlan {
         }
     }
 
-    /// How many parts of so many bytes pulls may read.
+    /// Returns the number of parts of `bytes` bytes that pulls may read.
     pub(super) fn pulled_parts(&self, bytes: usize) -> usize {
         OwnedShards::all(self.shards.len()).map(|owned| self.pulled_bytes(owned).div_ceil(bytes)).sum()
     }
@@ -168,7 +169,7 @@ impl StorePlan {
         table.max(RECORD_BYTES)
     }
 
-    /// Whichever the slot, a frozen shard lies in its one place.
+    /// A frozen shard has one place, whatever `slot` is.
     pub(super) fn state_part(&self, owned: OwnedShard, slot: u8) -> Part {
         let place = &self.shards[owned.index()];
         let file = &self.files[place.file];

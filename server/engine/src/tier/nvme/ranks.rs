@@ -28,7 +28,7 @@ use crate::{
 /// to this one. Each has two copies, so that a damaged sector costs nothing.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
-/// The most that a rank's numbers take as JSON.
+/// Most bytes that a rank's numbers take as JSON.
 const RANK_BYTES: usize = 56;
 
 /// The file `ranks` of a store's first folder, written when a rank joins:
@@ -42,13 +42,13 @@ pub(super) struct Ranks {
     area: usize,
     buffer: Mutex<Option<Region>>,
     table: Mutex<Table>,
-    /// There is one writer at a time. A process that waited for it finds its own rank written with the others.
+    /// Lock of the single writer. A process that waited for it finds its own rank written with the others.
     writing: Mutex<()>,
 }
 
 struct Table {
     ranks: Vec<Option<Joined>>,
-    /// How many changes of `ranks` there were, and how many of them are kept.
+    /// Number of changes of `ranks`, and the number of them that are kept.
     changes: u64,
     kept: u64,
     /// The generation of the last table written.
@@ -60,7 +60,7 @@ struct StoredRanks {
     store: u64,
     /// Number of the table, which rises with each write.
     generation: u64,
-    /// The incarnation, the version at which it joined, and whether it has only fenced.
+    /// The incarnation, the version at which it joined, and true if it has only fenced.
     ranks: Vec<Option<(Incarnation, Version, bool)>>,
 }
 
@@ -79,7 +79,7 @@ pub(super) fn create(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Res
     opener.create(path, need(world_size).1, None).map_err(io("reserve space", path))
 }
 
-/// Opens the file of a store that is kept. Stores of earlier versions of this program had none, and get it now.
+/// Opens the file of a kept store. Stores of earlier versions of this program had none, and get it now.
 pub(super) fn find(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
     match opener.open(path, None) {
         Ok(disk) => Ok(disk),
@@ -136,8 +136,8 @@ impl Ranks {
             return Ok(());
         }
         match broken {
-            // With one parity alone it was the first table, torn as it was written: nobody was told that the rank had
-            // joined.
+            // With one parity alone this was the first table, torn as it was written. Nobody was told that
+            // the rank had joined.
             Some(why) if written.iter().all(|&written| written) => {
                 let value = format!("{} ({why})", self.disk.path().display());
                 let remedy =
@@ -158,7 +158,7 @@ impl Ranks {
         table.changes += 1;
     }
 
-    /// Returns once all who have joined are kept, and says how many bytes were written for it.
+    /// Returns once all joined processes are kept, with the bytes written for it.
     pub(super) fn keep(&self) -> Result<u64, Fault> {
         let _writing = lock(&self.writing);
         let (changes, stored) = {

@@ -19,7 +19,7 @@ use crate::{io::Disk, memory::Region};
 pub(super) struct Records {
     /// By version: the record of the latest process.
     pub(super) valid: BTreeMap<Version, StoredRecord>,
-    /// Where the damaged ones are, and why.
+    /// Places of the damaged records, and why each is damaged.
     pub(super) broken: Vec<String>,
     pub(super) copies: usize,
 }
@@ -76,7 +76,7 @@ impl Records {
         Ok(())
     }
 
-    /// The record to go on from; None where nothing was ever made durable.
+    /// Returns the record to go on from. None if nothing was ever made durable.
     pub(super) fn choose(&self, at_most: Option<Version>) -> Result<Option<&StoredRecord>, Fault> {
         let newest = self.valid.iter().rfind(|(version, _)| at_most.is_none_or(|most| **version <= most));
         if let Some((_, record)) = newest {

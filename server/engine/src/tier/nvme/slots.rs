@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::STATE_SLOTS;
 
-/// The slots of the version that all shards have, or had before the step in hand.
+/// The slots of the version that all shards have, or had before the current step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Slots {
     pub(super) state: u8,

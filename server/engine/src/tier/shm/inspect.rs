@@ -61,7 +61,7 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
     Ok(report)
 }
 
-/// The length of a file; None where it is not there.
+/// Returns the length of a file, or None if it does not exist.
 fn length(path: &Path) -> Result<Option<u64>, Fault> {
     match fs::metadata(path) {
         Ok(found) => Ok(Some(found.len())),
@@ -108,7 +108,7 @@ fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault
     Ok(bytes.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word)).collect())
 }
 
-/// The first word whose value no order of stores leaves behind.
+/// Returns the first word whose value no order of stores leaves behind.
 fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Option<String> {
     let shards = sizes.blocks.len() - 1;
     let blocks = sizes.blocks[shards];
@@ -124,7 +124,7 @@ fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Opti
                 owned.index()
             ));
         }
-        // Updates that it lacks are made from the records.
+        // Missing updates are made from the records.
         if let Some(missing) = (done + 1..=newest).take(versions.len() + 1).find(|&version| !known(version)) {
             return Some(format!(
                 "shard {} of it is at version {done}, and the record of {missing} is gone",

@@ -1,8 +1,8 @@
 //! The `shm` tier: the memory tier's arrays in files of a tmpfs, so that they outlive the process.
 //!
-//! A process can be killed at any instruction, and whatever it had stored by then stays. So all that is needed is an
-//! order of stores, and a copy of each block while it is being changed. A tmpfs ends with its host; against that
-//! there are checkpoints.
+//! A process can be killed at any instruction, and its stores until then stay. So an order of stores is
+//! enough, and a copy of each block while it is being changed. A tmpfs ends with its host; checkpoints
+//! protect against that.
 
 mod inspect;
 mod open;
@@ -35,14 +35,14 @@ use crate::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// How many blocks may be in the middle of their update: one a thread. More threads take turns.
+/// Most blocks in the middle of their update: one a thread. Further threads take turns.
 const UNDO_SLOTS: usize = 32;
 /// Number of words a shard has: the version begun, the version done and the oldest version that an image was
 /// made or loaded of. Two more hold, by parity, the step whose contributions are all summed.
 const SHARD_WORDS: usize = 5;
-/// The index of the first of those steps.
+/// Index of the first word of the summed steps.
 const SUMMED: usize = 3;
-/// How many words an undo slot has: 1 + the block (0 when unused), and the version that its update makes.
+/// Number of words of an undo slot: 1 + the block (0 when unused), and the version that its update makes.
 const UNDO_WORDS: usize = 2;
 
 /// The job's arrays, and the order in which they are changed.
@@ -148,7 +148,7 @@ impl KeptMemory for ShmTier {
     }
 
     fn complete(&self, owned: OwnedShard, step: Step) {
-        // The sum is whole before the word says so.
+        // The sum is whole before its word is stored.
         fence(Ordering::SeqCst);
         self.shard(owned)[SUMMED + (step.0 % 2) as usize].store(step.0, Ordering::SeqCst);
     }
@@ -199,7 +199,7 @@ impl Durable for ShmTier {
     }
 
     fn keep_joined(&self) -> Result<(), Fault> {
-        // Words of a tmpfs are kept as soon as they are stored.
+        // A word of a tmpfs is kept as soon as it is stored.
         Ok(())
     }
 

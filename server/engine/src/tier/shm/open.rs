@@ -1,4 +1,4 @@
-//! Creating a `shm` job's files, or finding and mapping them.
+//! Creation of a `shm` job's files, or recovery of existing ones.
 
 use std::{
     fs::{File, OpenOptions},
@@ -27,8 +27,8 @@ use crate::{
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 impl ShmTier {
-    /// Creates the job's files or finds them. Also returns the mapping for the job's other `buffers`, of so many
-    /// bytes. `pool` is the threads that will update the state.
+    /// Creates the job's files or finds them. Also returns the mapping for the job's other buffers, of
+    /// `buffers` bytes. `pool` is the threads that will update the state.
     pub(in crate::tier) fn open(
         inputs: &Inputs<'_>,
         buffers: usize,
@@ -112,7 +112,8 @@ impl ShmTier {
         };
         let state = file("state", sizes.state, sizes.state)?;
         let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
-        // Earlier versions of this program did not keep when ranks had joined, which reads as version 0.
+        // Earlier versions of this program did not keep the versions at which ranks had joined; such a rank
+        // reads as version 0.
         let (_, before) = sizes.progress.split_last().expect("there are always records");
         let least = Slab::bytes_for(before.iter().copied());
         let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
@@ -155,7 +156,7 @@ fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     Err(Fault::new(FaultKind::Precondition, FIELD, dir.display(), "on a tmpfs for tier shm", remedy))
 }
 
-/// `least` is how many bytes the file must have already; with 0 it is made.
+/// `least` is the least length of an existing file; with 0 the file is made.
 fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
     let create = least == 0;
     let opened: Result<File, _> =

@@ -17,8 +17,8 @@ use crate::{
     },
 };
 
-/// The room at the end of each record's area for two notes on the version's standing since. One of the two is
-/// whole at any instant.
+/// Room of a note on the version's standing, at the end of each record's area. Each area has two notes, and
+/// either is whole at any instant.
 const NOTE_BYTES: usize = 32 * 1024;
 const NOTES: usize = 2;
 
@@ -31,7 +31,7 @@ struct Note {
     standing: Option<Standing>,
 }
 
-/// Its offset from the start of a record's area.
+/// Returns a note's offset from the start of a record's area.
 fn note_at(place: usize) -> usize {
     RECORD_BYTES - (NOTES - place) * NOTE_BYTES
 }
@@ -76,7 +76,7 @@ impl ShmTier {
     pub(super) fn recover(&mut self) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
-            // A broken record was being written when the process died, and nobody was told of it.
+            // The process died while it wrote a broken record, and nobody was told of it.
             match decode::<RecordJson>(area) {
                 Found::Valid(json) => {
                     let record = Record::from(json);
@@ -102,7 +102,7 @@ impl ShmTier {
     }
 }
 
-/// The records of a `progress` file: the whole ones, and why others are not.
+/// Returns the records of a `progress` file: the whole ones, and why others are broken.
 pub(in crate::tier) fn records_of(file: &File, path: &Path) -> Result<Vec<Result<Record, String>>, Fault> {
     let mut area = vec![0; RECORD_BYTES];
     let mut records = Vec::new();

@@ -19,7 +19,7 @@ pub(in crate::tier) struct Sizes {
     pub(in crate::tier) blocks: Vec<usize>,
 }
 
-/// How many bytes of the tmpfs are used beside the state and the job's buffers.
+/// Returns the bytes of the tmpfs that are used beside the state and the job's buffers.
 pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
     Slab::bytes_for(Sizes::new(spec, layout, owned, 0).progress) as u64
 }

@@ -73,7 +73,8 @@ impl Guard for Undo<'_> {
             target = rest;
         }
         *lock(&self.tier.undo_held[slot]) = Some(copy);
-        // Release: the copy is whole before the slot says so, and the slot says so before the block is touched.
+        // Release: the copy is whole before the slot names the block, and the slot names it before the block
+        // is touched.
         self.tier.undo_words(slot)[1].store(self.version.0, Ordering::Release);
         self.tier.undo_words(slot)[0].store(block as u64 + 1, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! Shards on their way between disk and update: a bounded set of buffers, with reads ahead and writes behind.
+//! Shards on their way between disk and update: a bounded set of buffers, with prefetches and writes behind.
 
 mod moves;
 
@@ -31,9 +31,9 @@ pub(super) struct ShardPager {
     pub(super) disks: Vec<Arc<dyn Disk>>,
     /// By owned shard.
     pub(super) checksums: Vec<BlockChecksums>,
-    /// How many bytes were given to the drives to write.
+    /// Bytes handed to the drives to write.
     pub(super) written: AtomicU64,
-    /// Where shards were when they were taken: resident, read ahead, on a drive.
+    /// Number of shards by their place when they were taken: resident, prefetched, on a drive.
     taken: [AtomicU64; 3],
     resident: Vec<bool>,
     buffers: usize,
@@ -46,8 +46,8 @@ pub(super) struct ShardPager {
 pub(super) struct BlockChecksums {
     /// Checksums of the state as last updated, wherever the state lies now.
     pub(super) state: Vec<AtomicU64>,
-    /// Checksums of the images, by image slot. Those of a frozen shard are 0, so that a table has a row for
-    /// each block.
+    /// Checksums of the images, by image slot. A frozen shard has zeros, so that a table has a row for each
+    /// block.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 
@@ -56,7 +56,7 @@ pub(super) struct PagerState {
     free: Vec<Region>,
     /// The shard that is updated next.
     next: OwnedShard,
-    /// How many requests write.
+    /// Number of requests that write.
     writing: usize,
     debts: Debts,
     clock: u64,
@@ -75,7 +75,7 @@ struct Entry {
     slot: u8,
     /// The shard was never loaded: its state is zeros, and nothing is on disk.
     blank: bool,
-    /// When it was last used; larger is later.
+    /// Time of the last use; larger is later.
     used: u64,
 }
 
@@ -147,8 +147,8 @@ impl ShardPager {
         self.resident[owned.index()]
     }
 
-    /// Waits for a change. A drive that owes an answer for too long fails the store; threads that have a shard do
-    /// not.
+    /// Waits for a change. A drive that owes an answer for too long fails the store; a thread that holds a
+    /// shard does not.
     fn wait<'a>(&self, state: MutexGuard<'a, PagerState>) -> MutexGuard<'a, PagerState> {
         let patience = state.debts.patience(Instant::now());
         let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
@@ -167,7 +167,7 @@ impl ShardPager {
         state.failed.get_or_insert(fault);
     }
 
-    /// Waits until `done` says so. An earlier failure ends the wait.
+    /// Waits until `done` returns true. An earlier failure ends the wait.
     pub(super) fn until(&self, mut done: impl FnMut(&mut PagerState) -> bool) -> Result<(), Fault> {
         let mut state = self.lock();
         loop {
@@ -183,7 +183,7 @@ impl ShardPager {
         self.until(|state| state.writing == 0)
     }
 
-    /// Fails the store for good. The first reason stays.
+    /// Fails the store for good. The first fault stays.
     pub(super) fn fail(&self, fault: Fault) -> Fault {
         let mut state = self.lock();
         let first = state.failed.get_or_insert(fault).clone();
@@ -196,7 +196,7 @@ impl ShardPager {
         self.lock().failed.clone()
     }
 
-    /// Why it is in vain to wait for a drive.
+    /// Returns the failure that makes a wait for a drive hopeless.
     pub(super) fn hopeless(&self) -> Option<Fault> {
         let mut state = self.lock();
         self.look(&mut state);
@@ -255,17 +255,17 @@ impl ShardPager {
         }
     }
 
-    /// Where shards were when they were taken.
+    /// Returns where shards were when they were taken.
     pub(super) fn taken(&self) -> Taken {
         let [resident, ahead, waited] = self.taken.each_ref().map(|count| count.load(Ordering::Relaxed));
         Taken { resident, ahead, waited }
     }
 
-    /// Gives a shard back as it was taken, or as it was loaded.
+    /// Gives back a shard that was only read or loaded.
     pub(super) fn keep(self: &Arc<Self>, owned: OwnedShard, held: Held) {
         let mut state = self.lock();
         let count = state.entries.len();
-        // No update takes a frozen one.
+        // No update takes a frozen shard.
         let soon = !self.plan.shards[owned.index()].frozen
             && (owned.index() + count - state.next.index()) % count < self.buffers;
         if held.dirty || self.resident[owned.index()] || soon {
@@ -309,8 +309,8 @@ impl ShardPager {
         self.lock().skipping = skip;
     }
 
-    /// The slot of a shard's image of a version that the shard has, once all of it is on disk there. None if it is
-    /// not there any more.
+    /// Returns the slot of a shard's image of a version that the shard has, once all of it is on disk there.
+    /// None if it is not there any more.
     pub(super) fn stored_image(&self, owned: OwnedShard, version: Version) -> Result<Option<u8>, Fault> {
         let mut slot = None;
         self.until(|state| {
@@ -329,7 +329,7 @@ impl ShardPager {
 }
 
 impl PagerState {
-    /// Where a version's images are, for the shards that have it.
+    /// Returns the slot of a version's images, for the shards that have the version.
     pub(super) fn image_slot(&self, version: Version) -> Option<u8> {
         match version.0 {
             next if next == self.version.0 + 1 && self.skipping => Some(self.slots.image),

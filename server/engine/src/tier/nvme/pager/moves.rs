@@ -17,7 +17,7 @@ use crate::{
 };
 
 impl ShardPager {
-    /// A free buffer. None: one will be free, and a change will say so.
+    /// Returns a free buffer. None while no buffer is free; a change will announce one.
     pub(super) fn buffer(
         self: &Arc<Self>,
         state: &mut PagerState,
@@ -29,8 +29,8 @@ impl ShardPager {
         if state.writing > 0 {
             return Ok(None);
         }
-        // All buffers hold shards that were read ahead, and the one needed last gives way. Before the start they hold
-        // loaded shards, of which the least recently used gives way, once it is written.
+        // All buffers hold prefetched shards, and the one needed last gives way. Before the start buffers
+        // hold loaded shards. The least recently used of them gives way, once it is written.
         let count = state.entries.len();
         let distance = |owned: OwnedShard| (owned.index() + count - state.next.index()) % count;
         let ready = |owned: &OwnedShard| {
@@ -85,7 +85,8 @@ impl ShardPager {
         disk.submit(Request { direction: Direction::Read, parts, buffer, done });
     }
 
-    /// Starts the reads of the next shards in forward order, as far as there are buffers. No update needs a frozen one.
+    /// Prefetches the next shards in forward order, as far as there are buffers. No update needs a frozen
+    /// one.
     pub(super) fn read_ahead(self: &Arc<Self>, state: &mut PagerState) {
         let count = state.entries.len();
         let order = (0..count)
@@ -102,7 +103,7 @@ impl ShardPager {
         }
     }
 
-    /// Writes an updated shard in the background, and reads ahead of it.
+    /// Writes an updated shard in the background, and prefetches the next.
     pub(in crate::tier::nvme) fn write(self: &Arc<Self>, owned: OwnedShard, held: Held) {
         let mut state = self.lock();
         state.next = OwnedShard(owned.next().index() % state.entries.len());
@@ -189,7 +190,7 @@ impl ShardPager {
         Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
     }
 
-    /// Writes all that was loaded and waits for it.
+    /// Writes all loaded shards and waits for the writes.
     pub(in crate::tier::nvme) fn write_loaded(self: &Arc<Self>) -> Result<(), Fault> {
         for owned in OwnedShards::all(self.plan.shards.len()) {
             let mut state = self.lock();
@@ -205,7 +206,7 @@ impl ShardPager {
         self.wait_for_writes()
     }
 
-    /// Waits until nothing is being moved, whether that fails or not.
+    /// Waits until no transfer is in flight, failed or not.
     pub(in crate::tier::nvme) fn quiesce(&self) {
         let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
         let mut state = self.lock();

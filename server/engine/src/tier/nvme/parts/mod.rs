@@ -30,7 +30,7 @@ pub(super) const PART_BYTES: usize = CHUNK_BYTES;
 /// Most parts in memory. A rank has two pulls under way, and each is near its best with four reads ahead. The
 /// other four are being sent, or are there for another rank.
 const PARTS: usize = 12;
-/// How often a reader who waits checks that the store has not failed.
+/// Interval at which a waiting reader checks that the store has not failed.
 const LOOK: Duration = Duration::from_millis(200);
 
 pub(super) struct ReadWindow {
@@ -46,7 +46,7 @@ struct Inner {
 
 pub(super) struct Buffer {
     region: Region,
-    /// Its blocks were compared with their checksums.
+    /// True once its blocks were compared with their checksums.
     checked: AtomicBool,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct InUse<'a> {
     buffer: Option<Arc<Buffer>>,
 }
 
-/// A read that is to be made, and where it goes.
+/// A read to be made, and its target.
 pub(super) struct Fetch {
     pub(super) part: PartOf,
     pub(super) buffer: Region,
@@ -66,7 +66,7 @@ pub(super) struct Fetch {
 }
 
 impl ReadWindow {
-    /// `parts` is how many parts there are to read.
+    /// `parts` is the number of parts that exist.
     pub(super) fn allocate(parts: usize) -> Result<ReadWindow, AllocationError> {
         let count = parts.min(PARTS);
         let regions = Slab::allocate(ReadWindow::bytes(parts))?.carve_here(&vec![PART_BYTES; count]);
@@ -80,7 +80,8 @@ impl ReadWindow {
         parts.min(PARTS) * PART_BYTES
     }
 
-    /// Waits for a part. `fetch` begins a read, if one has to be made; `failure` says whether it is in vain to wait.
+    /// Waits for a part. `fetch` begins a read, if there must be one. `failure` returns the fault that makes
+    /// the wait hopeless.
     pub(super) fn take(
         &self,
         part: PartOf,
@@ -119,7 +120,7 @@ impl ReadWindow {
         }
     }
 
-    /// The read to be made so that a part is here when a pull asks for it. None if it is, or if there is no room.
+    /// Returns the read that prefetches a part. None if the part is here, or if there is no room.
     pub(super) fn ahead(&self, part: PartOf) -> Option<Fetch> {
         let mut inner = lock(&self.inner);
         let place = inner.places.ahead(part)?;

@@ -24,7 +24,7 @@ pub(in crate::tier::nvme) struct PartOf {
     pub(in crate::tier::nvme) part: usize,
 }
 
-/// Where a part is, for a reader that wants it. The reader is a user of that place until [`Places::release`].
+/// Place of a part, for a reader that wants it. The reader is a user of that place until [`Places::release`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// The part is in this place, or on its way there.
@@ -38,20 +38,20 @@ pub(super) enum Found {
 /// The places of the read window.
 pub(super) struct Places {
     places: Vec<Place>,
-    /// How often a part was asked for.
+    /// Number of requests for parts so far.
     clock: u64,
 }
 
 #[derive(Clone, Default)]
 struct Place {
-    /// None: there is nothing that a reader may find.
+    /// The part that a reader may find here, if any.
     holds: Option<PartOf>,
     reading: bool,
     /// A place with users does not give way.
     users: usize,
     /// The part was read ahead, and nobody has asked for it yet.
     expected: bool,
-    /// When it was last asked for, or read ahead.
+    /// Time of the last request or prefetch, by the clock.
     used: u64,
 }
 
@@ -68,7 +68,7 @@ impl Places {
         place.users == 0 && !place.reading
     }
 
-    /// The place that nobody misses soon: an empty one, or the one whose part was asked for longest ago.
+    /// Returns a place to give way: an empty one, or the one whose part was requested longest ago.
     fn idle(&self) -> Option<usize> {
         let overdue = self.clock.saturating_sub(PATIENCE * self.places.len() as u64);
         let idle = |place: &Place| Places::is_free(place) && (!place.expected || place.used < overdue);
@@ -119,7 +119,7 @@ impl Places {
         self.places[index].users -= 1;
     }
 
-    /// Nobody finds any of the parts again.
+    /// Makes all parts unfindable.
     pub(super) fn forget(&mut self) {
         self.places.iter_mut().for_each(|place| place.holds = None);
     }
@@ -135,7 +135,7 @@ mod tests {
         PartOf { owned: OwnedShard(0), kept: Kept::Frozen, part }
     }
 
-    /// Reads a part as a pull does. Returns whether it was there.
+    /// Reads a part as a pull does. Returns true if it was there.
     fn pull(places: &mut Places, wanted: usize) -> bool {
         let found = places.want(part(wanted));
         match found {
