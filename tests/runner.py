@@ -1,7 +1,7 @@
-"""Runs the tests of built programs: each in a process of its own, two for a core at once, since end-to-end tests wait most of the time.
+"""Runs the tests of built programs: each in its own process, two for a core at once, since end-to-end tests wait most of the time.
 
-`tests/run` calls this with the messages of a cargo build. With own processes each test has its time, an abort ends one test, and a
-failed test can run once more by itself. Tests that measure run last, one at a time.
+`tests/run` calls this with the messages of a cargo build. With its own process each test has its time, an abort ends one test, and a failed
+test can run once more by itself. Tests that measure run last, one at a time.
 """
 
 import argparse
@@ -20,11 +20,11 @@ import time
 
 # End-to-end tests that measure memory, CPU time or speed.
 MEASURING = ("bench::", "floods::", "large::", "memory::", "readers::")
-# End-to-end tests of packages, of the page in a browser, and of large jobs: only `--all` or their name runs them.
+# End-to-end tests of packages, of the page in a browser, and of large jobs: `--all` or their name runs them.
 ONLY_WITH_ALL = ("chart", "container", "floods::beside", "large", "monitoring", "packages", "page", "slurm")
 # Longer than any test takes on a busy machine. Soak tests take hours.
 DEADLINE = None if "LONGSHORE_SOAK" in os.environ else 900
-# Beyond so many failures the build or the machine is at fault, and no test runs once more.
+# After more failures than this the build or the machine is at fault, and no test is repeated.
 MOST_REPEATED = 20
 SLOWEST = 20
 
@@ -32,7 +32,7 @@ Test = collections.namedtuple("Test", "crate name program folder")
 
 
 def programs(messages, root):
-    """The crate, path and folder of each test program."""
+    """Returns the crate, path and folder of each test program."""
     for line in messages.read_text().splitlines():
         message = json.loads(line) if line.startswith("{") else {}
         if message.get("reason") == "compiler-artifact" and message["profile"]["test"] and message["executable"]:
@@ -41,7 +41,7 @@ def programs(messages, root):
 
 
 def listed(program, *options):
-    """The names of a program's tests."""
+    """Returns the names of a program's tests."""
     command = [program, "--list", "--format", "terse", *options]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [line.removesuffix(": test") for line in text.splitlines() if line.endswith(": test")]
@@ -56,12 +56,12 @@ def needs_all(test):
 
 
 def named(test, word):
-    """Says if a word chooses a test: `kills::` means a file of end-to-end tests, and `kills` a part of any name."""
+    """Returns whether a word chooses a test: `kills::` means a file of end-to-end tests, and `kills` a part of any name."""
     return test.crate == "tests" and test.name.startswith(word) if word.endswith("::") else word in test.name
 
 
 def kill(process):
-    """Kills a test's process, and those that it has started."""
+    """Kills a test's process and its descendants."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -79,13 +79,13 @@ class Runner:
             print(text, file=self.log, flush=True)
 
     def run(self, test):
-        """Runs one test in a session of its own. Returns whether it passed."""
-        # With one thread libtest runs a test in the main thread, which has no test's name.
+        """Runs a test in its own session. Returns whether it passed."""
+        # With a single thread libtest runs a test in the main thread, which lacks the test's name.
         command = [test.program, "--exact", test.name, "--test-threads", "2"]
         if self.nocapture:
             command.append("--nocapture")
         begun = time.monotonic()
-        # A file, since the end of a pipe would be that of the last process that a test leaves behind.
+        # A file instead of a pipe: a pipe ends only with the last process that a test leaves behind.
         with tempfile.TemporaryFile() as written:
             process = subprocess.Popen(
                 command, cwd=test.folder, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
@@ -112,7 +112,7 @@ class Runner:
         return passed
 
     def run_all(self, tests, jobs):
-        """Runs tests beside each other. Returns those that failed."""
+        """Runs tests in parallel. Returns the failed ones."""
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             try:
                 passed = list(pool.map(self.run, tests))
@@ -126,7 +126,7 @@ class Runner:
 
 
 def report(times, say):
-    """The time of each file of end-to-end tests and of each crate, and the slowest tests."""
+    """Reports the time of each file of end-to-end tests and of each crate, and the slowest tests."""
     parts = collections.Counter()
     for key, took in times.items():
         crate, name = key.split(" ", 1)
@@ -171,7 +171,7 @@ def main():
                 ignored += 1
             elif options.all or options.name or not needs_all(test):
                 chosen.append(test)
-    # The longest tests begin first, so that none runs on by itself. End-to-end tests of unknown length precede unit tests.
+    # The longest tests begin first, so that none runs alone at the end. End-to-end tests of unknown length precede unit tests.
     chosen.sort(key=lambda test: -known.get(f"{test.crate} {test.name}", 1 if test.crate == "tests" else 0))
 
     times = {}

@@ -2,10 +2,9 @@
 
 usage: check_chart.py CHART MANIFEST
 
-The chart is linted, rendered and refused as Helm does it (helm-python-sdk has Helm's library in it), and every object is one that
-Kubernetes' API takes (kubernetes-validate). With its defaults the chart makes the objects of MANIFEST. Prints the servers' flags of each
-case as a line of JSON, then "ok". No cluster is asked, so what only an API server finds, such as a class of storage that is not there,
-is not checked here.
+Helm's library (in helm-python-sdk) lints and renders the chart and must refuse bad values. Kubernetes-validate must accept every object.
+With its defaults the chart makes the objects of MANIFEST. Prints the servers' flags of each case as a line of JSON, then "ok". The check
+needs no cluster, so it misses faults that only an API server finds, such as a missing storage class.
 """
 
 import copy
@@ -58,7 +57,7 @@ def by_name(documents):
 
 
 def without_helms_labels(document):
-    """Labels that say who made an object are those of Helm alone."""
+    """Removes all labels but `app`: Helm alone labels an object with its creator."""
     document = copy.deepcopy(document)
     labels = document["metadata"].get("labels", {})
     document["metadata"]["labels"] = {key: value for key, value in labels.items() if key == "app"}
@@ -72,7 +71,7 @@ def check_objects(documents):
 
 
 def check_paths(server):
-    """What the flags name is mounted, and what is mounted is there."""
+    """Checks that each path in the flags is mounted, and that each mount has a volume."""
     pod = server["spec"]["template"]["spec"]
     [container] = pod["containers"]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import safetensors
 
-ALIGN = 64  # elements: where each parameter starts in the flat space
+ALIGN = 64  # elements: each parameter starts at a multiple in the flat space
 
 
 def tensors_of(path):
@@ -34,7 +34,7 @@ def cast(values, dtype):
         return values.tobytes()
     if dtype == "f16":
         return values.astype("<f2").tobytes()
-    bits = values.view("<u4").astype(np.uint64)  # round to nearest even, the lower half away
+    bits = values.view("<u4").astype(np.uint64)  # round to nearest even, and drop the lower half
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
 

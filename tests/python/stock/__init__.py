@@ -1,1 +1,1 @@
-"""A client of Longshore in plain Python: docs/protocol.md with stock gRPC. NumPy beside it knows what must come out."""
+"""A client of Longshore in plain Python: docs/protocol.md with stock gRPC, and the expected results in NumPy."""

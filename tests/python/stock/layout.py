@@ -1,4 +1,4 @@
-"""The flat space: where parameters, blocks, shards and chunks lie, and how elements travel."""
+"""The flat space: places of parameters, blocks, shards and chunks, and the wire format of elements."""
 
 import math
 import zlib
@@ -16,7 +16,7 @@ def round_up(number: int, unit: int) -> int:
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """The upper halves, rounded to nearest even. No value is NaN; what is too large becomes inf."""
+    """Returns the upper halves, rounded to nearest even. No value is NaN; values beyond the range become inf."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -32,12 +32,12 @@ def decode(data: bytes, dtype: str) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """What is left of the values on the wire."""
+    """Returns the values after rounding to the wire's dtype."""
     return decode(encode(values, dtype), dtype)
 
 
 def marked(gradient: np.ndarray, parameters, missing) -> np.ndarray:
-    """A gradient that says what it is of: parameters without one have -0 everywhere, and others not in their first element."""
+    """Marks parameters without a gradient by -0 in all elements. Other gradients get no -0 in their first element."""
     gradient = gradient.copy()
     for index, part in enumerate(parameters):
         if index in missing:
@@ -48,7 +48,7 @@ def marked(gradient: np.ndarray, parameters, missing) -> np.ndarray:
 
 
 def chunks(data: bytes):
-    """(chunk, payload, CRC-32) for each MiB of a shard's data."""
+    """Yields (chunk, payload, CRC-32) for each MiB of a shard's data."""
     for chunk, start in enumerate(range(0, len(data), CHUNK_BYTES)):
         payload = data[start : start + CHUNK_BYTES]
         yield chunk, payload, zlib.crc32(payload)
@@ -65,17 +65,17 @@ class Partition:
 
 @dataclass
 class Layout:
-    """Parameters end to end, each at the next multiple of 64 elements; all of it cut into shards, which servers own."""
+    """Parameters end to end, each at the next multiple of 64 elements. The flat space is cut into shards, which servers own."""
 
     parameters: list  # slices of the flat space
     elements: int
     shard_elements: int
     servers: int
-    partitions: list  # one where all ranks contribute to everything
+    partitions: list  # a single one where all ranks contribute to everything
 
     @staticmethod
     def of(shapes, shard_elements: int, servers: int, contributors) -> "Layout":
-        """`contributors`: the ranks of each partition, by the index of its first parameter."""
+        """Builds a layout. `contributors`: the ranks of each partition, by the index of its first parameter."""
         parameters, starts, start = [], [], 0
         for index, shape in enumerate(shapes):
             if index in contributors:
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def shards(self):
-        """Each shard's part of the flat space. No shard has parts of two partitions."""
+        """Returns each shard's part of the flat space. A shard lies in one partition."""
         return [
             slice(start, min(start + self.shard_elements, part.stop))
             for part in (partition.part for partition in self.partitions)
@@ -99,21 +99,21 @@ class Layout:
         ]
 
     def contributors(self, part: slice):
-        """The ranks whose gradients make up a part of the flat space, which lies in one partition."""
+        """Returns the ranks whose gradients make up a part of the flat space, which lies in one partition."""
         [ranks] = [found.ranks for found in self.partitions if found.part.start <= part.start < found.part.stop]
         return ranks
 
     @property
     def owners(self):
-        """Shards are dealt in turn."""
+        """Returns the owner of each shard: servers take turns."""
         return [shard % self.servers for shard in range(len(self.shards))]
 
     def owned(self, server: int):
-        """(shard, its part of the flat space) of one server."""
+        """Returns (shard, its part of the flat space) for one server."""
         return [(shard, part) for shard, part in enumerate(self.shards) if self.owners[shard] == server]
 
     def flat(self, values_of):
-        """A flat space of what `values_of` gives for each parameter's number of elements, with zeros as padding."""
+        """Returns a flat space with `values_of` each parameter's number of elements, and zeros as padding."""
         flat = np.zeros(self.elements, np.float32)
         for part in self.parameters:
             flat[part] = values_of(part.stop - part.start)

@@ -1,4 +1,4 @@
-"""What rank 0 does beside a rank's work: it opens the job, decides steps, and takes over from a rank 0 that died."""
+"""Rank 0's tasks beside a rank's work: it opens the job, decides steps, and takes over from a dead rank 0."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .wire import Refused
 
 @dataclass
 class Decision:
-    """A step's commit, and for each server the origin of the contributions that it was made from."""
+    """A step's commit, and for each server the origin of its contributions."""
 
     commit: object
     origins: list
@@ -21,7 +21,7 @@ class Lead(Rank):
 
     def __init__(self, job: Job):
         super().__init__(job, 0)
-        self.left_out = []  # by the newest commit that this process knows of
+        self.left_out = []  # from the newest commit that this process knows
 
     def open(self):
         placement = self.messages.Placement(epoch=1, servers=self.job.addresses, owners=self.layout.owners)
@@ -31,7 +31,8 @@ class Lead(Rank):
         ]
 
     def upload(self, arrays, applied: int = 0):
-        """The initial weights, and moments after `applied` updates; each shard to its owner. The chunks that each server took."""
+        """Uploads initial weights, and moments after `applied` updates, each shard to its owner. Returns the chunks that each server took.
+        """
         return [
             server.upload(
                 self.messages.UploadRequest(
@@ -67,7 +68,7 @@ class Lead(Rank):
         return self.join()
 
     def step_back(self):
-        """Takes the newest step back where not all servers have it, since one has lost its contributions."""
+        """Takes the newest step back if a server has lost its contributions."""
         versions = [answer.progress.version for answer in self.everywhere("Describe", brief=True)]
         for server, version in zip(self.servers, versions):
             if version > min(versions):
@@ -75,7 +76,7 @@ class Lead(Rank):
         self.version = min(versions)
 
     def stats(self, step: int):
-        """All blocks' statistics in block order, each server's origin, and the parameters without a gradient."""
+        """Returns all blocks' statistics in block order, each server's origin, and the parameters without a gradient."""
         shards, origins, missing = {}, [], set()
         for server in self.servers:
             answers = list(server.stream("Stats", job=self.job.name, step=step))
@@ -87,7 +88,7 @@ class Lead(Rank):
         return [block for shard in sorted(shards) for block in shards[shard]], origins, missing
 
     def decide(self, step: int, loss_scale: float, clip: float, hypers, **more) -> Decision:
-        """The decision on a step whose contributions have this loss scale. An overflow halves it for later steps."""
+        """Decides a step whose contributions have this loss scale. An overflow halves the scale for later steps."""
         blocks, origins, missing = self.stats(step)
         total = 0.0  # not sum(), which corrects its rounding in newer Pythons
         for number, block in enumerate(blocks):
@@ -111,7 +112,7 @@ class Lead(Rank):
         return Decision(commit, origins)
 
     def _with_left_out(self, missing):
-        """The list of the commit before, and this step's parameters without a gradient."""
+        """Returns the last commit's list with this step's parameters without a gradient."""
         steps = {entry.param: entry.steps for entry in self.left_out}
         steps |= {param: steps.get(param, 0) + 1 for param in missing}
         return [
@@ -119,7 +120,7 @@ class Lead(Rank):
         ]
 
     def commit(self, decision: Decision, servers=None):
-        """Sends a decision to all servers, or to some. No server may lose the version before then."""
+        """Sends a decision to all servers, or to some. Before that no server may lose the last version."""
         self.everywhere("AwaitDurable", version=decision.commit.step - 1)
         return self.send(decision, servers)
 
@@ -139,7 +140,7 @@ class Lead(Rank):
         return answers
 
     def complete_resume(self):
-        """Lets the job go on everywhere, as it does on the servers that an operator's resume has reached."""
+        """Resumes the job on all servers, once an operator's resume has reached one of them."""
         found = [answer.progress for answer in self.everywhere("Describe", brief=True)]
         paused = self.messages.PHASE_PAUSED
         resumed = next(progress for progress in found if progress.phase != paused)

@@ -1,4 +1,4 @@
-"""A job with leave_out: steps in which parameters have no gradient leave them out, as torch does."""
+"""A job with leave_out: a step leaves out parameters without a gradient, as torch does."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ EMBED, BIAS, SCALE, HEAD = range(4)
 
 
 class LeftOut(Play):
-    """Each act is a step, or refuses one. A parameter is left out if no rank and no micro-step has a gradient of it."""
+    """Each act makes a step, or is refused. A parameter is left out if no rank and no micro-step has its gradient."""
 
     def __init__(self, protocol, addresses, dtype: str, tier: str):
         super().__init__(job_on(protocol, addresses, "stock-left-out", dtype, tier, leave_out=True))
@@ -21,7 +21,7 @@ class LeftOut(Play):
         self.overflow()
         self.refusals()
         self.lead = Lead(self.job)
-        self.lead.take_over()  # it learns from the last commit what was left out
+        self.lead.take_over()  # learns the parameters left out from the last commit
         self.finish(4, 3, self.without(4, 3, {}))
         entries = [(entry.param, entry.steps, entry.now) for entry in self.lead.left_out]
         assert entries == [(EMBED, 1, False), (BIAS, 2, False)], entries
@@ -29,7 +29,7 @@ class LeftOut(Play):
         self.other.leave()
 
     def without(self, step: int, reads: int, missing, change=lambda rank, gradients: None):
-        """What `contribute` does, without gradients of `missing`: parameters by (rank, micro-step), or None for all."""
+        """Contributes without gradients of `missing`: parameters by (rank, micro-step), or None for all."""
 
         def leave_out(rank, gradients):
             change(rank, gradients)
@@ -40,7 +40,7 @@ class LeftOut(Play):
         return self.contribute(step, reads, leave_out)
 
     def first(self):
-        """Nobody has a gradient of the bias. Of the scale one micro-step of one rank has, which is -0: that counts."""
+        """The bias has no gradient. The scale has a gradient of -0 in one micro-step of one rank, which counts."""
 
         def minus_zero(rank, gradients):
             for gradient in gradients:
@@ -49,13 +49,13 @@ class LeftOut(Play):
         bias_alone = {None: {BIAS, SCALE}, (1, 0): {BIAS}}
         decision = self.finish(1, 0, self.without(1, 0, bias_alone, minus_zero))
         assert [entry.param for entry in decision.commit.left_out] == [BIAS]
-        # The embedding lies on several servers, and is looked ahead of no more than the bias, which is left out again.
+        # The embedding lies on several servers. Like the bias, which is left out again, it gets no look-ahead.
         ahead = self.messages.LookAhead(lr=[0.002, 0.001])
         decision = self.finish(2, 1, self.without(2, 1, {None: {EMBED, BIAS}}), look_ahead=ahead)
         assert [(entry.param, entry.steps) for entry in decision.commit.left_out] == [(EMBED, 1), (BIAS, 2)]
 
     def overflow(self):
-        """A step that is skipped repeats the list, whatever it had no gradient of."""
+        """A skipped step repeats the list, whatever gradients it lacked."""
 
         def overflows(rank, gradients):
             gradients[0][self.job.layout.parameters[HEAD].start + BLOCK] = np.inf
@@ -65,7 +65,7 @@ class LeftOut(Play):
         assert decision.commit.skip and list(decision.commit.left_out) == before
 
     def refusals(self):
-        """Servers refuse a list that does not follow from the one before. A parameter's start says what it got."""
+        """Servers refuse a list that does not follow from the last one. A parameter's first element says whether it has a gradient."""
         self.gradient = self.without(4, 3, {})
         decision = self.decide(4, 3, self.without(4, 3, {}))
         skipped = self.messages.LeftOut(param=SCALE, steps=2, now=True)

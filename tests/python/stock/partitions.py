@@ -1,4 +1,4 @@
-"""A delayed job with partitions: each rank contributes to parameters of its own."""
+"""A delayed job with partitions: each rank contributes to its own parameters."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from .play import Play, job_on
 
 
 class Partitions(Play):
-    """Two ranks, each of which contributes to one partition. The job goes on from another optimizer's state."""
+    """Two ranks, each a contributor of one partition. The job continues from another optimizer's state."""
 
     def __init__(self, protocol, addresses, dtype: str, tier: str):
         more = dict(contributors={0: [0], 2: [1]}, micro_steps=1)

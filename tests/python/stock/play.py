@@ -1,4 +1,4 @@
-"""What scenarios are made of: two ranks in this process train a job, and each version is compared with NumPy's."""
+"""Base of the scenarios: two ranks in this process train a job, and each version is compared with NumPy's."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ CLIP = 1.0
 
 
 def refused(call, reason: str, field: str):
-    """The call must be refused with this reason, for this field; the refusal."""
+    """Checks that the call is refused with this reason, for this field. Returns the refusal."""
     try:
         call()
     except (Refused, ChunkRefused) as refusal:
@@ -34,7 +34,7 @@ def refused(call, reason: str, field: str):
 
 
 def job_on(protocol, addresses, name: str, dtype: str, tier: str, contributors=None, **more) -> Job:
-    """A job of two ranks. `contributors`: the ranks of each partition, by the index of its first parameter."""
+    """Opens a job of two ranks. `contributors`: the ranks of each partition, by the index of its first parameter."""
     messages = protocol.messages
     layout = Layout.of(SHAPES.values(), SHARD_ELEMENTS, len(addresses), contributors or {0: [0, 1]})
     wire_dtype = messages.Dtype.Value(f"DTYPE_{dtype.upper()}")
@@ -61,7 +61,7 @@ def job_on(protocol, addresses, name: str, dtype: str, tier: str, contributors=N
 
 
 def gradients_of(job: Job, rank: int, step: int, reads, batch: int):
-    """What a model's backward pass would give: it depends on the weights that were read, and on the batch."""
+    """Returns a gradient in place of a model's backward. It depends on the weights read and on the batch."""
     for micro_step in range(job.spec.micro_steps):
         random = np.random.default_rng([batch, rank, step, micro_step])
         noise = job.layout.flat(lambda elements: random.standard_normal(elements, np.float32))
@@ -69,7 +69,7 @@ def gradients_of(job: Job, rank: int, step: int, reads, batch: int):
 
 
 class Play:
-    """A job, its two ranks, and what the servers must come to."""
+    """A job, its two ranks, and the reference for its servers."""
 
     def __init__(self, job: Job):
         self.messages, self.job = job.protocol.messages, job
@@ -96,7 +96,7 @@ class Play:
         self.compare(decided_by=0)
 
     def contribute(self, step: int, reads: int, change=lambda rank, gradients: None):
-        """Both ranks pull a version, compute and push at once; the sum of their gradients."""
+        """Both ranks pull a version, compute and push at once. Returns the sum of their gradients."""
         expected = self.reference.images[reads]
 
         def work(rank):
@@ -125,7 +125,7 @@ class Play:
         return decision
 
     def finish(self, step: int, reads: int, gradient, **more):
-        """Decides the step and compares the version that it makes. The other rank learns it."""
+        """Decides the step and compares its version. The other rank learns the decision."""
         decision = self.decide(step, reads, gradient, **more)
         assert not any(answer.duplicate for answer in self.lead.commit(decision))
         kind, commit = self.other.learn()
@@ -140,7 +140,7 @@ class Play:
         return decision
 
     def compare(self, decided_by: int):
-        """The servers' version against the reference: the image, who decided it, and every bit of the state."""
+        """Compares the servers' version with the reference: the image, its decider, and every bit of the state."""
         version = self.reference.version
         pulled = self.lead.pull(version)
         assert_same_bits(pulled.weights, self.reference.images[version], f"version {version}")

@@ -1,4 +1,4 @@
-"""One rank's side of the protocol: it joins, pulls weights, pushes gradients and learns what was decided."""
+"""A rank's side of the protocol: it joins, pulls weights, pushes gradients and learns decisions."""
 
 import time
 import zlib
@@ -13,25 +13,25 @@ from .wire import Protocol, Server
 
 @dataclass
 class Job:
-    """What all ranks of a job know before it starts."""
+    """Settings that all ranks of a job know before its start."""
 
     protocol: Protocol
     addresses: list
     name: str
     spec: object
     layout: Layout
-    dtype: str  # of gradients and images, as layout.py says it
-    wire_dtype: int  # the same, as the protocol says it
+    dtype: str  # of gradients and images, in layout.py's terms
+    wire_dtype: int  # the same, in the protocol's terms
     loss_scale: float  # of steps that read version 0
 
     def connect(self):
-        """The servers, over connections of the caller's own."""
+        """Connects to the servers, with the caller's own connections."""
         return [Server(self.protocol, number, address) for number, address in enumerate(self.addresses)]
 
 
 @dataclass
 class Pulled:
-    """One version's image, the incarnation that decided it, and the loss scale for steps that read it."""
+    """A version's image, the incarnation that decided it, and the loss scale for steps that read it."""
 
     version: int
     decided_by: int
@@ -48,15 +48,15 @@ class ChunkRefused(Exception):
 
 
 class Rank:
-    """A process of a rank, with an incarnation of its own."""
+    """A process of a rank, with its own incarnation."""
 
     def __init__(self, job: Job, number: int):
         self.job, self.number, self.layout = job, number, job.layout
         self.servers, self.messages = job.connect(), job.protocol.messages
         self.incarnation = None
-        self.version = 0  # the newest that this process knows of
-        self.loss_scales = {}  # of the versions that this process knows of
-        self.kept = {}  # the chunks of each step that may be asked for again, for each server
+        self.version = 0  # the newest known version
+        self.loss_scales = {}  # by known version
+        self.kept = {}  # by server, the chunks of each step that it may ask for again
         self.events = None
 
     def everywhere(self, method: str, **fields):
@@ -66,7 +66,7 @@ class Rank:
         return server.call(method, job=self.job.name, **fields)
 
     def join(self, **how):
-        """Joins all servers, above every incarnation that the rank had; where each of them stands."""
+        """Joins all servers, above every earlier incarnation of the rank. Returns each server's progress."""
         if self.incarnation is None:
             known = [rank for answer in self.everywhere("Describe", brief=True) for rank in answer.ranks]
             last = max((rank.incarnation for rank in known if rank.rank == self.number), default=0)
@@ -85,11 +85,11 @@ class Rank:
         self.loss_scales[version] = loss_scale
 
     def watch(self, server):
-        """Follows what is decided after the newest version known, by what one server says."""
+        """Follows decisions after the newest known version on one server."""
         self.events = server.stream("Watch", job=self.job.name, after_step=self.version)
 
     def learn(self):
-        """Waits for the next event, and says its kind and what it is."""
+        """Waits for the next event. Returns its kind and its content."""
         event = next(self.events)
         kind = event.WhichOneof("event")
         if kind == "commit":
@@ -99,7 +99,7 @@ class Rank:
         return kind, getattr(event, kind)
 
     def pull(self, version: int) -> Pulled:
-        """All of a version."""
+        """Pulls a whole version."""
         weights = np.full(self.layout.elements, np.nan, np.float32)
         decided_by = {
             who for server in self.servers for who in self.pull_from(server, version, weights)
@@ -108,7 +108,7 @@ class Rank:
         return Pulled(version, decided_by.pop(), self.loss_scales[version], weights)
 
     def pull_from(self, server, version: int, weights):
-        """One server's shards, into the flat space; who decided the version, as each slice says."""
+        """Pulls one server's shards into the flat space. Returns the version's decider, as in each slice."""
         slices = [
             self.messages.Slice(shard=shard, offset=0, elements=part.stop - part.start)
             for shard, part in self.layout.owned(server.number)
@@ -122,7 +122,7 @@ class Rank:
             yield answer.decided_by
 
     def requests(self, server, step: int, reads: Pulled, gradients):
-        """The chunks of one server's shards that this rank contributes to. Micro-steps ascend."""
+        """Yields the chunks that this rank contributes to one server's shards, in ascending micro-steps."""
         for micro_step, gradient in enumerate(gradients):
             for shard, part in self.layout.owned(server.number):
                 if self.number not in self.layout.contributors(part):
@@ -145,12 +145,12 @@ class Rank:
                     )
 
     def push(self, step: int, reads: Pulled, gradients, servers=None):
-        """Pushes the gradients of all micro-steps, and keeps them."""
+        """Pushes the gradients of all micro-steps, and retains them."""
         self.kept[step] = [list(self.requests(server, step, reads, gradients)) for server in self.servers]
         return self.push_again(step, servers)
 
     def push_again(self, step: int, servers=None):
-        """Sends what is kept of a step to all servers, or some, at once. The results, of which none is a refusal."""
+        """Pushes a step's retained chunks to all servers, or some, at once. Returns the results; none may be a refusal."""
         servers = self.servers if servers is None else servers
         with ThreadPoolExecutor(len(servers)) as threads:
             results = list(threads.map(lambda server: server.push(self.kept[step][server.number]), servers))
@@ -162,7 +162,7 @@ class Rank:
         return [result for found in results for result in found]
 
     def forget(self):
-        """Drops what no server can ask for again: a commit of the step after says that all have a step for good.
+        """Drops gradients that no server can ask for again: the commit of the next step means that all servers have this one for good.
 
         On tier nvme a server may still step back from a version that it cannot read any more.
         """

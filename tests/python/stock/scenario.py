@@ -1,4 +1,4 @@
-"""One job's life on several servers, with two ranks in this process. Each version is compared with NumPy's."""
+"""A job's life on several servers, with two ranks in this process. Each version is compared with NumPy's."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +14,12 @@ from .update import assert_same_bits
 
 
 class Scenario(Play):
-    """The acts, in the order in which they are played. Each leaves the job at a version that was compared."""
+    """The acts, in order. Each leaves the job at a compared version."""
 
     def __init__(self, protocol, addresses, dtype: str, tier: str):
         super().__init__(job_on(protocol, addresses, f"stock-{dtype}", dtype, tier))
         self.tier = tier
-        self.withdrawn_by = None  # an incarnation whose decision on the newest version does not stand
+        self.withdrawn_by = None  # an incarnation whose decision on the newest version was taken back
 
     def play(self):
         self.start()
@@ -35,7 +35,7 @@ class Scenario(Play):
         refused(self.other.join, "FENCED", "incarnation")
 
     def errors(self):
-        """Refusals say why, and change nothing."""
+        """Refusals name their reason, and change nothing."""
         pulled = self.lead.pull(0)
         gradients = list(gradients_of(self.job, 0, 1, pulled, batch=0))
         [first, *_] = self.lead.requests(self.servers[0], 1, pulled, gradients)
@@ -76,7 +76,7 @@ class Scenario(Play):
         self.finish(2, 0, second)
 
     def overflow(self):
-        """One rank's inf: the step is skipped and the loss scale halved. The version is the one before."""
+        """A rank's inf: the step is skipped, the loss scale halves, and the version keeps its weights."""
 
         def overflows(rank, gradients):
             if rank is self.other:
@@ -88,7 +88,7 @@ class Scenario(Play):
         assert self.reference.applied == 2
 
     def lead_dies(self):
-        """Rank 0 dies when one server has its decision. The next one completes it, and the first can do no more."""
+        """Rank 0 dies after its decision reached one server. The next process completes it, and the first is fenced."""
         gradient = self.contribute(4, reads=3)
         decision = self.decide(4, 3, gradient)
         self.lead.commit(decision, self.servers[:1])
@@ -107,7 +107,7 @@ class Scenario(Play):
         self.withdrawn_by = old.incarnation
 
     def pauses(self):
-        """A decision pauses the job, and a resume reaches a part of the servers. Then a pause without a decision."""
+        """A decision pauses the job, and a resume reaches some of the servers. A second pause comes without a decision."""
         gradient = self.contribute(5, reads=4)
         self.finish(5, 4, gradient, pause_reason="look at the loss")
         refused(lambda: self.other.push(6, self.other.pull(5), [gradient]), "PRECONDITION", "job.phase")
@@ -126,7 +126,7 @@ class Scenario(Play):
         assert self.other.learn()[0] == "resumed"
 
     def withdrawn(self):
-        """A contribution computed with a decision that does not stand is refused: its rank starts over."""
+        """Servers refuse a contribution computed with a decision that was taken back. Its rank starts over."""
         if self.tier == "nvme":
             self.take_back()
         else:
@@ -141,7 +141,7 @@ class Scenario(Play):
         self.other.watch(self.servers[0])
 
     def take_back(self):
-        """Only the first server has all of step 6, and decides it, as after a crash of the others. It is taken back."""
+        """The first server alone has all of step 6 and decides it, as after a crash of the others. The step is taken back."""
         pulled = self.lead.pull(5)
 
         def push_first(rank):
@@ -174,7 +174,7 @@ class Scenario(Play):
         self.finish(6, 5, gradient)
 
     def checkpoint(self):
-        """A checkpoint of a version to come, while training goes on. The job is deleted and restored from it."""
+        """A checkpoint of a coming version, while training goes on. The job is deleted and restored from it."""
         name = "seven"
         with ThreadPoolExecutor(len(self.servers)) as threads:
             written = [
@@ -211,7 +211,7 @@ class Scenario(Play):
         self.finish(8, 7, self.contribute(8, reads=7))
 
     def export(self):
-        """The weights themselves, in fp32."""
+        """Exports the weights in fp32."""
         weights = np.full(self.job.layout.elements, np.nan, np.float32)
         for server in self.servers:
             *slices, end = server.stream("Export", job=self.job.name, dtype=self.messages.DTYPE_F32)

@@ -1,4 +1,4 @@
-"""What the servers must come to, by NumPy: the sum, its statistics, the decision, the update and the state hash."""
+"""The servers' expected results in NumPy: sum, statistics, decision, update and state hash."""
 
 import math
 import struct
@@ -10,8 +10,8 @@ from .layout import BLOCK, Layout, rounded
 
 
 def summed(contributions) -> np.ndarray:
-    """The gradients of each micro-step's ranks, added in fp32: micro-step after micro-step, each in rank order."""
-    total = np.full_like(contributions[0][0], -0.0)  # to which whatever is added comes out as it is
+    """Returns the sum of the gradients in fp32, in order of micro-step, then rank."""
+    total = np.full_like(contributions[0][0], -0.0)  # -0 keeps every value that is added to it
     for ranks in contributions:
         for gradient in ranks:
             total = total + gradient
@@ -19,14 +19,14 @@ def summed(contributions) -> np.ndarray:
 
 
 def statistics(gradient):
-    """(sum of squares, the first element that is not finite or None) of each block."""
+    """Returns (sum of squares, first non-finite element or None) for each block."""
     for block in gradient.reshape(-1, BLOCK):
         broken = np.flatnonzero(~np.isfinite(block))
         yield float(np.sum(block.astype(np.float64) ** 2)), int(broken[0]) if broken.size else None
 
 
 def power(base: float, exponent: int) -> float:
-    """Repeated squaring, from the lowest bit of the exponent on."""
+    """Returns a power by repeated squaring, from the lowest bit of the exponent."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -37,7 +37,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def adamw(hyper, applied: int, weights, first, second, gradient):
-    """New weights and moments, in fp32. Scalars are formed in f64 and rounded once."""
+    """Returns new weights and moments, in fp32. Scalars are formed in f64 and rounded once."""
     f32 = np.float32
     bias1 = 1.0 - power(hyper["beta1"], applied)
     weights = weights * f32(1.0 - hyper["lr"] * hyper["weight_decay"])
@@ -52,7 +52,7 @@ def denominator(hyper, applied: int, second):
 
 
 def ahead_of(hyper, lr: float, applied: int, weights, first, second, gradient):
-    """What images that look ahead have less than the new weights; weights and moments are new, too."""
+    """Returns the look-ahead: new weights minus image. Weights and moments are the new ones."""
     f32 = np.float32
     bias1 = 1.0 - power(hyper["beta1"], applied)
     known = f32(lr * hyper["beta1"] / bias1) * first + f32(lr * 2.0 * (1.0 - hyper["beta1"])) * gradient
@@ -60,7 +60,7 @@ def ahead_of(hyper, lr: float, applied: int, weights, first, second, gradient):
 
 
 class Reference:
-    """The state of the whole job, as it must be on the servers."""
+    """The expected state of the whole job on the servers."""
 
     def __init__(self, layout: Layout, groups, world_size: int, dtype: str, weights):
         self.layout, self.groups, self.world_size, self.dtype = layout, groups, world_size, dtype
@@ -69,20 +69,20 @@ class Reference:
         self.images = {0: rounded(weights, dtype)}
 
     def trained(self, applied: int):
-        """Makes it the state of an optimizer that has made some updates."""
+        """Makes this the state of an optimizer after `applied` updates."""
         random = np.random.default_rng(applied)
         self.applied = applied
         self.first = self.layout.flat(lambda elements: random.standard_normal(elements, np.float32))
         self.second = self.layout.flat(lambda elements: random.random(elements, np.float32))
 
     def state(self):
-        """What a new job is filled with."""
+        """Returns the arrays that fill a new job."""
         return [self.weights, self.first, self.second] if self.applied else [self.weights]
 
     def step(self, commit, gradient):
-        """Makes the next version as the commit says, from the sum of the gradients."""
+        """Makes the commit's version, from the sum of the gradients."""
         self.version += 1
-        if commit.skip:  # the version before, with another number
+        if commit.skip:  # the same weights under another number
             self.images[self.version] = self.images[self.version - 1]
             return
         self.applied += 1
@@ -94,7 +94,7 @@ class Reference:
         self.images[self.version] = rounded(image, self.dtype)
 
     def _factors(self, numerator: float, gradient_scale: float):
-        """What each element of the sum is multiplied by, to be the mean of its contributors' gradients."""
+        """Returns each element's multiplier, which turns the sum into the mean of its contributors' gradients."""
         factors = np.ones(self.layout.elements, np.float32)
         for partition in self.layout.partitions:
             share = len(partition.ranks) / self.world_size
@@ -102,7 +102,7 @@ class Reference:
         return factors
 
     def _parts(self, commit):
-        """(group, its hyperparameters, t, elements) of each parameter that the step does not leave out."""
+        """Yields (group, its hyperparameters, t, elements) for each parameter that the step includes."""
         left_out = {entry.param: entry for entry in commit.left_out}
         for index, (group, part) in enumerate(zip(self.groups, self.layout.parameters)):
             hyper = {field.name: value for field, value in commit.groups[group].ListFields()}
@@ -126,7 +126,7 @@ class Reference:
         self.weights, self.first, self.second = state
 
     def saved(self):
-        """What `restore` brings back."""
+        """Returns a copy for `restore`."""
         return self.version, self.applied, self.weights, self.first, self.second, dict(self.images)
 
     def restore(self, saved):
@@ -134,7 +134,7 @@ class Reference:
         self.images = dict(self.images)
 
     def block_hashes(self):
-        """The BLAKE3 of each block's weights and moments."""
+        """Returns the BLAKE3 of each block's weights and moments."""
         state = [values.astype("<f4").reshape(-1, BLOCK) for values in (self.weights, self.first, self.second)]
         return [blake3(b"".join(part.tobytes() for part in block)).digest() for block in zip(*state)]
 

@@ -1,4 +1,4 @@
-"""The calls of one server over stock gRPC, and the errors that they end with.
+"""The calls of a server over stock gRPC, and their errors.
 
 The modules are generated from the .proto files when the client starts, into a temporary folder.
 """
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import grpc
 from grpc_tools import protoc
 
-# google.rpc.Status and ErrorInfo, of which gRPC's packages bring no copy: the two messages that errors are made of.
+# google.rpc.Status and ErrorInfo: gRPC's packages bring no copy of these two error messages.
 RPC_PROTO = """
 syntax = "proto3";
 package google.rpc;
@@ -21,16 +21,16 @@ message Status { int32 code = 1; string message = 2; repeated google.protobuf.An
 message ErrorInfo { string reason = 1; string domain = 2; map<string, string> metadata = 3; }
 """
 
-# Seconds for a call, also where it is made again since its connection broke. Longer than the 60 s that a server waits
-# where a request names no deadline: its own fault then comes first, and says who is missing.
+# Seconds for a call, with its repetitions after a broken connection. Longer than the server's 60 s for a request without a deadline, so
+# that the server's own fault comes first, and names the missing rank.
 DEADLINE = 70
 
-# Made by gRPC itself and not by a broken connection: making the call again would not help.
+# Statuses from gRPC itself and not from a broken connection: another call would not help.
 FINAL = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 class Refused(Exception):
-    """A server refused a call, and says why. Nothing has changed."""
+    """A server's refusal of a call, with its reason. Nothing has changed."""
 
     def __init__(self, code, info):
         super().__init__(
@@ -59,7 +59,7 @@ class Protocol:
         self.messages = SimpleNamespace(**names)
 
     def refusal(self, error: grpc.RpcError):
-        """The server's own reason; None for a status that was made on the way."""
+        """Returns the server's own reason, or None for a status made on the way."""
         details = dict(error.trailing_metadata() or {}).get("grpc-status-details-bin")
         if details is None:
             return None
@@ -84,11 +84,10 @@ def generate(protos, out):
 
 
 class Server:
-    """One server as one process speaks to it: with its index in the job's placement, and two connections.
+    """A server's calls from one process: its index in the job's placement, and two connections.
 
-    A server that holds a Push stream up reads no more from it, and what the client has sent by then may fill the flow
-    control window of the connection. So nothing else may have to get through beside it. Without the option, gRPC would
-    make one connection of all channels to the same address.
+    A server that holds back a Push stream reads no more from it, and sent data may then fill the connection's flow control window. Other
+    calls therefore need another connection. Without the option, gRPC would make one connection of all channels to the same address.
     """
 
     def __init__(self, protocol: Protocol, number: int, address: str):
@@ -98,7 +97,7 @@ class Server:
         )
 
     def call(self, method: str, **fields):
-        """A control call. All are idempotent, so that one whose answer was lost is made again."""
+        """Makes a control call. All are idempotent, so a call whose answer was lost is repeated."""
         path, kind = self.protocol.methods[method]
         request = getattr(self.protocol.messages, kind.input_type.name)(**fields)
         ask, end = self._callable(method, self.channel.unary_unary), time.monotonic() + DEADLINE
@@ -114,12 +113,12 @@ class Server:
                 time.sleep(0.1)
 
     def stream(self, method: str, **fields):
-        """The answers of a call with one request and many answers, as they come."""
+        """Yields the answers of a call with one request and many answers."""
         request = getattr(self.protocol.messages, self.protocol.methods[method][1].input_type.name)(**fields)
         return Answers(self.protocol, self._callable(method, self.channel.unary_stream)(request, timeout=DEADLINE))
 
     def push(self, requests):
-        """The result of each chunk."""
+        """Returns the result of each chunk."""
         call = self._callable("Push", self.pushes.stream_stream)(iter(requests), timeout=DEADLINE)
         return [result for answer in Answers(self.protocol, call) for result in answer.results]
 
@@ -140,7 +139,7 @@ class Server:
 
 
 class Answers:
-    """A stream of answers, whose error is the server's."""
+    """A stream of answers. Its error is the server's."""
 
     def __init__(self, protocol, call):
         self.protocol, self.call = protocol, call
