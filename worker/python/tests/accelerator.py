@@ -1,10 +1,10 @@
-"""A simulated accelerator: whatever is given to one of its streams is done late, on another thread, in an order that is
-legal and drawn from a seed. Memory that was not written yet, or was freed, holds NaN.
+"""A simulated accelerator. A second thread does each stream's operations late, in a legal order drawn from a seed. Unwritten and freed
+memory holds NaN.
 
-An operation may begin once the one before it on its stream is done, and those that its stream was told to wait for. Nothing
-else orders it, so it is put off until somebody waits for it. Then what must come before it is done too, and of the rest
-nothing, some, or all: before it, as far as that is legal, and after it. Freed memory is used again by the stream that it was allocated for, as torch's
-caching allocators do it: what comes next on that stream may write to it.
+An operation may begin after the previous one on its stream, and after the operations that its stream was told to wait for. Nothing else
+orders it, so it stays pending until some operation is awaited. The predecessors of the awaited operation then run too. Of the other
+operations none, some or all run, before or after it as far as that is legal. Freed memory goes back to the stream for which it was
+allocated, as in torch's caching allocators: later operations of that stream may write to it.
 """
 
 import collections
@@ -32,7 +32,7 @@ NUMPY = {
 
 
 class Operation:
-    """Something that a stream does, after others."""
+    """An operation of a stream, and its predecessors."""
 
     def __init__(self, act: Callable[[], None], after: list["Operation"]) -> None:
         self.act: Callable[[], None] | None = act
@@ -40,7 +40,7 @@ class Operation:
 
 
 class Stream:
-    """Operations one after the other."""
+    """A queue of operations, done in order."""
 
     def __init__(self) -> None:
         self.last: Operation | None = None
@@ -48,48 +48,48 @@ class Stream:
 
 
 class Block(np.ndarray):
-    """Memory that tells when its last tensor is gone."""
+    """Memory that reports the end of its last tensor."""
 
 
 class Simulated:
     """Has the methods of ``longshore.transfer.device.Accelerator``, and those that a model on it needs.
 
     Args:
-        seed: of the order.
-        ignored: a call ``"function.method"`` that does nothing: the wait that a function of the package asks for.
+        seed: Seed of the order.
+        ignored: A call ``"function.method"`` that does nothing, to drop the wait that a function of the package asks for.
     """
 
     def __init__(self, seed: int, ignored: str | None = None) -> None:
         self.random = random.Random(seed)
-        #: How far the rest has come when something is waited for: always the same, or by turns.
+        #: Progress of the other operations at each wait: always the same, or in turn.
         kinds = ["late", "first", "everything"]
         self.ways = [kinds[seed % 4]] if seed % 4 < len(kinds) else [*kinds, "some"]
         self.ignored = ignored
         self.main = Stream()
         self.pending: list[Operation] = []
-        #: Addresses of the device's memory: each is kept for ever, so that a late operation finds it.
+        #: Addresses of the device's memory. Each is kept forever, so that a late operation finds it.
         self.blocks: dict[int, np.ndarray] = {}
         self.freed: collections.deque[tuple[int, Stream]] = collections.deque()
-        #: By address: the streams that have memory for longer than those who let go of it.
+        #: By address: streams that use the memory longer than its owners.
         self.kept: dict[int, list[Stream]] = {}
         self.lock = threading.RLock()
-        #: Host memory that is page-locked by torch's allocator, and what is registered, by address: its bytes. None where registering
-        #: it fails, as it does for every second four seeds.
+        #: Host memory page-locked by torch's allocator, and registered memory: bytes by address. None where registering fails, as for every
+        #: second four seeds.
         self.locked_by_torch: dict[int, int] = {}
         self.registered: dict[int, int] | None = {} if seed // 4 % 2 == 0 else None
-        #: How many copies went to or from the host's memory of which kind: ``"to registered"``, ``"from torch's"`` and so on.
+        #: Number of copies by kind of host memory: ``"to registered"``, ``"from torch's"`` and so on.
         self.copies: collections.Counter[str] = collections.Counter()
         self._touching: dict[int, list[Operation]] = collections.defaultdict(list)
         self.running = threading.Event()
         self.running.set()
-        # One thread for torch there as well, so that sums have one order.
+        # One thread for torch there as well, so that sums have a fixed order.
         self.thread = ThreadPoolExecutor(1, "accelerator", lambda: torch.set_num_threads(1))
         self.local = threading.local()
 
     # Memory
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Memory of the device, which nothing was written to."""
+        """Returns unwritten device memory."""
         count = max(1, int(np.prod(shape)))
         memory = np.empty(count, NUMPY[dtype])
         fill_with_nan(memory)
@@ -102,7 +102,7 @@ class Simulated:
         return (tensor.view(dtype) if dtype is torch.bfloat16 else tensor)[: int(np.prod(shape))].view(tuple(shape))
 
     def _freed(self, address: int, stream: Stream) -> None:
-        # This may run in the middle of anything.
+        # A finalizer, which may run in the middle of any code.
         self.freed.append((address, stream))
 
     def _use_again(self) -> None:
@@ -124,7 +124,7 @@ class Simulated:
             return tensor.untyped_storage().data_ptr()
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The tensor's memory, for an operation: it does not keep it."""
+        """Returns the tensor's memory for an operation, without keeping it alive."""
         address = tensor.data_ptr()
         count = tensor.numel() * tensor.element_size()
         raw = np.frombuffer((ctypes.c_char * count).from_address(address), NUMPY[tensor.dtype])
@@ -137,14 +137,14 @@ class Simulated:
         self.give(self.current_stream(tensor.device), lambda: target.copy_(source))
         return made
 
-    # What the package asks for
+    # The package's interface
 
     def current_stream(self, device: torch.device) -> Stream:
         return getattr(self.local, "stream", self.main)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """What this thread gives to the device in the block goes to a stream."""
+        """In the block, operations of this thread go to a stream."""
         before, self.local.stream = self.current_stream(torch.device("cpu")), stream
         try:
             yield
@@ -156,7 +156,7 @@ class Simulated:
 
     def record(self, stream: Stream) -> list[Operation]:
         with self.lock:
-            # What the stream was told to wait for comes before what is recorded now.
+            # The stream's waits come before the operation recorded now.
             return stream.waits + ([] if stream.last is None else [stream.last])
 
     def let_wait(self, stream: Stream, event: list[Operation]) -> None:
@@ -177,13 +177,13 @@ class Simulated:
                 self.kept.setdefault(self._address(tensor), []).append(stream)
 
     def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory. It is not kept for its copies: torch's allocator would, but only for those that it knows of."""
+        """Returns page-locked host memory. Its copies do not keep it alive: torch's allocator would, but only for copies that it knows."""
         memory = torch.empty(shape, dtype=dtype)
         if dtype.is_floating_point:
             memory.fill_(float("nan"))
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         with self.lock:
-            # What was there before is gone.
+            # Replaces entries of earlier memory at these addresses.
             before = self.locked_by_torch.items()
             self.locked_by_torch = {at: size for at, size in before if at + size <= start or end <= at} | {start: memory.nbytes}
         return memory
@@ -208,8 +208,8 @@ class Simulated:
             self._touching[start].append(operation)
 
     def _way(self, target: Tensor, source: Tensor) -> tuple[str, int]:
-        """Between which memory a copy goes, and where that of the host begins. A real device holds up the host with a copy of memory that
-        is not page-locked."""
+        """Returns the direction and memory kind of a copy, and the address of its host memory. On a real device a copy of memory that is
+        not page-locked blocks the host."""
         if self.has(target) and self.has(source):
             return "on the device", 0
         for direction, tensor in (("to", target), ("from", source)):
@@ -237,10 +237,10 @@ class Simulated:
         assert caller is not None
         return self.ignored == f"{caller.f_code.co_name}.{frame.f_code.co_name}"
 
-    # Doing it
+    # Execution
 
     def give(self, stream: Stream, act: Callable[[], None]) -> Operation | None:
-        """Has a stream do something, later."""
+        """Queues an operation on a stream."""
         with self.lock:
             self._use_again()
             return self._append(stream, act)
@@ -254,7 +254,7 @@ class Simulated:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In the block no other thread than the main one gets anything done: the device is that slow."""
+        """In the block only the main thread gets operations done, as on a very slow device."""
         self.running.clear()
         try:
             yield
@@ -270,8 +270,8 @@ class Simulated:
         self.thread.submit(self._do, wanted).result()
 
     def _do(self, wanted: list[Operation]) -> None:
-        """Does what is wanted and what must come before it; and of the rest nothing, some or all that can come first, or
-        everything that was given so far."""
+        """Does the wanted operations and their predecessors. Of the others it does none, some or all possible ones, or everything queued so
+        far."""
         with self.lock:
             self._use_again()
             way = self.random.choice(self.ways)
@@ -287,15 +287,15 @@ class Simulated:
                 self._all(list(self.pending), [])
 
     def _is_ready(self, operation: Operation) -> bool:
-        """Whether an operation can be done once those before it are."""
+        """Returns whether an operation can be done once its predecessors are."""
         return True
 
     def _wait_for_others(self, left: list[Operation]) -> None:
-        """None of these operations is ready. This returns when one may be."""
+        """Waits until one of these operations may be ready, where none is."""
         raise AssertionError("operations wait for each other")
 
     def _all(self, operations: list[Operation], awaited: list[Operation] | None = None) -> None:
-        """Does operations in a random legal order: all of them, or as far as nothing else is to be waited for than what is awaited."""
+        """Does operations in a random legal order: all, or as many as need no further wait than the awaited ones."""
         left = operations
         while left := [operation for operation in left if operation.act is not None]:
             ready = [o for o in left if all(before.act is None for before in o.after) and self._is_ready(o)]
@@ -314,7 +314,7 @@ class Simulated:
 
 
 def needs(wanted: list[Operation]) -> list[Operation]:
-    """These and all that must come before them, as far as they are not done."""
+    """Returns these operations and all their pending predecessors."""
     found: dict[int, Operation] = {}
     stack = list(wanted)
     while stack:
@@ -326,10 +326,10 @@ def needs(wanted: list[Operation]) -> list[Operation]:
 
 
 def dependents(pending: list[Operation], wanted: list[Operation]) -> list[Operation]:
-    """Those that come after one of the wanted ones."""
+    """Returns the pending successors of the wanted operations."""
     marked = {id(operation) for operation in wanted}
     found = []
-    for operation in pending:  # in the order in which they were given
+    for operation in pending:  # in the order of queueing
         if id(operation) in marked or any(id(before) in marked for before in operation.after):
             marked.add(id(operation))
             found.append(operation)
@@ -344,7 +344,7 @@ def fill_with_nan(memory: np.ndarray) -> None:
 
 
 class Immediate(Simulated):
-    """Does everything at once, so that the host may read its memory: what the others are compared with."""
+    """Does everything at once, so that the host may read its memory. Reference for the late devices."""
 
     def give(self, stream: Stream, act: Callable[[], None]) -> Operation | None:
         self.thread.submit(torch.no_grad()(act)).result()
@@ -408,7 +408,7 @@ class Loss(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Linear layers on the simulated device, and one that is used in evaluations alone."""
+    """Linear layers on the simulated device, and a layer for evaluations alone."""
 
     def __init__(self, device: Simulated, width: int = 24, depth: int = 3, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -441,5 +441,5 @@ class Layers(nn.Module):
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether these are equal, bit for bit."""
+    """Returns whether these are equal, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

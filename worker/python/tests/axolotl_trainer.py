@@ -1,4 +1,4 @@
-"""What test_fine_tuning.py does with Axolotl: its plugin manager, and a Trainer whose optimizer the plugin puts on servers.
+"""Axolotl's part of test_fine_tuning.py: its plugin manager, and a Trainer whose optimizer the plugin puts on servers.
 
     python axolotl_trainer.py OUTPUT_DIR SERVERS JOB
 """

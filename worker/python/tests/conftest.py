@@ -1,4 +1,4 @@
-"""One thread for torch, so that sums have one order; and servers of their own for tests that want some."""
+"""Fixtures: one thread for torch, so that sums have a fixed order, and server processes for tests."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Each test leaves the environment as it was. Libraries set ``RANK`` and others, by which later tests would train as a rank of many."""
+    """Restores the environment after each test. Libraries set ``RANK`` and others, which would make later tests train as a rank of many."""
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:
@@ -27,14 +27,14 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture
 def servers() -> Iterator[str]:
-    """The address of a server that is a process of its own."""
+    """Yields the address of a server process."""
     with running() as address:
         yield address
 
 
 @pytest.fixture
 def two_servers() -> Iterator[str]:
-    """The addresses of two. A model needs a shard for each."""
+    """Yields the addresses of two servers. A model needs a shard for each."""
     with several(2) as addresses:
         yield addresses
 
@@ -47,7 +47,7 @@ def several(number: int, memory: str = "256MiB") -> Iterator[str]:
 
 @contextlib.contextmanager
 def running(*flags: str, memory: str = "256MiB") -> Iterator[str]:
-    """The address of a server that ends with the block."""
+    """Yields the address of a server that ends with the block."""
     process, address = serve(*flags, memory=memory)
     try:
         yield address
@@ -57,7 +57,7 @@ def running(*flags: str, memory: str = "256MiB") -> Iterator[str]:
 
 
 def serve(*flags: str, listen: str = "127.0.0.1:0", memory: str = "256MiB") -> tuple[subprocess.Popen[str], str]:
-    """Starts a server, on a free port unless told which. Returns its process and its address."""
+    """Starts a server, on a free port by default. Returns its process and its address."""
     code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
     command = [sys.executable, "-c", code, "--listen", listen, "--memory", memory, "--threads", "1", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -74,7 +74,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
 
 
 def job_on(address: str) -> dict[str, Any]:
-    """What ``longshore status`` says of the one job of a server."""
+    """Returns the output of ``longshore status`` on the only job of a server."""
     code = "import sys; from longshore.__main__ import main; sys.argv[0] = 'longshore'; sys.exit(main())"
     command = [sys.executable, "-c", code, "status", "--json", "--servers", address]
     (job,) = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
@@ -84,7 +84,7 @@ def job_on(address: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ended_after(seconds: float, *processes: subprocess.Popen[str]) -> Iterator[None]:
-    """Ends processes that take longer, so that nobody reads what they say for ever."""
+    """Ends processes after ``seconds``, so that a read of their output cannot block forever."""
 
     def end() -> None:
         for process in processes:

@@ -1,4 +1,4 @@
-"""What one rank of test_deepspeed_itself.py does with DeepSpeed. It is started as torchrun starts a process."""
+"""A rank of test_deepspeed_itself.py, with DeepSpeed. Starts like a process of torchrun."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ RATES = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.01}
 
 
 class Net(nn.Module):
-    """It has a layer that is frozen, and a buffer. No two ranks can share its weights evenly."""
+    """Has a frozen layer and a buffer. Two ranks cannot share its weights evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def net() -> Net:
 
 
 def config(stage: int, dtype: str, offload: bool = False, **more: Any) -> dict[str, Any]:
-    """DeepSpeed's, with torch's AdamW, or its own for CPUs, which has to be compiled."""
+    """Returns DeepSpeed's configuration, with torch's AdamW or DeepSpeed's own for CPUs, which has to be compiled."""
     zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
     return {
         "train_micro_batch_size_per_gpu": 8,
@@ -49,7 +49,7 @@ def config(stage: int, dtype: str, offload: bool = False, **more: Any) -> dict[s
 
 
 def steps(engine: Any, numbers: range) -> list[float]:
-    """The losses of these steps, this rank's own."""
+    """Makes these steps. Returns this rank's losses."""
     world_size, rank = distributed.get_world_size(), distributed.get_rank()
     losses = []
     for step in numbers:
@@ -61,7 +61,7 @@ def steps(engine: Any, numbers: range) -> list[float]:
 
 
 def state(engine: Any) -> dict[str, dict[str, Tensor]]:
-    """By parameter that trains: its master weights and moments, whole. All ranks call it."""
+    """Returns the whole master weights and moments of each trained parameter. All ranks call it."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     return {
@@ -107,7 +107,7 @@ def convert(zero: str, universal: str) -> None:
 
 
 def load(folder: str, **options: Any) -> dict[str, Any]:
-    """Goes on from a universal checkpoint."""
+    """Continues from a universal checkpoint."""
     engine = engine_of(config(**options, checkpoint={"load_universal": True}))
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
@@ -116,13 +116,13 @@ def load(folder: str, **options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [what to do, options]."""
+    """Arguments: a folder for results, and a JSON list of [function, options]."""
     torch.set_num_threads(1)
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=os.environ["RANK"], LOCAL_SIZE=os.environ["WORLD_SIZE"])
     import deepspeed
     import deepspeed.ops
 
-    # What ranks of one host could share memory by, and what has to be compiled for that. Without it they use gloo.
+    # DeepSpeed's shared memory between ranks of a host needs compilation. Without it they use gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     found = [{"train": train, "load": load}[what](**options) for what, options in json.loads(sys.argv[2])]
@@ -136,4 +136,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # at once: the others wait for this rank
-    os._exit(0)  # DeepSpeed ends its process group when the interpreter ends, and may wait there
+    os._exit(0)  # DeepSpeed ends its process group at the interpreter's exit, and may block there

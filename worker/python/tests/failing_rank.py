@@ -1,5 +1,4 @@
-"""What one rank of test_failing_ranks.py does: rank 1 fails where the others come to a collective. It is started as torchrun starts a
-process."""
+"""A rank of test_failing_ranks.py: rank 1 fails where the others come to a collective. Starts like a process of torchrun."""
 
 import datetime
 import json
@@ -22,12 +21,12 @@ import longshore
 from longshore.distributed import collectives, gathered, ranks
 from longshore.errors import WaitError
 
-#: Seconds that torch.distributed waits. Who is told sooner was not told by that.
+#: Timeout of torch.distributed in seconds. An error that comes sooner has another cause.
 TIMEOUT = 60
 FAILS = 1
 
 
-#: The optimizer, once it is there.
+#: The optimizer, once it exists.
 MADE: list["Optimizer"] = []
 
 
@@ -50,7 +49,7 @@ class Optimizer:
 
 
 def patched(place: Any, name: str, error: BaseException) -> None:
-    """From now on this fails on one rank."""
+    """Makes a function fail on one rank from now on."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -60,7 +59,7 @@ def patched(place: Any, name: str, error: BaseException) -> None:
 
 
 def reads(options: dict[str, Any], error: BaseException) -> Callable[[], None]:
-    """A rank cannot get its part of the weights, once it has gathered some of them."""
+    """A rank gathers some weights and then fails to get its part of others."""
     made = Optimizer(options)
     made.step(0)
     made.backward(1)
@@ -77,7 +76,7 @@ def interrupted(options: dict[str, Any]) -> Callable[[], None]:
 
 
 def streams(options: dict[str, Any]) -> Callable[[], None]:
-    """The gradients of one rank cannot leave."""
+    """One rank fails to send its gradients."""
     made = Optimizer({**options, "streaming": True})
     made.step(0)
 
@@ -89,7 +88,7 @@ def streams(options: dict[str, Any]) -> Callable[[], None]:
 
 
 def pushes(options: dict[str, Any]) -> Callable[[], None]:
-    """In safe mode one gradient is refused, when those of later layers were reduced."""
+    """In safe mode one gradient is refused after those of later layers were reduced."""
     made = Optimizer(options)
     made.step(0)
     made.backward(1)
@@ -101,7 +100,7 @@ def pushes(options: dict[str, Any]) -> Callable[[], None]:
 
 
 def opens(options: dict[str, Any]) -> Callable[[], None]:
-    """What fails is no error of this package."""
+    """The error is not one of this package."""
     patched(ranks._longshore, "Job", MemoryError("no memory for a job"))  # type: ignore[attr-defined]
 
     def act() -> None:
@@ -126,10 +125,10 @@ def uploads(options: dict[str, Any]) -> Callable[[], None]:
 
 
 def _press(thread: int) -> None:
-    """Presses Ctrl-C once a thread waits for what it sends."""
+    """Presses Ctrl-C once a thread waits for its sends."""
     is_waiting = False
     while not is_waiting:
-        time.sleep(0.001)  # the thread that is looked at needs the interpreter
+        time.sleep(0.001)  # the watched thread needs the interpreter
         frame = sys._current_frames()[thread]
         while frame is not None and not is_waiting:
             is_waiting = frame.f_code is collectives.Apart.wait.__code__
@@ -147,17 +146,17 @@ def said(act: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of one [what fails, options]."""
+    """Arguments: a folder for results, and a JSON list of one [failure, options]."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
     out, [(what, options)] = Path(sys.argv[1]), json.loads(sys.argv[2])
     act = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens, "uploads": uploads}[what](options)
     found = {"first": said(act)}
     if MADE:
-        # What an interrupted step asks for; and a step that begins anew.
+        # An interrupted step asks for a flush; other failures let the step begin anew.
         found["then"] = said(MADE[0].optimizer.flush if what in ("waits", "interrupted") else act)
     torch.save([found], out / f"{os.environ['RANK']}.pt")
-    # Who ends breaks the others' connections, and they would be told by that.
+    # A rank that ends breaks the others' connections, and they would notice by that.
     store = distributed.distributed_c10d._get_default_store()
     store.set(f"told/{distributed.get_rank()}", "")
     store.wait([f"told/{rank}" for rank in range(distributed.get_world_size())], datetime.timedelta(seconds=3 * TIMEOUT))
@@ -169,4 +168,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # collectives are under way to which nobody comes any more
+    os._exit(0)  # pending collectives will never complete

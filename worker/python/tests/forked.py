@@ -1,8 +1,8 @@
 """Python processes of tests, forked from a fork server that has imported PyTorch and Longshore once for all of them.
 
-The fork server has one thread, and no process group, optimizer server or CUDA context: a fork would break these. A child runs its
-program as ``python PROGRAM`` or ``python -c CODE`` does, with own streams, environment and interpreter exit. The test's process adopts
-the child, so that :class:`subprocess.Popen` can wait for it and kill it.
+The fork server has one thread, and no process group, optimizer server or CUDA context: a fork would break these. A child runs its program
+as ``python PROGRAM`` or ``python -c CODE`` does, with own streams, environment and interpreter exit. The test's process adopts the child,
+so that :class:`subprocess.Popen` can wait for it and kill it.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Modules that children would otherwise import each for itself.
+#: Modules that each child would otherwise import for itself.
 PRELOADED = (
     "pytest",
     "torch._dynamo",
@@ -30,19 +30,19 @@ PRELOADED = (
 )
 _MAX_REQUEST = 200_000
 _PR_SET_CHILD_SUBREAPER = 36
-#: Variables that no test has changed yet. Threads of NumPy's BLAS would not be there after a fork.
+#: The environment before any test changes it. Threads of NumPy's BLAS would be missing after a fork.
 _ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _server: socket.socket | None = None
 
 
 class Forked(subprocess.Popen[str]):
-    """A process that the fork server forks: an interpreter that has imported PyTorch and Longshore.
+    """A forked interpreter that has imported PyTorch and Longshore.
 
     Args:
         program: Python code, or the path of a program.
-        arguments: The program's.
-        environment: All of the process's environment, in place of this one's.
-        imports: Modules that the fork server imports too, before it forks.
+        arguments: The program's arguments.
+        environment: The whole environment of the process, in place of this one's.
+        imports: Further modules that the fork server imports before it forks.
         streams: ``stdout=`` and ``stderr=``, as of :class:`subprocess.Popen`.
     """
 
@@ -92,7 +92,7 @@ def _fork(request: dict[str, Any], streams: list[int]) -> int:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Forks a child a request, until the test's process ends. Returns the request, in the child."""
+    """Forks a child for each request, until the test's process ends. Returns the request, in the child."""
     while True:
         message, streams, *_ = socket.recv_fds(channel, _MAX_REQUEST, 2)
         if not message:
@@ -117,14 +117,14 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
             return request
         for descriptor in (tells, *streams):
             os.close(descriptor)
-        # Once this process has ended the child has been adopted.
+        # After the end of this process the child has been adopted.
         os.waitpid(between, 0)
         channel.send(os.read(told, 64))
         os.close(told)
 
 
 def _become(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Makes this process that of a program. Returns its code, and the names of its module ``__main__``."""
+    """Turns this process into a program's. Returns its code, and the names of its module ``__main__``."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

@@ -1,4 +1,4 @@
-"""What one rank of test_frozen_ranks.py does: low-rank adapters over a frozen base. It is started as torchrun starts a process."""
+"""A rank of test_frozen_ranks.py: low-rank adapters over a frozen base. Starts like a process of torchrun."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter beside it. Its scale has one row, which ranks cannot share."""
+    """A frozen linear layer with an adapter. Its scale has one row, which ranks cannot share."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
 
 class Net(nn.Module):
-    """Its first layer has rows that ranks cannot share evenly."""
+    """The first layer has rows that ranks cannot share evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def prepare(way: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and what the optimizer is told of it."""
+    """Returns a model and the optimizer's options for it."""
     model = net(seed)
     if way == "fsdp":
         for layer in model.layers[::2]:
@@ -68,13 +68,13 @@ def prepare(way: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
         if distributed.get_rank():
             parameter.data.fill_(7.0)  # rank 0's weights count
         if parameter.requires_grad:
-            # Numbers of few bits have exact sums, in whichever order ranks add them up.
+            # Numbers of few bits have exact sums, in any order of ranks.
             parameter.register_hook(lambda gradient: (gradient * 2.0**22).round() / 2.0**22)
     return model, {"partition": "reduce-scatter"}
 
 
 def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
-    """The mean over the ranks, for each parameter that trains."""
+    """Returns the mean over the ranks, for each trained parameter."""
     gradients = []
     for parameter in model.parameters():
         assert (parameter.grad is not None) is parameter.requires_grad

@@ -1,4 +1,4 @@
-"""A GPU whose copies, or whose computing, are made late, so that whatever does not wait for them comes too soon."""
+"""A GPU with delayed copies or computation: code that does not wait for them comes too soon."""
 
 import contextlib
 import gc
@@ -16,12 +16,12 @@ from units import Deep
 from longshore.transfer import device as _device
 from longshore.transfer import weights
 
-# Sums have one order then, and memory that torch gives out holds NaN.
+# Sums then have a fixed order, and new memory of torch holds NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this host has no GPU that torch.cuda can use")
 DEVICE = torch.device("cuda", 0)
-#: What is late, each at every time or at times that are drawn from a seed.
+#: Shares of delayed copies and of delayed computation, each always or at times drawn from a seed.
 LATE = {"nothing": (0.0, 0.0), "copies": (1.0, 0.0), "computing": (0.0, 1.0), "some of both": (0.5, 0.5)}
 #: Clock cycles of a wait: about half a millisecond.
 _CYCLES = 1_000_000
@@ -31,21 +31,21 @@ class Gpu(_device.Accelerator):
     """The GPU of torch.cuda.
 
     Args:
-        late: of :data:`LATE`.
-        ignored: a call ``"function.method"`` that does nothing: the wait that a function of the package asks for.
+        late: A key of :data:`LATE`.
+        ignored: A call ``"function.method"`` that does nothing, to drop the wait that a function of the package asks for.
     """
 
     def __init__(self, late: str = "nothing", seed: int = 0, ignored: str | None = None) -> None:
         self._copies, self._computing = LATE[late]
         self._random = random.Random(seed)
         self._ignored = ignored
-        #: How many pieces of memory are registered, and were to be written, and to be read alone.
+        #: Number of registered pieces of memory, and of those for writing, and for reading alone.
         self.registered = self.to_be_written = self.to_be_read = 0
         #: Bytes of page-locked memory that torch made.
         self.locked_bytes = 0
 
     def pause(self, share: float) -> None:
-        """Holds up the stream in use, so often."""
+        """Delays the current stream, in this share of calls."""
         if self._random.random() < share:
             torch.cuda._sleep(_CYCLES)
 
@@ -57,7 +57,7 @@ class Gpu(_device.Accelerator):
         super().run(stream, late, tensors)
 
     def compute(self, tensor: Tensor) -> Tensor:
-        """The same tensor, later, in forward and in backward."""
+        """Returns the same tensor, delayed in forward and in backward."""
         made: Tensor = _Later.apply(tensor, lambda: self.pause(self._computing))  # type: ignore[no-untyped-call]
         return made
 
@@ -92,7 +92,7 @@ class Gpu(_device.Accelerator):
 
 
 class InOrder(Gpu):
-    """Does nothing before all that came before it is done: what the others are compared with."""
+    """Begins nothing before all earlier work is done. Reference for the late GPUs."""
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         torch.cuda.synchronize()
@@ -118,13 +118,13 @@ class _Later(torch.autograd.Function):
 
 
 class OnGpu(Deep):
-    """Equal layers, whose computing is as late as the GPU says."""
+    """Equal layers whose computation is as late as the GPU's setting."""
 
     def __init__(self, depth: int = 8, width: int = 256, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(depth, width, dtype)
         self.width = width
         self.gpu: Gpu | None = None
-        #: How a layer is called, as activation checkpointing changes it.
+        #: Calls a layer. Activation checkpointing replaces it.
         self.call: Any = lambda layer, hidden: layer(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -135,12 +135,12 @@ class OnGpu(Deep):
 
     def inputs(self, step: int) -> Tensor:
         made = torch.randn(4, self.width, generator=torch.Generator().manual_seed(step))
-        # So that reentrant checkpoints compute the first layer's gradients.
+        # Reentrant checkpoints then compute the first layer's gradients.
         return made.to(DEVICE, self.dtype).requires_grad_()
 
 
 def same(first: nn.Module, second: nn.Module) -> None:
-    """Both have the same weights, bit for bit, wherever they lie."""
+    """Checks that both have the same weights, bit for bit, on any device."""
     theirs = second.state_dict()
     differ = [name for name, value in first.state_dict().items() if not torch.equal(value.cpu(), theirs[name].cpu())]
     assert not differ, differ
@@ -148,7 +148,7 @@ def same(first: nn.Module, second: nn.Module) -> None:
 
 @contextlib.contextmanager
 def on(gpu: Gpu) -> Iterator[None]:
-    """In the block the package uses this GPU, and torch computes alike each time."""
+    """In the block the package uses this GPU, and torch is deterministic."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_device, "accelerator", gpu)
         patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone

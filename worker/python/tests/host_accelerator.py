@@ -1,4 +1,4 @@
-"""An accelerator whose memory is the host's, and which does all that torch computes at once: for tests of several ranks with gloo."""
+"""An accelerator in host memory that does all of torch's computation at once, for tests of several ranks with gloo."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from longshore.transfer import device
 
 
 class OnHost(device.Accelerator):
-    """What torch computes is done when it is called for, whichever stream that is given to."""
+    """Computation is done when it is called, on any stream."""
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         act(*tensors)
@@ -18,7 +18,7 @@ class OnHost(device.Accelerator):
         pass
 
     def reduce_scatter(self, part: Tensor, slots: Tensor) -> Any:
-        # Nobody can say when gloo's own is done.
+        # gloo's own reduce_scatter does not tell when it is done.
         work = distributed.all_reduce(slots, async_op=True)
         work.wait()
         part.copy_(slots[distributed.get_rank()])

@@ -1,4 +1,4 @@
-"""Small models, made from a seed, with batches for them."""
+"""Small models and their batches, made from a seed."""
 
 import importlib.util
 import pathlib
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 def example(name: str) -> ModuleType:
-    """A program of examples/, as a module."""
+    """Imports a program of examples/ as a module."""
     path = pathlib.Path(__file__).parent.parent / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 def turn(values: Tensor, turns: Tensor) -> Tensor:
-    """Rotary positions: pairs of elements are turned by angles that grow with the position."""
+    """Rotary positions: rotates pairs of elements by angles that grow with the position."""
     even, odd = values[..., 0::2], values[..., 1::2]
     cos, sin = turns.cos().to(values.dtype), turns.sin().to(values.dtype)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
@@ -113,7 +113,7 @@ class Llama(nn.Module):
 
 
 class Graph(molecules.SchNet):
-    """A graph network whose loss has forces in it, so that backward goes through a derivative."""
+    """A graph network whose loss contains forces, so that backward goes through a derivative."""
 
     def __init__(self) -> None:
         super().__init__(width=16)
@@ -126,7 +126,7 @@ MODELS = {"mlp": Mlp, "conv": Conv, "llama": Llama, "graph": Graph}
 
 
 def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:
-    """Two models of equal weights."""
+    """Returns two models of equal weights."""
     torch.manual_seed(0)
     first = MODELS[name](**arguments)
     second = MODELS[name](**arguments)
@@ -135,7 +135,7 @@ def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:
 
 
 def distance(first: nn.Module, second: nn.Module) -> float:
-    """How far the weights of two models are apart, relative to their size: the largest over the parameters."""
+    """Returns the largest relative distance of two models' weights, over the parameters."""
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     apart = [((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12)).item() for a, b in pairs]
     return max(apart)

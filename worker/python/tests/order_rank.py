@@ -1,4 +1,4 @@
-"""What one rank of test_order_of_ranks.py does: it trains on a simulated accelerator. It is started as torchrun starts a process."""
+"""A rank of test_order_of_ranks.py: it trains on a simulated accelerator. Starts like a process of torchrun."""
 
 import contextlib
 import faulthandler
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import rank_program
 import torch
-import torch._dynamo  # which the first optimizer would import
+import torch._dynamo  # the first optimizer would import it
 from accelerator import Immediate, Layers, Linear, Loss, Simulated
 from ranks_on_a_device import Late, LateInUnits, Mail
 from torch import Tensor, distributed
@@ -34,14 +34,14 @@ runs = itertools.count()
 
 
 class Towers(Layers):
-    """Three of two layers each. A bucket of gradients has some of two of them."""
+    """Three towers of two layers each. A bucket of gradients has parts of two towers."""
 
     def __init__(self, device: Simulated) -> None:
         super().__init__(device, depth=6)
         del self.head, self.head_bias
 
     def in_order(self) -> list[tuple[str, Tensor]]:
-        """The parameters of a layer lie together."""
+        """Returns parameters, each layer's together."""
         return sorted(self.named_parameters(), key=lambda named: named[0].split(".")[1])
 
     def tower(self, first: int, batch: int) -> Tensor:
@@ -55,16 +55,16 @@ class Towers(Layers):
 
 
 def put_gradients(model: Towers, loss: Tensor) -> None:
-    """Has the last layer's parameters get gradients that nobody else is told of."""
+    """Puts gradients of the last layer's parameters there without a hook."""
     layer = [model.weights[4], model.biases[4]]
     for parameter, gradient in zip(layer, torch.autograd.grad(loss, layer), strict=True):
         parameter.grad = gradient
 
 
 def train(device: Simulated, **options: Any) -> list[Any]:
-    """Trains towers on two streams, which the caller orders as torch asks for. In every other step the first layer has no gradient, so that
-    its bucket is reduced when the step ends, and in one step somebody puts gradients where they belong himself. Returns what was computed
-    with the weights of each step, and the last ones."""
+    """Trains towers on two streams, ordered by the caller as torch requires. In every other step the first layer has no gradient, so its
+    bucket is reduced at the end of the step. In one step the caller puts gradients there directly. Returns the results of each step, and
+    the last weights."""
     model = Towers(device)
     optimizer = longshore.AdamW(model.in_order(), lr=1e-2, missing_gradients="zeros", **options)
     optimizer.open()
@@ -97,7 +97,7 @@ def train(device: Simulated, **options: Any) -> list[Any]:
 
 
 def train_units(device: Simulated, part: float | None, **options: Any) -> list[Any]:
-    """Trains a model in units that have a part of its bytes as their budget, or in one piece; some layers are used by another stream, too."""
+    """Trains a model in units with a share of its bytes as budget, or in one piece. Another stream uses some layers, too."""
     model = Cut(device, DEPTH)
     model.last.requires_grad_(False)
     device.synchronize()
@@ -121,7 +121,7 @@ def train_units(device: Simulated, part: float | None, **options: Any) -> list[A
 
 @contextlib.contextmanager
 def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the block the package takes this for its accelerator."""
+    """In the block the package uses this accelerator."""
     if isinstance(device, LateInUnits):
         patch.setattr(fetch.Fetch, "advance", advance)
         with on(device, patch):
@@ -132,7 +132,7 @@ def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def forget_tensors(patch: pytest.MonkeyPatch) -> None:
-    """What a collective reads and writes goes back to its allocator while it may not have begun."""
+    """Lets a collective's memory go back to its allocator before the collective may have begun."""
     init = collectives.Collective.__init__
 
     def forgetful(self: Any, *given: Any) -> None:
@@ -143,14 +143,14 @@ def forget_tensors(patch: pytest.MonkeyPatch) -> None:
 
 
 def make(way: str, options: dict[str, Any]) -> list[Any]:
-    """A run of towers, or of units. With a ``seed`` it is on an accelerator that is late, otherwise on the host. ``without`` is what is
-    left out: a call of the accelerator, as that takes it, or "tensors"."""
+    """Returns a run of towers, or of units. With ``seed`` it runs on a late accelerator, otherwise on the host. ``without`` names a dropped
+    wait: a call of the accelerator, or "tensors"."""
     if not mail:
         mail.append(Mail())
-        gc.freeze()  # what was imported is not looked through each time
+        gc.freeze()  # imported objects are not scanned each time
     seed, without, part = (options.pop(name, None) for name in ("seed", "without", "part"))
     if without is not None:
-        options["written_weights"] = "drop"  # otherwise wrong weights might be found before they are used
+        options["written_weights"] = "drop"  # wrong weights would otherwise be found before their use
     act = train if way == "towers" else functools.partial(train_units, part=None if seed is None else part)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitions, "_BLOCKS", 1)
@@ -175,6 +175,6 @@ def end() -> None:
 
 
 if __name__ == "__main__":
-    # What a rank of a run that hangs waits for.
+    # The stacks of a rank that hangs.
     faulthandler.dump_traceback_later(220, exit=True)
     rank_program.main(make, end)

@@ -1,4 +1,4 @@
-"""What one rank of test_placed_ranks.py does: parameters on meshes of several dimensions. It is started as torchrun starts a process."""
+"""A rank of test_placed_ranks.py: parameters on meshes of several dimensions. Starts like a process of torchrun."""
 
 import math
 import random
@@ -30,12 +30,12 @@ from longshore.transfer.params import Param
 
 STEPS = 4
 WIDTH = 8192
-#: By way: the full state that it kept.
+#: By way: the kept full state.
 KEPT: dict[str, dict[str, Any]] = {}
 
 
 class Net(nn.Module):
-    """Its scales are of sizes that ranks cannot share evenly, and a bias is frozen."""
+    """The scales have sizes that ranks cannot share evenly, and a bias is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def net(seed: int = 0) -> Net:
 
 
 def tensor_parallel(model: Net, mesh: DeviceMesh) -> None:
-    """Norms are replicated, and work on a part of the sequence each, so that their gradients are sums that nobody has made."""
+    """Norms are replicated, and each works on a part of the sequence. Their gradients are therefore sums still to be formed."""
     given = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     parallelize_module(model.norm, mesh, given)
     plan = {
@@ -73,7 +73,7 @@ def tensor_parallel(model: Net, mesh: DeviceMesh) -> None:
 
 
 def prepare(way: str, seed: int) -> tuple[nn.Module, int]:
-    """A model, and the number of this rank's data."""
+    """Returns a model, and the number of this rank's data."""
     rank = distributed.get_rank()
     if way == "hybrid" and rank >= 2:
         seed += 7  # the weights of the first ranks that hold them count
@@ -112,7 +112,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
             found["gradients"].append([whole(param.grad).clone() for param in model.parameters() if param.grad is not None])
         optimizer.step()
         report = optimizer.last_report
-        if report is not None:  # that of a delayed step comes later
+        if report is not None:  # a delayed step's report comes later
             found["norms"].append(report.grad_norm)
             found["bytes"].append(report.pushed_bytes)
     optimizer.flush()
@@ -128,7 +128,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def placements(chance: random.Random, dims: int, mesh: DeviceMesh) -> list[Any]:
-    """A placement on each dimension of the mesh, strided as FSDP2 makes it of what tensor parallelism has cut."""
+    """Returns a placement for each dimension of the mesh, strided where FSDP2 cuts shards of tensor parallelism."""
     if mesh.ndim == 2 and chance.random() < 0.3:
         dim = chance.randrange(dims)
         return [_StridedShard(dim, split_factor=mesh.size(1)), Shard(dim)]
@@ -136,7 +136,7 @@ def placements(chance: random.Random, dims: int, mesh: DeviceMesh) -> list[Any]:
 
 
 def placed(values: Tensor, mesh: DeviceMesh, given: list[Any]) -> DTensor:
-    """This rank's part as torch makes it, which does not distribute strided shards."""
+    """Returns this rank's part as torch makes it: torch does not distribute strided shards."""
     if not isinstance(given[0], _StridedShard):
         return distribute_tensor(values, mesh, given)
     shape, offset = compute_local_shape_and_global_offset(values.shape, mesh, given)
@@ -145,7 +145,7 @@ def placed(values: Tensor, mesh: DeviceMesh, given: list[Any]) -> DTensor:
 
 
 def fills(seed: int) -> str:
-    """Compares this rank's parts of tensors of many sizes and placements with what torch makes of them. Returns what differs."""
+    """Compares this rank's parts of tensors, of many sizes and placements, with torch's. Returns the differences."""
     chance = random.Random(seed)
     meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))]
     for _ in range(40):
@@ -157,7 +157,7 @@ def fills(seed: int) -> str:
         param = Param(0, "it", 0, model, torch.Size(shape), values.dtype, "fp32", values.numel())
         dtensor.fill(param, values)
         pieces = dtensor.cuts([param], 4)[0]
-        # They are the tensor, each element once.
+        # The pieces cover the tensor, each element once.
         whole_again = torch.zeros_like(values)
         for piece in pieces:
             piece.part_of(whole_again).add_(piece.part_of(values) + 1)
@@ -169,7 +169,7 @@ def fills(seed: int) -> str:
 
 
 def refused(case: str, options: dict[str, Any]) -> str:
-    """What the optimizer says, on every rank, to what it cannot do."""
+    """Returns the optimizer's refusal of a case, on every rank."""
     model = nn.Linear(8, 8, bias=False)
     if case == "absent":
         mesh = DeviceMesh("cpu", [0, 1])
@@ -189,7 +189,7 @@ def refused(case: str, options: dict[str, Any]) -> str:
                 values = torch.ones_like(param) * (1 + (distributed.get_rank() if case == "unreduced" else 0))
                 param.grad = values.detach()
             optimizer.step()
-            # What is there already may be written, and nothing else.
+            # Factor 1.0 writes the same values, which is permitted. Other factors are refused.
             for param in model.parameters() if case == "written" else ():
                 with torch.no_grad():
                     param.mul_(1.0 + step / 2)
@@ -200,7 +200,7 @@ def refused(case: str, options: dict[str, Any]) -> str:
 
 
 def make(way: str, options: dict[str, Any]) -> Any:
-    """A way of "!" and a case is refused."""
+    """Runs a way. A way of "!" and a case is refused."""
     if way == "fills":
         return fills(**options)
     return refused(way[1:], options) if way.startswith("!") else train(way, options)

@@ -1,4 +1,4 @@
-"""The examples as tests use them: imported, or run as processes that are killed."""
+"""The examples as tests use them: imported, or as processes that tests kill."""
 
 import os
 import pathlib
@@ -13,19 +13,19 @@ from forked import Forked
 from torch.distributed import TCPStore
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-#: Each store is for the processes that a test starts together. It is kept here because a store ends when nobody holds it.
+#: Stores of processes that a test starts together. A store ends with its last reference.
 STORES: list[TCPStore] = []
 
 
 def load(name: str) -> dict[str, Any]:
-    """The names that an example defines."""
+    """Returns the names that an example defines."""
     names: dict[str, Any] = {"__name__": name}
     exec(compile((EXAMPLES / f"{name}.py").read_text(), EXAMPLES / f"{name}.py", "exec"), names)
     return names
 
 
 def random_step(first: int, last: int) -> int:
-    """A step to kill a process at, from a seed that is printed."""
+    """Returns a step at which to kill a process, from a printed seed."""
     seed = random.SystemRandom().randrange(1 << 32)
     step = random.Random(seed).randint(first, last)
     print(f"seed {seed}: killed at step {step}")
@@ -33,13 +33,13 @@ def random_step(first: int, last: int) -> int:
 
 
 def start(name: str, call: str, **environment: str) -> subprocess.Popen[str]:
-    """Runs ``main(...)`` of an example in a process of its own."""
+    """Runs ``main(...)`` of an example in its own process."""
     code = f"import torch, {name}; torch.set_num_threads(1); {name}.main({call})"
     return Forked(code, environment={**os.environ, **environment}, imports=[name], stdout=subprocess.PIPE)
 
 
 def kill_at(step: int, *processes: subprocess.Popen[str]) -> dict[int, float]:
-    """Kills processes when the first of them says that it begins a step.
+    """Kills processes when the first of them prints the beginning of ``step``.
 
     Returns:
         The losses that it printed before, by step.
@@ -64,15 +64,15 @@ def kill_at(step: int, *processes: subprocess.Popen[str]) -> dict[int, float]:
 
 
 def ranks(number: int) -> list[dict[str, str]]:
-    """The environments of torchrun's processes. The store in which they find each other is this process's, as it is torchrun's: nobody
-    else takes its port before rank 0 has started, and a rank that starts early has something to connect to."""
+    """Returns the environments of torchrun's processes. The rendezvous store belongs to this process, as to torchrun: no other process can
+    take its port before rank 0 starts, and an early rank can connect."""
     STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(STORES[-1].port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return [{**place, "WORLD_SIZE": str(number), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
 
 
 def run_ranks(number: int, code: str, imports: Sequence[str] = (), **environment: str) -> list[str]:
-    """The standard outputs of ranks that run this code, once all have ended."""
+    """Runs this code on ranks to their end. Returns their standard outputs."""
     environments = [{**os.environ, **environment, **rank} for rank in ranks(number)]
     started = [Forked(code, environment=each, imports=imports, stdout=subprocess.PIPE) for each in environments]
     with ended_after(300, *started):

@@ -1,4 +1,4 @@
-"""What one rank of test_ranks.py does: it is started as torchrun starts a process."""
+"""A rank of test_ranks.py. Starts like a process of torchrun."""
 
 import tempfile
 from pathlib import Path
@@ -16,12 +16,12 @@ from longshore import checkpoint
 
 WIDTH = 512
 STEPS = 6
-#: By job: all state of those that keep it.
+#: By job: all state, for ways that keep it.
 KEPT: dict[str, dict[str, Any]] = {}
 
 
 class Net(nn.Module):
-    """Large enough that padding to whole blocks is little; its second layer has rows that four ranks cannot share evenly."""
+    """Large enough that padding to whole blocks is small. Four ranks cannot share the second layer's rows evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def prepare(way: str, *, alike: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and what the optimizer is told of it. Ranks have weights of their own, if these are not to be alike."""
+    """Returns a model and the optimizer's options for it. Unless ``alike``, each rank has its own weights."""
     model = net()
     if distributed.get_rank() and not alike:
         with torch.no_grad():
@@ -65,13 +65,13 @@ def prepare(way: str, *, alike: bool = False) -> tuple[nn.Module, dict[str, Any]
     if way == "ddp":
         return DistributedDataParallel(net()), {"partition": "all-reduced"}
     for parameter in model.parameters():
-        # Numbers of few bits have exact sums, in whichever order ranks or servers add them up.
+        # Numbers of few bits have exact sums, in any order of ranks or servers.
         parameter.register_hook(lambda gradient: (gradient * 2.0**22).round() / 2.0**22)
     return model, {"partition": "reduce-scatter"} if way == "scatter" else {}
 
 
 def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
-    """The mean over the ranks, of gradients that no rank has reduced yet."""
+    """Returns the mean over the ranks of gradients that no rank has reduced yet."""
     gradients = []
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -135,7 +135,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(optimizer: longshore.AdamW, folder: Path, *, everyone: bool) -> None:
-    """Writes files of others, on rank 0 alone or by a call of all."""
+    """Writes other programs' files, on rank 0 alone or by a call of all ranks."""
     if everyone or distributed.get_rank() == 0:
         checkpoint.save_torch(optimizer, folder / "adamw.pt")
         assert checkpoint.save_deepspeed(optimizer, folder / "universal") == f"global_step{STEPS}_universal"
@@ -144,7 +144,7 @@ def save(optimizer: longshore.AdamW, folder: Path, *, everyone: bool) -> None:
 
 
 def save_alone(optimizer: longshore.AdamW) -> None:
-    """Rank 0 writes a file after a flush of all, and none waits for it."""
+    """Rank 0 writes a file after a flush of all ranks, and no other rank waits."""
     optimizer.flush()
     if distributed.get_rank() == 0:
         with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +152,7 @@ def save_alone(optimizer: longshore.AdamW) -> None:
 
 
 def opens(options: dict[str, Any]) -> dict[str, Any]:
-    """Opens a job on servers that have no drives for it, and then one that they can have."""
+    """Opens a job on servers that lack drives for it, and then a job that they can have."""
     found: dict[str, Any] = {"told": []}
     for tier in ("nvme", "nvme", "memory"):
         model = net()
@@ -168,7 +168,7 @@ def opens(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Half(nn.Module):
-    """One layer is used on rank 0 alone, and one on no rank."""
+    """Rank 0 alone uses one layer, and no rank uses another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Half(nn.Module):
 
 
 def refused(case: str, options: dict[str, Any]) -> str:
-    """What the optimizer says, on every rank, to what it cannot do."""
+    """Returns the optimizer's refusal of a case, on every rank."""
     rank = distributed.get_rank()
     model: nn.Module = Half() if case.startswith("missing") else net()
     if case == "settings" and rank == 2:
@@ -202,7 +202,7 @@ def refused(case: str, options: dict[str, Any]) -> str:
         inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
         model(inputs[:, :2] if case == "short" else inputs).sum().backward()
         optimizer.step()
-        # What is there already may be written, and nothing else.
+        # Factor 1.0 writes the same values, which is permitted. Other factors are refused.
         for factor in (1.0, 1.5) if "written" in case else ():
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -215,7 +215,7 @@ def refused(case: str, options: dict[str, Any]) -> str:
 
 
 def make(way: str, options: dict[str, Any]) -> Any:
-    """A way of "!" and a case is refused."""
+    """Runs a way. A way of "!" and a case is refused."""
     if way == "opens":
         return opens(options)
     return refused(way[1:], options) if way.startswith("!") else train(way, options)

@@ -1,4 +1,4 @@
-"""What the programs of ranks share: they meet over gloo, make the runs that their arguments say, and keep what each gave."""
+"""Shared by the programs of ranks: they meet over gloo, make the runs in their arguments, and keep each result."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from torch import distributed
 
 
 def main(make: Callable[[str, dict[str, Any]], Any], end: Callable[[], None] = lambda: None) -> None:
-    """The process's arguments are a folder for what was found, and a JSON list of [way, options]. ``make`` makes a run of these. ``end`` ends
-    what is left, while the ranks can still meet."""
+    """Runs a rank's program. The process's arguments are a folder for results, and a JSON list of [way, options], each a call of ``make``.
+    ``end`` ends remaining jobs while the ranks can still meet."""
     try:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo")
@@ -25,4 +25,4 @@ def main(make: Callable[[str, dict[str, Any]], Any], end: Callable[[], None] = l
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
+        os._exit(1)  # at once: the others wait for this rank, and torch's exit waits for them

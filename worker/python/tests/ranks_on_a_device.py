@@ -1,8 +1,8 @@
-"""The simulated accelerator of accelerator.py among ranks: their collectives are done late, too.
+"""The simulated accelerator of accelerator.py among ranks, with late collectives.
 
-A collective comes behind what its caller's stream had, on a stream of its process group. It is two operations: the first one reads what
-this rank has and sends it to the others, and the second one writes what all have given. So a rank's device does nothing for another one's
-before that waits for it. Then it asks for it, as a device would get there by itself.
+A collective follows the work of its caller's stream, on a stream of its process group. It has two operations: the first reads this rank's
+data and sends it to the others, and the second writes the result of all. A rank's device does no work for another rank until that one
+waits. The waiting rank then asks for it; a real device would get there by itself.
 """
 
 import collections
@@ -22,20 +22,20 @@ from accelerator import Operation, Simulated, Stream, needs
 from torch import Tensor, distributed
 from units_on_a_device import LateStorages
 
-#: Which collective: the run's, the process group's name, and its place among those of the group.
+#: A collective's key: the run, the process group's name, and the collective's number in the group.
 Key = tuple[int, str, int]
-#: Seconds after which a rank that waits for another one's device gives up.
+#: Seconds after which a rank stops waiting for another rank's device.
 DEADLINE = 60.0
 
 
 class Mail:
-    """Messages among ranks, by the process group's store. They come on a thread of its own, in the order in which they were sent."""
+    """Messages among ranks, through the process group's store. They arrive in order, on a separate thread."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.others = [rank for rank in range(self.world_size) if rank != self.rank]
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A store that waits for a message does nothing else.
+        # A store that waits for a message blocks all other calls.
         self._out, self._in = (distributed.TCPStore(*place, is_master=False, timeout=timedelta(hours=1)) for _ in range(2))
         self._sending = threading.Lock()
         self._devices: dict[int, _AmongRanks] = {}
@@ -75,13 +75,13 @@ class Mail:
 
 
 class Work:
-    """What a collective returns, as torch.distributed's."""
+    """A collective's result, like torch.distributed's."""
 
     def __init__(self, device: "_AmongRanks", done: Operation) -> None:
         self._device, self._done = device, done
 
     def wait(self) -> None:
-        # The function of the package that waits for the package's own collective.
+        # The package's function that waits for its own collective.
         caller = sys._getframe(2).f_code.co_name
         if self._device.ignored != f"{caller}.collective":
             self._device.current_stream(torch.device("cpu")).waits.append(self._done)
@@ -91,21 +91,21 @@ class Work:
 
 
 class _AmongRanks(Simulated):
-    """One rank's accelerator.
+    """A rank's accelerator.
 
     Args:
-        run: a number that all ranks' accelerators of one run have, and no others.
+        run: A number that all ranks' accelerators of one run share, and no others.
     """
 
     def __init__(self, mail: Mail, run: int, seed: int, ignored: str | None = None) -> None:
         super().__init__(seed, ignored)
         self._mail, self._run = mail, run
-        # Who waits for another rank leaves the device to others meanwhile.
+        # A rank that waits for another leaves the device to other work meanwhile.
         self.thread = ThreadPoolExecutor(16, "accelerator", lambda: torch.set_num_threads(1))
         self._news = threading.Condition(self.lock)
         self._groups: dict[str, Stream] = collections.defaultdict(Stream)
         self._counts: collections.Counter[str] = collections.Counter()
-        #: By collective: the operation that sends this rank's part, what has come of all ranks, and what is asked for: of others, of this one.
+        #: By collective: the operation that sends this rank's part, the parts received, and the requests to other ranks and to this one.
         self._posts: dict[Key, Operation] = {}
         self._came: dict[Key, dict[int, Tensor]] = collections.defaultdict(dict)
         self._asked: set[Key] = set()
@@ -159,7 +159,7 @@ class _AmongRanks(Simulated):
                 self._wanted.add(key)
 
     def _do_for_another(self, key: Key) -> None:
-        """Gets so far as another rank's device needs."""
+        """Advances as far as another rank's device needs."""
         try:
             with self.lock:
                 self._all(needs([self._posts[key]]))
@@ -184,9 +184,9 @@ class Late(_AmongRanks):
 
 
 class LateInUnits(_AmongRanks, LateStorages):
-    """The same, with storages that give up memory and get it again."""
+    """The same, with storages that release memory and get it again."""
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In the order of ranks."""
+    """Sums in the order of ranks."""
     return functools.reduce(torch.add, parts)

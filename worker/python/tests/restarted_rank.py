@@ -1,4 +1,4 @@
-"""What one rank of test_torchrun.py does: it trains. The first time that it is started, rank 1 kills itself in the midst of a step."""
+"""A rank of test_torchrun.py: it trains. At its first start, rank 1 kills itself in the middle of a step."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from torch import distributed
 import longshore
 
 STEPS = 6
-#: The version whose step one rank never makes.
+#: The version at which rank 1 kills itself, before its step.
 KILLED_AT = 3
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer in stage 3, as a process of test_stage_3_resumed.py: its model is cut into units from its first step on."""
+"""The Hugging Face Trainer in stage 3, as a process of test_stage_3_resumed.py. Its model is in units from the first step on."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,10 @@ STEPS, SAVES = 8, 3
 
 
 def main(output: str, servers: str, job: str, resume: str = "") -> None:
-    """Trains, and writes the loss that the Trainer logged at each step, and the weights at the end.
+    """Trains. Writes the Trainer's loss at each step, and the weights at the end.
 
     Args:
-        resume: what it goes on from: ``"save"``, the Trainer's last one, or ``"newest"``, the last step that the servers decided.
+        resume: The point to continue from: ``"save"``, the Trainer's last one, or ``"newest"``, the last step that the servers decided.
     """
     example = load("trainer")
     args = transformers.TrainingArguments(
