@@ -1,9 +1,8 @@
 //! A restore in three acts that may each be repeated: check, load and hold, start.
 //!
 //! A client of several servers has all of them hold before any of them starts. An act is repeated when its
-//! answer was lost or the client has died. The repeat succeeds if its result is there already: in a job that
-//! holds the checkpoint, or in one that was started from it. So it does in a job that has come to the very
-//! same state in any other way.
+//! answer was lost or the client has died. The repeat succeeds if the job holds the checkpoint, was started
+//! from it, or has come to the very same state in any other way.
 
 use std::{sync::Arc, time::Instant};
 

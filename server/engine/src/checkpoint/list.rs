@@ -148,8 +148,8 @@ fn sort(found: &mut Vec<Listed>) {
     }
 }
 
-/// Marks checkpoints that a rollback left behind. Along one lineage versions rise, so a stale checkpoint is
-/// one that a later checkpoint does not exceed.
+/// Marks checkpoints that a rollback left behind. Along one lineage versions rise. So a checkpoint is stale
+/// if a later one has no higher version.
 fn mark_stale(found: &mut [Listed]) {
     let mut later: Option<(Version, Option<String>)> = None;
     for listed in found.iter_mut().rev().filter(|listed| listed.damage.is_none()) {

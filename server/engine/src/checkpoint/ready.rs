@@ -1,5 +1,5 @@
-//! Check that a checkpoint could be written now. A server checks at its start and before a job's first step,
-//! so that nobody trains for hours towards a checkpoint that cannot be written.
+//! Readiness for checkpoints: could one be written now? A server checks at its start and before a job's first
+//! step. So nobody trains for hours towards a checkpoint that cannot be written.
 
 use std::{
     fs,

@@ -2,8 +2,8 @@
 //!
 //! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel allows that. Default container
 //! seccomp does not; a few threads then call pread and pwrite. In tests a simulated disk loses, tears and
-//! reorders. A request owns its buffer until it is done, so that nobody can free or reuse memory that the
-//! device still reads or writes.
+//! reorders. A request owns its buffer until it is done. So nobody can free or reuse memory that the device
+//! still reads or writes.
 
 mod file;
 mod meter;
@@ -72,7 +72,7 @@ pub trait Disk: Send + Sync {
     fn submit(&self, request: Request);
 
     /// Makes all writes that were done before the call survive a power failure. After an error their state is
-    /// unknown, and a second flush would report a false success: the kernel forgets pages that it could not
+    /// unknown. A second flush would report a false success: the kernel forgets pages that it could not
     /// write.
     fn flush(&self) -> io::Result<()>;
 }

@@ -1,5 +1,5 @@
 //! The last commit as JSON, bit for bit. JSON has no NaN, which is the norm of a step that overflowed.
-//! serde_json rounds most but not all decimals back to the same f64. A resumed run needs exactly the loss
+//! serde_json rounds most decimals back to the same f64, but not all. A resumed run needs exactly the loss
 //! scale it was stopped with.
 
 use longshore_proto::{Commit, Correction, Hyper, Incarnation, LeftOut, Step};

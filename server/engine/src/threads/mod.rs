@@ -1,9 +1,9 @@
 //! Threads that sum and update blocks. A general thread pool would spin while idle, against the network
 //! threads. At every step it would give a block to another core, and so maybe to another NUMA node.
 //!
-//! A pool of n has n - 1 threads, since the caller takes a share itself, which saves a wake-up on each side.
-//! Idle threads sleep in a futex. A thread that has just computed first looks for the next call for a moment,
-//! see [`SPIN`]. Results never depend on the thread that computed them.
+//! A pool of n has n - 1 threads. The caller takes a share itself, which saves a wake-up on each side. Idle
+//! threads sleep in a futex. A thread that has just computed first looks for the next call for a moment, see
+//! [`SPIN`]. Results never depend on the thread that computed them.
 
 mod account;
 mod cpus;

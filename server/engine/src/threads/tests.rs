@@ -178,8 +178,8 @@ fn shares_cover_everything_once_on_one_node_and_on_several() {
     }
 }
 
-/// Returns the accounts whose calls a free thread would take, one after the other, if each call used up its
-/// time at once.
+/// Returns the order in which a free thread would take the calls' accounts, if each call used up its time at
+/// once.
 fn order(calls: &[&Arc<Account>], units: u64, count: usize) -> Vec<usize> {
     let queue = Queue::default();
     calls.iter().for_each(|account| queue.enter(account));

@@ -50,7 +50,7 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
 struct Cluster {
     jobs: Vec<Arc<Job>>,
     layout: Layout,
-    /// One message for each chunk of a gradient that has reached the drives.
+    /// A message for each chunk of a gradient that has reached the drives.
     arrivals: Mutex<mpsc::Receiver<()>>,
 }
 

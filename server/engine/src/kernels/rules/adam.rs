@@ -86,9 +86,9 @@ struct Step<V, const DECOUPLED: bool> {
     ahead: Ahead<V>,
 }
 
-/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_` and `addcmul_`, whose order is `(value
-/// * g) * g`. eps is added after the bias-corrected root. torch has two forms of `lerp_`; this is the one for
-/// `1 - beta1 < 0.5`. `torch.optim.Adam` differs in weight decay: L2, a part of the gradient.
+/// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_`, then `addcmul_` in the order `(value
+/// * g) * g`. eps is added after the bias-corrected root. torch has two forms of `lerp_`; this is the form
+/// for `1 - beta1 < 0.5`. `torch.optim.Adam` differs in weight decay: L2, a part of the gradient.
 impl<V: Number, const DECOUPLED: bool> Rule<V> for Step<V, DECOUPLED> {
     const SLOTS: usize = 2;
 

@@ -143,8 +143,8 @@ pub(in super::super) fn scale(largest: u32) -> f32 {
 #[inline(always)]
 fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
     let tables = code.tables();
-    // f carries the sign. A code of 0 or more gives half a unit more than itself, and a negative one half a
-    // unit more than its -1 - q.
+    // f carries the sign. For a code of 0 or more, f is the code plus half a unit. For a negative code, f is
+    // -1 - q plus half a unit.
     let f = match code {
         Code::Signed => f32::from(bits as i8) + 0.5,
         Code::Unsigned => f32::from(bits) + 0.5,

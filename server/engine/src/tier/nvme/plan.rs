@@ -22,8 +22,8 @@ pub(super) const IMAGE_SLOTS: u8 = 3;
 /// Copies of each record in a directory, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
-/// Layout of a directory's file, `data`. All of it is reserved when it is made; offsets are multiples of 4
-/// KiB.
+/// Layout of a directory's file, `data`. All of it is reserved when it is made; offsets are
+/// multiples of 4 KiB.
 ///
 /// ```text
 /// records      [version parity 0: copy, copy] [version parity 1: copy, copy]     4 MiB each, framed (tier/record.rs)

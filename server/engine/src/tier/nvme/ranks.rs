@@ -24,8 +24,8 @@ use crate::{
     record::Joined,
 };
 
-/// Number of tables in the file, by parity of the write, so that the table before is whole whatever happens
-/// to this one. Each has two copies, so that a damaged sector costs nothing.
+/// Number of tables in the file, by parity of the write. So the table before is whole whatever happens to
+/// this one. Each has two copies, so that a damaged sector costs nothing.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
 /// Most bytes that a rank's numbers take as JSON.

@@ -69,8 +69,8 @@ const UNDO_WORDS: usize = 2;
 /// it stores a copy into an undo slot and the slot's words. Then follow the block in place, the block's
 /// version, and the slot's words back to 0.
 ///
-/// **Recovery** puts back each block that an undo slot holds and whose version was not reached. It takes the
-/// newest whole record, and updates the blocks that are not done yet. A block whose version is reached is
+/// **Recovery** puts back each block that an undo slot holds and whose version was not reached. The
+/// newest whole record is taken, and blocks that are not done yet are updated. A block whose version is reached is
 /// left: its update happened once. A shard whose version begun is not done has lost its older image, over
 /// which the new one was being written. A step that is summed and not decided stays summed: another server
 /// may know its decision. Perhaps nobody is left who could send the gradients again.
