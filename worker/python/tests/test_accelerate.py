@@ -1,4 +1,5 @@
-"""What longshore.accelerate.attach adds to an Accelerator: its saves and its state dicts have the newest weights, its trackers the servers' figures."""
+"""longshore.accelerate.attach on an Accelerator: its saves and state dicts have the newest weights, and its trackers the servers' figures.
+"""
 
 import pathlib
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate.tracking import GeneralTracker  # noqa: E402
 
 
 class Kept(GeneralTracker):
-    """Keeps what is logged."""
+    """Keeps the logged values."""
 
     name = "kept"
     requires_logging_directory = False

@@ -48,7 +48,7 @@ def test_adamw(name: str) -> None:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the others do not and learn faster."""
+    """Matrices decay. Other parameters do not, and learn faster."""
     named = list(model.named_parameters())
     return [
         {"params": [item for item in named if item[1].ndim > 1], "weight_decay": 0.1},
@@ -144,7 +144,7 @@ def test_sixteen_bit_parameters_keep_fp32_masters(dtype: torch.dtype) -> None:
         reference.step()
     rounded = [(master.to(dtype), parameter) for master, parameter in zip(masters, ours.parameters(), strict=True)]
     same = sum((a == b).sum().item() for a, b in rounded) / sum(a.numel() for a, _ in rounded)
-    # fp32 masters that differ in the last bit may round to either side.
+    # fp32 master weights that differ in the last bit may round to either side.
     assert same > 0.999
     assert all(parameter.dtype is dtype for parameter in ours.parameters())
 

@@ -1,4 +1,4 @@
-"""Files of others fill a job, and a job writes files of others: what is in them is the same to the bit."""
+"""Jobs filled from other programs' files, and files written for other programs: the contents are equal to the bit."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from longshore import checkpoint, errors
 
 
 def write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool = False) -> None:
-    """What DeepSpeed's ds_to_universal.py writes; for ZeRO-3 tensors are flat, and there is no step."""
+    """Writes files as DeepSpeed's ds_to_universal.py does. For ZeRO-3 tensors are flat, and no file has the step."""
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         of_param = folder / "zero" / name
@@ -29,7 +29,7 @@ def write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def read_universal(folder: Path) -> dict[str, dict[str, Any]]:
-    """All tensors, as DeepSpeed's loader finds them."""
+    """Returns all tensors in the places where DeepSpeed's loader looks."""
     found: dict[str, dict[str, Any]] = {}
     for file in (folder / "zero").glob("*/*.pt"):
         content = torch.load(file, weights_only=True)
@@ -62,18 +62,18 @@ def test_a_universal_checkpoint_comes_and_goes_to_the_bit(tmp_path: Path, flat: 
         assert torch.equal(found[name]["fp32"], parameter)
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[name][key], full["state"][number][key]), (name, key)
-    # And back again.
+    # The way back.
     again, _ = pair("mlp", width=500)
     second = longshore.AdamW(again.named_parameters(), **arguments)
     if flat:
-        # The step count is in one more place, for ZeRO-3.
+        # ZeRO-3 has the step count in a second place.
         for file in (tmp_path / "out" / tag / "zero").glob("*/step.pt"):
             file.unlink()
     checkpoint.load_deepspeed(second, tmp_path / "out" / tag)
     check_same_state(second.state_dict(full=True), full)
     (tmp_path / "out" / tag / "zero" / "optimizer_state.pt").unlink()
     if flat:
-        # What the engine has counted is the last place.
+        # The last place of the step count is the engine's own counter.
         fourth = longshore.AdamW(pair("mlp", width=500)[0].named_parameters(), **arguments)
         checkpoint.load_deepspeed(fourth, tmp_path / "out" / tag)
         check_same_state(fourth.state_dict(full=True), full)
@@ -188,7 +188,7 @@ def test_safetensors_give_master_weights_all_their_bits(tmp_path: Path, several:
         index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
-        # A tensor that is no parameter, of which the others lie at odd places.
+        # A tensor that is not a parameter, which shifts the parameters to odd offsets.
         save_file({**weights, "_buffer": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     torch.nn.init.zeros_(ours.layers[0].weight)
     optimizer = longshore.AdamW(ours.named_parameters())
@@ -273,7 +273,7 @@ def test_tensors_that_nobody_asked_for_are_refused_where_that_is_wanted(tmp_path
 
 
 def test_the_name_of_the_latest_is_replaced_and_not_written_over(tmp_path: Path) -> None:
-    """Who was killed while it was written would leave half a name. What was there before stays as it is under another name."""
+    """A writer killed halfway would leave half a name. The old file stays unchanged under another name."""
     ours, _, _ = trained(torch.optim.AdamW)
     optimizer = longshore.AdamW(ours.named_parameters())
     step(ours, optimizer, 0)

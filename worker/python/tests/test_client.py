@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def weights() -> Arrays:
-    """Of two layers, and a scale that has no axes."""
+    """Returns weights of two layers, and a scale without axes."""
     draw = np.random.default_rng(7)
     shapes = {"in": (6, 5), "bias": (5,), "out": (5, 1)}
     made = {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -27,7 +27,7 @@ def weights() -> Arrays:
 
 
 def gradients(params: Arrays, step: int) -> Arrays:
-    """Of the squared error of scale * tanh(x in + bias) out, whose target is the sum of x."""
+    """Returns gradients of the squared error of scale * tanh(x in + bias) out. Its target is the sum of x."""
     inputs = np.random.default_rng(step).normal(size=(8, 6)).astype(np.float32)
     hidden = np.tanh(inputs @ params["in"] + params["bias"])
     plain = hidden @ params["out"]
@@ -55,7 +55,7 @@ def train(client: longshore.Client, steps: range = range(1, STEPS + 1)) -> Array
 
 
 def plain_loop(delay: int = 0, warmup: int = STEPS) -> Arrays:
-    """What exact and delayed steps are."""
+    """Returns the result of exact and delayed steps."""
     rules = {name: Delayed(value) for name, value in weights().items()}
     images = {0: weights()}
     for step in range(1, STEPS + 1):
@@ -125,7 +125,7 @@ def test_groups_and_hyperparameters_by_step() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dlpack_in_and_out(dtype: torch.dtype) -> None:
-    """Tensors of torch, of which NumPy knows no bf16: the same bits by the client as by the optimizer."""
+    """Torch tensors, also in bf16, which NumPy lacks: the client gives the same bits as the optimizer."""
     start = {name: torch.from_numpy(np.array(value)).to(dtype) for name, value in weights().items()}
     client = longshore.Client({name: value.clone() for name, value in start.items()}, HYPER)
     params = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
@@ -136,7 +136,7 @@ def test_dlpack_in_and_out(dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(step)
         for name, parameter in params.items():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
-            # Its elements lie in another order, so they are copied on the way where NumPy has the type.
+            # Its elements lie in another order, so a type known to NumPy is copied on the way.
             crosses = parameter.ndim == 2 and dtype is not torch.bfloat16
             client.push({name: parameter.grad.t().contiguous().t() if crosses else parameter.grad})
         optimizer.step()
@@ -183,7 +183,7 @@ def test_two_ranks_share_a_job_and_a_third_client_goes_on(servers: str, tmp_path
 
 
 def test_a_flush_of_one_rank_alone_is_refused(servers: str) -> None:
-    """It computes its next step with the newest weights, and the other rank with those before them."""
+    """That rank computes its next step with the newest weights, and the other rank with the weights before."""
     options: Any = {"servers": servers, "job": "flushed-alone", "world_size": 2, "delay": 1, "warmup_steps": 1, "deadline": 10}
     said: dict[int, errors.LongshoreError] = {}
 

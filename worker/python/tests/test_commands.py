@@ -12,7 +12,7 @@ from conftest import address_of
 
 
 def command(name: str) -> str:
-    """Where pip put it: into bin/ beside the package with --target, else where this Python's scripts are."""
+    """Returns pip's path of the command: bin/ beside the package with --target, else this Python's scripts."""
     beside = Path(longshore.__file__).parent.parent / "bin"
     found = [folder / name for folder in (beside, Path(sysconfig.get_path("scripts"))) if (folder / name).is_file()]
     assert found, f"{name} is neither in {beside} nor among this Python's scripts"
@@ -36,7 +36,7 @@ def test_a_server_serves_and_drains_and_the_other_command_finds_it() -> None:
         address = address_of(server)
         found = run("longshore", "status", "--servers", address)
         assert (found.returncode, found.stderr) == (0, "") and "no jobs" in found.stdout, found
-        # A mistake has the exit status that the command's own binary has.
+        # A usage error has the exit status of the command's own binary.
         assert run("longshore", "status", "--servers", address, "--nothing").returncode == 2
         assert run("longshored", "--listen", "nowhere").returncode == 2
         server.terminate()

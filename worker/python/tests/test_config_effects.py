@@ -1,4 +1,4 @@
-"""What keys of a DeepSpeed configuration do to training, each beside the same training without it."""
+"""The effects of DeepSpeed configuration keys on training, each compared with the same training without the key."""
 
 import concurrent.futures
 import subprocess
@@ -28,7 +28,7 @@ def train(engine: longshore.Engine, passes: range) -> None:
 
 
 class Halves(nn.Module):
-    """Two layers that compute in the type of their weights, and keep what types they have seen."""
+    """Two layers that compute in the type of their weights, and record the types they have seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_dataloader_drop_last(drops: bool | None, sizes: list[int]) -> None:
 
 
 def test_managed_gradient_accumulation() -> None:
-    """Without it the caller says where a step ends, by calling step()."""
+    """Without it the caller marks the end of a step by calling step()."""
     ours, theirs = pair("mlp")
     managed = engine_of(theirs, gradient_accumulation_steps=2)
     train(managed, range(4))
@@ -91,7 +91,7 @@ def test_set_gradient_accumulation_boundary() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_communication_data_type(name: str) -> None:
-    """Gradients of an fp32 model travel in 16 bits, and servers compute with what arrives."""
+    """Gradients of an fp32 model travel in 16 bits, and servers compute with these."""
     ours, theirs = pair("mlp")
     engine, plain = engine_of(ours, communication_data_type=name), engine_of(theirs)
     reports = []
@@ -142,7 +142,7 @@ def test_torch_autocast(enabled: bool, dtype: str | None, expected: torch.dtype)
 
 
 def scales(fp16: dict[str, Any], overflows: list[bool], job: dict[str, Any] | None = None) -> tuple[longshore.Engine, list[float]]:
-    """An engine in fp16, and its scale before each step, of which some overflow."""
+    """Returns an engine in fp16, and its scale before each step. Some steps overflow."""
     torch.manual_seed(0)
     engine = engine_of(Halves(), fp16={"enabled": True, "auto_cast": True, **fp16}, longshore=job or {})
     found = []
@@ -164,7 +164,7 @@ def test_a_fixed_loss_scale() -> None:
 
 
 def test_min_loss_scale(servers: str) -> None:
-    """An overflow there pauses the job, since no smaller scale is tried: it waits for an operator."""
+    """An overflow at the smallest scale pauses the job, which waits for an operator."""
     fp16 = {"initial_scale_power": 3, "min_loss_scale": 4, "hysteresis": 1, "loss_scale_window": 100}
     engine, found = scales(fp16, [True, False], {"servers": servers, "job": "floor"})
     assert found == [8.0, 4.0, 4.0]
@@ -180,7 +180,7 @@ def test_min_loss_scale(servers: str) -> None:
 
 
 def _resumed(command: list[str]) -> bool:
-    """Whether a job could be resumed within a minute, which it can once it is paused."""
+    """Returns whether an operator could resume the job within a minute. A job can be resumed once it is paused."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         if subprocess.run(command, capture_output=True).returncode == 0:
@@ -190,7 +190,7 @@ def _resumed(command: list[str]) -> bool:
 
 @pytest.mark.parametrize(("consecutive", "last"), [(False, 32.0), (True, 64.0)])
 def test_consecutive_hysteresis(consecutive: bool, last: float) -> None:
-    """Two overflows halve the scale. With it a clean step between them begins the count anew."""
+    """Two overflows halve the scale. With the key a clean step between them restarts the count."""
     fp16 = {"initial_scale_power": 6, "hysteresis": 2, "consecutive_hysteresis": consecutive, "loss_scale_window": 100}
     _, found = scales(fp16, [True, False, True])
     assert found == [64.0, 64.0, 64.0, last]

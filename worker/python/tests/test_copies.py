@@ -1,4 +1,4 @@
-"""Copies of gradients and weights: they bring the same bits on any number of threads, whatever the tensors' lengths and types."""
+"""Copies of gradients and weights give the same bits on any number of threads, for all lengths and types of tensors."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from conftest import several
 
 #: The first two are cut into parts, one of which ends inside a line. Between parameters there is padding.
 LENGTHS = [1_500_001, 2_097_152, 70, 300_007]
-#: Elements of a shard, so that every parameter of those lies in several.
+#: Elements of a shard. Each of the long parameters lies in several shards.
 SHARD = 1024 * 1024
 
 
@@ -28,7 +28,7 @@ def values(seed: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def trained(threads: int, dtype: torch.dtype, **options: object) -> list[Tensor]:
-    """Parameters after some steps."""
+    """Returns the parameters after some steps."""
     torch.set_num_threads(threads)
     params = [nn.Parameter(value) for value in values(0, dtype)]
     optimizer = longshore.AdamW(params, lr=1e-2, shard_elements=SHARD, max_grad_norm=1.0, **options)
@@ -54,6 +54,6 @@ def test_shared_memory_and_tcp_bring_the_same_bits() -> None:
         for transport in ("memfd", "tcp"):
             there = trained(3, torch.bfloat16, servers=servers, job=transport, transport=transport)
             assert all(map(torch.equal, alone, there))
-        # 16-bit gradients and weights of fp32 tensors are converted by parts, too.
+        # 16-bit gradients and weights of fp32 tensors are converted in parts, too.
         options = {"gradient_dtype": "bf16", "image_dtype": "bf16", "servers": servers}
         assert all(map(torch.equal, *(trained(count, torch.float32, job=f"of-{count}", **options) for count in (1, 4))))

@@ -1,4 +1,4 @@
-"""Ctrl-C ends each wait for a server that does not answer, long before its deadline, and what was interrupted can be done again."""
+"""Ctrl-C ends each wait for a silent server long before its deadline, and the interrupted call can be repeated."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from units import Deep, optimizer_of, pair, same, train
 
 import longshore
 
-#: Seconds that a wait may take. Who is interrupted sooner was not ended by that.
+#: Seconds that a wait may take. An earlier end was not caused by the deadline.
 DEADLINE = 300
 WIDTH = 512
 
@@ -31,7 +31,7 @@ class Stopped:
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
         if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # until then a thread of it may still answer
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # until then a thread of the server may still answer
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def server(tmp_path: Path) -> Iterator[Stopped]:
 
 @dataclass
 class Case:
-    """What waits for a server.
+    """A call that waits for a server.
 
     Attributes:
-        where: the function that waits, which calls the Rust half.
-        act: what waits.
-        again: what can be done when the server answers again, until the model has what it would have anyway.
-        options: of the job.
-        depth: of the model. A deep one has more gradients than can be on their way to a server that reads none.
+        where: The waiting function, which calls the Rust half.
+        act: The call that waits.
+        again: The repetition once the server answers again, until the model has its undisturbed weights.
+        options: The job's options.
+        depth: The model's depth. A deep model has more gradients than fit on the way to a server that reads none.
     """
 
     where: str
@@ -74,14 +74,14 @@ def step(optimizer: longshore.AdamW, model: Any) -> None:
 
 
 def give_up(optimizer: longshore.AdamW, model: Any) -> None:
-    """What a loop does with a step that was interrupted, and that step again."""
+    """Gives an interrupted step up as a training loop does, and makes it again."""
     optimizer.zero_grad()
     optimizer.flush()
     step(optimizer, model)
 
 
 def step_and_flush(optimizer: longshore.AdamW, model: Any) -> None:
-    """A step that nothing waits for, and then the wait for it."""
+    """Makes a step without a wait, and then waits for it."""
     step(optimizer, model)
     optimizer.flush()
 
@@ -94,7 +94,7 @@ def full_state(optimizer: longshore.AdamW, _: Any) -> dict[str, Any]:
     return optimizer.state_dict(full=True)
 
 
-#: By name. Each begins when two steps were made, and ends when three were.
+#: Cases by name. Each begins after two steps, and ends after three.
 CASES = {
     "flush": Case("drain", step_and_flush, lambda optimizer, _: optimizer.flush(), {"delay": 1, "warmup_steps": 3, "streaming": False}),
     "checkpoint": Case("checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),
@@ -105,7 +105,7 @@ CASES = {
 
 
 class Pressed:
-    """Presses Ctrl-C once a thread has been at one instruction for half a second, as it is in a wait of the Rust half."""
+    """Presses Ctrl-C once a thread has stayed at one instruction for half a second, as in a wait of the Rust half."""
 
     def __init__(self) -> None:
         self._waiting = threading.get_ident()
@@ -129,13 +129,13 @@ class Pressed:
                 seen, since = (id(frame), frame.f_lasti), time.monotonic()
             self.where = frame.f_code.co_name
             del frame
-            time.sleep(0.005)  # the thread that is looked at needs the interpreter
+            time.sleep(0.005)  # the watched thread needs the interpreter
         self.at = time.monotonic()
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupted(server: Stopped, act: Callable[[], object], where: str) -> None:
-    """The server stops, this waits for it and is interrupted there, and the server goes on."""
+    """Stops the server, interrupts ``act`` in its wait, and lets the server continue."""
     server.send(signal.SIGSTOP)
     try:
         with Pressed() as pressed, pytest.raises(KeyboardInterrupt):
@@ -177,7 +177,7 @@ def test_ctrl_c_while_a_job_is_opened(server: Stopped) -> None:
 
 
 def test_ctrl_c_while_a_job_is_closed(server: Stopped) -> None:
-    """Another optimizer goes on with it."""
+    """Another optimizer continues the job."""
     whole, ours = pair(Deep, depth=2)
     train(whole, optimizer_of(whole), steps=3)
     optimizer = made(ours, server)

@@ -1,4 +1,4 @@
-"""DeepSpeed's shape and its configuration: used, named in a warning, or refused with the path."""
+"""DeepSpeed's interface and configuration keys: used, named in a warning, or refused with the path."""
 
 import json
 import math
@@ -118,7 +118,7 @@ def test_what_else_programs_for_deepspeed_call_is_refused_with_what_stands_for_i
 
 
 def test_another_process_goes_on_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
-    """Its server has ended with it."""
+    """The first process's server ended with it."""
     code = f"""
 import torch; torch.set_num_threads(1)
 from test_deepspeed import *
@@ -139,7 +139,7 @@ print(json.dumps(train(engine, model, range(3, 6))))
 
 
 def other_run(drive: pathlib.Path) -> tuple[longshore.Engine, torch.nn.Module]:
-    """An engine with a server of its own, as one in another process has."""
+    """Returns an engine with its own server, as in another process."""
     offload = {"device": "nvme", "nvme_path": str(drive)}
     model, _ = pair("mlp")
     config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
@@ -147,7 +147,7 @@ def other_run(drive: pathlib.Path) -> tuple[longshore.Engine, torch.nn.Module]:
 
 
 def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that go on from one checkpoint have one job name, and may call their checkpoints of one version the same."""
+    """Runs from one checkpoint share a job name, and may give checkpoints of one version the same name."""
     saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     first, first_model = other_run(tmp_path)
     train(first, first_model, range(1))
@@ -163,7 +163,7 @@ def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: path
     second.save_checkpoint(saved, tag="best")
     undisturbed = train(second, model, range(8, 11))
 
-    # A save that is cut short leaves the one before as it was.
+    # An interrupted save leaves the previous one unchanged.
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -173,7 +173,7 @@ def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: path
     assert (third.optimizer.version, third.global_steps) == (2, 2)
     assert train(third, other, range(8, 11)) == undisturbed
 
-    # That of the other run, with the same name and version as this one's own.
+    # The other run's checkpoint, with the name and version of this run's own.
     third.load_checkpoint(saved, tag="best")
     with pytest.warns(UserWarning, match="goes back from version 2 to 2"):
         third.load_checkpoint(elsewhere, tag="best")
@@ -204,7 +204,7 @@ def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -
     assert same_bits(model, other)
     with pytest.raises(errors.StateError, match="job"):
         again.load_checkpoint(tmp_path)
-    # Its own file says the counters, and may be one that is not read, since it could run code.
+    # The engine's own file has the counters. A file with more than tensors is not read, since it could run code.
     torch.save({"module": {}, "client": pathlib.PurePosixPath("x")}, states)
     third, _ = pair("mlp")
     engine = longshore.initialize(model=third, config=config)[0]
@@ -233,7 +233,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
-    """Both ranks have the same data, so that one rank alone has the same losses."""
+    """Both ranks have the same data, so a single rank has the same losses."""
     with running("--checkpoint-dir", str(tmp_path)) as servers:
         code = RANK.format(servers=servers, folder=str(tmp_path / "engine"))
         said = run_ranks(2, code)
@@ -242,7 +242,7 @@ def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
         alone.load_checkpoint(tmp_path / "engine")
         assert (alone.global_steps, alone.optimizer.version) == (2, 2)
         assert train(alone, model, range(2, 5)) == json.loads(said[0])
-        alone.destroy()  # which would wait a minute for a server that has ended
+        alone.destroy()  # its destroy would wait a minute for a server that has ended
 
 
 REFUSED = """
@@ -264,7 +264,7 @@ os._exit(0)
 
 
 def test_a_checkpoint_that_rank_0_cannot_write_fails_on_all_ranks(tmp_path: pathlib.Path, servers: str) -> None:
-    """The servers have no folder for checkpoints. Rank 1 must not go on as if there was one."""
+    """The servers have no folder for checkpoints. Rank 1 must not continue as if they had."""
     code = REFUSED.format(servers=servers, folder=str(tmp_path / "engine"))
     first, second = run_ranks(2, code)
     assert first.startswith("RefusedError of Checkpoint of job refused") and "checkpoint_dir is not set" in first, first
@@ -325,7 +325,7 @@ def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
             first = step if first is None else first
             assert not same_bits(model, before)
             clean += 1
-            # It doubles when the window has passed since the last overflow.
+            # The scale doubles when the window has passed since the last overflow.
             if clean > 1 and (clean - 1) % 4 == 0:
                 scale *= 2
         else:
@@ -341,7 +341,7 @@ def test_fp16_scales_its_losses_as_deepspeed_does() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True, "accumulate": 2}])
 def test_a_loss_scale_in_a_plain_loop_changes_no_bit(options: dict[str, object]) -> None:
-    """It is a power of two, and nothing overflows."""
+    """The scale is a power of two, and nothing overflows."""
     ours, theirs = pair("mlp")
     scaled = longshore.AdamW(
         ours.named_parameters(), loss_scale=longshore.LossScale(initial=256.0, window=2), max_grad_norm=0.5, **options
@@ -442,7 +442,7 @@ SAMPLES |= {
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_param.device": "cpu",
 }
-#: What means something in stage 3 alone.
+#: Keys that only stage 3 uses.
 OF_STAGE_3 = ("zero_optimization.offload_param.device", "zero_optimization.stage3_max_live_parameters")
 BOOLEANS = (
     "enabled",
@@ -456,12 +456,12 @@ BOOLEANS = (
 )
 
 
-#: Paths of drives are left out: test_stage_2_with_offloading_runs has a folder of a server's.
+#: Paths of drives are left out: test_stage_2_with_offloading_runs has a server's folder.
 USED = [path for path in keys.USED if not path.endswith("nvme_path")]
 
 
 def configured(path: str, value: Any) -> Any:
-    """A configuration of this key alone."""
+    """Returns a configuration with this key alone."""
     for part in reversed(path.split(".")):
         value = {part: value}
     return value
@@ -526,7 +526,7 @@ def test_a_key_that_asks_for_nothing_is_let_be(config: Any) -> None:
 
 
 def test_keys_of_stage_3_without_their_prefix() -> None:
-    """DeepSpeed takes its fields by either name."""
+    """DeepSpeed accepts both names of these fields."""
     assert Config.of({"zero_optimization": {"stage": 3, "max_live_parameters": 5}}).shard == {"live": 5}
     with pytest.warns(UserWarning, match=r"^without effect here: zero_optimization\.stage3_max_reuse_distance\. "):
         Config.of({"zero_optimization": {"max_reuse_distance": 5}})
@@ -571,10 +571,10 @@ def test_schedules_have_deepspeeds_rates(kind: str, arguments: dict[str, object]
     scheduler = getattr(schedules, kind)(optimizer, **arguments)
     found = rates(scheduler, 7)
     if kind == "OneCycle":
-        # After the cycle's last step DeepSpeed computes one more as if it began again.
+        # After the cycle's last step DeepSpeed computes one more step, as if the cycle began again.
         found, expected = found[:4], expected[:4]
     assert found == pytest.approx(expected)
-    # A scheduler that is loaded goes on.
+    # A loaded scheduler continues.
     kept = scheduler.state_dict()
     again = getattr(schedules, kind)(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0), **arguments)
     again.load_state_dict(kept)
@@ -699,7 +699,7 @@ def test_auto_steps_are_those_that_the_trainer_makes(
 
 
 def test_auto_steps_of_several_ranks(tmp_path: pathlib.Path) -> None:
-    """Accelerate deals batches to ranks, of which each gets as many as any other."""
+    """Accelerate deals batches to ranks, the same number to each."""
     sharded = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed").BatchSamplerShard
     from types import SimpleNamespace
 

@@ -1,7 +1,7 @@
-"""Checkpoints that go to DeepSpeed and come from it, with DeepSpeed itself at the other end. deepspeed_rank.py is what it does.
+"""Checkpoints to and from DeepSpeed itself, which runs in deepspeed_rank.py.
 
-tests/run installs it beside the other packages, into a folder that TEST_DEEPSPEED names. What DeepSpeed compiles stays there, so that
-it is compiled once.
+tests/run installs DeepSpeed beside the other packages, into a folder that TEST_DEEPSPEED names. Its compiled parts stay there, so that they
+are compiled once.
 """
 
 import importlib.util
@@ -26,9 +26,9 @@ IS_HERE = bool(FOLDER) or importlib.util.find_spec("deepspeed") is not None
 pytestmark = pytest.mark.skipif(
     not IS_HERE, reason=os.environ.get("TEST_DEEPSPEED_ABSENT") or "DeepSpeed is not installed: tests/run installs it"
 )
-#: Where programs are found that DeepSpeed compiles with.
+#: Search path of the programs that DeepSpeed compiles with.
 PATH = os.pathsep.join(filter(None, (FOLDER and f"{FOLDER}/bin", os.environ.get("PATH"))))
-#: By name: how DeepSpeed trains.
+#: By name: DeepSpeed's settings.
 WAYS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, "dtype": "fp32"},
     "stage 2": {"stage": 2, "dtype": "bf16"},
@@ -38,12 +38,12 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 def with_deepspeed() -> str:
-    """The path on which a process finds DeepSpeed."""
+    """Returns the module path on which a process finds DeepSpeed."""
     return os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))
 
 
 def deepspeed(out: Path, runs: dict[str, tuple[str, dict[str, Any]]], ranks: int) -> Found:
-    """What each of so many ranks found with DeepSpeed."""
+    """Runs DeepSpeed on this many ranks. Returns each rank's results."""
     out.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", with_deepspeed())
@@ -52,7 +52,7 @@ def deepspeed(out: Path, runs: dict[str, tuple[str, dict[str, Any]]], ranks: int
 
 @pytest.fixture(scope="module", params=[1, 2])
 def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, Found]:
-    """A folder of checkpoints that so many ranks have written, and what they found."""
+    """Returns a folder of checkpoints that this many ranks have written, and their results."""
     folder = tmp_path_factory.mktemp("deepspeed")
     runs = {way: ("train", {"folder": str(folder), "name": way, **options}) for way, options in WAYS.items()}
     return folder, request.param, deepspeed(folder / "found", runs, request.param)
@@ -60,7 +60,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def back(theirs: tuple[Path, int, Found]) -> tuple[dict[str, Any], Found]:
-    """What each way is here when it has come from DeepSpeed and trained on; and what DeepSpeed makes of that."""
+    """Returns each way's results here, loaded from DeepSpeed and trained on, and DeepSpeed's results from that."""
     folder, ranks, _ = theirs
     ours: dict[str, Any] = {}
     runs = {}
@@ -84,7 +84,7 @@ def model_of(way: str) -> Net:
 
 
 def steps(model: Net, optimizer: longshore.AdamW, ranks: int, numbers: range) -> list[list[float]]:
-    """The losses of each rank's batches, which are one batch here."""
+    """Returns the losses of each rank's batches, which form one batch here."""
     losses = []
     for step in numbers:
         of_ranks = [model(step * ranks + rank) for rank in range(ranks)]
@@ -96,7 +96,7 @@ def steps(model: Net, optimizer: longshore.AdamW, ranks: int, numbers: range) ->
 
 
 def states(optimizer: longshore.AdamW, model: Net) -> dict[str, dict[str, Any]]:
-    """All state, by name. The weights of an fp32 model are the master weights."""
+    """Returns all state, by name. The weights of an fp32 model are the master weights."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = optimizer.state_dict(full=True)["state"]
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
@@ -113,7 +113,7 @@ def check_same_bits(ours: dict[str, dict[str, Any]], of_rank: dict[str, dict[str
 
 
 def check_close(ours: list[list[float]], ranks: list[dict[str, Any]], way: str) -> None:
-    """Losses of steps agree as far as the sums of a step do."""
+    """Losses of steps agree within the error of a step's sums."""
     for rank, found in enumerate(ranks):
         assert [losses[rank] for losses in ours] == pytest.approx(found["losses"], rel=0.03 if "2" in way else 1e-4)
 
@@ -141,7 +141,7 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
     options = config(**{**WAYS[way], "stage": 2}, checkpoint={"load_universal": True}, gradient_accumulation_steps=ranks)
     options["optimizer"]["params"].pop("torch_adam")
     model = model_of(way)
-    if "3" not in way:  # which has frozen weights in pieces
+    if "3" not in way:  # stage 3 has frozen weights in pieces
         torch.nn.init.zeros_(model.base.weight)
     model.scale.zero_()
     engine, _, _, _ = longshore.initialize(model=model, config=options)
@@ -164,8 +164,8 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
     engine.destroy()
 
 
-#: Compiles DeepSpeedCPUAdam, or finds it compiled. One process at a time does so. A file "lock" is then of one that was ended, and
-#: torch would wait for ever until it goes.
+#: Compiles DeepSpeedCPUAdam, or finds it compiled. One process at a time does so. A leftover file "lock" then belongs to a killed process,
+#: and torch would wait for its removal forever.
 COMPILE = """
 import fcntl, os, pathlib
 folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -180,7 +180,7 @@ with open(folder / "one-at-a-time", "w") as held:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Has DeepSpeed find its optimizer of CPUs compiled. The first time takes some minutes."""
+    """Lets DeepSpeed find its compiled CPU optimizer. The first compilation takes some minutes."""
     folder = Path(FOLDER or tmp_path, "extensions")
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("PATH", PATH)

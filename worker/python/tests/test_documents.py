@@ -1,4 +1,4 @@
-"""Examples of docs/pytorch.md run, and docs/pytorch-reference.md lists the public names and options."""
+"""The examples of docs/pytorch.md run, and docs/pytorch-reference.md lists the public names and options."""
 
 import dataclasses
 import pathlib
@@ -20,7 +20,7 @@ REFERENCE = DOCUMENT.with_name("pytorch-reference.md")
 
 
 def changed(side: str) -> str:
-    """The program of the document's first diff, before (-) or after (+) the change."""
+    """Returns the program of the document's first diff, before (-) or after (+) the change."""
     found = re.search(r"```diff\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert found is not None
     lines = found[1].splitlines()

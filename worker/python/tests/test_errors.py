@@ -51,7 +51,7 @@ def test_a_model_that_was_changed_is_refused() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True}])
 def test_a_gradient_that_is_not_the_parameters(options: dict[str, object]) -> None:
-    """Hooks of others may put one there."""
+    """Hooks of other libraries may set such a gradient."""
     model, _ = pair("mlp")
     weight = model.layers[3].weight
     spoil: list[Callable[[torch.Tensor], None]] = []

@@ -1,5 +1,5 @@
-"""A rank that fails between two collectives: the others are told why, long before the process group's timeout. failing_rank.py is what a
-rank does."""
+"""A rank fails between two collectives. The others learn the reason long before the process group's timeout. A rank runs failing_rank.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from failing_rank import FAILS, TIMEOUT
 from test_ranks import run
 
 RANKS = 3
-#: By what fails: the class of the error on that rank, that on the others, and the message.
+#: By failure: the error's class on that rank, its class on the others, and the message.
 FAILURES = {
     "waits": ("WaitError", "WaitError", "the server of shard 3 did not answer"),
     "interrupted": ("KeyboardInterrupt", "LongshoreError", "KeyboardInterrupt"),
@@ -33,7 +33,7 @@ def test_the_others_are_told_what_has_failed(what: str, tmp_path: Path, servers:
         else:
             assert first["message"].startswith(f"rank {FAILS} failed, so that no rank can go on: ") and message in first["message"]
         if "then" in found:
-            # Who went on would take what belongs to another collective.
+            # A rank that continued would take part in the wrong collective.
             assert found["then"]["kind"] == "UsageError", found
             assert f"rank {FAILS} has failed in the midst of what ranks do together" in found["then"]["message"], found
             assert found["then"]["seconds"] < TIMEOUT / 2, found

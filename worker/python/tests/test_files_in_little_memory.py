@@ -1,4 +1,4 @@
-"""Files of others are read and written without a copy of them in memory: a process of its own counts what each takes."""
+"""Other programs' files are read and written without a whole copy in memory. A separate process measures each."""
 
 import contextlib
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import running
 
-#: The bytes of weights, of which state has three times as many, and what a call may take beside what the process has: what it reads
-#: files through, and what it sends to a server that is another process.
+#: Bytes of weights, and the most that a call may take beyond the process's own. State has three times the bytes of weights. The limit
+#: covers buffers for files, and sends to a server in another process.
 WEIGHTS = 96 << 20
 LIMIT = 32 << 20
-#: What a command has before it does anything.
+#: The memory of a command before it does anything.
 OF_A_PROCESS = 10 << 20
 PROGRAM = """
 import json, sys, threading
@@ -90,11 +90,11 @@ print("found", json.dumps(found))
 
 
 def most_of(command: list[str]) -> int:
-    """Runs a command, and returns the most memory that it had at once, beside what a process has that does nothing yet."""
+    """Runs a command. Returns its peak memory beyond that of an idle process."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     most = 0
     while process.poll() is None:
-        with contextlib.suppress(ValueError, OSError):  # it has ended
+        with contextlib.suppress(ValueError, OSError):  # the process has ended
             [line] = [line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("RssAnon:")]
             most = max(most, int(line.split()[1]) << 10)
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Jobs of partitions are saved to files of others by one rank, or by a call of all ranks: what is in them is the same to the bit."""
+"""Jobs of partitions are saved to other programs' files by one rank, or by a call of all ranks, with equal contents to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ WAYS = ("scatter", "fsdp", "sum")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], tuple[Path, list[dict[str, Any]]]]:
-    """By way, and whether all ranks called: the folder, and what each rank found."""
+    """By way, and whether all ranks called: the folder, and each rank's results."""
     folders = {(way, everyone): tmp_path_factory.mktemp(way) for way in WAYS for everyone in (False, True)}
     with several(2, "1GiB") as servers:
         runs = [

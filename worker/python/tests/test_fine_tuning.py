@@ -1,7 +1,7 @@
 """Frameworks above the Trainer: TRL, and Axolotl's plugin under its own manager.
 
-tests/run installs them beside the other packages, into a folder that TEST_FINE_TUNING names. What trains with them is a process of its
-own: with that folder on its path the Trainer finds packages that other tests do not have.
+tests/run installs them beside the other packages, into a folder that TEST_FINE_TUNING names. Each training runs in its own process: that
+folder on its path brings packages that other tests must not have.
 """
 
 import ast
@@ -20,7 +20,7 @@ TESTS = pathlib.Path(__file__).parent
 
 
 def run(package: str, code: str, *arguments: str) -> list[str]:
-    """The lines that a process prints that needs this package."""
+    """Runs a process that needs this package. Returns the lines that it prints."""
     if not FOLDER and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package}: {ABSENT}")
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(EXAMPLES), str(TESTS), FOLDER)))

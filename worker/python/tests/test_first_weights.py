@@ -1,4 +1,4 @@
-"""The weights that a job begins with, on two ranks of this process: what is opened by the first gradients, and what is opened before."""
+"""A job's first weights, on two ranks of this process: jobs opened by the first gradients, and jobs opened before."""
 
 import warnings
 from collections.abc import Callable
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 class Rank:
-    """One of two, whose optimizer is built and whose job is not open."""
+    """A rank of two with a built optimizer, whose job is not open yet."""
 
     def __init__(self, rank: int, servers: str, job: str, **options: Any) -> None:
         self.rank, self.model = rank, pair("mlp")[0]

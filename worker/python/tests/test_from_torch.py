@@ -1,4 +1,4 @@
-"""A job that goes on from an optimizer of torch, and torch that goes on from a job: the state is the same to the bit."""
+"""A job continues from a torch optimizer, and a torch optimizer from a job, with equal state to the bit."""
 
 import copy
 import re
@@ -34,7 +34,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) ->
 
 
 def trained(kind: Callable[..., torch.optim.Optimizer], width: int = 300, **arguments: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """A model that torch has trained for 5 steps, another one with its weights, and the optimizer."""
+    """Returns a model after 5 steps of torch, another model with its weights, and the optimizer."""
     ours, theirs = pair("mlp", width=width)
     optimizer = kind(theirs.named_parameters(), **arguments)
     for number in range(5):
@@ -94,7 +94,7 @@ def test_two_servers_with_drives_take_it_and_keep_it(tmp_path: Path) -> None:
         optimizer.open()
         check_same_state(optimizer.state_dict(full=True), plain.state_dict())
         optimizer.close()
-        # A process that starts before the first step finds it as it was filled, and may say so again.
+        # A process that starts before the first step finds the job filled, and may fill it again.
         again = longshore.AdamW(ours.named_parameters(), lr=1.0, **options)
         again.load_state_dict(plain.state_dict())
         for number in range(5, 15):
@@ -140,7 +140,7 @@ def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("kind", [longshore.AdamW, longshore.SGD])
 def test_a_state_from_before_the_first_update_has_the_master_weights(kind: Any, skipped: bool) -> None:
-    """It has no moments that count, and the model that takes it has been made of other numbers."""
+    """The state has no moments that count, and the model that takes it has other weights."""
     first, second = pair("mlp")
     with torch.no_grad():
         for parameter in second.parameters():
@@ -203,7 +203,7 @@ def test_a_process_that_is_killed_in_the_middle_of_filling_is_followed_by_anothe
     said = child.communicate()[1]
     assert child.returncode == -signal.SIGKILL, said
     options = {"servers": two_servers, "job": "half", "shard_elements": 65536}
-    # Whoever comes without the state must not finish the job with zeros for moments.
+    # A process without the state must not complete the job with zero moments.
     forgetful = longshore.AdamW(ours.named_parameters(), **options)
     with pytest.raises(errors.LongshoreError, match=r"delete the job"):
         forgetful.open()

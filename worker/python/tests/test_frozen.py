@@ -1,4 +1,4 @@
-"""Frozen parameters that servers keep: a run of low-rank adapters over a base that nobody trains."""
+"""Frozen parameters on servers: a run of low-rank adapters over an untrained base."""
 
 import pathlib
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_brings_the_base_back(tmp_path: pathlib.Path) -> None:
 
 
 def reserved(rows: int) -> int:
-    """The bytes that a server takes for a bf16 base of so many rows of 256, with an adapter."""
+    """Returns the bytes that a server reserves for a bf16 base of this many rows of 256, with an adapter."""
     with running(memory="512MiB") as address:
         base, adapter = nn.Linear(256, rows, bias=False).bfloat16(), nn.Linear(256, 4).bfloat16()
         base.requires_grad_(False)

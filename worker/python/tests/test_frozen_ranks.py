@@ -1,4 +1,4 @@
-"""Adapters over a base that servers keep, where ranks reduce gradients among themselves. frozen_rank.py is what a rank does."""
+"""Adapters over a base on servers, where ranks reduce gradients among themselves. A rank runs frozen_rank.py."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from test_ranks import CLIP, Loop, run
 from torch import Tensor
 
 WAYS = ("scatter", "fsdp", "ddp")
-#: Those whose gradients can leave as backward makes them.
+#: Ways whose gradients can leave as backward makes them.
 STREAMING = ("scatter", "fsdp")
 
 Found = dict[str, list[dict[str, Any]]]
@@ -18,7 +18,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found: in one go, and in streaming mode, where a job is left and gone on with by a model of other weights."""
+    """Returns each rank's results: in one go, and in streaming mode, where a model of other weights continues the job."""
     with several(2, "1GiB") as servers:
         options: dict[str, Any] = {"servers": servers, "max_grad_norm": CLIP}
         runs: dict[str, tuple[str, dict[str, Any]]] = {way: (way, {**options, "job": way}) for way in WAYS}

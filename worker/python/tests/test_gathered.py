@@ -1,4 +1,4 @@
-"""Weights that ranks gather from each other, in one process: what of them needs no others."""
+"""Weights that ranks gather from each other, in one process: the parts that need no other rank."""
 
 import ctypes
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from longshore.distributed.gathered import Gathered, gather_frozen
 from longshore.transfer.params import DTYPES, Param
 from longshore.transfer.partitions import layout
 
-#: Enough for a collective.
+#: Enough elements for a collective.
 ELEMENTS = 64 * 1024
 
 
 @pytest.fixture
 def without_the_cpu() -> Iterator[None]:
-    """A process group that has no backend for the CPU's tensors, as one of nccl alone."""
+    """A process group without a backend for CPU tensors, as with nccl alone."""
     distributed.init_process_group("cuda:gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
@@ -31,7 +31,7 @@ def without_the_cpu() -> Iterator[None]:
 
 
 class Stub:
-    """A job whose weights count from 0 on."""
+    """A job whose weights are 0, 1, 2, ..."""
 
     def fetch(self, version: int, places: list[tuple[tuple[int, int, int, str], int]]) -> "Stub":
         self.read_weights([(index, address, elements, wire) for (index, address, elements, wire), _ in places])
@@ -53,7 +53,7 @@ def param() -> Param:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks find out together goes by way of the device, of which there is none."""
+    """Ranks exchange their findings through the device, which is missing here."""
     monkeypatch.setattr(agree, "together", lambda act: [act()])
 
 

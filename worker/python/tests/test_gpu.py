@@ -1,4 +1,4 @@
-"""On a GPU: steps have the same bits whatever is late there, each wait is needed, and the results are torch's."""
+"""On a GPU, steps have the same bits under any delay, each wait is needed, and the results equal torch's."""
 
 import logging
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """A process group of NCCL with this process alone: its collectives run on a stream of their own."""
+    """A process group of NCCL with this process alone. Its collectives run on their own stream."""
     torch.cuda.set_device(DEVICE)
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
@@ -36,7 +36,7 @@ def one_rank() -> Iterator[None]:
 
 
 def train(gpu: Gpu, **options: Any) -> list[Tensor]:
-    """Trains, with an evaluation before each step that nobody waits for. Returns weights and evaluations."""
+    """Trains, with an evaluation before each step and no wait for it. Returns weights and evaluations."""
     with on(gpu):
         torch.manual_seed(0)
         model = OnGpu().to(DEVICE)
@@ -63,7 +63,7 @@ def train(gpu: Gpu, **options: Any) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(one_rank: None) -> dict[str, list[Tensor]]:
-    """What each mode gives where nothing begins before what came before it is done."""
+    """Returns each mode's results where each operation begins after all earlier ones."""
     return {mode: train(InOrder(), **options) for mode, options in MODES.items()}
 
 
@@ -81,7 +81,7 @@ def test_streaming_equals_safe(expected: dict[str, list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected[other], expected["streaming"], strict=True)), other
 
 
-#: What is left out, the mode in which that shows, and what is late then.
+#: The dropped wait, a mode that shows it, and the delay.
 WITHOUT = {
     "the copy out waits for the gradient": ("start.let_wait", "over TCP", "computing"),
     "the push waits for the copy out": ("wait.wait", "over TCP", "copies"),
@@ -92,17 +92,17 @@ WITHOUT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:step")  # a gradient of memory that nobody wrote is not finite
+@pytest.mark.filterwarnings("ignore:step")  # unwritten memory makes the gradient non-finite
 @pytest.mark.parametrize("left_out", WITHOUT)
 def test_each_wait_is_needed(left_out: str, expected: dict[str, list[Tensor]]) -> None:
     ignored, mode, late = WITHOUT[left_out]
-    # Otherwise wrong weights might be found before they are used.
+    # Wrong weights would otherwise be found before their use.
     found = train(Gpu(late, ignored=ignored), **MODES[mode], written_weights="drop")
     assert not all(torch.equal(a, b) for a, b in zip(found, expected[mode], strict=True))
 
 
 def test_the_gpu_copies_from_and_to_the_memory_that_servers_share(caplog: pytest.LogCaptureFixture) -> None:
-    """It is registered when gradients and weights first come, and no longer once the optimizer is closed."""
+    """The memory is registered when the first gradients and weights come, until the optimizer is closed."""
     gpu = Gpu()
     with caplog.at_level(logging.WARNING, "longshore"):
         train(gpu, streaming=True)
@@ -129,7 +129,7 @@ def test_fp32_steps_are_those_of_torch(streaming: bool) -> None:
 
 
 def test_a_grad_scaler_of_torch() -> None:
-    """fp16 gradients with torch's scaler, of which one step overflows."""
+    """fp16 gradients with torch's scaler, and one step that overflows."""
     torch.manual_seed(0)
     ours, theirs = (OnGpu(4, 128, torch.float32).to(DEVICE) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
@@ -148,6 +148,6 @@ def test_a_grad_scaler_of_torch() -> None:
         scales.append(scaler.get_scale())
     optimizer.flush()
     assert scales[0] == scales[1] < 2.0**20
-    # Where weights differ in their last bit, some are rounded to another number of 16 bits in forward.
+    # Weights that differ in their last bit may round to different 16-bit numbers in forward.
     assert distance(ours, theirs) < 1e-4
     optimizer.close()

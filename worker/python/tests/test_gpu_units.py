@@ -1,4 +1,4 @@
-"""On a GPU: a model that is larger than its budget has the bits of the model in one piece, and takes no more than the budget."""
+"""On a GPU, a model larger than its budget has the bits of the model in one piece, and stays within the budget."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from units import Accountant, optimizer_of, train, weight_bytes
 import longshore
 
 pytestmark = needs_a_gpu
-#: Bytes of activations, at the most.
+#: Most bytes of activations.
 ACTIVATIONS = 8 << 20
 
 
@@ -60,7 +60,7 @@ def test_units_have_the_bits_of_the_whole(way: str, late: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_the_allocator_gives_no_more_than_the_budget(reentrant: bool | None) -> None:
-    """Counted by the device's allocator, with and without activation checkpointing, for a model of eight times the budget."""
+    """Measured by the device's allocator, with and without activation checkpointing, for a model of eight times the budget."""
     whole, cut = pair(depth=64, width=2048)
     if reentrant is not None:
         cut.call = functools.partial(checkpoint, use_reentrant=reentrant)
@@ -77,7 +77,7 @@ def test_the_allocator_gives_no_more_than_the_budget(reentrant: bool | None) -> 
         train(cut, optimizer, steps=1)
         sharded.release()
         torch.cuda.synchronize()
-        # What CUDA's matrix products keep for themselves.
+        # The workspace of CUDA's matrix products.
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         train(cut, optimizer, steps=2, first=1)
@@ -89,7 +89,7 @@ def test_the_allocator_gives_no_more_than_the_budget(reentrant: bool | None) -> 
 
 
 def test_compiled_blocks() -> None:
-    """Blocks that torch compiles for the device. They have the bits of the same blocks in one piece."""
+    """Blocks compiled by torch for the device have the bits of the same blocks in one piece."""
     pytest.importorskip("triton", reason="triton is not installed, by which torch compiles for a GPU")
     whole, cut = pair(depth=6)
     for model in (whole, cut):
@@ -114,7 +114,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 @pytest.mark.filterwarnings("ignore:without effect here")
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_a_llama_by_the_configuration_of_deepspeed(device: str, tmp_path: pathlib.Path) -> None:
-    """An engine of stage 3 with both offloads moves the model to the GPU, and has the losses and weights of stage 2 there."""
+    """An engine of stage 3 with both offloads moves the model to the GPU, with the losses and weights of stage 2 there."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     offloaded = {"device": "nvme", "nvme_path": str(tmp_path)} if device == "nvme" else {"device": "cpu"}
     zero = {"offload_optimizer": offloaded, "offload_param": offloaded}

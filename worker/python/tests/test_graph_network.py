@@ -1,4 +1,4 @@
-"""Forces through double backward: which gradients leave, and when."""
+"""Forces through double backward: the gradients that leave, and their time."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +14,7 @@ STEPS = 200
 
 
 class Counted:
-    """A job that counts whose gradients are pushed."""
+    """A job that counts pushes of each gradient."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -36,7 +36,7 @@ def test_the_force_computation_sends_nothing_and_backward_sends_each_gradient_on
     batch = molecules.molecules(0)
     energies, forces = model(batch)
     assert not counted.pushed, "a derivative by the positions accumulates into no weight"
-    # The force alone reaches each weight along two ways: through the first derivative and through what it was taken of.
+    # The force alone reaches each weight in two ways: through the first derivative, and through its argument.
     (energies.square().mean() + forces.square().mean()).backward()
     assert counted.pushed == dict.fromkeys(range(len(list(model.parameters()))), 1)
 

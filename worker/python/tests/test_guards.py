@@ -1,4 +1,4 @@
-"""What a program may not do to an optimizer's parameters: clip what has left, write weights that are lost, replace a parameter."""
+"""Forbidden acts on an optimizer's parameters: clipping sent gradients, writing weights that are lost, replacing a parameter."""
 
 import gc
 import pathlib
@@ -54,7 +54,7 @@ def one_element(model: nn.Module) -> None:
 
 @torch.no_grad()
 def swap_averages(model: nn.Module) -> None:
-    """As an evaluation with averages does, which puts the weights back."""
+    """Swaps in averages for an evaluation, and puts the weights back."""
     kept = [weight.detach().clone() for weight in model.parameters()]
     for weight in model.parameters():
         weight.mul_(0.5)
@@ -76,7 +76,7 @@ def norm_alone(model: nn.Module) -> None:
 
 WRITTEN = r"layers\.0\.weight is another in the model.*written_weights='drop'"
 CLIPPED = r"clipping of layers\.0\.weight.*max_grad_norm="
-#: An act between two steps, the modes in which it is refused, and the words of the refusal.
+#: An act between two steps, the modes that refuse it, and the refusal's words.
 ACTS: dict[str, tuple[Act, set[str], str]] = {
     "loads": (load_state_dict, MODES.keys() - {"drop"}, WRITTEN),
     "clamps": (clamp, MODES.keys() - {"drop"}, WRITTEN),
@@ -108,7 +108,7 @@ def test_an_act_between_two_steps_is_refused_or_changes_nothing(act: str, mode: 
     do(models[0])
     if act in ("loads", "clamps", "writes one element"):
         models[0].zero_grad()
-        models[0].load_state_dict(models[1].state_dict())  # the next gradients are those of the other model
+        models[0].load_state_dict(models[1].state_dict())  # the next gradients belong to the other model
     for model, optimizer in zip(models, made, strict=True):
         step(model, optimizer, 3)
         optimizer.flush()
@@ -306,7 +306,7 @@ def test_lightning(by_strategy: bool, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_moves_or_goes_is_let_be() -> None:
-    """Only a parameter that another one replaces is an error."""
+    """Only the replacement of a parameter by another one is an error."""
     model, _ = pair("mlp")
     model.aside = nn.Linear(3, 3)
     engine = engine_of(model, {})
@@ -318,7 +318,7 @@ def test_what_moves_or_goes_is_let_be() -> None:
     steps(model, stepping(engine), 1)
     del model.aside
     steps(model, stepping(engine), 1)
-    model.more = nn.Linear(3, 3)  # some other optimizer's
+    model.more = nn.Linear(3, 3)  # belongs to some other optimizer
     steps(model, stepping(engine), 1)
     assert engine.optimizer.version == 5
     replace(model)

@@ -1,4 +1,4 @@
-"""A model that is built within Init has the weights of one that is built whole, and they are never whole."""
+"""A model built within Init has the weights of a model built whole, and never holds all of them at once."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""A step that an exception interrupts, in streaming mode: some of its gradients have left for the servers by then."""
+"""An exception interrupts a step in streaming mode, after some of its gradients have left for the servers."""
 
 import pathlib
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def inputs(batch: int) -> torch.Tensor:
 
 
 def in_backward(model: nn.Sequential, optimizer: longshore.AdamW) -> None:
-    """The last layer's gradients have left, and the first one's are never made."""
+    """The last layer's gradients have left, and the first layer's are never made."""
     with pytest.raises(KeyboardInterrupt):
         model[1](Interrupted.apply(model[0](inputs(99)))).sum().backward()
 
@@ -108,7 +108,7 @@ def test_giving_up_may_be_interrupted(
 @pytest.mark.parametrize("frozen", ["leave", "keep"])
 @pytest.mark.parametrize("give_up", [zero_grad, flush])
 def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(give_up: Callable[[longshore.AdamW], None], frozen: str) -> None:
-    """One that was frozen meanwhile is still one of them, and trains once it is not any more."""
+    """A parameter frozen meanwhile still belongs to the job, and trains again once it is unfrozen."""
     found = []
     for is_interrupted in (False, True):
         model = net()
@@ -117,7 +117,7 @@ def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(g
         for batch in range(8):
             model[0].requires_grad_(not 2 <= batch < 5)
             if batch == 3 and is_interrupted:
-                model[1].bias.requires_grad_(True)  # which the step refuses
+                model[1].bias.requires_grad_(True)  # the step refuses this
                 with pytest.raises(errors.UsageError, match=r"1\.bias is trained now"):
                     model(inputs(99)).sum().backward()
                     optimizer.step()
@@ -136,7 +136,7 @@ def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(g
 
 
 def test_flush_gives_up_what_has_not_left_as_well() -> None:
-    """A hook of somebody else's that comes before ours raises once the last layer's gradients have left."""
+    """Another library's hook, before ours, raises once the last layer's gradients have left."""
     found = []
     for is_interrupted in (False, True):
         model = net()
@@ -165,7 +165,8 @@ def test_flush_gives_up_what_has_not_left_as_well() -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_step_that_was_not_committed_is_given_up(delay: int, streaming: bool) -> None:
-    """A wrong rate is refused before anything leaves. What the caller's own function raises between the gradients and their commit is not."""
+    """A wrong rate is refused before anything leaves. An exception of the caller's own function comes between the gradients and their
+    commit."""
     found = []
     for is_interrupted in (False, True):
         model = net()
@@ -254,7 +255,7 @@ def counts(engine: longshore.Engine) -> tuple[int, int]:
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize(("accumulate", "before"), [(1, 2), (2, 4), (2, 5)])
 def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, scales: bool) -> None:
-    """The loop goes on with the passes of that step, as if nothing had been."""
+    """The loop continues with that step's passes, as if nothing had happened."""
     found = []
     for is_interrupted in (False, True):
         engine = engine_of(net(), accumulate)
@@ -264,7 +265,7 @@ def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, sc
             with pytest.raises(KeyboardInterrupt):
                 engine.scale(loss).backward() if scales else engine.backward(loss)
             if not scales:
-                # Nobody else notices a backward of its own, until there are too many.
+                # The engine does not notice a backward of the loop's own, until there are too many.
                 for act in (lambda: engine.backward(engine(inputs(0)).sum()), engine.step):
                     with pytest.raises(errors.UsageError, match=r"interrupted.*engine\.zero_grad\(\)"):
                         act()
@@ -292,7 +293,7 @@ def test_an_engine_warns_where_whole_passes_are_given_up(by_the_optimizer: bool)
     with pytest.warns(UserWarning, match="gives up 1 of the 2 backward passes"):
         if by_the_optimizer:
             engine.optimizer.zero_grad()
-            train(engine, range(2))  # the engine notices it in the next pass
+            train(engine, range(2))  # the engine notices the interrupted step in the next pass
         else:
             engine.zero_grad()
             train(engine, range(2))
@@ -321,7 +322,7 @@ def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_job_that_could_not_be_given_up_is_given_up_again(tmp_path: pathlib.Path) -> None:
-    """An engine that goes back to another process's checkpoint has its own job end first."""
+    """An engine that goes back to another process's checkpoint ends its own job first."""
     flags = "--state-dir", str(tmp_path)
     process, address = serve(*flags)
     options = {"servers": address, "job": "given-up", "tier": "nvme", "deadline": 2.0}

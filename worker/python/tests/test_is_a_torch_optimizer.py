@@ -1,4 +1,4 @@
-"""What frameworks do with an optimizer of torch, beside stepping it."""
+"""Frameworks' uses of a torch optimizer, beside steps."""
 
 import copy
 import gc
@@ -213,7 +213,7 @@ def test_who_saves_a_handle_that_ends_with_this_process_hears_of_it_once() -> No
     optimizer = longshore.AdamW(model.named_parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer.state_dict()  # before the first step there is nothing to lose
+        optimizer.state_dict()  # before the first step no state can be lost
         step(model, optimizer)
         optimizer.state_dict(full=True)
         optimizer.state_dict(full=False)
@@ -230,7 +230,7 @@ def test_who_saves_a_handle_that_ends_with_this_process_hears_of_it_once() -> No
 def test_loading_its_own_handle_changes_nothing_but_hyperparameters() -> None:
     model, other = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2)
-    # What Accelerate does before the first step.
+    # Accelerate does this before the first step.
     optimizer.load_state_dict(optimizer.state_dict())
     step(model, optimizer)
     saved = optimizer.state_dict()
@@ -302,7 +302,7 @@ def test_it_ends_with_its_last_name() -> None:
     ],
 )
 def test_all_state_on_request_is_torchs_and_torch_goes_on_with_it(kind: Any, reference: Any, arguments: dict[str, Any]) -> None:
-    # Several shards, and parameters that lie across their borders.
+    # Several shards, with parameters across their borders.
     ours, theirs = pair("mlp", width=500)
     optimizer, plain = kind(ours.named_parameters(), **arguments), reference(theirs.named_parameters(), **arguments)
     for number in range(5):

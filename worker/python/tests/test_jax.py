@@ -1,4 +1,4 @@
-"""JAX: the client for trees and the optax transformation beside optax's own."""
+"""JAX: the client for trees, and the optax transformation compared with optax's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +18,8 @@ from longshore import errors  # noqa: E402
 
 Tree = Any
 STEPS = 200
-#: fp32 holds these and what is formed of them exactly. optax forms bias corrections in fp32, where 0.999 is off by 1e-8 and
-#: with it the first updates by 7e-6; torch and the servers form lr * weight_decay - 1 in fp32, where 1 - 1e-7 is off by 2e-8 in
-#: each step.
+#: fp32 holds these and their combinations exactly. optax forms bias corrections in fp32: 0.999 is off by 1e-8 there, and the first updates
+#: by 7e-6. Torch and the servers form lr * weight_decay - 1 in fp32: 1 - 1e-7 is off by 2e-8 in each step.
 EXACT = {"b1": 0.875, "b2": 1 - 2**-10, "weight_decay": 2**-4}
 LR = 2**-10
 
@@ -67,7 +66,7 @@ def trained(optimizer: Any, steps: int = STEPS, jit: Callable[[Any], Any] = jax.
 
 
 def distance(first: Tree, second: Tree) -> float:
-    """How far two trees are apart, relative to their size: the largest over the leaves."""
+    """Returns the largest relative distance of two trees, over the leaves."""
     pairs = zip(jax.tree_util.tree_leaves(first), jax.tree_util.tree_leaves(second), strict=True)
     wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12)) for a, b in wide)
@@ -83,7 +82,7 @@ def test_two_hundred_steps_agree_with_optax() -> None:
     theirs, _ = trained(optax.adamw(LR, **EXACT))
     assert int(state.count) == STEPS
     assert distance(ours, theirs) < 1e-6
-    # With optax's defaults as far as its bias corrections are exact.
+    # With optax's defaults, within the error of its bias corrections.
     assert distance(trained(longshore.jax.adamw(1e-3))[0], trained(optax.adamw(1e-3))[0]) < 2e-5
 
 
@@ -223,7 +222,7 @@ def test_a_state_is_used_once() -> None:
 
 
 def chained(behind: Any, **options: Any) -> Tree:
-    """Parameters after two steps with something behind ours."""
+    """Returns the parameters after two steps with another transformation behind ours."""
     made = optax.chain(longshore.jax.adamw(LR, **EXACT, **options), behind)
     params = {"w": jnp.linspace(-1.0, 1.0, 8)}
     state = made.init(params)

@@ -1,4 +1,4 @@
-"""A trainer that is killed goes on as if nothing had happened: the Hugging Face Trainer, Accelerate and Lightning."""
+"""A killed trainer continues as if nothing had happened: the Hugging Face Trainer, Accelerate and Lightning."""
 
 import contextlib
 import pathlib
@@ -33,7 +33,7 @@ def servers(tmp_path: pathlib.Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of a run of the Trainer that nothing kills."""
+    """Returns the losses of an undisturbed run of the Trainer."""
     losses: dict[int, float] = load("trainer")["main"](str(tmp_path_factory.mktemp("plain")), **ARGUMENTS)
     assert [*losses] == [*range(1, STEPS + 1)]
     return losses
@@ -50,16 +50,16 @@ def test_the_trainer_goes_on_where_the_servers_are_or_where_it_saved(
     assert {at: undisturbed[at] for at in printed} == printed
     shutil.copytree(killed, saved, ignore=shutil.ignore_patterns("partial-*"))
 
-    # Trained from its first step, the job would repeat its data with the learning rates of a new run.
+    # A run from the first step would repeat its data with the learning rates of a new run, and is refused.
     with pytest.raises(errors.UsageError, match=r"job killed is at step \d+ on its servers.*newest\(trainer\)"):
         main(str(tmp_path / "anew"), servers, "killed", **ARGUMENTS)
 
-    # From the last decided step: nothing is computed again. What the dead process had computed and not written down is missing.
+    # From the last decided step: no step is repeated. Losses that the dead process computed and did not write are missing.
     newest = main(str(killed), servers, "killed", "newest", **ARGUMENTS)
     assert set(undisturbed) - set(newest) <= {step, step + 1}
     assert newest == {at: undisturbed[at] for at in newest}
 
-    # From the last save, with all steps behind it: the servers go back to their checkpoint of it.
+    # From the last save, with later steps on the servers: the servers go back to their checkpoint of the save.
     with pytest.warns(UserWarning, match=rf"job killed goes back from version {STEPS} to \d+"):
         assert main(str(saved), servers, "killed", "save", **ARGUMENTS) == undisturbed
 
@@ -78,7 +78,7 @@ def test_a_save_that_a_kill_cut_short_is_left_out(tmp_path: pathlib.Path, server
     undisturbed = main(str(tmp_path / "plain"), servers, "plain", **arguments)
     output = tmp_path / "cut"
     main(str(output), servers, "cut", **{**arguments, "max_steps": 6})
-    # The Trainer writes these in place, in this order.
+    # The Trainer writes these files in place, in this order.
     cut = output / "checkpoint-6"
     (cut / "trainer_state.json").unlink()
     (cut / "rng_state.pth").unlink()
@@ -100,7 +100,7 @@ def test_a_save_within_that_of_the_state_counts_as_cut_short(tmp_path: pathlib.P
 
 
 def test_the_best_save_has_all_state_where_the_server_ends_with_the_process(tmp_path: pathlib.Path) -> None:
-    """The Trainer says after such a save that it was one."""
+    """The Trainer reports after such a save that it was the best."""
     best = {"save_strategy": "best", "metric_for_best_model": "eval_loss", "eval_steps": 1, "max_steps": 1}
     load("trainer")["main"](str(tmp_path), **{**ARGUMENTS, **best})
     saved = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt", weights_only=True)
@@ -133,7 +133,7 @@ def test_two_ranks_of_the_trainer_go_on_as_one(tmp_path: pathlib.Path, servers: 
     halves = {**arguments, "per_device_train_batch_size": 4}
     call = f"{str(tmp_path / 'ranks')!r}, {servers!r}, 'ranks', **{halves!r}"
     printed = kill_at(random_step(5, STEPS - 1), *(start("trainer", call, **rank) for rank in ranks(2)))
-    # Half the batch on each of two ranks is the same mean, added up in another order.
+    # Half the batch on each of two ranks has the same mean, summed in another order.
     assert printed == pytest.approx({at: undisturbed[at] for at in printed}, rel=1e-4)
     resumed = main(str(tmp_path / "ranks"), servers, "ranks", "save", **arguments)
     assert resumed == pytest.approx(undisturbed, rel=1e-4)
@@ -146,9 +146,9 @@ def test_the_trainer_with_an_optimizer_that_was_built_before(
     main = load("trainer")["main"]
     step = random_step(5, STEPS - 1)
     call = f"{str(tmp_path / 'built')!r}, {servers!r}, 'built', is_built=True, **{ARGUMENTS!r}"
-    # In one group instead of the Trainer's two; without weight decay these train alike.
+    # One group instead of the Trainer's two; without weight decay these train alike.
     kill_at(step, start("trainer", call))
-    # In the step after a save the servers may still be where the save is.
+    # In the step after a save the servers may still be at the save's version.
     with contextlib.nullcontext() if step == 8 else pytest.warns(UserWarning, match="goes back"):
         assert main(str(tmp_path / "built"), servers, "built", "save", is_built=True, **ARGUMENTS) == undisturbed
 
@@ -184,7 +184,7 @@ def test_two_ranks_of_accelerate_go_on_as_one(tmp_path: pathlib.Path, servers: s
     undisturbed = main(str(tmp_path / "plain"), servers, "plain", dropout=0.0)
     call = f"{str(tmp_path / 'ranks')!r}, {servers!r}, 'ranks', dropout=0.0"
     printed = kill_at(random_step(5, STEPS - 1), *(start("accelerated", call, **rank) for rank in ranks(2)))
-    # Half the batch on each of two ranks is the same mean, added up in another order.
+    # Half the batch on each of two ranks has the same mean, summed in another order.
     assert printed == pytest.approx({at: undisturbed[at] for at in printed}, rel=1e-4)
     resumed = main(str(tmp_path / "ranks"), servers, "ranks", dropout=0.0)
     assert resumed == pytest.approx(undisturbed, rel=1e-4)
@@ -202,7 +202,7 @@ def test_two_ranks_of_lightning_go_on_as_one(tmp_path: pathlib.Path, servers: st
     first = kill_at(step, *started)
     assert started[1].stdout is not None
     second = dict(read_loss(line) for line in started[1].stdout if line.startswith("loss "))
-    # The servers add up what the ranks have made of the halves of a batch.
+    # The servers sum the ranks' gradients of the halves of a batch.
     means = {at: (first[at] + second[at]) / 2 for at in first.keys() & second.keys()}
     assert len(means) >= 2 * step - 2
     assert means == pytest.approx({at: undisturbed[at] for at in means}, rel=1e-4)

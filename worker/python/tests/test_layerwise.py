@@ -1,4 +1,4 @@
-"""In streaming mode ``step`` returns before the weights are there, and whatever uses a parameter gets its newest weights."""
+"""In streaming mode ``step`` returns before the weights are there, and each use of a parameter gets its newest weights."""
 
 import copy
 import ctypes
@@ -25,13 +25,13 @@ def inferred(model: nn.Module) -> list[Tensor]:
 
 
 def on_another_device(model: nn.Module) -> list[Tensor]:
-    """While new tensors go elsewhere by default."""
+    """Reads the weights while new tensors go to another device by default."""
     with torch.device("meta"):
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 class Watched:
-    """A job that writes down whose weights are read."""
+    """A job that records reads of weights."""
 
     def __init__(self, job: Any, names: list[str]) -> None:
         self._job, self._names = job, names
@@ -46,7 +46,7 @@ class Watched:
 
 
 def streaming(model: nn.Module, steps: int = 2, **options: Any) -> longshore.AdamW:
-    """An optimizer after some steps. Its model has not been used since the last one."""
+    """Returns an optimizer after some steps. Its model has not been used since the last step."""
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
     for step in range(steps):
         model.loss(step).backward()
@@ -92,7 +92,7 @@ def parameters_of(model: nn.Module, state: dict[str, Tensor]) -> list[Tensor]:
 
 
 def of_memory(model: nn.Module) -> list[Tensor]:
-    """As an extension in C reads them, by their addresses."""
+    """Reads the weights by their addresses, as a C extension does."""
     found = []
     for parameter in model.parameters():
         memory = (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
@@ -125,7 +125,7 @@ USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 }
 
 
-#: These ask for elements end to end, and one of the conv net's weights has them in another order.
+#: These uses need contiguous elements, and one of the conv net's weights has another order.
 END_TO_END = {"a flat vector", "an address"}
 
 
@@ -160,7 +160,7 @@ def test_parameters_are_looked_at_without_waiting() -> None:
 
 
 class Attention(nn.Module):
-    """Its output layer never runs: torch reads that layer's weight. And one weight is used twice, first by its parent."""
+    """The output layer never runs: torch reads its weight directly. Another weight is used twice, first by its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_parameter_that_was_not_used_for_steps_gets_the_newest() -> None:
 
 
 class PastTorch(torch.autograd.Function):
-    """Reads a weight as an extension may that torch does not know of: by memory that it has from before."""
+    """Reads a weight past torch, through memory obtained earlier, as an extension may."""
 
     @staticmethod
     def forward(ctx: Any, memory: list[Tensor], weight: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ def test_compiled_code_gets_the_newest_weights() -> None:
 
 
 def test_a_read_that_ctrl_c_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some parameters of a group have their weights then, and the others are awaited still."""
+    """After Ctrl-C some parameters of a group have their weights, and the others are still awaited."""
     found = []
     for is_interrupted in (False, True):
         model, _ = pair("mlp")

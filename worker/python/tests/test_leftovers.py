@@ -1,4 +1,4 @@
-"""What users of torch expect of an optimizer that ends: of its job, of what was saved, and of names."""
+"""The end of an optimizer as torch users expect it: for its job, saved state, and names."""
 
 import pathlib
 import warnings
@@ -33,7 +33,7 @@ def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: pathlib.Pat
         server = longshore.Server(state_dirs=tmp_path)
         optimizer = step_on_drives(server)
         assert optimizer.version == turn + 1
-        # Its connections and its job's threads may be there for a while yet.
+        # Its connections and its job's threads may live a while longer.
         optimizer.close()
         if closes:
             server.close()
@@ -42,7 +42,7 @@ def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: pathlib.Pat
 
 
 def step_on_drives(server: longshore.Server) -> longshore.AdamW:
-    """An optimizer that has taken a step more of a job that lies in the server's folder."""
+    """Returns an optimizer after one more step of a job in the server's folder."""
     model = nn.Linear(4, 4)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, servers=server, job="driven", tier="nvme")
     model(torch.ones(2, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""Weights where they lie in servers' memory: what is said of them, until when it holds, and what is registered with a device."""
+"""Weights in servers' memory: their places, the time for which they are valid, and registration with a device."""
 
 import ctypes
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ def lent(optimizer: longshore.AdamW, indices: list[int]) -> Any:
 
 
 def at(runs: list[tuple[int, int, int]]) -> bytes:
-    """What lies there, element after element."""
+    """Returns the memory's content, element after element."""
     expected = 0
     found = b""
     for address, first, elements in runs:
@@ -61,7 +61,7 @@ def test_weights_lie_where_the_job_says_until_they_are_overwritten() -> None:
 
 
 def test_other_weights_lie_nowhere() -> None:
-    """Those that come over a network, and those that were read."""
+    """Weights over a network, and weights already read."""
     for transport, expects in (("tcp", False), ("memfd", True)):
         model = Mlp()
         optimizer = longshore.AdamW(model.named_parameters(), streaming=True, transport=transport)
@@ -84,7 +84,7 @@ class Memory:
 
 @dataclass
 class Listed:
-    """Notes what is registered, and what is waited for."""
+    """Records registrations and waits."""
 
     limit: int = 9
     notes: list[Any] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Listed:
 
 @dataclass
 class Found:
-    """What the Rust half says of weights."""
+    """The Rust half's description of weights."""
 
     checks: int = 0
 
@@ -150,7 +150,7 @@ def test_memory_of_a_server_that_is_gone_is_let_go_of_after_its_copies(monkeypat
     registered = [("register", (4096, 8192, True)), ("register", (65536, 4096, True))]
     assert device.notes == [*registered, *copies, ("record", "cpu")]
     device.notes.clear()
-    # The first one was started again.
+    # The first server was restarted.
     job.memories = [Memory(1 << 20, 8192), job.memories[1]]
     lending.copy(found, [[(1 << 20, 0, 1024)]], [target], device.stream)
     assert device.notes[:3] == [("wait", 1), ("unregister", 4096), ("register", (1 << 20, 8192, True))]
@@ -212,7 +212,7 @@ def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step(monk
             def check(self) -> None:
                 raise errors.LongshoreError("overwritten")
 
-        # The copies of what is read from now on come too late.
+        # Copies from now on come too late.
         connection.weights._lending.copy(Gone(), [], [], lambda device: device)
         with pytest.raises(errors.LongshoreError, match="overwritten"):
             optimizer.step()
@@ -220,7 +220,7 @@ def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step(monk
 
 
 class Calls:
-    """A job that notes pushes."""
+    """A job that records pushes."""
 
     def __init__(self, job: Any, notes: list[str]) -> None:
         self._job, self._notes = job, notes
@@ -233,7 +233,7 @@ class Calls:
 
 @pytest.mark.parametrize(("streaming", "everything"), [(True, True), (True, False), (False, True), (False, False)])
 def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank may have the step decided then, and a server overwrites what a delayed step was computed with."""
+    """Another rank may then have the step decided, and a server overwrites the weights that a delayed step read."""
     device = Simulated(0)
     with on(device, monkeypatch):
         model = Layers(device)
