@@ -16,7 +16,7 @@ pub struct Record {
     /// Parameters whose state fewer updates made than `applied`. Present at version 0, where no commit has
     /// the list.
     pub left_out: Vec<LeftOut>,
-    /// The last word on pausing since then.
+    /// Standing, if the job was paused or resumed since the version was decided.
     pub standing: Option<Standing>,
 }
 
@@ -37,7 +37,7 @@ impl Record {
     }
 }
 
-/// The last word on pausing since a version was decided. Without one, the commit's own holds.
+/// The last pause or resume since a version was decided. Without a standing, the commit's pause holds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Standing {
     /// Why the job is paused; None once it was resumed.

@@ -132,7 +132,7 @@ pub struct Machine {
     pub(super) shards: Vec<ShardProgress>,
     /// Index among the owned shards, by shard. None for a foreign shard.
     pub(super) owned: Vec<Option<OwnedShard>>,
-    /// The last word on pausing since the version was decided.
+    /// The last pause or resume since the version was decided.
     pub(super) standing: Option<Standing>,
     /// The loss scale of each undecided step to which this server holds any contribution. Every shard has the
     /// same.
@@ -205,7 +205,7 @@ impl Machine {
         }
     }
 
-    /// Returns why the job is paused. A later word overrides the commit's.
+    /// Returns why the job is paused. A later pause or resume overrides the commit's.
     pub(super) fn reason(&self) -> Option<String> {
         match &self.standing {
             Some(standing) => standing.paused.clone(),

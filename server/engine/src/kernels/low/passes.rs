@@ -28,7 +28,7 @@ pub(in super::super) trait Passes: Copy {
         moments: InLoop,
         image: Option<ImageMut>,
     );
-    /// Returns true if there are such loops, and the image is aligned for them.
+    /// Returns true if the instruction set has fused loops, and `image` is aligned for them.
     fn fuses(self, image: &ImageMut) -> bool;
     fn widen_bf16(self, from: &[u16], to: &mut [f32]);
     fn decode(self, code: Code, from: &[u8], scale: f32, to: &mut [f32]);
