@@ -5,7 +5,7 @@ Usage: benchmarks/delay.py [--out FOLDER] [--jobs N] [--only NAME]... [--table-o
 
 Each run is one `longshore train --json`, with its server in the same process. Its output is kept in FOLDER (default: .cache/delay). Runs
 found there are not repeated, so the script can be stopped and continued. All runs train on one text, fixed by TEXT, so that later runs stay
-comparable. On two free cores the runs of the small model take about 20 minutes, and those of the default job two hours and a half.
+comparable. On two free cores the small model's runs take about 20 minutes, and the default job's two hours and a half.
 """
 
 import argparse

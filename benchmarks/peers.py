@@ -28,9 +28,9 @@ def _timed(act: Callable[[], Any]) -> float:
 
 
 def _by_turns(ways: dict[str, Callable[[], Any]], rounds: int, in_a_row: int) -> dict[str, list[float]]:
-    """Returns the seconds of each way's steps. Each round takes ``in_a_row`` steps of every way, in rotating order, so that a disturbance
-    of the host affects all ways. With several steps in a row, one uncounted step precedes them: it includes leftover work of the previous
-    way, and none of its own."""
+    """Returns the seconds of each way's steps. Each round takes ``in_a_row`` steps of every way, in rotating order, so that a
+    disturbance of the host affects all ways. One uncounted step precedes several steps in a row, since the previous way's leftover work
+    falls into it."""
     order = list(ways)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(_WARMUP + rounds):
@@ -80,8 +80,8 @@ def peers(
     device: str = "cpu",
     in_a_row: int = 1,
 ) -> dict[str, list[float]]:
-    """Prints the median times of whole optimizer steps and training steps for each way, and the median ratio over the rounds to Longshore's
-    time by shared memory. A part with 0 elements or layers is left out.
+    """Prints each way's median times of whole optimizer steps and training steps. Prints also the median ratio over the rounds to
+    Longshore's time by shared memory. A part with 0 elements or layers is left out.
 
     Returns:
         Seconds by part and way, as in ``"training: longshore, TCP"``.

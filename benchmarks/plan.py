@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compares `longshore plan` with real runs, and prints the tables of docs/plan.md.
 
-Each server is a `longshored` in a network namespace of its own, behind a link whose speed the kernel limits each way. So the script needs
-root, `ip` and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing, and prints the commands of
-`configurations`. `hosts` and `prefetch` need a Python that has the package and PyTorch.
-Usage: benchmarks/plan.py links | configurations | commands | scaling | hosts | prefetch | papers | largest
+Each server is a `longshored` in its own network namespace, behind a link that the kernel shapes each way. So the script needs root, `ip`
+and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing, and prints the commands of
+`configurations`. `hosts` and `prefetch` need a Python that has the package and PyTorch. Usage: benchmarks/plan.py links | configurations |
+commands | scaling | hosts | prefetch | papers | largest
                     [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
 """
 

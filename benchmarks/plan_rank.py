@@ -1,4 +1,5 @@
-"""One rank of `benchmarks/plan.py hosts`, started by torchrun: it trains linear layers, and rank 0 prints the time of a step.
+"""Program of each rank in `benchmarks/plan.py hosts`, started by torchrun. The ranks train linear layers, and rank 0 prints the time of a
+step.
 
 Usage: benchmarks/plan_rank.py SERVERS LAYERS STEPS
 """

@@ -1,5 +1,5 @@
-"""One training run of `benchmarks/plan.py prefetch`: linear layers in units, each with a timed wait for its compute. Prints the times of
-its steps.
+"""A training run of `benchmarks/plan.py prefetch`: linear layers in units, each with a timed wait for its compute. Prints the times of its
+steps.
 
 Usage: benchmarks/plan_units.py SERVERS LINK UNITS COMPUTE DELAY
 

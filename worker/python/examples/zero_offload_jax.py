@@ -2,9 +2,8 @@
 
     python zero_offload_jax.py [SERVERS]
 
-A small transformer learns to count by threes in four ways: with optax, with exact steps, with 16 bits on the device, and with
-delayed steps, whose transfers and updates go on while the next gradient is computed (ZeRO-Offload's one-step delayed parameter
-update).
+A small transformer learns to count by threes in four ways: with optax, with exact steps, with 16 bits on the device, and with delayed
+steps. Transfers and updates of delayed steps run while the next gradient is computed (ZeRO-Offload's one-step delayed parameter update).
 """
 
 import sys

@@ -10,8 +10,8 @@ from longshore._step import Hyper
 
 #: A place: parameter, address of contiguous host memory, number of elements, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
 _Place = tuple[int, int, int, str]
-#: State for a new job: number of updates that made it, or None for weights alone; parameters with fewer updates, and how many fewer; and a
-#: function of an array's and a parameter's number that returns a tensor's place, and the object that holds its memory.
+#: State for a new job: the number of updates that made it, or None for weights alone; the parameters with fewer updates, and how many
+#: fewer; and a function. The function takes an array's and a parameter's number, and returns a tensor's place and its memory's holder.
 _Filling = tuple[int | None, Sequence[tuple[int, int]], Callable[[int, int], tuple[_Place, object]]]
 
 class Server:

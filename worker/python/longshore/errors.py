@@ -57,7 +57,7 @@ class UnreachableError(LongshoreError, ConnectionError):
 
 
 class UntrustedError(LongshoreError, ConnectionError):
-    """A server and this process do not trust each other: a certificate is missing, expired, of another name or another authority."""
+    """A server and this process do not trust each other: a certificate is missing, expired, or of another name or authority."""
 
 
 class RefusedError(LongshoreError):

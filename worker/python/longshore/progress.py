@@ -1,4 +1,4 @@
-"""A progress line of training: in a terminal or a notebook a line that changes, elsewhere a new line every few seconds."""
+"""A progress line of training. In a terminal or a notebook the line changes; elsewhere a new line appears every few seconds."""
 
 import sys
 import time

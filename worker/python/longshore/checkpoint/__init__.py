@@ -1,4 +1,4 @@
-"""Fills a new job from checkpoints of other libraries, and saves a job in their formats, without holding a whole model."""
+"""Other libraries' checkpoints: fills new jobs from them, and saves jobs in their formats, without holding a whole model."""
 
 from longshore.checkpoint.formats import load_deepspeed, load_safetensors, save_deepspeed, save_safetensors, save_torch
 

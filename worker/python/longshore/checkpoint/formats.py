@@ -1,12 +1,11 @@
-"""Fills a new job from checkpoints of other libraries, and saves a job in their formats, without holding a whole model.
+"""Other libraries' checkpoints: fills new jobs from them, and saves jobs in their formats, without holding a whole model.
 
 >>> checkpoint.load_deepspeed(optimizer, "out/universal")  # doctest: +SKIP
 >>> checkpoint.save_safetensors(optimizer, "out/model")  # doctest: +SKIP
 
-Call a load function right after the optimizer is built, before its first step. The parameters get the weights at once, and the servers get
-the state when the job is opened, tensor by tensor from the files. Save functions may be called at any time between steps. With several
-ranks rank 0 writes: either it calls alone, or all ranks call, and the others write nothing and do not wait. With ``delay=1`` all ranks call
-``flush()`` first.
+Call a load function right after the optimizer is built, before its first step. The parameters get the weights at once. The servers get the
+state when the job is opened, tensor by tensor from the files. Save functions may be called at any time between steps. With several ranks
+rank 0 writes. The other ranks may call too: their calls write nothing and do not wait. With ``delay=1`` all ranks call ``flush()`` first.
 """
 
 import os
@@ -45,7 +44,7 @@ _DEEPSPEED = "0.14.0"
 
 
 def load_safetensors(optimizer: Optimizer, path: str | os.PathLike[str], *, strict: bool = False) -> None:
-    """Fills a new job with weights from Hugging Face's safetensors: a file, or a folder with one or with an index of several.
+    """Fills a new job with weights from Hugging Face's safetensors: a file, or a folder with a file or an index.
 
     The fp32 master weights get the files' values, so that fp32 files lose nothing where the model is in bf16. The parameters get them too.
     Other tensors of the files are ignored: load these into the model.
@@ -179,8 +178,8 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
 def save_deepspeed(
     optimizer: Optimizer, folder: str | os.PathLike[str], *, tag: str | None = None, lr_scheduler: Any = None
 ) -> str:
-    """Writes a DeepSpeed universal checkpoint, which DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, on any number of
-    ranks and in ZeRO's stages 1 to 3. The checkpoint has no buffers.
+    """Writes a DeepSpeed universal checkpoint. DeepSpeed loads it with ``"checkpoint": {"load_universal": true}``, on any number of ranks
+    and in ZeRO's stages 1 to 3. The checkpoint has no buffers.
 
     Args:
         optimizer: an AdamW or Adam.
@@ -311,7 +310,7 @@ def _number(path: Path) -> float:
 
 
 def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns hyperparameters and step count at the places where the loaders of ZeRO's stages 1 and 2, and of stage 3, look for them."""
+    """Returns hyperparameters and step count where the loaders of ZeRO's stages 1 and 2, and of stage 3, look for them."""
     whole = {"state": {0: {_STEP: torch.tensor(float(applied))}}, "param_groups": groups}
     return {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
 

@@ -59,7 +59,7 @@ class _Param:
 
 
 class Client:
-    """One rank of a job: ``push`` gradients, ``commit`` the step, ``pull`` weights.
+    """A rank of a job: ``push`` gradients, ``commit`` the step, ``pull`` weights.
 
     >>> client = longshore.Client({"w": w, "b": b}, longshore.Hyper(lr=1e-3), max_grad_norm=1.0)  # doctest: +SKIP
     >>> weights = client.pull()  # doctest: +SKIP

@@ -1,7 +1,7 @@
 """JAX: pytrees of parameters whose optimizer state lives on optimizer servers.
 
-:class:`Client` is the direct way: a jitted function computes gradients, and a step between two of its calls sends them and returns the new
-parameters. :func:`adamw` is an optax transformation, which also works inside ``jax.jit``.
+:class:`Client` is the direct way: a jitted function computes gradients, and ``step`` sends them and returns the new parameters.
+:func:`adamw` is an optax transformation, which also works inside ``jax.jit``.
 """
 
 from collections.abc import Callable
@@ -297,8 +297,8 @@ def adamw(
 ) -> Transformation:
     """Returns ``optax.adamw`` whose state lives on optimizer servers.
 
-    ``init`` opens the job and ``update`` makes a step of it. Traced calls reach the host by an ordered ``io_callback``, since they have
-    side effects: the compiler may drop, repeat or move a ``pure_callback``. So each works inside ``jax.jit``, ``lax.scan`` and
+    ``init`` opens the job and ``update`` makes a step of it. Traced calls have side effects, so they reach the host by an ordered
+    ``io_callback``. The compiler may drop, repeat or move a ``pure_callback``. So each works inside ``jax.jit``, ``lax.scan`` and
     ``lax.cond``, once for each execution, and not under ``vmap``. Each call waits for the servers; use :class:`Client` to overlap a step
     with other work of the host.
 
@@ -307,7 +307,7 @@ def adamw(
     ``optax.chain`` that changes updates makes the next step raise: put it before this transformation.
 
     The state is a count. A count other than the job's is refused, so no state is used twice. Therefore ``accumulate=n`` replaces
-    ``optax.MultiSteps``, which updates in each micro-step and drops most updates: a step uses the mean of n gradients, and the other
+    ``optax.MultiSteps``, which updates in each micro-step and drops most updates. A step uses the mean of n gradients, and the other n - 1
     updates are 0. ``optax.inject_hyperparams`` would make a job for each step: pass a schedule, or ``update(..., learning_rate=...)``.
 
     Args:

@@ -40,8 +40,8 @@ class Config:
         clip: the largest global gradient norm. is_clip_given: whether the configuration has it.
         dtype: type that the model is cast to. casts_inputs: whether inputs are cast, too. autocast: forward's autocast type.
         optimizer_type, optimizer_params, scheduler_type, scheduler_params: as in the configuration.
-        job: options of the job. shard: stage 3's arguments of :func:`longshore.shard` from the configuration, and ``live``, the number of
-            parameters that the budget holds; None in other stages.
+        job: options of the job. shard: stage 3's arguments of :func:`longshore.shard`; None in other stages. Its ``live`` is the number of
+            parameters that the budget holds.
         loads_universal: whether the engine's ``load_checkpoint`` takes DeepSpeed's universal checkpoints.
     """
 
@@ -195,7 +195,7 @@ def _world_size(job: dict[str, Any]) -> int:
 
 
 def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:
-    """Returns batch, micro-batch and micro-steps. One of them may be computed from the others."""
+    """Returns batch, micro-batch and micro-steps. A missing one is computed from the others."""
     batch = keys.take("train_batch_size", int)
     micro_batch = keys.take("train_micro_batch_size_per_gpu", int)
     micro_steps = keys.take("gradient_accumulation_steps", int)

@@ -194,7 +194,7 @@ class Engine(Asked):
         self._config = config
         #: Backward passes of the current step, and calls of step() for it.
         self._passes = self._calls = 0
-        #: Whether a backward pass was interrupted, so that the sent gradients of the step are unknown.
+        #: True if a backward pass was interrupted, so that the sent gradients of the step are unknown.
         self._is_broken_off = False
         self._forced_boundary: bool | None = None
         self._was_applied = False
@@ -375,9 +375,9 @@ class Engine(Asked):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Has the servers write a checkpoint of their state, and writes the engine's part: frozen parameters, buffers, scheduler, counters
-        and ``client_state`` (tensors and plain containers). All ranks call it, and rank 0 writes. If torch.distributed is initialised, the
-        others wait for rank 0 and raise its error.
+        """Has the servers write a checkpoint of their state, and writes the engine's part beside it. This part has frozen parameters,
+        buffers, scheduler, counters and ``client_state`` (tensors and plain containers). All ranks call it, and rank 0 writes. If
+        torch.distributed is initialised, the others wait for rank 0 and raise its error.
 
         Raises:
             RefusedError: if a server has no folder for checkpoints (``checkpoint_dir``), or too little space.

@@ -17,7 +17,7 @@ from longshore.errors import StateError, invalid
 from longshore.optim import rules
 
 _STATE = "engine.pt"
-#: Name of a checkpoint copied from a server that ends with its process, possibly with a number appended; engine.pt has the exact name.
+#: Name of a checkpoint copied from a server that ends with its process. Later saves append a number; engine.pt has the exact name.
 _SERVERS = "servers"
 #: File of a checkpoint whose content differs between any two checkpoints.
 _MANIFEST = "manifest.json"

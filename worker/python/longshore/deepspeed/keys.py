@@ -48,8 +48,8 @@ USED = {
     "checkpoint.load_universal": "`load_checkpoint` fills the new job from a universal checkpoint",
 }
 
-#: Keys that steer DeepSpeed's own implementation, as in its documentation. One warning names all of them in a configuration. ``.*`` stands
-#: for any key of a section.
+#: Keys that steer DeepSpeed's own implementation, as in its documentation. A single warning names all of them in a configuration. ``.*``
+#: stands for any key of a section.
 NO_EFFECT = (
     "bf16.check_grad_overflow",
     "bf16.immediate_grad_update",

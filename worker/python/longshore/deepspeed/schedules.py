@@ -39,8 +39,8 @@ def _of_groups(name: str, value: Any, groups: int) -> list[float]:
 
 
 def _warmth(kind: str, steps: int) -> Callable[[int], float]:
-    """Returns a function of the steps made: the progress of the warm-up, from 0 to 1. It has at least 2 steps, and begins after the first
-    one."""
+    """Returns a function of the steps made: the progress of the warm-up, from 0 to 1. The warm-up has at least 2 steps, and begins after
+    the first one."""
     if kind not in ("log", "linear"):
         raise invalid("scheduler.params.warmup_type", kind, "log or linear", "choose one of them")
     if steps < 1:
@@ -107,8 +107,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Warms up from ``warmup_min_ratio`` of the optimizer's own rate to the whole rate, and falls to ``cos_min_ratio`` of it in a
-    cosine."""
+    """Warms up from ``warmup_min_ratio`` of the optimizer's own rate to the whole rate. Falls to ``cos_min_ratio`` of it in a cosine."""
 
     def __init__(
         self,

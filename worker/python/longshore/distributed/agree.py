@@ -1,7 +1,7 @@
 """Agreements of ranks by torch.distributed: an error on one rank is raised on all of them.
 
-Rank 0 alone opens and fills a job. The other ranks poll the process group's store before they wait for servers: an upload may take longer
-than a collective's timeout, and a store has no timeout.
+Rank 0 alone opens and fills a job. The other ranks poll the process group's store before they wait for servers. An upload may take longer
+than a collective's timeout, and a store has none.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ _beside: tuple[Any, Any] | None = None
 
 
 def group_of(device: torch.device) -> Any:
-    """Returns the process group in which ranks gather a device's tensors: the default one, or a gloo group if the default lacks a backend.
-    For example nccl has none for CPU tensors. All ranks call this together for the same device.
+    """Returns the process group for gathers of a device's tensors: the default one, or gloo if the default lacks a backend. For example
+    nccl has none for CPU tensors. All ranks call this together for the same device.
 
     Raises:
         UsageError: if no group can serve the device.

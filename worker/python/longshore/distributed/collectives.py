@@ -2,8 +2,8 @@
 
 A collective waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that raises earlier writes
 its failure into the process group's store, which waiting ranks poll. Its collectives are out of step from then on, so all later collectives
-of the job are refused: no rank takes another collective's bytes for its own. Streams wait for a device's collectives, and no thread can
-poll meanwhile.
+of the job are refused. Otherwise a rank could take another collective's bytes for its own. Streams wait for a device's collectives, and no
+thread can poll meanwhile.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ _PERIOD = datetime.timedelta(seconds=0.5)
 #: Seconds after which a rank warns about the missing ranks.
 _LONG = 60.0
 
-#: Number of jobs that this process has begun, equal on all ranks; the failed rank of the last job with its failure; and the process group
-#: of that time.
+#: Number of jobs that this process has begun, equal on all ranks. The last job's failed rank with its failure. The process group of that
+#: time.
 _jobs = 0
 _failed: tuple[int, Failure] | None = None
 _failed_in: Any = None
 
 
 def begin() -> None:
-    """Begins a job on all ranks. Failures of earlier jobs are forgotten, unless the last job left a collective in this process group to
+    """Begins a job on all ranks. Earlier failures are forgotten. The exception is a collective of the last job in this process group to
     which a rank never came.
 
     Raises:
@@ -119,7 +119,7 @@ def wait(work: Any, what: str) -> None:
 class Apart:
     """Runs a blocking call on a thread of its own, as a collective that :func:`wait` takes.
 
-    gloo's ``send`` and ``recv`` need it: an expired wait for one of them closes all connections of the process, so they cannot be polled.
+    gloo's ``send`` and ``recv`` need it, since they cannot be polled: an expired wait closes all connections of the process.
     """
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -246,8 +246,8 @@ def _store() -> Any:
 def key(what: str) -> str:
     """Returns a key for the process group's store.
 
-    torchrun's own store outlives the ranks, and keeps entries from before a restart. So the key has torchrun's count of restarts if one
-    agent starts all ranks: agents of several hosts may count differently."""
+    torchrun's own store outlives the ranks, and keeps entries from before a restart. So the key has torchrun's count of restarts, if one
+    agent starts all ranks. Agents of several hosts may count differently."""
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
     return f"longshore/{start}/{what}"

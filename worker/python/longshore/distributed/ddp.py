@@ -29,7 +29,7 @@ def has_any(tensors: Iterable[Tensor]) -> bool:
 
 @functools.cache
 def refuse_models_in_units() -> None:
-    """Refuses to wrap a model in units from now on. torch would read released weights in C++, unseen by Python, and crash."""
+    """Refuses to wrap a model in units from now on: in C++, unseen by Python, torch would read released weights and crash."""
     register_module_module_registration_hook(_refuse)
 
 

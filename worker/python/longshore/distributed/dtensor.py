@@ -104,8 +104,8 @@ def _elements(box: Box) -> int:
 
 
 def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
-    """Returns each parameter's pieces: the distinct parts that ranks hold. Among the holders of a piece, the rank with the fewest elements
-    to send so far sends it, so each rank of a replicated model sends some.
+    """Returns each parameter's pieces: the distinct parts that ranks hold. A piece is sent by its holder with the fewest elements to send
+    so far. So each rank of a replicated model sends some.
 
     Raises:
         InvalidError: naming the parameter and the remedy, on all ranks, for a parameter that cannot be trained so.
@@ -137,7 +137,7 @@ def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
 
 
 def _name(param: Param, at: list[int]) -> str:
-    """Returns the parameter's name, with the part's number and count for each dimension up to the last cut one, for example ``w#0/2``."""
+    """Returns the parameter's name, with a part number and count for each dimension up to the last cut one: ``w#0/2``."""
     parts = [0] * len(at)
     if isinstance(param.tensor, DTensor):
         for place, placement in enumerate(param.tensor.placements):
@@ -216,7 +216,7 @@ class FrozenShards(FrozenParams):
         ]
 
 
-#: Number of a gradient's elements that its holders compare; the largest allowed difference relative to the largest of these elements; and
+#: Number of a gradient's elements that its holders compare. Largest allowed difference relative to the largest of these elements. The same
 #: relative to the largest element of all gradients, since a gradient that is zero in theory is only rounding noise.
 _SAMPLES = 64
 _APART = 0.05
@@ -233,7 +233,7 @@ class Sharded(Ranks):
         super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
         #: This rank's pieces, by parameter.
         self._here = {piece.param.index: piece for piece in self.layout.pieces() if self.rank in piece.holders}
-        #: Whether several ranks hold the same piece.
+        #: True if several ranks hold the same piece.
         self.has_replicas = any(piece.replicas for piece in self.layout.pieces())
         self._locals: list[Param] = []
         self._weights: list[Weights] = []

@@ -27,7 +27,7 @@ class Share:
     #: Number of elements in each rank's part, and in all parts together.
     part: int
     gathered: int
-    #: First element and number of elements of this rank's pulls: its part, and the remainder that does not divide among ranks.
+    #: First element and number of elements of this rank's pulls: its part, and the indivisible remainder.
     own: list[tuple[int, int]]
 
 

@@ -32,7 +32,7 @@ CheckMissing = Callable[[list[Param]], None]
 
 
 class Ranks(ABC):
-    """One rank's part in a job of partitions. All ranks call its methods in the same order."""
+    """This rank's part in a job of partitions. All ranks call its methods in the same order."""
 
     def __init__(self, params: list[Param], cut: Layout) -> None:
         self.rank, self.world_size = agree.place()

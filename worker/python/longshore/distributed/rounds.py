@@ -1,8 +1,8 @@
-"""Rounds in which ranks announce the unit that each wants next, so that no rank waits for one that wants another unit.
+"""Rounds in which ranks announce the next unit they want, so that no rank waits for a rank with another wish.
 
-Ranks gather a unit together only if all of them want it now. A rank may have skipped a unit that others use, or have one resident that is
-released elsewhere; ranks then want different units. The ranks furthest behind in the step pull theirs alone, until all want the same again.
-So each round ends, whatever the ranks run, as long as each goes on to a use of a unit or to ``step``.
+Ranks gather a unit together only if all of them want it now. Ranks want different units if a rank skips a unit, or has a unit resident that
+others have released. The ranks furthest behind in the step pull theirs alone, until all want the same again. So each round ends, whatever
+the ranks run, as long as each reaches a use of a unit or ``step``.
 """
 
 import contextlib
@@ -17,8 +17,10 @@ from longshore.distributed import agree as _agree
 from longshore.distributed import collectives
 from longshore.errors import LongshoreError, UsageError, WaitError
 
-#: A rank's message in a round: its number of meetings, its number of turns between forward and backward since the last meeting, its place
-#: in that pass, and a digest of the wanted weights. The smallest message is furthest behind.
+#: A rank's message in a round. The smallest message is furthest behind in the step.
+#:
+#: Fields: its meetings so far, its turns between forward and backward since the last meeting, its place in that pass, and a digest of the
+#: wanted weights.
 _Wish = tuple[int, int, int, int]
 
 #: In place of turns: a rank waiting at a meeting is behind no rank that has not come there.
@@ -30,7 +32,7 @@ _ENDS = 1 << 40
 
 
 class Rounds:
-    """One rank's part in the rounds. They use a process group of their own, since a group's collectives have one order on all ranks.
+    """This rank's part in the rounds, which use a process group of their own: a group's collectives have one order on all ranks.
 
     Attributes:
         is_over: whether a rank has failed or ended, so that no rank may be waited for any more.
@@ -66,7 +68,7 @@ class Rounds:
             what: the wanted version and weights of the unit.
 
         Returns:
-            Whether all ranks want the same now. Otherwise this rank pulls the unit alone.
+            True if all ranks want the same now. Otherwise this rank pulls the unit alone.
 
         Raises:
             LongshoreError: if another rank has failed, or has not come in time.
@@ -94,7 +96,7 @@ class Rounds:
             what: this rank's last version and weights.
 
         Returns:
-            Whether all ranks have come, and want the same.
+            True if all ranks have come, and want the same.
 
         Raises:
             LongshoreError: as in :meth:`agree`.
@@ -117,8 +119,8 @@ class Rounds:
             self._say((_FAILED, 0, 0, 0), "an error of its own")
 
     def gather(self, weights: list[tuple[Tensor, int]], *, on_host: bool = False) -> None:
-        """Gathers weights of which each rank has its part: pairs of all bytes and a part's size, each part in its place. The weights lie on
-        the device, or all of them in the host's memory."""
+        """Gathers weights of which each rank has its part in place. ``weights`` has pairs of all bytes and a part's size. The weights lie
+        on the device, or all of them in the host's memory."""
         group = self._speech if on_host else self._group
         gathering = []
         failure: RuntimeError | None = None

@@ -26,8 +26,8 @@ class _Filling:
 
 
 class Scattered(Reduced):
-    """Ranks with gradients of their own. A bucket is reduced once it has all its gradients, from the last bucket on: in one order on all
-    ranks, even if some parameters have no gradient."""
+    """Ranks with gradients of their own. A bucket is reduced once it has all its gradients, from the last bucket on. So all ranks have one
+    order, even if some parameters have no gradient."""
 
     def __init__(self, params: list[Param], reduce_dtype: torch.dtype | None) -> None:
         super().__init__(params)
@@ -129,8 +129,8 @@ class Scattered(Reduced):
     def _push_reduced(self, job: Any, wait: bool) -> None:
         """Sends this rank's part of reduced buckets; with ``wait`` of all buckets being reduced.
 
-        Memory of another stream may be freed here, for one of two reasons. Either the host has seen that the bucket is reduced, since ranks
-        count their gradients behind it, or one stream has all of the step's work.
+        Memory of another stream may be freed here, for one of two reasons. The host may have seen that the bucket is reduced, since ranks
+        count their gradients behind it. Otherwise one stream has all of the step's work.
         """
         while self._reducing and (wait or self._reducing[0][1].is_done()):
             bucket, reducing, part = self._reducing.pop(0)

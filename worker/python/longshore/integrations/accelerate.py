@@ -54,8 +54,8 @@ class Attached:
             self._stepped.discard(id(optimizer))
 
     def report(self) -> dict[str, float]:
-        """Returns the newest step's report: the global gradient norm before clipping, the loss scale, and the milliseconds that this
-        process waited. Names of a second optimizer end in ``_1``, and so on."""
+        """Returns the newest step's global gradient norm before clipping, its loss scale, and the milliseconds that this process waited.
+        Names of a second optimizer end in ``_1``, and so on."""
         values: dict[str, float] = {}
         for index, optimizer in enumerate(self._optimizers()):
             found, end = optimizer.last_report, f"_{index}" if index else ""

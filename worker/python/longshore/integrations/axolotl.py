@@ -39,8 +39,8 @@ class Plugin(BasePlugin):
         return "longshore.axolotl.LongshoreArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Sets the optimizer's class for the trainer, which builds the param groups, and learns the parameters' names, which the trainer
-        does not pass: the callback is added after the trainer's own ``on_init_end``.
+        """Sets the optimizer's class for the trainer, which builds the param groups. Learns the parameters' names, which the trainer does
+        not pass, since the callback is added after ``on_init_end``.
 
         Raises:
             InvalidError: naming the key under ``longshore``.

@@ -1,7 +1,7 @@
 """Adapter for the Hugging Face Trainer: a callback, and a resume from the servers' last step.
 
-Weights that the Trainer loads into a model in units before it resumes cannot be written: trained ones come from the servers.
-:class:`Loaded` notes them, and compares them once the servers are at the Trainer's step.
+The Trainer loads weights into a model before it resumes. A model in units cannot take trained ones, which come from the servers.
+:class:`Loaded` notes these weights, and compares them once the servers are at the Trainer's step.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 class Callback(TrainerCallback):
-    """Brings the newest weights to evaluations and saves, has the servers write a checkpoint at each of the Trainer's saves, logs the
+    """Brings the newest weights to evaluations and saves, and has the servers write a checkpoint at each of the Trainer's saves. Logs the
     servers' reports, and keeps with each step the state from which :func:`newest` resumes.
 
     Evaluations restore the random generators, so that a resumed run has the dropout of an uninterrupted one.
@@ -108,7 +108,7 @@ class Callback(TrainerCallback):
 
     def __init__(self, *, checkpoint: bool | None = None) -> None:
         self._saving = Saving(checkpoint)
-        #: Whether the callback existed when the Trainer was built, so that the job has the model's names.
+        #: True if the callback existed when the Trainer was built, so that the job has the model's names.
         self._was_there = False
         self._generators: dict[str, Any] | None = None
         self._resumed: bytes | None = None
@@ -242,8 +242,8 @@ def newest(trainer: Trainer) -> str | None:
     ``trainer.train(resume_from_checkpoint=newest(trainer))``.
 
     Servers may be ahead of the Trainer's last save, for example after a crash between two saves or within one. Then a folder in the
-    Trainer's format is written under its ``output_dir``, from the state that :class:`Callback` kept with that step. An incomplete folder of
-    the Trainer is ignored, and replaced by a complete one of the same step. All ranks call it.
+    Trainer's format is written under ``output_dir``, from the state that :class:`Callback` kept. An incomplete folder of the Trainer is
+    ignored, and replaced by a complete one of the same step. All ranks call it.
 
     Returns:
         The folder, which may be the Trainer's last one; None without a save or a commit.
@@ -278,9 +278,9 @@ def deepspeed(
 ) -> tuple[Optimizer, Any]:
     """Returns optimizer and scheduler of a DeepSpeed configuration, for ``Trainer(..., optimizers=deepspeed(config, args, model))``.
 
-    ``"auto"`` is filled from the arguments, as the Trainer fills it for DeepSpeed, and any other value must agree with them. The Trainer
-    casts, accumulates and clips by its arguments, and takes the scheduler if the configuration names one. In stage 3 the model is cut into
-    units and the servers clip: ``args.max_grad_norm`` becomes 0.
+    The arguments fill ``"auto"``, as the Trainer does for DeepSpeed, and any other value must agree with them. The Trainer casts,
+    accumulates and clips by its arguments, and takes the scheduler if the configuration names one. In stage 3 the model is cut into units
+    and the servers clip: ``args.max_grad_norm`` becomes 0.
 
     Args:
         dataset: the Trainer's ``train_dataset``. Without ``args.max_steps`` its length and ``num_train_epochs`` determine the scheduler's

@@ -34,7 +34,7 @@ class _Logging(pl.Callback):
 
 
 class Callback(_Logging):
-    """Brings the newest weights to saves and evaluations, and logs the servers' gradient norm, the loss scale and the exposed time.
+    """Brings the newest weights to saves and evaluations. Logs the servers' gradient norm, the loss scale and the exposed time.
 
     A save of weights alone has the newest ones with :class:`Strategy`. With this callback and ``delay=1`` it has the next step's weights.
 
@@ -66,11 +66,11 @@ class Callback(_Logging):
 
 
 class Strategy(SingleDeviceStrategy):
-    """One device, as ``Trainer(strategy=longshore.lightning.Strategy())`` or ``Trainer(strategy="longshore")``.
+    """Strategy of a single device: ``Trainer(strategy=longshore.lightning.Strategy())`` or ``Trainer(strategy="longshore")``.
 
     The servers write a checkpoint when Lightning takes the optimizer's state. Evaluations, saves and the end of training get the newest
-    weights. Logs are those of :class:`Callback`. For several ranks start one such trainer a rank, with ``RANK``, ``WORLD_SIZE`` and data of
-    its own: the servers sum the gradients.
+    weights. Logs are those of :class:`Callback`. For several ranks start one such trainer a rank, with ``RANK``, ``WORLD_SIZE`` and its own
+    data. The servers sum the gradients.
 
     Args:
         device: the model's device. By default torch's accelerator, if there is one and the Trainer's ``accelerator`` is not ``"cpu"``.

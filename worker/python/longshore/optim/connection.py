@@ -315,7 +315,7 @@ class Connection:
         return [applied - left_out.get(param.index, 0) for param in self.params]
 
     def export_weights(self, dtype: str, tensors: list[Tensor]) -> None:
-        """Writes the newest version's master weights into contiguous tensors of one type, by parameter. One of several ranks calls it."""
+        """Writes the newest version's master weights into contiguous tensors of one type, by parameter. Only a single rank calls it."""
         self.drain_alone()
         if self.ranks is None:
             self.job.export_weights(dtype, _filling.targets(self.params, tensors))

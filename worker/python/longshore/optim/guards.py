@@ -31,8 +31,8 @@ from longshore.transfer import params as _params
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import Param
 
-#: Steps after which a parameter without any gradient is named. An expert that one batch of twenty uses goes without a gradient that long
-#: in fewer than one case of a hundred.
+#: Steps after which a parameter without any gradient is named. An expert used by one batch of twenty lacks a gradient that long in fewer
+#: than one case of a hundred.
 FIRST_STEPS = 100
 #: By a parameter's id: the parameter, its optimizer, its name, and why no other code may clip it.
 _clipped: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any], str, str]] = {}
@@ -295,6 +295,6 @@ class Absent:
             self._left = here if self._left is None else self._left & here
 
     def end_step(self) -> set[int]:
-        """Ends a step. Returns the parameters that never had a gradient at the last of the first steps; an empty set at any other."""
+        """Ends a step. At the last of the first steps, returns the parameters that never had a gradient; otherwise an empty set."""
         self._steps += 1
         return (self._left or set()) if self._steps == FIRST_STEPS else set()

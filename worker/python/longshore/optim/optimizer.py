@@ -1,7 +1,7 @@
 """The base class of this package's optimizers: a ``torch.optim.Optimizer`` whose steps servers make.
 
-:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. It runs on the training thread. A newer optimizer over
-the same parameters replaces an older one, for example when a notebook's cell runs again.
+:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. All parts run on the training thread. A newer optimizer
+over the same parameters replaces an older one, for example when a notebook's cell runs again.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Succession:
     _stream: Stream | None
     _units: UnitWeights | None
     _process: int
-    #: Whether another optimizer has taken over the parameters.
+    #: True if another optimizer has taken over the parameters.
     _is_replaced: bool
 
     @property
@@ -201,7 +201,7 @@ class Optimizer(Stepping, Stateful, Succession):
 
     @property
     def is_in_units(self) -> bool:
-        """Whether the model was given to :func:`longshore.shard`."""
+        """True if the model was given to :func:`longshore.shard`."""
         return self._units is not None
 
     @property
@@ -331,7 +331,7 @@ class Optimizer(Stepping, Stateful, Succession):
 
     @property
     def is_closed(self) -> bool:
-        """Whether :meth:`close` has given the rank up. The parameters have the last weights."""
+        """True if :meth:`close` has given the rank up. The parameters have the last weights."""
         return self._connection is not None and not self._finalizer.alive
 
     def __enter__(self) -> Self:

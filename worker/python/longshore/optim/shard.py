@@ -101,9 +101,8 @@ def shard(
         The model's units, with counters of their bytes.
 
     Raises:
-        InvalidError: if a unit does not fit into the budget, if ``units`` names no possible unit, or if gathering ranks differ in their
-            units.
-        UsageError: for a model that is in units already, an optimizer that cannot be used, or a weight written since the job was opened.
+        InvalidError: if a unit does not fit into the budget, ``units`` names no possible unit, or gathering ranks differ in their units.
+        UsageError: for a model in units already, an unusable optimizer, or a weight written since the job was opened.
     """
     _check(model, optimizer)
     optimizer.watch(model)

@@ -152,7 +152,7 @@ class Back:
     _finalizer: Any
     _checkpointed: tuple[int, str] | None
     _is_refused: bool
-    #: Whether the current step is being abandoned and joining again has not finished.
+    #: True if the current step is being abandoned and joining again has not finished.
     _starts_over: bool
     version: int
     is_in_units: bool
@@ -173,7 +173,7 @@ class Back:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this worker is rank 0, which decides steps and asks for checkpoints."""
+        """True if this worker is rank 0, which decides steps and asks for checkpoints."""
         return self.rank[0] == 0
 
     @property
@@ -201,18 +201,18 @@ class Back:
 
     @property
     def has_begun(self) -> bool:
-        """Whether streaming mode has sent gradients of a step that is not decided yet."""
+        """True if streaming mode has sent gradients of a step that is not decided yet."""
         return self._stream is not None and self._stream.has_begun
 
     @property
     def is_named_by_place(self) -> bool:
-        """Whether the job calls parameters by their places, since no names were given. The job must be open."""
+        """True if the job calls parameters by their places, since no names were given. The job must be open."""
         assert self._connection is not None
         return any(_params.is_place(param.name) for param in self._connection.params)
 
     @property
     def accumulates(self) -> tuple[bool, int]:
-        """Whether gradients leave during backward, and the number of backward passes a step has then."""
+        """A pair: True if gradients leave during backward, and the number of backward passes that a step has then."""
         return self._options.streaming, self._options.accumulate
 
     @property
@@ -223,7 +223,7 @@ class Back:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether servers keep all state in memory. This host may have room for the state too then."""
+        """True if servers keep all state in memory. This host may have room for the state too then."""
         return self._options.tier != "nvme"
 
     def has_checkpoint_folder(self) -> bool:
@@ -233,7 +233,7 @@ class Back:
 
     @property
     def waits_for_state(self) -> bool:
-        """Whether the servers refused this job, for example for its world size. Only a loaded state can open the job then."""
+        """True if the servers refused this job, for example for its world size. Only a loaded state can open the job then."""
         return self._is_refused and self._connection is None
 
     def adopt(self, job: str) -> None:
@@ -263,8 +263,8 @@ class Back:
         return self.rank[1] == 1
 
     def _start_over(self) -> None:
-        """Abandons the gradients that were sent of the current step: joins again as a new process does, and servers begin the step anew.
-        Each part only waits for servers, so each may be repeated after an error or Ctrl-C."""
+        """Abandons the current step's sent gradients: joins again as a new process does, and servers begin the step anew. Each part only
+        waits for servers, so each may be repeated after an error or Ctrl-C."""
         self._starts_over = True
         old = self._connection
         if old is not None:
@@ -374,7 +374,7 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
 
 
 def _check_meeting(connection: Connection, version: int) -> None:
-    """Refuses to go back if several ranks cannot wait for each other: a rank may still read the state that another abandons."""
+    """Refuses to go back if several ranks cannot wait for each other: a rank may read state that another abandons."""
     if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     raise invalid(
@@ -404,7 +404,7 @@ class Stateful(torch.optim.Optimizer):
     _checkpointed: tuple[int, str] | None
     #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
     saves_all: bool = False
-    #: Whether to warn once that a handle ends with this process. An adapter that saves the full state sets False.
+    #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
     warns_of_handles: bool = True
 
     @property
@@ -430,10 +430,10 @@ class Stateful(torch.optim.Optimizer):
         The keys are torch's, with ``step`` as each parameter's only state. ``"longshore"`` has the job and version.
 
         Args:
-            full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the
-                same name loads it, and so does an optimizer of this package whose job is new. The full state takes 12 bytes a parameter of
-                this process; :mod:`longshore.checkpoint` writes files without that. None is True where a framework's adapter saves and the
-                server ends with this process; without an adapter a warning says that the handle ends with the process.
+            full: take all state: moments under torch's names, in fp32, and the fp32 ``master`` weights. torch's optimizer of the same name
+                loads it. An optimizer of this package loads it into a new job. The full state takes 12 bytes a parameter of this process;
+                :mod:`longshore.checkpoint` writes files without that. None is True where a framework's adapter saves and the server ends
+                with this process. Without an adapter a warning says that the handle ends with the process.
         """
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
@@ -486,10 +486,10 @@ class Stateful(torch.optim.Optimizer):
         return to the handle's version if they have a checkpoint of it, and abandon their own. The world size may differ then. All ranks
         must load the handle.
 
-        The state of torch's optimizer of the same name, or all state of one of this package: the job must be new. Opening the job, in the
-        first step, fills it with the parameters' weights of that time. ``master`` weights of the state replace these, and the parameters
-        get them at once. Until then the tensors are referred to, not copied: tensors of ``torch.load(path, mmap=True)`` are read from the
-        file when they are sent.
+        A state of torch's optimizer of the same name, or a full state of this package: the job must be new. Opening the job, in the first
+        step, fills it with the parameters' weights of that time. ``master`` weights of the state replace these, and the parameters get them
+        at once. Until then the tensors are referred to, not copied. Tensors of ``torch.load(path, mmap=True)`` are read from the file when
+        sent.
 
         Raises:
             StateError: for a state of another model, job or version, naming the tensor that is missing, unknown or of another shape.

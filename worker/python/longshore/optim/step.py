@@ -151,7 +151,7 @@ class Stepping(Back, Scaling, Watching):
     _frozen: list[tuple[str, Tensor]]
     _applied: Tensor
     _loss: float | None
-    #: Whether all gradients of a step were sent, and its commit has not finished.
+    #: True if all gradients of a step were sent, and its commit has not finished.
     _is_pushed: bool
     #: Report of the newest decided step; None before the first.
     last_report: StepReport | None

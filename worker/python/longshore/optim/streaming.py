@@ -97,7 +97,7 @@ class Stream:
         #: Parameters whose gradients of this micro-step were taken, and the number of complete micro-steps.
         self._taken: set[int] = set()
         self._micro_steps = 0
-        #: Whether the current step was refused: some gradients have left and others are missing.
+        #: True if the current step was refused: some gradients have left and others are missing.
         self.is_refused = False
         #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
@@ -146,12 +146,12 @@ class Stream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients have left of a step that is not decided yet."""
+        """True if gradients have left of a step that is not decided yet."""
         return bool(self._taken or self._micro_steps)
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether a backward pass has not finished, or its step was refused."""
+        """True if a backward pass has not finished, or its step was refused."""
         return bool(self._taken) or self.is_refused
 
     def has_left(self, param: Param) -> bool:
@@ -182,7 +182,7 @@ class Stream:
         return optimizer, connection
 
     def _take(self, tensor: Tensor) -> None:
-        """Sends the gradient that backward has just made, and frees it: now, or with the next ones if it is small."""
+        """Sends the gradient that backward has just made, and frees it. A small one leaves with the next ones."""
         param, connection = self._by_tensor.get(id(tensor)), self._together.connection
         if connection is not None and param is not None and param.index not in self._taken:
             # The first gradient checked everything but this gradient itself; leaving checks it all again.

@@ -69,7 +69,7 @@ class Accelerator:
         if device.type != "cuda":
             raise NotRegistered(f"torch page-locks no memory but its own for devices of type {device.type}, and this needs CUDA or ROCm")
         try:
-            # On a thread without a current device CUDA would make a context on the first device, which this process may not use.
+            # On a thread without a current device CUDA would make a context on the first device, possibly an unused one.
             with torch.cuda.device(device):
                 code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE | (_READ_ONLY if read_only else 0)))
         except (RuntimeError, AssertionError) as error:  # no driver, or torch is built without CUDA
@@ -98,7 +98,7 @@ class Accelerator:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
-        """Keeps a tensor's memory until the stream's work at the time of its release is done, whichever stream the memory belongs to."""
+        """Keeps a tensor's memory until the stream's work so far is done, even if the tensor is freed or belongs to another stream."""
         tensor.record_stream(stream)
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:

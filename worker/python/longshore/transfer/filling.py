@@ -1,6 +1,6 @@
 """The state that a new job begins with: tensors of another optimizer or of files, and frozen parameters.
 
-Tensors are checked before anything is changed, and read one by one on the training thread while rank 0 opens the job. :class:`FrozenParams` has the
+Tensors are checked before any change, and read one by one on the training thread while rank 0 opens the job. :class:`FrozenParams` has the
 frozen parameters that servers keep. :func:`allocate` makes the tensors for an export of all state.
 """
 
@@ -30,7 +30,7 @@ NAMES = {
 
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
-    """Returns the places for an array's values: a contiguous CPU tensor for each parameter, or nothing for an array without tensors."""
+    """Returns the places for an array's values, a contiguous CPU tensor for each parameter. An array without tensors has none."""
     return [
         (param.index, tensor.data_ptr(), param.elements, DTYPES[tensor.dtype])
         for param, tensor in zip(params if tensors else [], tensors, strict=True)
@@ -49,7 +49,7 @@ def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
 
 
 class FrozenParams:
-    """Frozen parameters that each rank has whole. They come after all others in the job.
+    """Frozen parameters that each rank has whole. The job has them after all others.
 
     Args:
         first: number of other parameters.
@@ -111,8 +111,8 @@ def write_frozen(param: Param, weights: Tensor) -> None:
     param.tensor.copy_(weights)
 
 
-#: Number of updates that made a state; the job's parameters with fewer updates, and how many fewer; and a function that returns the place
-#: of an array's tensor for a parameter, with the object that holds its memory.
+#: Three values: the number of updates that made a state; the job's parameters with fewer updates, and how many fewer; and a function. The
+#: function takes an array's and a parameter's number, and returns the tensor's place and its memory's holder.
 Source = tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]
 
 #: Index of the master weights' array; the rule's moments follow it.
@@ -184,7 +184,7 @@ def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, descri
 
 
 def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]:
-    """Returns the number of updates that made the state, and how many fewer each parameter had: steps without its gradient do not count."""
+    """Returns the number of updates that made the state, and each parameter's missing updates: steps without its gradient do not count."""
     counts: dict[str, int] = {}
     for name, given in named.items():
         count = float(given)

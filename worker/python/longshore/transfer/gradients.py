@@ -1,8 +1,8 @@
 """Gradients as host memory: addresses for the Rust half, and copies of gradients without usable memory.
 
-A contiguous CPU gradient is read in place. An accelerator's gradient is copied on a stream of the package, behind the work that makes it,
-into page-locked memory of the job or of torch. The training thread takes gradients; :class:`Pusher` pushes them from its own thread once
-their copies are done, so that backward never waits.
+A contiguous CPU gradient is read in place. An accelerator's gradient is copied on a stream of the package, behind its computation, into
+page-locked memory of the job or of torch. The training thread takes gradients. :class:`Pusher` pushes them from its own thread once copied,
+so that backward never waits.
 """
 
 import functools
@@ -31,7 +31,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A gradient on its way: the place to read it from once its copy is done, and the tensors that keep its memory until then."""
+    """A gradient on its way: its place once its copy is done, and the tensors that keep its memory until then."""
 
     place: Place
     held: tuple[Tensor, ...]
@@ -69,8 +69,8 @@ class Gradients:
         self._straight: list[Straight] = []
 
     def take(self, param: Param, gradient: Tensor, scale: float = 1.0) -> list[Place]:
-        """Checks a gradient, and starts its copy if it needs one. It leaves multiplied by ``scale``. Later work of this thread on the
-        device is ordered behind the copy.
+        """Checks a gradient, and starts its copy if it needs one. The gradient leaves multiplied by ``scale``. Later work of this thread on
+        the device is ordered behind the copy.
 
         Returns:
             Its place for :meth:`push`; empty if :meth:`push` has the device copy it.
@@ -88,8 +88,8 @@ class Gradients:
         return [leaving.place]
 
     def start(self, param: Param, gradient: Tensor, scale: float = 1.0) -> Leaving | Straight:
-        """Checks a gradient, and starts its copy if it needs one. It leaves multiplied by ``scale``. The parameter's earlier gradient must
-        have been read."""
+        """Checks a gradient, and starts its copy if it needs one. The gradient leaves multiplied by ``scale``. The parameter's earlier
+        gradient must have been read."""
         check_gradient(param, gradient)
         if is_plain(gradient):
             return Leaving((param.index, gradient.data_ptr(), param.elements, param.wire), (gradient,))

@@ -62,7 +62,7 @@ class Settings(Options):
 
     @property
     def sums_on_worker(self) -> bool:
-        """Whether this process adds up the gradients of a step's backward passes."""
+        """True if this process adds up the gradients of a step's backward passes."""
         return self.accumulate_on == "worker" and self.accumulate > 1
 
 

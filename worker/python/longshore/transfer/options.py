@@ -78,19 +78,19 @@ class Options:
     Attributes:
         servers: addresses (``"host1:7070,host2:7070"`` or a sequence), a :class:`longshore.Server`, or None for a server
             inside this process.
-        tls_dir: a folder with ``ca.pem``, and with ``client.pem`` and ``client.key`` or with ``token``, for servers that have
-            ``--tls-dir``: connections are then encrypted. By default ``LONGSHORE_TLS_DIR`` of the environment.
+        tls_dir: a folder with ``ca.pem``, and ``client.pem`` and ``client.key``, or ``token``. Encrypts connections to servers that have
+            ``--tls-dir``. By default ``LONGSHORE_TLS_DIR`` of the environment.
         job: the job's name on its servers. With ``servers=`` a new process finds the job again by it. By default a unique name.
-        rank, world_size: this worker's rank, and the number of ranks whose gradients the servers sum. By default ``RANK`` and
-            ``WORLD_SIZE`` of the environment, as torchrun sets them, or ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, as srun does, else
-            torch.distributed's, else 0 and 1. A step applies the mean over ranks.
-        partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed; each sends its part of them, reads its part of
-            the weights and gathers the rest, as ZeRO-2 does. ``"all-reduced"`` says that gradients come reduced, as DistributedDataParallel
-            makes them. By default the servers sum; models of ``fully_shard`` need no value here.
+        rank, world_size: this worker's rank, and the number of ranks whose gradients the servers sum. Defaults, in this order: torchrun's
+            ``RANK`` and ``WORLD_SIZE``, srun's ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, torch.distributed's values, 0 and 1. A step
+            applies the mean over ranks.
+        partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed. Each rank sends its part of them, reads its part
+            of the weights and gathers the rest, as in ZeRO-2. ``"all-reduced"`` says that gradients come reduced, as
+            DistributedDataParallel makes them. By default the servers sum; models of ``fully_shard`` need no value here.
         reduce_dtype: the type in which ``"reduce-scatter"`` adds gradients. ``"auto"`` is their own type.
         streaming: whether gradients leave as backward makes them, instead of in ``step``.
-        layerwise: in streaming mode, each parameter gets its new weights when it is first used after a step, so that the
-            next forward starts while the last weights arrive. False has ``step`` wait for all of them.
+        layerwise: in streaming mode, a parameter's first use after a step reads its new weights. So the next forward starts while the last
+            weights arrive. False has ``step`` wait for all of them.
         frozen: handling of parameters with ``requires_grad=False``. ``"leave"`` leaves them to the framework. ``"keep"`` has servers keep
             their weights, in ``image_dtype`` and without state: exports, checkpoints and a process that finds the job again then have the
             whole model. ``"train-later"`` gives them state as well: steps leave them out while they get no gradient. Setting
@@ -220,7 +220,7 @@ class Options:
 
     @property
     def trains_later(self) -> bool:
-        """Whether parameters frozen at the first step train once they are unfrozen."""
+        """True if parameters frozen at the first step train once they are unfrozen."""
         return self.frozen == "train-later"
 
     def on_missing(self) -> str:

@@ -67,8 +67,8 @@ def named(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) -> None:
-    """Refuses a group with a parameter of another group, or with a parameter that no server can keep. torch's own error for the first names
-    no parameter. ``later`` is as in :func:`table`."""
+    """Refuses a group with a parameter of another group, or with a parameter that no server can keep. For the first, torch's own error
+    names no parameter. ``later`` is as in :func:`table`."""
     known = {id(tensor): name for name, tensor in named(groups)}
     for index, item in enumerate(added):
         name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
@@ -259,8 +259,8 @@ _owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
 
 
 def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any, *, is_begun: bool = True) -> None:
-    """Makes ``optimizer`` the owner of parameters. An earlier owner is closed if it can give way: an optimizer of a notebook cell that runs
-    again may still be referred to by a scheduler or a traceback.
+    """Makes ``optimizer`` the owner of parameters. An earlier owner is closed if it can give way. For example a scheduler or a traceback
+    may still refer to the optimizer of a notebook cell that runs again.
 
     Args:
         is_begun: whether the optimizer makes a step now. Otherwise an owner that cannot give way may still end before the first step, and

@@ -1,6 +1,6 @@
 """Layout of a job whose gradients come in partitions: the part of each parameter that each rank has.
 
-Each parameter is cut into pieces. A whole parameter has one piece for each rank, cut along its first dimension as ``torch.chunk`` cuts; a
+Each parameter is cut into pieces. A whole parameter has one piece for each rank, cut along its first dimension as ``torch.chunk`` cuts. A
 DTensor's pieces are its local shards (:mod:`longshore.distributed.dtensor`). A piece is a parameter of the job. Pieces lie bucket by bucket
 in forward order, and within a bucket rank by rank. So servers update the first layers first, and each rank's pieces of a bucket are a
 partition.
@@ -33,7 +33,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a parameter that one rank sends: a parameter of the job, at its place in the job's order."""
+    """A part of a parameter that one rank sends. The job has it as a parameter, at its place in the job's order."""
 
     index: int
     name: str

@@ -84,8 +84,8 @@ _LOGGER = logging.getLogger("longshore.worker")
 class LockedMemory:
     """The job's gradient memory, registered piece by piece with a device.
 
-    A piece is registered when the first gradient comes to it, and stays so until :meth:`release`, since each step uses it again. Only a
-    write of :meth:`Job.push_with` calls :meth:`holds`, so calls never overlap.
+    The first gradient in a piece registers it until :meth:`release`, since each step uses the piece again. Only a write of
+    :meth:`Job.push_with` calls :meth:`holds`, so calls never overlap.
 
     Args:
         job: the Rust half's job.
@@ -100,7 +100,7 @@ class LockedMemory:
         #: Number of pieces seen so far, and the registered ones.
         self._known = 0
         self._registered = Registered()
-        #: Whether gradients may still use this memory.
+        #: True if gradients may still use this memory.
         self._is_usable = True
 
     def takes(self, gradient: Tensor, scale: float) -> bool:
@@ -231,7 +231,7 @@ class Lending:
             self._keep(lent, targets, stream, held)
 
     def _source(self, run: Run, target: Tensor, held: list[Tensor]) -> Tensor:
-        """Returns the source of a device's copy: the run in servers' memory, or a copy on the host, which ``held`` keeps."""
+        """Returns the source of a device's copy: the run in servers' memory, or a host copy of it, kept in ``held``."""
         address, _, elements = run
         source = host_tensor(address, elements, target.dtype)
         if not self._holds(address, source.nbytes, target.device):

@@ -46,7 +46,7 @@ class Server:
     ) -> None:
         #: Folder for checkpoints.
         self.checkpoint_dir = checkpoint_dir
-        #: Whether the server's folders are deleted at the end of this process.
+        #: True if the server's folders are deleted at the end of this process.
         self.is_passing = False
         self._inner = _longshore.Server(
             memory=memory,

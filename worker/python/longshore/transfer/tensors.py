@@ -1,8 +1,8 @@
 """Parameters without resident memory. Any use of one fetches its weights first.
 
 Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit have no memory outside of their modules.
-Both are tensor subclasses: torch calls them before any of its functions touches their memory, for example a forward, ``state_dict``,
-``copy.deepcopy`` or printing. Code that reaches the memory past torch's functions is not noticed: see
+Both are tensor subclasses: torch calls them before any of its functions touches their memory. Examples are a forward, ``state_dict``,
+``copy.deepcopy`` and printing. Code that reaches the memory past torch's functions is not noticed: see
 :func:`longshore.transfer.weights.Weights.is_awaited`.
 """
 
@@ -19,7 +19,7 @@ from longshore.errors import UsageError
 
 # Readers of awaited parameters' weights, by the parameter's id.
 _readers: dict[int, Callable[[], None]] = {}
-# Whether torch's compiler has been told to leave awaited tensors alone.
+# True if torch's compiler has been told to leave awaited tensors alone.
 _is_kept_out = False
 
 _LOOKED_AT = (

@@ -1,8 +1,8 @@
 """Writes arriving weights into the parameters: at once, or each before its first use, on the training thread.
 
-The connection of an optimizer owns one :class:`Weights`. The first weights of a job are rank 0's: other ranks read them when the job is
-opened, possibly within a step. A forward has used the model's own weights then, and autograd refuses a backward whose weights were written
-since. So :func:`read_in_step` leaves equal weights unwritten.
+The connection of an optimizer owns one :class:`Weights`. A job's first weights are rank 0's. Other ranks read them when the job is opened,
+possibly within a step. A forward has used the model's own weights then, and autograd refuses a backward whose weights were written since.
+So :func:`read_in_step` leaves equal weights unwritten.
 """
 
 import contextlib
@@ -334,7 +334,7 @@ def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Returns a tensor's values end to end in the host's memory: its own memory if they lie there so, or the memory of ``Init``."""
+    """Returns a tensor's values end to end in the host's memory: its own memory if it has that form, or the memory of ``Init``."""
     kept = _tensors.built(tensor)
     memory = tensor.detach() if kept is None else kept
     if _device.accelerator.has(memory):

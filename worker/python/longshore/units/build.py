@@ -239,7 +239,7 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
 def tiled(model: nn.Module, most: int) -> nn.Module:
     """Replaces linear layers with larger weights by slices of at most ``most`` bytes. Call it before the optimizer is built.
 
-    Backward's sums over outputs are added tile by tile, so results equal the whole layer's up to the order of sums.
+    Backward adds its sums over outputs tile by tile. So results equal the whole layer's up to the order of sums.
 
     Args:
         model: a model, or a linear layer.

@@ -1,4 +1,4 @@
-"""Fetches under way: a unit's weights from servers, copies or lent memory to the device, and the streams that wait for them.
+"""Fetches under way: a unit's weights from servers, copies or lent memory, and the streams that wait for them.
 
 :mod:`longshore.units.residency` begins a fetch on the training thread; a device copies on streams of the package.
 """
@@ -22,7 +22,7 @@ from longshore.units.model import Member, Span, Unit
 
 @dataclass(slots=True)
 class _Uses:
-    """One device's uses of a unit."""
+    """Uses of a unit on a device."""
 
     #: Streams that own the unit's memory. Released memory is theirs again at once, even if other streams still read it.
     owners: list[Any] = field(default_factory=list)
@@ -111,7 +111,7 @@ class MappedFetch:
         self._fetch: Any = None
 
     def read(self) -> None:
-        """Waits for the weights. If the link with a server was lost, they arrived in this process's memory instead, and are read into
+        """Waits for the weights. After the loss of a server's link the weights arrive in this process's memory, and are read into
         page-locked memory."""
         self._runs = self._asked.runs()
         if self._runs is None:
@@ -174,7 +174,7 @@ class Fetch:
         self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
-        #: By device, the stream that the memory was allocated for, and its work at that time in memory that another tensor had before.
+        #: By device, the stream that the memory was allocated for, and its work at that time, which may use the memory's previous tensor.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
             stream = _device.accelerator.current_stream(device)
@@ -182,7 +182,7 @@ class Fetch:
 
     @property
     def is_staged(self) -> bool:
-        """Whether arrived weights still need a copy to a device or to memory of another shape."""
+        """True if arrived weights still need a copy to a device or to memory of another shape."""
         return bool(self.sources or self._before)
 
     def owners(self) -> dict[torch.device, Any]:
@@ -218,7 +218,7 @@ class Fetch:
             name, place, is_backward: as in :meth:`longshore.distributed.rounds.Rounds.agree`.
 
         Returns:
-            Whether ranks gather the unit. Only this thread's stream waits for the gather.
+            True if ranks gather the unit. Only this thread's stream waits for the gather.
         """
         rounds = self._fetcher.rounds
         if rounds is None:  # the optimizer is gone

@@ -36,7 +36,7 @@ class Copies:
         self._rounds = rounds
         self._memory = memory
         self._whole: dict[int, Tensor] = {}
-        #: Frozen members of which each rank keeps a part: the member, and this rank's pieces with the first element of each.
+        #: Frozen members that ranks keep in parts: the member, and this rank's pieces with the first element of each.
         self._parts: dict[int, tuple[Member, list[tuple[Tensor, int]]]] = {}
 
     def take(self, member: Member) -> None:
@@ -160,7 +160,7 @@ class Fetcher:
         self._copies = Copies(rounds, memory)
         self.staging = Staging()
         self._streams: dict[torch.device, Any] = {}
-        # One thread keeps weights in the order of their requests.
+        # A single thread keeps weights in the order of their requests.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self.is_at_hand = False
         self._is_closed = False

@@ -1,7 +1,7 @@
 """Hooks on modules and on backward: a unit is fetched before its module runs, and before backward needs saved weights.
 
-``longshore.shard`` installs them. They run on the training thread in forward and on autograd's threads in backward. Activation
-checkpointing recomputes a module, and puts the unit's hooks on top of its own.
+``longshore.shard`` installs them. Forward runs them on the training thread, backward on autograd's threads. Activation checkpointing
+recomputes a module, and puts the unit's hooks on top of its own.
 """
 
 import contextlib
@@ -186,13 +186,13 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A running call of a module whose units are pinned. It lasts as long as its frame on its thread."""
+    """A running call of a module whose units are pinned. The call lasts as long as its frame on its thread."""
 
     module: nn.Module
     units: list[Unit]
     frame: FrameType
     thread: int
-    #: Whether the call runs within another one that pins the same units.
+    #: True if the call runs within another one that pins the same units.
     is_within: bool = False
 
     def has_ended(self) -> bool:
@@ -343,7 +343,7 @@ def _around(model: nn.Module, inner: list[nn.Module]) -> list[nn.Module]:
 
 
 def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:
-    """Yields the modules whose forward needs units, with these units: a unit's own module, and modules with parameters of other units.
+    """Yields the modules whose forward needs units, with these units: units' own modules, and modules with parameters of other units.
 
     A module that contains other units needs none for itself: its own parameters are fetched at their use."""
     owned: dict[int, list[Unit]] = {}

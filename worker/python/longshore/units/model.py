@@ -1,6 +1,6 @@
 """Units: parts of a model whose weights are acquired and released together, and the order of their use.
 
-:func:`members` and :func:`cut` run once in ``longshore.shard``. :class:`Order` learns the order in one step, and predicts the next step by
+:func:`members` and :func:`cut` run once in ``longshore.shard``. :class:`Order` learns the order in a step, and predicts the next step by
 it.
 """
 
@@ -17,7 +17,7 @@ from longshore.errors import UsageError, invalid
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import DTYPES, Param
 
-#: A unit's name for ``units=``: a module, a class of modules, or a module's name, in which * stands for any one part ("layers.*").
+#: A unit's name for ``units=``: a module, a class, or a module's name. In a name * stands for any one part ("layers.*").
 Named = str | type | nn.Module
 
 
@@ -145,7 +145,7 @@ def _too_large(unit: Unit, reserve: int, room: int) -> Exception:
 
 
 def _deal(model: nn.Module, of_model: list[Member], roots: dict[str, nn.Module]) -> list[Unit]:
-    """Returns a unit for each root with parameters of its own, and one for each other module that has some directly."""
+    """Returns a unit for each root with parameters, and one for each other module with direct parameters."""
     unit_of_module: dict[int, Unit] = {}
     for name, root in roots.items():
         unit = Unit(name, module=root, is_block=True)
@@ -267,7 +267,7 @@ def own_memory(member: Member) -> None:
         tensor.data = tensor.detach().contiguous().clone(memory_format=torch.contiguous_format)
 
 
-#: A run of a parameter's elements in the job: the job's parameter, the first element in it, and the number of elements.
+#: A run of a parameter's elements in the job: the job's parameter, the run's first element in it, and its length.
 Span = tuple[int, int, int]
 #: Returns the spans of a parameter's elements, from a first element on, for a number of elements.
 Spans = Callable[[Param, int, int], Iterable[Span]]
@@ -323,7 +323,7 @@ class Order:
         """Notes a use of a unit. A use that does not count, as in an evaluation, is not learned and does not move the step.
 
         Returns:
-            Whether the previous use was of another unit. Several modules of a unit run one after the other.
+            True if the previous use was of another unit. Several modules of a unit run one after the other.
         """
         self._clock += 1
         self._used[unit] = self._clock

@@ -167,7 +167,7 @@ def check_same(unit: Unit) -> None:
 
 
 #: Prefetch distance. The next 4 uses are fetched whatever their size. Further uses are fetched up to 64 MiB together, so that small units
-#: hide a round trip too, and at most 128 uses ahead.
+#: hide a round trip too. The limit is 128 uses ahead.
 _AHEAD, _AHEAD_BYTES, _FARTHEST = 4, 64 * 1024 * 1024, 128
 
 
@@ -189,9 +189,9 @@ class Residency:
         self.peak = self.fetched = 0
         self._present = Resident()
         self.epoch = 0
-        #: Whether the model is being built, so that no server has its weights.
+        #: True if the model is being built, so that no server has its weights.
         self.is_building = False
-        #: Whether the running call may train: its outermost module was called with gradients enabled. An inner call may still disable them,
+        #: True if the running call may train: its outermost module was called with gradients enabled. An inner call may still disable them,
         #: for example a block of a reentrant checkpoint.
         self.may_train = True
         #: Context in which tensors that autograd saves of weights are fetched at their use. See :mod:`longshore.units.hooks`.
@@ -257,7 +257,7 @@ class Residency:
                 self._nodes.end()
             trains = (unit.module is None or unit.module.training) and (self.may_train or is_in_backward())
             is_next = self._order.note(unit, counts=trains)
-            # One rank may evaluate while the others do something else.
+            # A rank may evaluate while the others do something else.
             together = trains and not alone
             under_way = self._under_way.pop(unit, None)
             if under_way is None and not self._under_way and not self._fetcher.is_at_hand:
@@ -445,7 +445,7 @@ class Residency:
             self._streams.forget(member.unit)
 
     def _begin_first(self, unit: Unit, *, shared: bool, ahead_shared: bool) -> Fetch | None:
-        """Fetches a unit together with the next ones if no fetch is under way: requests that leave together take one round trip."""
+        """Fetches a unit together with the next ones if no fetch is under way: requests sent together take one round trip."""
         missing = self._missing(unit)
         if not missing:
             return None
@@ -617,7 +617,7 @@ class UnitWeights:
     def abandon(self) -> None:
         """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
         servers, which change them for nobody."""
-        # Garbage collection may call this anywhere, even under a lock: it waits for no thread of the package and for no rank.
+        # Garbage collection may call this anywhere, even under a lock. So this waits for no thread of the package and no rank.
         with contextlib.suppress(LongshoreError):
             self._fetcher.keep_all([*self._members.values()])
         self.release()
