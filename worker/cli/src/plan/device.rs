@@ -1,50 +1,50 @@
-//! The most device memory that a rank's step takes, by what takes it.
+//! The peak device memory of a rank's step, by component.
 
 use super::{Model, model::Division};
 
-/// What a rank computes at a time, and how.
+/// The batch that a rank computes at a time, and its method.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload {
     /// Sequences of one micro-step.
     pub(crate) sequences: u64,
     /// Tokens of a sequence.
     pub(crate) context: u64,
-    /// Backward computes a block's inside again from its input, instead of keeping it.
+    /// True if backward recomputes a block's inside from its input, instead of keeping it.
     pub(crate) checkpointing: bool,
-    /// The inputs of blocks wait for backward in the host's memory.
+    /// True if inputs of blocks wait for backward in the host's memory.
     pub(crate) offloading: bool,
-    /// How many versions of the trained weights a device holds at stage 2: two in a delayed job.
+    /// Versions of the trained weights that a device holds at stage 2: two in a delayed job.
     pub(crate) versions: u64,
-    /// Which part of the parameters is trained, from 0 to 1. It is spread evenly over the model, as adapters are.
+    /// Trained part of the parameters, from 0 to 1, spread evenly over the model, as adapters are.
     pub(crate) trained: f64,
     pub(crate) division: Division,
 }
 
-/// Which weights a device holds, by ZeRO's names.
+/// The weights that a device holds, by ZeRO's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// All.
+    /// All weights.
     Two,
-    /// Those of the unit in use and of the next one.
+    /// Weights of the unit in use and of the next one.
     Three,
 }
 
-/// Bytes by component at the moment when they are most.
+/// Bytes by component at the peak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Peak {
     pub(crate) weights: u64,
-    /// A unit's gradients leave while the next unit's are made.
+    /// Gradients of two units: a unit's gradients leave while the next unit's are made.
     pub(crate) gradients: u64,
-    /// None where the model's sizes are not known.
+    /// None if the model's sizes are unknown.
     pub(crate) activations: Option<u64>,
-    /// What waits in the host's memory.
+    /// Bytes that wait in the host's memory.
     pub(crate) on_host: u64,
 }
 
-/// Bytes of 16-bit weights and gradients.
+/// Bytes of a 16-bit weight or gradient.
 pub(crate) const WIDTH: u64 = 2;
-/// Bytes of a block's activations for each token and element of its width, in 16 bits and with fused attention: Korthikanti et
-/// al. (2022), equation 1, without the attention matrix, which fused kernels do not keep.
+/// Bytes of a block's activations per token and element of its width, in 16 bits and with fused attention. From
+/// Korthikanti et al. (2022), equation 1, without the attention matrix, which fused kernels do not keep.
 const INSIDE: u64 = 34;
 /// Logits and their gradient, both in fp32.
 const LOGITS: u64 = 8;
@@ -55,7 +55,7 @@ impl Peak {
         let neighbours = in_use_and_next(&units);
         let trained = |elements: u64| (elements as f64 * work.trained).ceil() as u64;
         let weights = match stage {
-            // Frozen weights have one version alone.
+            // Frozen weights have a single version.
             Stage::Two => (model.elements() + trained(model.elements()) * (work.versions - 1)) * WIDTH,
             Stage::Three => neighbours * WIDTH,
         };
@@ -65,7 +65,7 @@ impl Peak {
         Peak { weights, gradients, activations, on_host: on_host.unwrap_or(0) }
     }
 
-    /// That of a model of the same kind with so many times the parameters.
+    /// Returns the peak of a model of the same kind with `times` as many parameters.
     pub(crate) fn scaled(self, times: f64) -> Peak {
         let of = |bytes: u64| (bytes as f64 * times).ceil() as u64;
         Peak { weights: of(self.weights), gradients: of(self.gradients), ..self }
@@ -76,15 +76,17 @@ impl Peak {
     }
 }
 
-/// The elements of the unit in use and the next one, where they are most.
+/// Returns the most elements of a unit in use and the next one.
 fn in_use_and_next(units: &[u64]) -> u64 {
     let alone = units.iter().copied().max().unwrap_or(0);
     units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(alone)
 }
 
-/// The inputs of all blocks and the inside of one, or the insides of all; and beside them, at the end of forward, the
-/// logits. Where inputs wait in the host's memory the device has that of the block in use and one on its way, and the second number
-/// is what the host has.
+/// Returns the bytes of activations on the device, and on the host.
+///
+/// The device has the inputs of all blocks and the inside of one, or the insides of all. At the end of forward it
+/// also has the logits. If inputs wait in the host's memory, the device has two inputs: that of the block in use,
+/// and one on its way.
 fn activations(model: &Model, work: &Workload) -> Option<(u64, u64)> {
     let sizes = model.transformer?;
     let tokens = work.sequences * work.context;
@@ -99,8 +101,8 @@ fn activations(model: &Model, work: &Workload) -> Option<(u64, u64)> {
     })
 }
 
-/// The largest transformer that a device's memory takes at a stage, in elements. Its width is 128 times its layers, as
-/// about that of GPT-3's family, and the rest as in `model`.
+/// Returns the elements of the largest transformer that fits on a device at a stage. Its width is 128 times its
+/// layers, about as in GPT-3's family, and the rest is as in `model`.
 pub(crate) fn largest(device: u64, vocabulary: u64, work: &Workload, stage: Stage) -> u64 {
     let fits =
         |layers: u64| Peak::of(&Model::transformer_of(layers, vocabulary), work, stage).total() <= device;
@@ -157,7 +159,7 @@ mod tests {
             assert_eq!(most.gradients, (whole.gradients as f64 / 200.0).ceil() as u64 * 2, "{stage:?}");
             assert_eq!(most.activations, whole.activations);
         }
-        // Only of those that are trained there is a second version.
+        // Only the trained parameters have a second version.
         let second = (model.elements() as f64 / 100.0).ceil() as u64;
         assert_eq!(Peak::of(&model, &work, Stage::Two).weights, 2 * (model.elements() + second));
     }
@@ -181,12 +183,12 @@ mod tests {
         assert_eq!(peak.activations, Some(2 * tokens * width * 2 + tokens * width * 34));
         assert_eq!(peak.on_host, 8 * tokens * width * 2);
         assert_eq!(Peak::of(&model, &WORK, Stage::Three).on_host, 0);
-        // One block has no other that its input could wait for.
+        // A single block has no other block during which its input could wait.
         let one = Peak::of(&Model::transformer_of(1, 1000), &work, Stage::Three);
         assert_eq!(one.activations, Some(tokens * 128 * 2 + tokens * 1000 * 8));
     }
 
-    /// What the papers say: ZeRO-3 Offload trains 2 T parameters on 512 GPUs of 32 GB, with activations on the host.
+    /// From the papers: ZeRO-3 Offload trains 2 T parameters on 512 GPUs of 32 GB, with activations on the host.
     #[test]
     fn two_trillion_parameters_fit_where_activations_wait_on_the_host() {
         let model = Model::of_about(2_000_000_000_000, 50_257);
@@ -195,7 +197,7 @@ mod tests {
         assert!(Peak::of(&model, &work, Stage::Three).total() > device);
         let peak = Peak::of(&model, &Workload { offloading: true, ..work }, Stage::Three);
         assert!(peak.total() < device, "{peak:?}");
-        // Those of 16 GPUs are beside the server in their host's 1.5 TB.
+        // Activations of 16 GPUs fit beside the server in their host's 1.5 TB.
         assert!(16 * peak.on_host < 250_000_000_000, "{peak:?}");
     }
 

@@ -1,4 +1,4 @@
-//! What a plan knows of the hardware: from flags, or from a TOML file with the flags' names.
+//! The hardware of a plan, from flags, or from a TOML file with the flags' names.
 
 use std::path::{Path, PathBuf};
 
@@ -54,7 +54,7 @@ pub(crate) struct HardwareArgs {
 }
 
 impl HardwareArgs {
-    /// The flags, and what the file says beside them.
+    /// Returns the flags, completed by the file.
     pub(crate) fn with_file(&self) -> anyhow::Result<HardwareArgs> {
         let Some(path) = &self.hardware else { return Ok(self.clone()) };
         let file = HardwareArgs::of_file(path).with_context(|| format!("--hardware {}", path.display()))?;
@@ -83,15 +83,15 @@ impl HardwareArgs {
         Ok(toml::from_str(&std::fs::read_to_string(path)?)?)
     }
 
-    /// Whether ranks can exchange slices.
+    /// Returns true if ranks can exchange slices.
     pub(crate) fn has_fabric(&self) -> bool {
         self.fabric.is_some()
     }
 
-    /// All speeds, if steps are to be predicted.
+    /// Returns all speeds, if steps are to be predicted.
     ///
     /// # Errors
-    /// Where a speed that is needed is missing, or one is not above 0.
+    /// If a needed speed is missing, or a speed is not above 0.
     pub(crate) fn speeds(&self, needs_drives: bool) -> anyhow::Result<Option<Hardware>> {
         for (flag, value) in [
             ("gpu-tflops", self.gpu_tflops),

@@ -1,4 +1,4 @@
-//! Models as Hugging Face keeps them: the tensors of a `config.json` of a known family, or those of safetensors files.
+//! Models in Hugging Face's formats: tensors by the `config.json` of a known family, or by safetensors files.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,15 +14,16 @@ use serde_json::Value;
 
 use super::{Model, Transformer, model::Tensor};
 
-/// A header beyond this is no safetensors file: the format's own limit.
+/// A larger header is no safetensors file: this is the format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// A size beyond this is a typing error, and so are more layers or experts than this: they are listed one by one.
+/// A larger size is a typing error. So is a larger count of layers or experts, which are listed one by one.
 const MAX_SIZE: u64 = 1 << 30;
 const MAX_COUNT: u64 = 4096;
 
-/// Reads a model from a `config.json`, a safetensors file, its index, or a folder with one of these. Tensors of files are exact, so
-/// they win over a configuration beside them. An index may have been fetched without the files that it names: then the
-/// configuration counts.
+/// Reads a model from a `config.json`, a safetensors file, its index, or a folder with one of these.
+///
+/// Tensors of files are exact, so they win over a configuration beside them. If the files of an index are missing,
+/// the configuration counts.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Model> {
     if path.is_dir() {
         return read_folder(path);
@@ -66,7 +67,7 @@ fn json<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<T> {
     serde_json::from_str(&text).with_context(|| format!("{} is not what was expected", path.display()))
 }
 
-/// The sizes that a configuration says. A family that is not known matters only where there are no tensors.
+/// Returns the sizes in a configuration. An unknown family is an error only without tensors.
 fn transformer(config: &Value) -> Option<Transformer> {
     of_config(config).ok()?.transformer
 }
@@ -94,7 +95,8 @@ fn of_index(index: &Path, described: Option<&Value>) -> anyhow::Result<Model> {
     })
 }
 
-/// The tensors that files list. Their order in files is the alphabet's; here blocks are in the order of their numbers.
+/// Returns the tensors of files. Files list them alphabetically; the result has blocks in the order of their
+/// numbers.
 fn of_files(files: &[PathBuf], transformer: Option<Transformer>) -> anyhow::Result<Model> {
     let mut tensors = Vec::new();
     for file in files {
@@ -111,7 +113,7 @@ fn of_files(files: &[PathBuf], transformer: Option<Transformer>) -> anyhow::Resu
     Ok(Model { tensors, transformer })
 }
 
-/// Embeddings first, blocks by number, and the head last.
+/// Sort key: embeddings first, blocks by number, and the head last.
 fn forward_order(name: &str) -> (u8, Vec<(u64, String)>) {
     let is_embedding = ["embed", "wte", "wpe"].iter().any(|part| name.contains(part));
     let is_block = name.split('.').any(|part| part.bytes().all(|byte| byte.is_ascii_digit()));
@@ -124,7 +126,7 @@ fn forward_order(name: &str) -> (u8, Vec<(u64, String)>) {
     (place, parts)
 }
 
-/// A safetensors file's header, and the byte at which its tensors begin.
+/// Returns a safetensors file's header, and the offset of its tensors.
 pub(crate) fn header(path: &Path) -> anyhow::Result<(u64, Metadata)> {
     let mut file = File::open(path)?;
     let mut length = [0; 8];
@@ -139,7 +141,7 @@ pub(crate) fn header(path: &Path) -> anyhow::Result<(u64, Metadata)> {
     Ok((8 + length, serde_json::from_slice(&header)?))
 }
 
-/// A configuration's numbers, by Hugging Face's names.
+/// Numbers of a configuration, by Hugging Face's names.
 struct Config<'a>(&'a Value);
 
 impl Config<'_> {
@@ -157,7 +159,7 @@ impl Config<'_> {
         self.given(names)?.with_context(|| format!("{} is missing in it", names[0]))
     }
 
-    /// The number of things that are listed one by one.
+    /// Returns a count of parts that are listed one by one.
     fn count(&self, names: &[&str]) -> anyhow::Result<u64> {
         let count = self.size(names)?;
         ensure!(count <= MAX_COUNT, "{} is {count}, but must be at most {MAX_COUNT}", names[0]);
@@ -283,7 +285,7 @@ mod tests {
 
     use super::*;
 
-    /// Published configurations and the number of parameters that their model cards name.
+    /// Published configurations, with the parameters that their model cards name.
     fn published() -> [(Value, u64, u64); 6] {
         let llama = |width: u64, hidden: u64, key_heads: u64, vocabulary: u64| {
             json!({
@@ -353,7 +355,7 @@ mod tests {
         assert_eq!((model.elements(), model.transformer), (30, None));
     }
 
-    /// As when large files are fetched later: a few KB say what a model is.
+    /// Large files may be fetched later: a few KB describe a model.
     #[test]
     fn an_index_without_its_files_counts_by_the_configuration_beside_it() {
         let folder = tempfile::tempdir().unwrap();
@@ -376,7 +378,7 @@ mod tests {
             let model = read(path).unwrap();
             assert_eq!((model.elements(), model.transformer.unwrap().layers), (*elements, 32));
         }
-        // One of the files is not enough.
+        // A part of the files is not enough.
         let data = [0u8; 4];
         let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F16, vec![2], &data).unwrap();
         let first = folder.path().join("model-00001-of-00002.safetensors");

@@ -1,5 +1,5 @@
-//! What a model takes of a GPU, and how long its steps last, from numbers alone. What it takes of servers is the engine's
-//! own arithmetic (`commands/plan.rs`).
+//! A model's needs on a GPU, and the time of its steps, from numbers alone. Needs on servers come from the
+//! engine's own arithmetic (`commands/plan.rs`).
 
 mod device;
 mod hardware;

@@ -1,5 +1,5 @@
-//! A model as a plan knows it: its tensors in forward order, the units that are acquired together, and what is known of
-//! its activations.
+//! The model of a plan: its tensors in forward order, the units acquired together, and the sizes of its
+//! activations.
 
 use std::ops::Range;
 
@@ -20,17 +20,17 @@ impl Tensor {
     }
 }
 
-/// The sizes of a transformer, which decide what its activations take and what its steps compute.
+/// Sizes of a transformer, which decide the bytes of activations and the compute of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Transformer {
     pub(crate) layers: u64,
     pub(crate) width: u64,
     pub(crate) vocabulary: u64,
-    /// How many experts of a layer a token goes through, and how many there are: (1, 1) in a dense model.
+    /// Experts of a layer that a token goes through, and all experts: (1, 1) in a dense model.
     pub(crate) experts: (u64, u64),
 }
 
-/// What is acquired together at stage 3.
+/// The parameters acquired together at stage 3.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Division {
     /// The parameters of a block
@@ -43,12 +43,13 @@ pub(crate) enum Division {
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) tensors: Vec<Tensor>,
-    /// None where only the tensors are known.
+    /// None if only the tensors are known.
     pub(crate) transformer: Option<Transformer>,
 }
 
 impl Model {
-    /// A transformer of GPT's kind with so many layers, whose width is 128 times as many, about as in GPT-3's family.
+    /// Returns a transformer of GPT's kind with this many layers. Its width is 128 times the layers, about as in
+    /// GPT-3's family.
     pub(crate) fn transformer_of(layers: u64, vocabulary: u64) -> Model {
         let width = 128 * layers;
         let mut tensors = vec![Tensor::new("embedding.weight", &[vocabulary, width])];
@@ -63,7 +64,7 @@ impl Model {
         Model { tensors, transformer: Some(transformer) }
     }
 
-    /// The transformer of that kind which comes nearest to a number of elements.
+    /// Returns the transformer of that kind that comes nearest to a number of elements.
     pub(crate) fn of_about(elements: u64, vocabulary: u64) -> Model {
         let distance =
             |layers: &u64| Model::transformer_of(*layers, vocabulary).elements().abs_diff(elements);
@@ -77,7 +78,7 @@ impl Model {
         self.tensors.iter().map(Tensor::elements).sum()
     }
 
-    /// The elements that a token's forward pass multiplies by: all but the experts that it does not go through.
+    /// Returns the elements that a token's forward pass multiplies by: all but the experts that the token skips.
     pub(crate) fn active(&self) -> u64 {
         let (through, all) = self.transformer.map_or((1, 1), |transformer| transformer.experts);
         let elements = |tensor: &Tensor| match tensor.name.contains(".experts.") {
@@ -87,7 +88,8 @@ impl Model {
         self.tensors.iter().map(elements).sum()
     }
 
-    /// The parameters that are acquired and released together: those of one block, and each other run of tensors.
+    /// Returns the runs of parameters that are acquired and released together: each block, and each run of other
+    /// tensors.
     pub(crate) fn units(&self) -> Vec<Range<usize>> {
         let mut units: Vec<Range<usize>> = Vec::new();
         for index in 0..self.tensors.len() {
@@ -110,7 +112,7 @@ impl Model {
     }
 }
 
-/// A tensor's block: its name up to the first part that is a number, as in `model.layers.7`.
+/// Returns a tensor's block: its name up to the first part that is a number, as in `model.layers.7`.
 fn block(name: &str) -> Option<&str> {
     let mut end = 0;
     for part in name.split('.') {

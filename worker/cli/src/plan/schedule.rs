@@ -1,9 +1,11 @@
-//! The schedule of steps: who computes, sends and updates when, on links and servers of given speed.
+//! Simulates steps on links and servers of given speed: compute, sends and updates.
 //!
-//! All ranks do the same at the same time, so one rank is followed, and what ranks share is slower by their number. Each
-//! resource does one thing at a time, in the order of the protocol: gradients leave last layer first, shards are updated in forward order
-//! behind the decision, and weights follow their update. So a run of 512 GPUs takes no longer to simulate than one of two.
-//! Servers are followed one by one, since a shard is as fast as the one server that has it.
+//! All ranks do the same at the same time, so one rank is simulated, and shared resources are slower by the number
+//! of ranks. A run of 512 GPUs takes no longer to simulate than one of two. Servers are simulated one by one,
+//! since a shard is as fast as the server that owns it.
+//!
+//! Each resource does one thing at a time, in the order of the protocol. Gradients leave last layer first. Shards
+//! are updated in forward order after the decision. Weights follow their update.
 
 mod bytes;
 mod deal;
@@ -21,24 +23,24 @@ use super::{device::Stage, traffic::DriveTraffic};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hardware {
     pub(crate) gpu_flops: f64,
-    /// A GPU's way to the servers, in each direction.
+    /// A GPU's link to the servers, in each direction.
     pub(crate) link: f64,
-    /// A server's way to all GPUs, in each direction.
+    /// A server's link to all GPUs, in each direction.
     pub(crate) server_link: f64,
-    /// What a server's memory moves in an update.
+    /// Bytes a second that a server's memory moves in updates.
     pub(crate) server_memory: f64,
-    /// What a server's drives read and write together.
+    /// Bytes a second that a server's drives read and write together.
     pub(crate) drives: f64,
-    /// A GPU's way to the other GPUs.
+    /// A GPU's link to the other GPUs.
     pub(crate) fabric: f64,
     pub(crate) round_trip_s: f64,
 }
 
-/// The parameters that are acquired together, and how long a rank computes with them in a micro-step.
+/// The parameters acquired together, and a rank's compute time with them in a micro-step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
     pub(crate) elements: f64,
-    /// Which part of them is trained. The others have no gradient and no update.
+    /// Trained part of the parameters. The rest has no gradient and no update.
     pub(crate) trained: f64,
     pub(crate) forward_s: f64,
     pub(crate) backward_s: f64,
@@ -52,12 +54,12 @@ pub(crate) struct Run {
     /// Elements of a shard.
     pub(crate) shard: f64,
     pub(crate) stage: Stage,
-    /// Elements that the device has room for at stage 3.
+    /// Elements for which the device has room at stage 3.
     pub(crate) room: f64,
     /// Bytes of activations that each GPU moves to its host in forward, and back in backward, in a micro-step.
     pub(crate) activations: f64,
     pub(crate) delayed: bool,
-    /// Each rank pushes and pulls its slice of each unit, and ranks exchange slices.
+    /// True if each rank pushes and pulls its slice of each unit, and ranks exchange slices.
     pub(crate) sliced: bool,
     pub(crate) micro_steps: u32,
     /// Bytes of an element on the wire.
@@ -67,7 +69,7 @@ pub(crate) struct Run {
     pub(crate) drives: DriveTraffic,
 }
 
-/// What a step may wait for.
+/// The resources that a step may wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Binding {
@@ -92,12 +94,12 @@ impl Binding {
     }
 }
 
-/// One step of a run that has gone on for a while.
+/// A step in the middle of a long run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub(crate) wall_s: f64,
     pub(crate) compute_s: f64,
-    /// What is in use for the longest part of the step, and for how long.
+    /// The resource in use for the longest part of the step, and the length of that part.
     pub(crate) binding: Binding,
     pub(crate) binding_s: f64,
 }
@@ -108,10 +110,10 @@ impl Step {
     }
 }
 
-/// How many steps go by before one counts. A delayed step depends on the two before it, so that the fourth is like all
-/// that follow.
+/// Steps before the step that counts. A delayed step depends on the two before, so the fourth is like all that
+/// follow.
 const WARM_STEPS: usize = 4;
-/// What a rank has.
+/// Resources of a rank.
 #[derive(Default)]
 struct OfRank {
     gpu: Line,
@@ -120,7 +122,7 @@ struct OfRank {
     fabric: Line,
 }
 
-/// What a group of servers has.
+/// Resources of a group of servers.
 #[derive(Clone, Default)]
 struct OfGroup {
     push: Line,
@@ -129,26 +131,26 @@ struct OfGroup {
     drives: Line,
 }
 
-/// A run in the middle of its steps.
+/// State of a run between two steps.
 struct Simulation<'a> {
     run: &'a Run,
     hardware: &'a Hardware,
     rank: OfRank,
     groups: Vec<OfGroup>,
-    /// Where the units lie.
+    /// Parts of each unit on the groups of servers.
     parts: Vec<Vec<Part>>,
-    /// By unit, when the version after the last step and the one before it can be read: on the servers at stage 3, on the
-    /// device at stage 2.
+    /// By unit, the time when a version becomes readable: on the servers at stage 3, on the device at stage 2.
+    /// `newest` is the version of the last step, `older` the one before.
     newest: Vec<f64>,
     older: Vec<f64>,
-    /// Which unit each use was of, when it ended, and when the last of them did.
+    /// Unit and end of each use, and the end of the last use.
     used: Vec<usize>,
     uses: Vec<f64>,
     computed_at: f64,
 }
 
 impl Run {
-    /// One step of many.
+    /// Returns one step of a long run.
     pub(crate) fn step(&self, hardware: &Hardware) -> Step {
         let mut simulation = Simulation::of(self, hardware);
         (0..WARM_STEPS).for_each(|_| simulation.step());
@@ -165,7 +167,7 @@ impl Run {
         }
     }
 
-    /// The bytes that one rank exchanges with the servers for so many elements, in one direction.
+    /// Bytes that one rank exchanges with the servers for this many elements, in one direction.
     fn rank_bytes(&self, elements: f64) -> f64 {
         elements * self.width / if self.sliced { self.gpus } else { 1.0 }
     }
@@ -189,7 +191,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Makes a step, and returns how long each was in use in it.
+    /// Simulates a step. Returns the time that each resource was in use.
     fn busy_step(&mut self) -> [(Binding, f64); 6] {
         let before = self.busy();
         self.step();
@@ -198,7 +200,7 @@ impl<'a> Simulation<'a> {
         busy
     }
 
-    /// How long each has been in use. Of servers it is the busiest that counts.
+    /// Returns the time that each resource has been in use. The busiest server counts.
     fn busy(&self) -> [(Binding, f64); 6] {
         let most = |line: fn(&OfGroup) -> &Line| {
             self.groups.iter().map(|group| line(group).busy_s).fold(0.0, f64::max)
@@ -213,13 +215,13 @@ impl<'a> Simulation<'a> {
         ]
     }
 
-    /// What a group of servers does in a second where one does so much.
+    /// Returns a group's speed from the speed of one server.
     fn of_group(&self, of_server: f64) -> f64 {
         of_server * self.run.servers / self.groups.len() as f64
     }
 
-    /// How long a part is on the link of its group between all ranks and the servers, and the least time that a shard of it
-    /// takes on one server's link.
+    /// Returns the time of a part on its group's link to all ranks, and the least time of one shard on one
+    /// server's link.
     fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
         let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
         (
@@ -228,7 +230,7 @@ impl<'a> Simulation<'a> {
         )
     }
 
-    /// How long ranks exchange the slices of so many elements.
+    /// Returns the time in which ranks exchange the slices of this many elements.
     fn exchange_s(&self, elements: f64) -> f64 {
         if !self.run.sliced {
             return 0.0;
@@ -236,13 +238,14 @@ impl<'a> Simulation<'a> {
         elements * self.run.width * (self.run.gpus - 1.0) / self.run.gpus / self.hardware.fabric
     }
 
-    /// Brings a share of a unit to the rank. `readable` says from when on each part can be read.
+    /// Pulls a share of a unit to the rank. `readable` returns the time from which on each part can be read.
+    /// Returns the time of arrival.
     fn pull(&mut self, unit: usize, share: f64, readable: impl Fn(usize) -> f64) -> f64 {
         let elements = self.run.units[unit].elements * share;
         let first = (0..self.parts[unit].len()).map(&readable).fold(f64::INFINITY, f64::min);
         let on_link = self.run.rank_bytes(elements) / self.hardware.link;
         let mut arrived = self.rank.pull.take(first, on_link);
-        // One rank's read serves all, since they ask for the same soon after each other.
+        // A single read serves all ranks, since they ask for the same data soon after each other.
         let read = share * self.read_bytes(unit);
         for index in 0..self.parts[unit].len() {
             let part = self.parts[unit][index];
@@ -257,8 +260,8 @@ impl<'a> Simulation<'a> {
         self.rank.fabric.take(arrived, self.exchange_s(elements))
     }
 
-    /// What a pull reads of the drives for each element of a unit. At stage 2 pulls follow the update, and find its images
-    /// in DRAM.
+    /// Returns the bytes that a pull reads of the drives per element of a unit. At stage 2 pulls follow the
+    /// update, and find its images in DRAM.
     fn read_bytes(&self, unit: usize) -> f64 {
         let (trained, drives) = (self.run.units[unit].trained, self.run.drives);
         match self.run.stage {
@@ -271,7 +274,7 @@ impl<'a> Simulation<'a> {
         let units = self.run.units.len();
         let mut received_at = 0.0f64;
         for micro_step in 0..self.run.micro_steps {
-            // When each unit's activations have left. The device has room for those of two units.
+            // Times at which each unit's activations have left. The device has room for those of two units.
             let mut left = Vec::with_capacity(units);
             for unit in 0..units {
                 let is_pulled = self.run.pulls_for_forward(micro_step, unit);
@@ -290,7 +293,8 @@ impl<'a> Simulation<'a> {
         self.update(received_at);
     }
 
-    /// How long a unit's activations are on the way between the GPU and its host, which is the first part of the way to the servers.
+    /// Returns the transfer time of a unit's activations between the GPU and its host, over the first part of the
+    /// link to the servers.
     fn activations_s(&self, unit: usize) -> f64 {
         if self.run.activations <= 0.0 {
             return 0.0;
@@ -299,7 +303,8 @@ impl<'a> Simulation<'a> {
         self.run.activations * self.run.units[unit].elements / all / self.hardware.link
     }
 
-    /// Uses a unit's weights for so long, not before its activations have room or are back, and returns when that is done.
+    /// Computes with a unit's weights for `seconds`, not before its activations have room or are back. Returns the
+    /// end.
     fn compute(&mut self, (unit, seconds): (usize, f64), is_pulled: bool, activations_at: f64) -> f64 {
         let readable = if self.run.delayed { self.older[unit] } else { self.newest[unit] };
         let ready = match self.run.stage {
@@ -310,7 +315,7 @@ impl<'a> Simulation<'a> {
             }
             Stage::Two | Stage::Three => readable,
         };
-        // A GPU computes in the model's order, so that nothing fills its gaps.
+        // A GPU computes in the model's order, so no other work fills its gaps.
         let ready = ready.max(self.computed_at).max(activations_at);
         self.computed_at = self.rank.gpu.take(ready, seconds);
         self.used.push(unit);
@@ -318,7 +323,7 @@ impl<'a> Simulation<'a> {
         self.computed_at
     }
 
-    /// Sends a unit's gradients, and returns when the servers have them, added up over ranks.
+    /// Sends a unit's gradients. Returns the time at which servers have their sum over ranks.
     fn push(&mut self, unit: usize, made_at: f64, micro_step: u32) -> f64 {
         let Unit { elements, trained, .. } = self.run.units[unit];
         if trained <= 0.0 {
@@ -328,7 +333,7 @@ impl<'a> Simulation<'a> {
         let on_link = self.run.rank_bytes(elements * trained) / self.hardware.link;
         let left_rank = self.rank.push.take(reduced, on_link);
         let contributions = if self.run.sliced { 1.0 } else { self.run.gpus };
-        // A lone contribution is written as it comes. Several are read again and added up in fp32.
+        // A single contribution is written as it arrives. Several are read again and added up in fp32.
         let is_lone = contributions == 1.0 && self.run.micro_steps == 1;
         let sums = if is_lone {
             0.0
@@ -345,7 +350,7 @@ impl<'a> Simulation<'a> {
             let sent = group.push.take(reduced, seconds).max(reduced + least).max(left_rank);
             let elements = part.elements * trained;
             let bytes = elements * (contributions * self.run.width + sums);
-            // All micro-steps together write what is written of gradients.
+            // Spilled gradients are written once for all micro-steps together.
             let spilled = elements * self.run.drives.gradients / f64::from(self.run.micro_steps);
             let in_memory = group.memory.take(sent, bytes / memory);
             received = received.max(in_memory.max(group.drives.take(sent, spilled / drives)));
@@ -369,7 +374,7 @@ impl<'a> Simulation<'a> {
             for part in &self.parts[index] {
                 let elements = part.elements * trained;
                 let (of_memory, of_drives) = (self.run.update_bytes, self.run.drives.update);
-                // A shard is updated by the one server that has it.
+                // A single server, the owner, updates a shard.
                 let longest = part.longest * trained;
                 let least = (longest * of_memory / self.hardware.server_memory)
                     .max(longest * of_drives / self.hardware.drives);
@@ -386,12 +391,11 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// A number of servers with which a step is at most a hundredth longer than with `most` of them, while one server fewer makes
-/// it longer, and that step.
+/// Returns the fewest servers whose step is at most 1% longer than with `most` servers, and that step.
 pub(crate) fn enough_servers(run: &Run, hardware: &Hardware, most: u32) -> (u32, Step) {
     let with = |servers: u32| Run { servers: f64::from(servers), ..run.clone() }.step(hardware);
     let best = with(most).wall_s;
-    // Twice the servers never make a step longer; one more may, where shards come out even.
+    // Twice the servers never make a step longer. A single server more may, if shards are then dealt unevenly.
     let (mut low, mut high) = (1, most);
     while low < high {
         let middle = low.midpoint(high);

@@ -1,4 +1,4 @@
-//! The bytes that a step moves through a server's memory, and to and from its drives.
+//! Bytes that a step moves through a server's memory, and to and from its drives.
 
 use longshore_engine::{
     admission::Need,
@@ -7,7 +7,8 @@ use longshore_engine::{
 };
 use longshore_proto::{Dtype, Formats, JobSpec, Layout, ShardId, TierKind};
 
-/// Bytes of memory traffic that an update takes for each element of a job. `sliced` says that each has one contributor, whatever the number of ranks.
+/// Returns the bytes of memory traffic of an update per element. `sliced` says that each element has one
+/// contributor, whatever the number of ranks.
 pub(crate) fn update_bytes(spec: &JobSpec, sliced: bool) -> f64 {
     // Sums are fp32.
     let sums = (spec.world_size > 1 && !sliced) || spec.micro_steps > 1;
@@ -16,21 +17,22 @@ pub(crate) fn update_bytes(spec: &JobSpec, sliced: bool) -> f64 {
     bytes_per_parameter(spec.rule, master, state, gradient as usize, spec.image_dtype.bytes() as usize)
 }
 
-/// What a step moves to and from drives, in bytes for each element that is updated or pulled.
+/// Traffic of a step with drives, in bytes per element that is updated or pulled.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DriveTraffic {
-    /// What an update reads and writes: state, gradients in, images out.
+    /// Reads and writes of an update: state, gradients in, images out.
     pub(crate) update: f64,
-    /// Gradients as they are written when they come.
+    /// Writes of gradients as they arrive.
     pub(crate) gradients: f64,
-    /// What a pull reads of trained weights that were made a while ago. Those that are pulled behind their update are still in DRAM.
+    /// Reads of a pull of trained weights. Weights pulled right after their update are still in DRAM, and cost no
+    /// read.
     pub(crate) pull: f64,
-    /// What a pull reads of frozen weights.
+    /// Reads of a pull of frozen weights.
     pub(crate) frozen_pull: f64,
 }
 
 impl DriveTraffic {
-    /// The traffic of a server that owns these shards. What is written is the servers' own arithmetic.
+    /// Returns the traffic of a server that owns these shards. Writes come from the servers' own arithmetic.
     pub(crate) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> DriveTraffic {
         let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
         let trained = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>() as f64;
@@ -50,7 +52,7 @@ impl DriveTraffic {
             update: 2.0 * all - gradients - images,
             gradients,
             pull: if storage.spills(spec) { image } else { 0.0 },
-            // Frozen weights have one place, which is on the drives whatever spills.
+            // Frozen weights have one place, on the drives under any spill.
             frozen_pull: if spec.tier == TierKind::Nvme { image } else { 0.0 },
         }
     }

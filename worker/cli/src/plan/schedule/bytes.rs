@@ -1,8 +1,8 @@
-//! What a step pulls, and the bytes that each link carries for it.
+//! Bytes of a step: its pulls and pushes, and the load of each link.
 
 use super::{super::device::Stage, Run};
 
-/// The bytes of a step on each link.
+/// Bytes of a step on each link.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Traffic {
     /// From a GPU to all servers.
@@ -19,7 +19,7 @@ pub(crate) struct Traffic {
 }
 
 impl Run {
-    /// What a step moves, whatever it takes.
+    /// Returns the traffic of a step, independent of its time.
     pub(crate) fn traffic(&self) -> Traffic {
         let (mut pushed, mut pulled) = (0.0, 0.0);
         for (index, unit) in self.units.iter().enumerate() {

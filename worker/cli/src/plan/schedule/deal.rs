@@ -1,25 +1,25 @@
-//! Which servers have what of a unit: shards are cut from the flat space, and dealt to the servers in turn.
+//! Deals a unit to servers: shards are cut from the flat space, and dealt to the servers in turn.
 
-/// What one group of servers has of a unit.
+/// The part of a unit on one group of servers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Part {
     pub(super) group: usize,
     pub(super) elements: f64,
-    /// The most of it that is in one shard, and so on one server.
+    /// The most elements of the part in one shard, and so on one server.
     pub(super) longest: f64,
 }
 
-/// So many servers are followed one by one. Where there are more, each group has several, so that a run of
-/// thousands of servers takes no longer to simulate.
+/// The most groups of servers that are simulated one by one. More servers share groups, so that a run of thousands
+/// of servers takes no longer to simulate.
 const MOST_GROUPS: f64 = 32.0;
 
 pub(super) fn groups(servers: f64) -> usize {
     servers.clamp(1.0, MOST_GROUPS) as usize
 }
 
-/// The parts of units that lie one after the other.
+/// Returns the parts of consecutive units.
 pub(super) fn deal(sizes: impl Iterator<Item = f64>, shard: f64, groups: usize) -> Vec<Vec<Part>> {
-    // The shard that is being dealt, and what is left of it.
+    // The shard being dealt, and its remaining elements.
     let (mut index, mut left) = (0, shard);
     let unit = |size: f64| {
         let mut parts: Vec<Part> = Vec::new();

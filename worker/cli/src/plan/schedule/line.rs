@@ -1,15 +1,15 @@
-//! Something that does one thing at a time.
+//! A resource that does one thing at a time.
 
-/// What is asked of it first goes first, and what is ready earlier fills the gaps.
+/// The first request goes first. A later request that is ready earlier fills gaps.
 #[derive(Clone, Default)]
 pub(super) struct Line {
-    /// When it is in use, in order, without overlap.
+    /// Times of use, in order, without overlap.
     used: Vec<(f64, f64)>,
     pub(super) busy_s: f64,
 }
 
 impl Line {
-    /// Does what takes so long, once it is ready. Returns the time when it is done.
+    /// Uses the resource for `seconds`, from `ready_at` on. Returns the end.
     pub(super) fn take(&mut self, ready_at: f64, seconds: f64) -> f64 {
         if seconds <= 0.0 {
             return ready_at;
@@ -28,7 +28,7 @@ impl Line {
             after += 1;
         }
         let done_at = at + left;
-        // The gaps between these uses are filled now, so that all of them are one.
+        // The gaps between these uses are full now, so all of them become one.
         let began_at = self.used[first..after].first().map_or(ready_at, |&(start, _)| start.min(ready_at));
         self.used.splice(first..after, [(began_at, done_at)]);
         done_at

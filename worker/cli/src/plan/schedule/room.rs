@@ -1,15 +1,15 @@
-//! Units that a device keeps at stage 3, as `longshore.shard` does: the last ones of forward stay for backward, and the last
-//! ones of backward for the next micro-step, as many as there is room for.
+//! Units that a device keeps at stage 3, as `longshore.shard` does. The last units of forward stay for backward,
+//! and the last units of backward for the next micro-step, as far as there is room.
 
 use super::Run;
 
 impl Run {
-    /// How many units are not pulled again for backward.
+    /// Returns the number of units that stay from forward to backward.
     pub(crate) fn staying(&self) -> usize {
         self.fitting(self.units.iter().rev().map(|unit| unit.elements))
     }
 
-    /// How many of these there is room for, one after the other.
+    /// Returns how many of these units fit, one after the other.
     fn fitting(&self, elements: impl Iterator<Item = f64>) -> usize {
         let sums = elements.scan(0.0, |sum, elements| {
             *sum += elements;
@@ -18,8 +18,8 @@ impl Run {
         sums.take_while(|&sum| sum <= self.room).count()
     }
 
-    /// Whether a unit is pulled before its forward pass. Each step reads another version, so that nothing stays from one step to
-    /// the next.
+    /// Returns true if a unit is pulled before its forward pass. Each step reads another version, so nothing stays
+    /// from one step to the next.
     pub(super) fn pulls_for_forward(&self, micro_step: u32, unit: usize) -> bool {
         micro_step == 0 || unit >= self.fitting(self.units.iter().map(|unit| unit.elements))
     }
@@ -28,7 +28,7 @@ impl Run {
         unit + self.staying() < self.units.len()
     }
 
-    /// Which of the uses so far must be over before there is room for a unit. None where no use is in the way.
+    /// Returns the use that must end before a unit has room. None if no use is in the way.
     pub(super) fn makes_room(&self, used: &[usize], unit: usize) -> Option<usize> {
         let mut sum = self.units[unit].elements;
         used.iter().rposition(|&before| {

@@ -19,7 +19,7 @@ fn run(units: usize, forward_s: f64) -> Run {
         servers: 1.0,
         shard: 1e6,
         stage: Stage::Two,
-        // Two units.
+        // Room for two units.
         room: 100e6,
         activations: 0.0,
         delayed: false,
@@ -56,7 +56,7 @@ fn a_delayed_step_exposes_nothing_where_the_servers_keep_up() {
     let mut run = run(20, 0.1);
     run.delayed = true;
     assert!(run.step(&HARDWARE).exposed_s() < 1e-9);
-    // And where they do not, a step lasts as long as they are busy.
+    // If servers do not keep up, a step lasts as long as they are busy.
     run.update_bytes = 28.0 * 100.0;
     let step = run.step(&HARDWARE);
     assert_eq!(step.binding, Binding::ServerMemory);
@@ -69,7 +69,7 @@ fn stage_three_hides_pulls_behind_compute_or_is_bound_by_them() {
     run.units.iter_mut().for_each(|unit| unit.backward_s = unit.forward_s);
     run.stage = Stage::Three;
     run.delayed = true;
-    // Compute of a unit takes 1.5 times its transfer: all but a few pulls hide.
+    // Compute of a unit takes 1.5 times its transfer, so all but a few pulls hide.
     let hidden = run.step(&HARDWARE);
     let pulled = 78.0 * 0.010;
     assert!(hidden.exposed_s() < 0.05 * pulled, "{}", hidden.exposed_s());
@@ -116,11 +116,11 @@ fn more_servers_never_make_a_step_longer_and_512_gpus_are_simulated() {
 
 #[test]
 fn a_shard_is_as_fast_as_the_one_server_that_has_it() {
-    // Units of one shard: the last gradient of backward and the first weights of forward go over one link of eight.
+    // Units of one shard: the last gradient of backward and the first weights of forward use one link of eight.
     let mut run = Run { shard: 50e6, servers: 8.0, ..run(16, 0.1) };
     let hardware = Hardware { link: f64::INFINITY, ..HARDWARE };
     near(run.step(&hardware).exposed_s(), 0.010 + 0.001 + 0.014 + 0.010);
-    // Cut into eight each, all links carry it.
+    // Cut into eight shards, a unit uses all links.
     run.shard /= 8.0;
     near(run.step(&hardware).exposed_s(), (0.010 + 0.001 + 0.014 + 0.010) / 8.0);
 }
@@ -134,9 +134,9 @@ fn frozen_parameters_have_no_gradient_and_no_update() {
         run
     };
     whole.units.iter_mut().for_each(|unit| unit.elements *= 0.01);
-    // At stage 2 the frozen ones lie on the device, and a step is that of the trained ones alone.
+    // At stage 2 frozen parameters lie on the device, and a step equals that of the trained ones alone.
     near(adapters.step(&HARDWARE).wall_s, whole.step(&HARDWARE).wall_s);
-    // At stage 3 they are pulled.
+    // At stage 3 frozen parameters are pulled.
     let pulled = Run { stage: Stage::Three, ..adapters }.step(&HARDWARE);
     assert_eq!(pulled.binding, Binding::Pull);
     assert!(pulled.wall_s > 38.0 * 0.010, "{}", pulled.wall_s);
@@ -145,18 +145,18 @@ fn frozen_parameters_have_no_gradient_and_no_update() {
 #[test]
 fn stage_three_reads_the_drives_for_each_pull() {
     let mut spilled = Run { stage: Stage::Three, ..run(20, 0.0001) };
-    // Ten times slower than the link, so that they bind.
+    // Ten times slower than the link, so that drives bind.
     let hardware = Hardware { drives: 1e9, ..HARDWARE };
     spilled.drives = DriveTraffic { pull: 2.0, frozen_pull: 2.0, ..DriveTraffic::default() };
     let step = spilled.step(&hardware);
     assert_eq!(step.binding, Binding::Drives);
     near(step.binding_s, 38.0 * 0.100);
-    // All ranks have one read.
+    // A single read serves all ranks.
     let ranks = Run { gpus: 4.0, ..spilled.clone() };
     near(ranks.step(&Hardware { link: 1e15, server_link: 1e15, ..hardware }).binding_s, 38.0 * 0.100);
     // At stage 2 pulls find the images in DRAM.
     assert_ne!(Run { stage: Stage::Two, ..spilled.clone() }.step(&hardware).binding, Binding::Drives);
-    // The image window has trained weights alone, so that a frozen base is read at each pull.
+    // The image window has only trained weights, so a frozen base is read at each pull.
     spilled.units.iter_mut().for_each(|unit| unit.trained = 0.01);
     spilled.drives.pull = 0.0;
     near(spilled.step(&hardware).binding_s, 38.0 * 0.099);
@@ -173,7 +173,7 @@ fn the_bytes_of_a_step_are_those_that_links_carry() {
         let traffic = run.traffic();
         let busy = Simulation::of(&run, &hardware).busy_step();
         let of = |binding| busy.iter().find(|(found, _)| *found == binding).unwrap().1;
-        // Links of servers carry what two of four ranks move.
+        // Links of servers carry the bytes of two of four ranks.
         near(traffic.server_out / hardware.server_link, of(Binding::Pull));
         near(traffic.server_in / hardware.server_link, of(Binding::Push));
         near(traffic.server_in, 2.0 * traffic.push);
@@ -184,7 +184,7 @@ fn the_bytes_of_a_step_are_those_that_links_carry() {
 
 #[test]
 fn a_shard_is_updated_by_the_one_server_that_has_it() {
-    // Thousands of servers are followed in groups, but none helps another with its shard.
+    // Thousands of servers are simulated in groups, but no server helps another with its shard.
     let run = Run { shard: 50e6, servers: 4096.0, update_bytes: 2800.0, ..run(4, 0.0001) };
     let hardware = Hardware { link: 1e15, server_link: 1e15, ..HARDWARE };
     assert!(run.step(&hardware).wall_s >= 50e6 * 2800.0 / 100e9);
@@ -202,7 +202,7 @@ fn what_stays_on_the_device_is_not_pulled_again() {
     assert!(eleven.wall_s < two.wall_s, "{} against {}", eleven.wall_s, two.wall_s);
     run.room = 20.0 * 50e6;
     near(run.step(&hardware).binding_s, 20.0 * 0.010);
-    // The next micro-step of a step reads the same version, and finds what backward used last.
+    // The next micro-step reads the same version, and finds the units that backward used last.
     (run.room, run.micro_steps) = (11.0 * 50e6, 2);
     near(run.step(&hardware).binding_s, (20.0 + 3.0 * 9.0) * 0.010);
 }
@@ -210,14 +210,14 @@ fn what_stays_on_the_device_is_not_pulled_again() {
 #[test]
 fn what_stays_is_what_there_is_room_for_from_the_end() {
     let mut run = Run { stage: Stage::Three, ..run(4, 0.1) };
-    // An embedding in front that is four times as large.
+    // The first unit is an embedding, four times as large.
     run.units[0].elements = 200e6;
     for (room, staying) in [(50e6, 1), (149e6, 2), (150e6, 3), (349e6, 3), (350e6, 4)] {
         run.room = room;
         assert_eq!(run.staying(), staying, "{room}");
     }
     run.room = 250e6;
-    // For the embedding all but one unit must go, and for the last unit the embedding.
+    // The embedding needs all but one unit to go, and the last unit needs the embedding to go.
     assert_eq!(run.makes_room(&[3, 2, 1], 0), Some(1));
     assert_eq!(run.makes_room(&[0, 1, 2], 3), Some(0));
     assert_eq!(run.makes_room(&[1, 2], 3), None);
@@ -225,16 +225,16 @@ fn what_stays_is_what_there_is_room_for_from_the_end() {
 
 #[test]
 fn activations_hide_behind_compute_or_bind() {
-    // A unit computes for 15 ms at a time, in forward and in backward.
+    // A unit computes for 15 ms in forward, and again in backward.
     let mut run = Run { delayed: true, ..run(40, 0.015) };
     run.units.iter_mut().for_each(|unit| unit.backward_s = unit.forward_s);
     let hardware = Hardware { server_link: 1e15, ..HARDWARE };
     let without = run.step(&hardware).wall_s;
-    // A unit's take 4 ms on the link, beside 10 for its gradient or its weights.
+    // A unit's activations take 4 ms on the link, beside 10 ms for its gradient or its weights.
     run.activations = 40.0 * 40e6;
     assert!(run.step(&hardware).wall_s < 1.02 * without, "{} against {without}", run.step(&hardware).wall_s);
     assert_eq!(run.traffic().activations, 40.0 * 40e6);
-    // They take 30 ms: what leaves in forward does not hide, and what comes back does not.
+    // Activations take 30 ms: neither their way out in forward nor their way back hides.
     run.activations = 40.0 * 300e6;
     let bound = run.step(&hardware);
     assert!(bound.wall_s >= 2.0 * 38.0 * 0.030, "{}", bound.wall_s);
