@@ -1,4 +1,4 @@
-//! The program `longshore`, for its own binary and for the wheel.
+//! Entry point of `longshore`, for its own binary and for the Python wheel.
 
 use std::ffi::OsString;
 
@@ -15,8 +15,8 @@ use crate::{
 const FAILED: u8 = 1;
 const WRONG_USE: u8 = 2;
 
-/// Runs the program with these arguments, its name first. Returns its exit code: 0 when it is done, 1 for an error that the
-/// last line on stderr explains, 2 for wrong arguments, 130 or 143 where a signal stopped a run.
+/// Runs the program with these arguments, which begin with its name. Returns the exit code: 0 on success, 1 for an
+/// error that the last line on stderr explains, 2 for wrong arguments, 130 or 143 if a signal stopped a run.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let errors_are_json = asks_for_json(&arguments);
@@ -25,7 +25,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         Ok((cli, matches))
     });
     let parsed = parsed.map_err(|error| retired::explain(error, &RETIRED));
-    // Help is given whatever the environment is. But a flag that is missing may be a variable that was mistyped.
+    // Help needs no valid environment. A missing flag may be a mistyped variable, so variables are checked first.
     let helps = parsed.as_ref().is_err_and(|error| !error.use_stderr());
     if let (false, Err(error)) = (helps, check_environment()) {
         return fail(&error.into(), WRONG_USE, errors_are_json);
@@ -51,7 +51,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             if errors_are_json && usage.use_stderr() {
                 eprintln!("{}", output::usage(&usage));
             } else {
-                // A terminal that is gone cannot be told.
+                // If the terminal is gone, the message is lost.
                 let _ = usage.print();
             }
             usage.exit_code() as u8
@@ -59,7 +59,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     }
 }
 
-/// Whether arguments that may be wrong ask for errors as JSON. The last word on it counts, as it does for the parser.
+/// Returns true if possibly wrong arguments ask for errors as JSON. The last occurrence counts, as for the parser.
 fn asks_for_json(arguments: &[OsString]) -> bool {
     let words: Vec<_> = arguments.iter().map(|word| word.to_string_lossy()).collect();
     let given = words.iter().enumerate().rev().find_map(|(index, word)| match word.as_ref() {

@@ -1,6 +1,6 @@
-//! What `longshore` does: the trainer, the operator's commands, the export and import of weights, the benches.
+//! The command line `longshore`: trainer, operators' commands, export and import of weights, benches.
 //!
-//! Beside the worker library it links the server, to embed one where a run names none.
+//! The crate links the server too, and embeds one in runs that name no server.
 
 #[macro_use]
 mod output;

@@ -1,6 +1,6 @@
-//! `longshore`: train, and look after the servers' jobs.
+//! The binary `longshore`: trains, and manages jobs on servers.
 //!
-//! Exit codes: 0 done, 1 an error that the last line on stderr explains, 2 wrong arguments.
+//! Exit codes: 0 success, 1 an error that the last line on stderr explains, 2 wrong arguments.
 
 #![forbid(unsafe_code)]
 

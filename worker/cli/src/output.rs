@@ -1,4 +1,4 @@
-//! What commands print: text for people, or JSON for programs. Everything but a run's own report goes through here.
+//! Output of commands: text for people, or JSON for programs. Only a run's own report is printed elsewhere.
 
 use std::io::{self, Write};
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::servers::Unanswered;
 
-/// Prints as `println!` does, which would end the process with a panic when a reader such as `head` has seen enough.
+/// Same as `println!`, but a closed stdout is no panic: a reader such as `head` may have seen enough.
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write;
@@ -50,17 +50,17 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Results for programs or for people, and errors as text.
+    /// Makes an output with results as JSON or text, and errors as text.
     pub(crate) fn new(json: bool) -> Output {
         Output { format: Format::Text, json }
     }
 
-    /// Whether results are for programs.
+    /// Returns true if results are JSON.
     pub(crate) fn is_json(self) -> bool {
         self.json || self.format == Format::Json
     }
 
-    /// Whether errors are for programs.
+    /// Returns true if errors are JSON.
     pub(crate) fn errors_are_json(self) -> bool {
         self.format == Format::Json
     }
@@ -75,9 +75,9 @@ impl Output {
     }
 }
 
-/// Says what went wrong, as the last line on stderr.
+/// Prints an error as the last line on stderr, and returns `code`.
 pub(crate) fn fail(failed: &anyhow::Error, code: u8, as_json: bool) -> u8 {
-    // A terminal that is gone cannot be told, and the code says some of it.
+    // If the terminal is gone, the exit code still tells of the failure.
     let _ = match as_json {
         true => writeln!(io::stderr(), "{}", error(failed, code)),
         false => writeln!(io::stderr(), "longshore: {failed:#}"),
@@ -85,7 +85,7 @@ pub(crate) fn fail(failed: &anyhow::Error, code: u8, as_json: bool) -> u8 {
     code
 }
 
-/// An error as programs read it. Fields that an error does not have are null.
+/// Formats an error as JSON. Missing fields are null.
 pub(crate) fn error(error: &anyhow::Error, exit_code: u8) -> Value {
     let fault = error.chain().find_map(fault);
     let field = |of: fn(&Fault) -> &String| fault.map(of);
@@ -100,7 +100,7 @@ pub(crate) fn error(error: &anyhow::Error, exit_code: u8) -> Value {
     }})
 }
 
-/// What an error says by fields, if it does.
+/// Returns the fault of an error, if it has one.
 fn fault<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Fault> {
     if let Some(fault) = error.downcast_ref::<Fault>() {
         return Some(fault);
@@ -119,7 +119,7 @@ fn fault<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Fault> 
     }
 }
 
-/// Wrong arguments as programs read them: the argument, what was given, and what may be.
+/// Formats wrong arguments as JSON: the argument, the given value, and the allowed ones.
 pub(crate) fn usage(error: &clap::Error) -> Value {
     use clap::error::{ContextKind, ContextValue};
     let get = |kind: ContextKind| {

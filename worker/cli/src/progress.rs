@@ -1,4 +1,4 @@
-//! Bars of what takes long. They are drawn on stderr, only where that is a terminal and nobody reads JSON.
+//! Progress bars of long work, drawn on stderr if that is a terminal and results are not JSON.
 
 use std::{
     io::{self, IsTerminal},
@@ -11,22 +11,22 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output::Output;
 
-/// How often a line without a length moves.
+/// The period at which a line without a length moves.
 const TICK: Duration = Duration::from_millis(120);
-/// How often servers are asked how far they are.
+/// The period at which servers are asked for their progress.
 const LOOKS: Duration = Duration::from_millis(500);
 
-/// A bar, or a line with the time that has passed where nobody knows how much there is. It is gone once it is dropped.
+/// A bar, or a line with the elapsed time if the total is unknown. Dropping it clears it.
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// A bar for `what`, which has so many bytes in all.
+    /// Makes a bar for `what`, with a total in bytes.
     pub(crate) fn bytes(what: &str, total: u64, out: Output) -> Progress {
         let template = "{msg} {bar:30} {bytes} of {total_bytes}  {bytes_per_sec}  {eta} left";
         Progress::with(ProgressBar::hidden(), template, what, Some(total), out)
     }
 
-    /// A line with the time for `what`, which others do without saying how far they are.
+    /// Makes a line with the elapsed time for `what`, which servers do without reporting progress.
     pub(crate) fn waiting(what: &str, out: Output) -> Progress {
         let progress = Progress::with(ProgressBar::hidden(), "{spinner} {msg}  {elapsed}", what, None, out);
         if !progress.0.is_hidden() {
@@ -35,8 +35,8 @@ impl Progress {
         progress
     }
 
-    /// A line for `what`, which others do, and a bar beside it once `look` says how much of it is done and of how much. `look` is called
-    /// from a thread of its own, and not at all where nothing is drawn.
+    /// Makes a line for `what`, with a bar once `look` returns the done part and the total. `look` runs on a
+    /// thread of its own, and only if the bar is drawn.
     pub(crate) fn followed(
         what: &str,
         out: Output,
@@ -61,13 +61,13 @@ impl Progress {
         Progress(bar)
     }
 
-    /// Says that so many bytes more are done.
+    /// Notes that `bytes` more are done.
     pub(crate) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }
 }
 
-/// A line and a bar of what others do. Both are gone once it is dropped.
+/// A line and a bar of servers' work. Dropping it clears both.
 pub(crate) struct Followed {
     end: Option<mpsc::Sender<()>>,
     looking: Option<JoinHandle<()>>,
@@ -77,12 +77,12 @@ pub(crate) struct Followed {
 impl Drop for Followed {
     fn drop(&mut self) {
         drop(self.end.take());
-        // A look that panics ends the bar, and nothing else.
+        // A panic of `look` ends the bar alone.
         let _ = self.looking.take().map(JoinHandle::join);
     }
 }
 
-/// Draws how far it is, until the other end of `ended` is dropped.
+/// Draws the progress until the other end of `ended` is dropped.
 fn follow(bar: &ProgressBar, ended: &mpsc::Receiver<()>, mut look: impl FnMut() -> Option<(u64, u64)>) {
     while ended.recv_timeout(LOOKS) == Err(RecvTimeoutError::Timeout) {
         let template = match look() {

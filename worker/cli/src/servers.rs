@@ -1,4 +1,4 @@
-//! Operators' calls to several servers at once, for commands that belong to no rank.
+//! Operators' calls to several servers at once, for commands without a rank.
 
 use std::time::Duration;
 
@@ -17,11 +17,10 @@ use crate::{access::Access, wrong_use::wrong_use};
 
 /// The longest wait for a connection, since an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(10);
-/// The longest wait for an answer that takes no work. The kernel accepts connections even for a process that is
-/// stopped.
+/// The longest wait for an answer that takes no work. The kernel accepts connections even for a stopped process.
 pub(crate) const PROMPTLY: Duration = Duration::from_secs(10);
 
-/// Servers that cannot be asked.
+/// The error of servers that cannot be reached.
 #[derive(Debug, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct Unanswered {
@@ -38,7 +37,7 @@ impl Unanswered {
         Unanswered { text: name_silent(silent), fault }
     }
 
-    /// An error that begins with these words.
+    /// Makes an error that begins with `lead`.
     pub(crate) fn with(silent: &Silent, lead: &str) -> Unanswered {
         let Unanswered { text, fault } = Unanswered::new(silent);
         Unanswered { text: format!("{lead}: {text}"), fault }
@@ -55,11 +54,11 @@ pub(crate) struct Servers {
     servers: Vec<Server>,
 }
 
-/// The addresses of servers that cannot be asked, and why.
+/// Addresses of servers that cannot be reached, each with the reason.
 pub(crate) type Silent = Vec<(String, String)>;
 
 impl Servers {
-    /// Connects to every server. If some cannot be reached, the error names them.
+    /// Connects to every server. The error names unreachable servers.
     pub(crate) fn connect(addresses: &[String], access: &Access) -> anyhow::Result<Servers> {
         let (servers, silent) = Servers::reach(addresses, access)?;
         if !silent.is_empty() {
@@ -68,7 +67,7 @@ impl Servers {
         Ok(servers)
     }
 
-    /// Connects to the servers that can be reached, in the order given.
+    /// Connects to the servers that can be reached, in the given order.
     pub(crate) fn reach(addresses: &[String], access: &Access) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let credentials = access.credentials().map_err(wrong_use)?;
@@ -105,7 +104,7 @@ impl Servers {
         Ok((Servers { runtime, servers }, silent))
     }
 
-    /// Stops asking the servers that were silent.
+    /// Removes the silent servers from later calls.
     pub(crate) fn leave_out(&mut self, silent: &Silent) {
         self.servers.retain(|server| silent.iter().all(|(address, _)| *address != server.address));
     }
@@ -114,12 +113,12 @@ impl Servers {
         &self.servers
     }
 
-    /// Where calls of several threads run.
+    /// The runtime, for calls from several threads.
     pub(crate) fn handle(&self) -> &Handle {
         self.runtime.handle()
     }
 
-    /// Makes one call on every server at once. The first refusal is the answer.
+    /// Makes one call on every server at once. Returns the first refusal as the error.
     pub(crate) fn each<T, F>(
         &mut self,
         call: impl FnMut(AdminClient<Channel>) -> F,
@@ -130,7 +129,7 @@ impl Servers {
         all_or_first(self.answers(call))
     }
 
-    /// Does what `each` does, for a call that takes no work: a silent server is an error.
+    /// Same as `each`, for a call that takes no work: a silent server is an error.
     pub(crate) fn each_promptly<T, F>(
         &mut self,
         call: impl FnMut(AdminClient<Channel>) -> F,
@@ -141,7 +140,7 @@ impl Servers {
         all_or_first(self.answers_within(PROMPTLY, call))
     }
 
-    /// Makes one call on every server at once, and gives what each says within `patience`.
+    /// Makes one call on every server at once. Returns each answer within `patience`.
     pub(crate) fn answers_within<T, F>(
         &mut self,
         patience: Duration,
@@ -158,7 +157,7 @@ impl Servers {
         })
     }
 
-    /// Makes one call on every server at once, and gives what each says.
+    /// Makes one call on every server at once. Returns each answer.
     pub(crate) fn answers<T, F>(
         &mut self,
         mut call: impl FnMut(AdminClient<Channel>) -> F,
@@ -175,8 +174,8 @@ impl Servers {
         self.servers.iter().zip(answers).map(answer).collect()
     }
 
-    /// Returns a function that asks all servers how far they are with the job, and adds up what `of` makes of each answer. Another thread
-    /// may call it while this one waits for them. It returns None where no server says anything.
+    /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread
+    /// may call the function while this one waits. The function returns None if no server reports progress.
     pub(crate) fn follow(
         &self,
         job: &str,
@@ -196,7 +195,7 @@ impl Servers {
         }
     }
 
-    /// The job to act on: the one named, or the only one there is.
+    /// Returns the named job, or the only job there is.
     pub(crate) fn job(&mut self, named: Option<&String>) -> anyhow::Result<String> {
         if let Some(name) = named {
             return Ok(name.clone());
@@ -213,7 +212,7 @@ impl Servers {
         }
     }
 
-    /// An error when no server holds the job.
+    /// Returns an error if no server holds the job.
     pub(crate) fn check_job(&mut self, name: &str) -> anyhow::Result<()> {
         let jobs = self.jobs()?;
         anyhow::ensure!(jobs.iter().any(|job| job == name), "{}", no_such_job(name, &jobs));
@@ -231,7 +230,7 @@ impl Servers {
     }
 }
 
-/// All servers' jobs, by name.
+/// Returns the names of all servers' jobs, sorted.
 pub(crate) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {
     let mut jobs: Vec<String> = lists.iter().flat_map(|(_, list)| list.jobs.clone()).collect();
     jobs.sort();
@@ -253,14 +252,14 @@ fn all_or_first<T>(answers: Vec<(String, Result<T, Fault>)>) -> anyhow::Result<V
     answers.into_iter().map(named).collect()
 }
 
-/// The status of a process that takes connections and calls, and answers none.
+/// Returns the status of a process that accepts connections and calls, and answers none.
 fn silence(patience: Duration) -> Status {
     let remedy = "see whether that process is stopped or its host overloaded, and its log";
     let value = format!("silent for {} s", patience.as_secs());
     wire::status(&Fault::new(FaultKind::Deadline, "server", value, "answering", remedy))
 }
 
-/// Servers that cannot be asked, in one line.
+/// Formats unreachable servers in one line.
 pub(crate) fn name_silent(silent: &Silent) -> String {
     let named: Vec<String> = silent.iter().map(|(address, why)| format!("{address} {why}")).collect();
     named.join("; ")

@@ -1,4 +1,4 @@
-//! Byte counts as people read them, and counts as they write them.
+//! Formats byte counts for people, and parses counts that people write.
 
 /// Formats bytes with three significant digits and a binary unit: `1.50 GiB`.
 pub(crate) fn human(bytes: u64) -> String {

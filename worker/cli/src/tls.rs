@@ -1,4 +1,4 @@
-//! Certificates and tokens of a cluster, and the folders that servers and clients read.
+//! Certificates and tokens of a cluster, and the folders of servers and clients.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
@@ -21,21 +21,21 @@ use ring::{
     rand::{SecureRandom, SystemRandom},
 };
 
-/// The authority's own key, which no server and no client needs.
+/// The authority's own key, which neither servers nor clients need.
 pub(crate) const CA_KEY: &str = "ca.key";
-/// The authority's name, before a part of its key's hash. Of two authorities with one name, one's certificates would be taken for
-/// forged ones of the other.
+/// Prefix of the authority's name, before a part of its key's hash. With equal names, certificates of one
+/// authority would look like forged ones of another.
 const CA_NAME: &str = "Longshore CA";
 const CA_DAYS: u32 = 3650;
-/// Clocks may be apart by so much.
+/// Difference of clocks that certificates tolerate.
 const BEFORE: Duration = Duration::from_secs(3600);
 const TOKEN_BYTES: usize = 32;
 
-/// What a certificate proves.
+/// The claim of a certificate.
 pub(crate) enum Subject<'a> {
-    /// A server is where it is dialled: its hosts' names and addresses.
+    /// A server is known by its hosts' names and addresses.
     Server(&'a [String]),
-    /// A client is an identity.
+    /// A client is known by its identity.
     Client(&'a str),
 }
 
@@ -50,7 +50,7 @@ impl Authority {
     /// Makes an authority and its folder.
     ///
     /// # Errors
-    /// Where the folder is there already and holds something.
+    /// If the folder exists and is not empty.
     pub(crate) fn create(dir: &Path) -> anyhow::Result<Authority> {
         let key = KeyPair::generate()?;
         let params = authority_params(&key)?;
@@ -101,7 +101,8 @@ impl Authority {
         write_new(&dir.join(files[1]), key.serialize_pem().as_bytes())
     }
 
-    /// Makes a folder with a new token and the authority's certificate, and returns the token's hash for identities.toml.
+    /// Makes a folder with a new token and the authority's certificate. Returns the token's hash for
+    /// identities.toml.
     pub(crate) fn token(&self, dir: &Path) -> anyhow::Result<String> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()
@@ -115,7 +116,7 @@ impl Authority {
     }
 }
 
-/// Writes who may do what into a server's folder.
+/// Writes identities with their roles into a server's folder.
 pub(crate) fn write_identities(dir: &Path, text: &str) -> anyhow::Result<()> {
     write_new(&dir.join(IDENTITIES), text.as_bytes())
 }
@@ -136,7 +137,7 @@ fn set_life(params: &mut CertificateParams, days: u32) {
     params.not_after = (now + Duration::from_secs(24 * 3600) * days).into();
 }
 
-/// Refuses a name that would be no DNS name: an identity is found by it.
+/// Refuses a name that is no DNS name: certificates carry the identity as one.
 fn check_name(name: &str) -> anyhow::Result<()> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let good = (1..=63).contains(&name.len())
@@ -147,7 +148,7 @@ fn check_name(name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes a folder for its owner alone, or takes an empty one.
+/// Makes a folder that only its owner can read, or accepts an empty one.
 fn make_folder(dir: &Path) -> anyhow::Result<()> {
     match fs::read_dir(dir) {
         Ok(mut entries) => match entries.next() {

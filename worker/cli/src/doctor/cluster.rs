@@ -1,4 +1,4 @@
-//! The way to each server: its name, its port, trust, its certificate, its version and clock, and how fast it answers.
+//! Checks the connection to each server: name, port, trust, certificate, version, clock and round trip.
 
 use std::{
     net::IpAddr,
@@ -27,20 +27,21 @@ use crate::{access::Access, bench::probe, servers::PROMPTLY, sizes::human};
 
 /// The longest wait for a name, a port or a handshake.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How far clocks may be apart, since logs of several hosts are read side by side, and certificates begin and end.
+/// The largest difference of clocks without a warning: logs of several hosts are read side by side, and
+/// certificates begin and end.
 const CLOCKS_APART: Duration = Duration::from_secs(5);
-/// How often the round trip is taken; the median counts.
+/// Samples of the round trip, of which the median counts.
 const CALLS: usize = 21;
-/// Servers that answer later than this are not in the same place.
+/// Servers with a longer round trip are not in the same place.
 const FAR: Duration = Duration::from_millis(5);
-/// GB/s of a link that is slower than 1 Gbit/s.
+/// GB/s below which a link is slower than 1 Gbit/s.
 const SLOW: f64 = 0.1;
-/// A server with more of its memory reserved has hardly room for another job.
+/// A server with a larger part of its memory reserved has hardly room for another job.
 const NEARLY_ALL: f64 = 0.95;
 const SILENT: &str =
     "check that longshored runs there and is not stopped, and that address, port and firewall are right";
 
-/// Every check of every server.
+/// Returns the findings of every check of every server.
 pub(super) fn all(look: &Look<'_>) -> anyhow::Result<Vec<Finding>> {
     if look.servers.is_empty() {
         return Ok(Vec::new());
@@ -64,7 +65,7 @@ pub(super) fn all(look: &Look<'_>) -> anyhow::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// The checks of one server, up to the first that makes the next ones impossible.
+/// Checks one server, up to the first failure that makes later checks impossible.
 async fn server(address: &str, credentials: Option<&Credentials>) -> Vec<Finding> {
     let what = format!("server {address}");
     let mut findings = Vec::new();
@@ -96,7 +97,7 @@ async fn server(address: &str, credentials: Option<&Credentials>) -> Vec<Finding
     findings
 }
 
-/// The host and port of an address, as they are looked up. None for a Unix socket.
+/// Returns host and port of an address, for a lookup. None for a Unix socket.
 fn dialled(address: &str) -> Option<&str> {
     if address.starts_with("unix:") {
         return None;
@@ -161,7 +162,7 @@ async fn trust(
     })
 }
 
-/// What to do about a connection that was ended.
+/// Returns the remedy for a connection that was closed.
 fn perhaps_encrypted(credentials: Option<&Credentials>) -> &'static str {
     match credentials {
         Some(_) => SILENT,
@@ -236,7 +237,7 @@ fn room(what: &str, list: &ListJobsResponse) -> Option<Finding> {
     })
 }
 
-/// How long a call takes that asks for no work.
+/// Measures the time of a call without work.
 async fn round_trip(admin: &mut AdminClient<Channel>, address: &str, what: &str) -> Finding {
     let name = format!("{what} round trip");
     let mut times = Vec::with_capacity(CALLS);
@@ -261,7 +262,7 @@ async fn round_trip(admin: &mut AdminClient<Channel>, address: &str, what: &str)
     )
 }
 
-/// Pushes and pulls through a job of its own, which is deleted again.
+/// Pushes and pulls through a job of its own, and deletes it.
 fn speed(address: &str, access: &Access) -> Finding {
     let what = format!("server {address} speed");
     match probe::link(&[address.to_string()], access) {
@@ -282,8 +283,8 @@ fn speed(address: &str, access: &Access) -> Finding {
     }
 }
 
-/// How far a server's clock is from this one's, at least: the server read it at some time of a call that `took` so
-/// long. An older server does not say.
+/// Returns the least difference between a server's clock and this host's. The server read its clock during a call
+/// of duration `took`. An older server does not report its clock.
 fn clocks_apart(theirs: u64, took: Duration) -> Duration {
     let here = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
     match theirs {

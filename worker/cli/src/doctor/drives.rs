@@ -1,4 +1,4 @@
-//! Whether servers could keep state in a folder; where it is asked for, how fast.
+//! Checks that a server can keep state in a folder and, on request, how fast the folder is.
 
 use std::path::{Path, PathBuf};
 
@@ -9,15 +9,17 @@ use crate::{bench::storage, sizes::human};
 
 /// A folder with less room takes no job.
 const LEAST_BYTES: u64 = 256 << 20;
-/// From here on a drive is called nearly full.
+/// The free part below which a drive counts as nearly full.
 const LITTLE: f64 = 0.05;
-/// What is measured: 24 bytes a parameter, so 600 MB, of which each round reads and writes all but the slots at rest.
+/// Size of the measurement: 24 bytes a parameter are 600 MB. Each round reads and writes all but the slots at
+/// rest.
 const PARAMS: u64 = 25_000_000;
 const TAKEN_BYTES: u64 = 24 * PARAMS;
 const ROUNDS: u64 = 3;
-/// GB/s, reads and writes together, of a drive that is slower than a SATA SSD.
+/// GB/s, reads and writes together, below which a drive is slower than a SATA SSD.
 const SLOW: f64 = 0.4;
-/// Shards are dealt to all directories alike, so that a drive this much slower than another is what the others wait for.
+/// Shards are dealt to all directories alike. The others wait for a drive that is slower than the fastest by this
+/// factor.
 const BEHIND: f64 = 0.5;
 
 pub(super) fn free_bytes(dir: &Path) -> rustix::io::Result<u64> {
@@ -25,7 +27,7 @@ pub(super) fn free_bytes(dir: &Path) -> rustix::io::Result<u64> {
     Ok(found.f_bavail * found.f_frsize)
 }
 
-/// Whether a server could keep jobs of tier nvme there.
+/// Checks that a server could keep jobs of tier nvme in this folder.
 pub(super) fn state_dir(dir: &Path) -> Finding {
     let what = format!("state directory {}", dir.display());
     let found = match statvfs(dir) {
@@ -34,8 +36,8 @@ pub(super) fn state_dir(dir: &Path) -> Finding {
     };
     let free = found.f_bavail * found.f_frsize;
     let share = found.f_bavail as f64 / found.f_blocks.max(1) as f64;
-    // Some file systems count no files, and have no limit of them.
-    // A file system that says no size, such as ramfs, says no room either.
+    // Some file systems do not count files, and have no limit for them. A file system without a size, such as
+    // ramfs, reports no free room either.
     let is_full = found.f_blocks > 0 && free < LEAST_BYTES || found.f_files > 0 && found.f_favail == 0;
     if is_full {
         let said = format!("{} and {} files free: it is full", human(free), found.f_favail);
@@ -59,7 +61,7 @@ pub(super) fn state_dir(dir: &Path) -> Finding {
     }
 }
 
-/// How fast each of these folders is that a server could keep state in, one after the other.
+/// Measures the usable folders one after the other.
 pub(super) fn speeds(dirs: &[PathBuf], found: &[Finding]) -> Vec<Finding> {
     let usable = dirs.iter().zip(found).filter(|(_, found)| found.grade != Grade::Bad);
     let measured: Vec<_> = usable.map(|(dir, _)| (dir, speed(dir))).collect();

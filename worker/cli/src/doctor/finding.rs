@@ -1,21 +1,21 @@
-//! What a check found.
+//! Findings of checks.
 
-/// One check, and what it found.
+/// A check and its result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Finding {
     pub(crate) what: String,
     pub(crate) grade: Grade,
     pub(crate) said: String,
-    /// Empty where nothing is to be done.
+    /// Empty if nothing needs to be done.
     pub(crate) remedy: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grade {
     Good,
-    /// It works, but slower, for less, or not for long.
+    /// Works, but slower, for fewer jobs, or not for long.
     Warning,
-    /// It does not work.
+    /// Does not work.
     Bad,
 }
 

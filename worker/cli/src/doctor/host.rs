@@ -1,4 +1,4 @@
-//! What this host gives to servers and workers.
+//! Checks this host's resources for servers and workers.
 
 use std::{fs, path::Path};
 
@@ -19,12 +19,11 @@ use super::{
 };
 use crate::sizes::human;
 
-/// How many descriptors are enough. A rank has 3 connections to each server unless its options say otherwise, so this
-/// does for some hundreds.
+/// Enough descriptors. A rank has 3 connections to each server by default, so this serves some hundreds.
 const DESCRIPTORS: u64 = 4096;
-/// What tier nvme registers with io_uring: six buffers of a default shard's state.
+/// Memory that tier nvme registers with io_uring: six buffers of a default shard's state.
 const LOCKED_BYTES: u64 = 512 << 20;
-/// CAP_IPC_LOCK, whose holder may lock any amount of memory.
+/// CAP_IPC_LOCK: its holder may lock any amount of memory.
 const IPC_LOCK: u32 = 14;
 const TMPFS: &str = "/dev/shm";
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -32,10 +31,10 @@ const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const NODES: &str = "sys/devices/system/node";
 const LIMITS: &str = "proc/self/limits";
 const STATUS: &str = "proc/self/status";
-/// How many bytes a file is probed with.
+/// Size of the probe file in bytes.
 const PROBE_BYTES: u64 = 1024 * 1024;
 
-/// Every check of the host. `system` is where the kernel's files are.
+/// Returns the findings of every check of the host. `system` is the root of the kernel's files.
 pub(super) fn all(system: &Path) -> Vec<Finding> {
     vec![
         cores(),
@@ -87,7 +86,7 @@ fn huge_pages(system: &Path) -> Finding {
     }
 }
 
-/// Threads of the update are bound to their nodes' cores, and each node's memory is best its own.
+/// Update threads are bound to the cores of their node, and work best with that node's own memory.
 fn numa(system: &Path) -> Finding {
     const WHAT: &str = "NUMA";
     let root = system.join(NODES);
@@ -98,7 +97,7 @@ fn numa(system: &Path) -> Finding {
     nodes.sort();
     let has_cores = |node: &String| !read(node, "cpulist").trim().is_empty();
     let memory = |node: &String| {
-        // A line of it is `Node 0 MemTotal:  16384 kB`.
+        // Line format: `Node 0 MemTotal:  16384 kB`.
         let total = read(node, "meminfo").lines().find(|line| line.contains("MemTotal:")).map(str::to_string);
         total?.split_whitespace().rev().nth(1)?.parse::<u64>().ok()
     };
@@ -118,12 +117,12 @@ fn numa(system: &Path) -> Finding {
     }
 }
 
-/// Whether the kernel gives this process a ring that reads a file.
+/// Checks that the kernel gives this process a ring that can write a file.
 fn io_uring() -> Finding {
     const WHAT: &str = "io_uring";
     let folder = match tempfile::tempdir() {
         Ok(folder) => folder,
-        // As in a container whose root is read-only.
+        // For example a container with a read-only root.
         Err(error) => {
             return warning(
                 WHAT,
@@ -142,7 +141,7 @@ fn io_uring() -> Finding {
     }
 }
 
-/// How much memory this process may lock, which tier nvme registers with io_uring.
+/// Checks how much memory this process may lock, for the buffers that tier nvme registers with io_uring.
 fn locked_memory(system: &Path) -> Finding {
     const WHAT: &str = "locked memory";
     let read = |file: &str| fs::read_to_string(system.join(file)).unwrap_or_default();
@@ -154,7 +153,7 @@ fn locked_memory(system: &Path) -> Finding {
     let held = held.and_then(|held| u64::from_str_radix(held.trim(), 16).ok()).unwrap_or(0);
     match most {
         _ if held >> IPC_LOCK & 1 == 1 => good(WHAT, "no limit for this user"),
-        // The word is `unlimited`, or there are no limits to read.
+        // The value is `unlimited`, or there are no limits to read.
         None => good(WHAT, "no limit"),
         Some(most) if most < LOCKED_BYTES => warning(
             WHAT,
@@ -201,7 +200,7 @@ fn descriptors() -> Finding {
 mod tests {
     use super::{super::finding::Grade, *};
 
-    /// A copy of the kernel's files.
+    /// Makes a copy of the kernel's files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in files {

@@ -1,16 +1,16 @@
-//! What is to be looked at.
+//! The scope of `longshore doctor`.
 
 use std::path::PathBuf;
 
 use crate::access::Access;
 
-/// What is to be looked at.
+/// The hosts, folders and servers to check.
 pub(crate) struct Look<'a> {
-    /// Where the kernel's own files are: `/`, or a copy of them.
+    /// Root of the kernel's own files: `/`, or a copy.
     pub(crate) system: PathBuf,
     pub(crate) state_dirs: &'a [PathBuf],
     pub(crate) servers: &'a [String],
     pub(crate) access: &'a Access,
-    /// Also how fast the drives of state directories are, and the links to servers, for which a job is opened there and deleted again.
+    /// True to measure drives and links too. For the links, a job is opened on each server and deleted again.
     pub(crate) speed: bool,
 }

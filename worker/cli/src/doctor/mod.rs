@@ -1,4 +1,4 @@
-//! What Longshore needs of a host, of its drives and of its servers, and what is missing.
+//! Checks what Longshore needs of a host, of its drives and of its servers.
 
 mod certificates;
 mod cluster;
@@ -13,7 +13,7 @@ pub(crate) use self::{
 };
 
 impl Look<'_> {
-    /// Makes every check, those of the host first.
+    /// Runs every check, those of the host first.
     pub(crate) fn findings(&self) -> anyhow::Result<Vec<Finding>> {
         let mut findings = host::all(&self.system);
         let dirs: Vec<Finding> = self.state_dirs.iter().map(|dir| drives::state_dir(dir)).collect();

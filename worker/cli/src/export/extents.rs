@@ -1,10 +1,10 @@
-//! Which parameter the values of flat elements belong to, and where its values go.
+//! Maps flat elements to parameters, and to the places of their values.
 
 use std::ops::Range;
 
 use longshore_proto::Fault;
 
-/// Parameters by their elements in the flat space, each with the place of its values.
+/// Parameters by their range in the flat space, each with the place of its values.
 pub(super) struct Extents<T>(Vec<(Range<u64>, T)>);
 
 impl<T> Extents<T> {
@@ -13,8 +13,8 @@ impl<T> Extents<T> {
         Extents(extents)
     }
 
-    /// Deals out values of flat elements from `at` on, each of `size` bytes. `write` gets a parameter's place, the byte within the
-    /// parameter at which the values begin, and the values. Values of elements between parameters are dropped.
+    /// Deals out values of flat elements from `at` on, each of `size` bytes. `write` gets a parameter's place, the
+    /// byte offset of the values within the parameter, and the values. Values between parameters are dropped.
     pub(super) fn deal(
         &self,
         at: u64,

@@ -1,4 +1,4 @@
-//! Which file and which byte each parameter's values go to, as Hugging Face's loaders expect them.
+//! Assigns each parameter's values to a file and an offset, as Hugging Face's loaders expect.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,15 +16,15 @@ use super::{
     target::{Draft, INDEX, failed, sync},
 };
 
-/// Where one parameter lies.
+/// The place of one parameter.
 struct TensorPlace {
     file: usize,
-    /// The file's byte at which its values start.
+    /// Offset of the first value in the file.
     start: u64,
 }
 
-/// The files of one export: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. They are written in
-/// a draft.
+/// The files of one export, written in a draft: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an
+/// index.
 pub(super) struct Files {
     draft: Draft,
     files: Vec<File>,
@@ -35,7 +35,7 @@ pub(super) struct Files {
     bytes: u64,
 }
 
-/// The parameters of each file. No file is larger than `limit` bytes, unless one parameter alone is.
+/// Splits the parameters into files of at most `limit` bytes, except a single larger parameter.
 fn split(spec: &JobSpec, dtype: Dtype, limit: u64) -> Vec<Range<usize>> {
     let (mut files, mut first, mut bytes) = (Vec::new(), 0, 0);
     for (index, param) in spec.params.iter().enumerate() {
@@ -51,10 +51,10 @@ fn split(spec: &JobSpec, dtype: Dtype, limit: u64) -> Vec<Range<usize>> {
 }
 
 impl Files {
-    /// Reserves all space. `limit` is how many bytes of tensors go into one file.
+    /// Creates the files, and reserves all space. `limit` is the most bytes of tensors in a file.
     ///
     /// # Errors
-    /// A fault where there is no room.
+    /// If there is no room.
     pub(super) fn create(
         draft: Draft,
         spec: &JobSpec,
@@ -86,7 +86,7 @@ impl Files {
         Ok(files)
     }
 
-    /// Adds one file with its header. Returns where its parameters lie.
+    /// Adds one file with its header. Returns the places of its parameters.
     fn add(
         &mut self,
         name: String,
@@ -117,12 +117,11 @@ impl Files {
             let value = format!("{name} (its header: {error})");
             Fault::new(FaultKind::Invalid, "out", value, "a safetensors file", remedy)
         };
-        // Hugging Face's loaders demand this entry. It is the only one, since several would be written in another
-        // order each time.
+        // Hugging Face's loaders demand this entry. No entry is added: the order of several entries would vary.
         let about = HashMap::from([("format".to_string(), "pt".to_string())]);
         let header = Metadata::new(Some(about), tensors).map_err(|error| refused(&error))?;
         let mut header = serde_json::to_vec(&header).map_err(|error| refused(&error))?;
-        // Tensors start at a multiple of 8, as other writers have it.
+        // Tensors start at a multiple of 8, as in files of other writers.
         header.resize(header.len().next_multiple_of(8), b' ');
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
         let file = file.map_err(failed("create", &path))?;
@@ -156,7 +155,7 @@ impl Files {
         })
     }
 
-    /// Makes all files durable and puts the folder in its place.
+    /// Makes all files durable, and moves the folder to its place.
     pub(super) fn publish(self) -> Result<(), Fault> {
         let folder = self.draft.path();
         for (file, name) in self.files.iter().zip(&self.names) {

@@ -1,5 +1,5 @@
-//! A job's weights as Hugging Face style safetensors, from its servers' master weights, while training goes on.
-//! Memory is bounded by a few messages of each server: every message is written where it belongs as it comes.
+//! Exports a job's master weights as Hugging Face style safetensors, while training goes on. Memory is bounded by
+//! a few messages per server: every message is written to its place when it arrives.
 
 mod extents;
 mod files;
@@ -18,21 +18,21 @@ use longshore_worker::session::{TRIES, has_passed, lead, whole};
 use self::{files::Files, receive::receive, target::Target};
 use crate::{output::Output, servers::Servers};
 
-/// The largest safetensors file, unless a tensor is larger.
+/// The largest safetensors file, unless a single tensor is larger.
 pub(crate) const MAX_FILE_BYTES: u64 = 5 << 30;
 
 pub(crate) struct Settings {
     pub(crate) job: String,
     pub(crate) out: PathBuf,
-    /// The format that the master weights are rounded to.
+    /// Element type to which the master weights are rounded.
     pub(crate) dtype: Dtype,
-    /// How many bytes of tensors go into one file.
+    /// The most bytes of tensors in a file.
     pub(crate) max_file_bytes: u64,
-    /// Longest wait for a version that all servers can give.
+    /// The longest wait for a version that all servers can export.
     pub(crate) deadline: Duration,
-    /// The export may take the place of an earlier one.
+    /// True if the export may replace an earlier one.
     pub(crate) replace: bool,
-    /// Whether a bar may be shown.
+    /// Decides whether a progress bar is shown.
     pub(crate) shown: Output,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Exported {
     pub(crate) files: Vec<String>,
 }
 
-/// What does not change in a job.
+/// The constant properties of a job.
 struct Described {
     spec: JobSpec,
     layout: Layout,
@@ -68,22 +68,22 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     Ok(Exported { version, bytes, files: names })
 }
 
-/// Refuses a job whose ranks in Python have a part of each tensor: how its shape was is known to them alone, and no loader knows the
-/// names of parts.
+/// Refuses a job whose Python ranks have a part of each tensor. Only those ranks know the tensors' shapes, and no
+/// loader knows names of parts.
 fn check_whole<'a>(mut names: impl Iterator<Item = &'a str>) -> Result<(), Fault> {
     let Some(part) = names.find(|name| is_part(name)) else { return Ok(()) };
     let remedy = "have a rank write it, which has the model: longshore.checkpoint.save_safetensors in Python";
     Err(Fault::invalid("job", format!("cut into parts of tensors ({part})"), "of whole tensors", remedy))
 }
 
-/// Whether it is named as the Python package names rank r's part of a tensor among n ranks: `name#r/n`.
+/// Returns true for the Python package's name of rank r's part of a tensor among n ranks: `name#r/n`.
 fn is_part(name: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let part = name.rsplit_once('#').and_then(|(_, part)| part.split_once('/'));
     part.is_some_and(|(rank, of)| number(rank) && number(of))
 }
 
-/// Whether an export that replaces an earlier one could be written to `out` now.
+/// Checks that an export that replaces an earlier one could be written to `out` now.
 pub(crate) fn check_target(out: &Path) -> Result<(), Fault> {
     Target { folder: out.to_path_buf(), replace: true }.draft().map(drop)
 }
@@ -99,7 +99,7 @@ fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {
     Ok(Described { spec, layout, placement })
 }
 
-/// Where the server stands that has the newest version.
+/// Returns the progress of the server with the newest version.
 fn standing(servers: &mut Servers, job: &str) -> anyhow::Result<v1::JobProgress> {
     let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
     let answers = servers.each_promptly(|mut admin| {

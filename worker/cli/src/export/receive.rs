@@ -1,4 +1,4 @@
-//! All servers' streams are read at once, and each message is written as it comes.
+//! Reads the streams of all servers at once, and writes each message when it arrives.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -23,7 +23,7 @@ pub(super) fn receive(
     let contents = Contents::Weights(settings.dtype);
     let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
     let received = Mutex::new(Ok(()));
-    // Padding between parameters comes too.
+    // Includes the padding between parameters, which is sent too.
     let bytes = layout.elements() * settings.dtype.bytes();
     let progress = Progress::bytes("exporting", bytes, settings.shown);
     let progress = &progress;
@@ -38,7 +38,7 @@ pub(super) fn receive(
                 };
                 let received = export.receive(&server.address, server.admin.clone(), &owned, &write);
                 let received = servers.handle().block_on(received);
-                // The first fault is the cause, and the others may be its consequence.
+                // The first fault is the cause; others may be its consequences.
                 let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
                 if all.is_ok() {
                     *all = received.map(drop);

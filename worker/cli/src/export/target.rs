@@ -1,4 +1,4 @@
-//! Where an export goes: a folder that is there whole or not at all.
+//! The target folder of an export, which appears complete or not at all.
 
 use std::{
     fs::{self, File},
@@ -9,17 +9,17 @@ use std::{
 use longshore_proto::{Fault, FaultKind};
 use rustix::fs::{CWD, RenameFlags};
 
-/// The index beside weights in several files.
+/// The index file beside weights in several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// Where an export goes.
+/// The target of an export.
 pub(super) struct Target {
     pub(super) folder: PathBuf,
-    /// It may hold an earlier export.
+    /// True if the folder may hold an earlier export.
     pub(super) replace: bool,
 }
 
-/// The folder in which an export is written. It takes the target's place when all is there, so that a failed export leaves
+/// The folder in which an export is written. A complete draft replaces the target, so a failed export leaves
 /// nothing behind.
 pub(super) struct Draft {
     target: Target,
@@ -31,9 +31,9 @@ impl Draft {
         self.folder.path()
     }
 
-    /// Puts the folder, whose files are durable, in its place.
+    /// Moves the folder, whose files are durable, to its place.
     pub(super) fn publish(self) -> Result<(), Fault> {
-        // The draft's own mode is 0700 while it is a draft.
+        // A draft has mode 0700.
         set_mode(self.path()).map_err(failed("chmod", self.path()))?;
         let parent = self.target.parent().to_path_buf();
         self.target.take(self.folder)?;
@@ -41,7 +41,7 @@ impl Draft {
     }
 }
 
-/// Makes a file's content durable, or a folder's entries.
+/// Makes a file's content, or a folder's entries, durable.
 pub(super) fn sync(path: &Path) -> Result<(), Fault> {
     File::open(path).and_then(|file| file.sync_all()).map_err(failed("sync", path))
 }
@@ -67,7 +67,7 @@ fn set_mode(folder: &Path) -> io::Result<()> {
 }
 
 impl Target {
-    /// A folder beside it to write the export in. A fault where the target holds something, or cannot be written.
+    /// Makes a draft folder beside the target. Fails if the target holds other files, or cannot be written.
     pub(super) fn draft(self) -> Result<Draft, Fault> {
         self.holds_export()?;
         let parent = self.parent();
@@ -82,10 +82,11 @@ impl Target {
         parent.unwrap_or(Path::new("."))
     }
 
-    /// Gives the draft its place in one operation, so that either the earlier export or this one is there, and whole.
+    /// Moves the draft to the target in one operation, so that either the earlier export or this one is there, and
+    /// complete.
     fn take(&self, draft: tempfile::TempDir) -> Result<(), Fault> {
         if self.holds_export()? {
-            // The draft's name then leads to the earlier export, which goes with it.
+            // After the exchange the draft's name leads to the earlier export, which is removed with the draft.
             return rustix::fs::renameat_with(CWD, draft.path(), CWD, &self.folder, RenameFlags::EXCHANGE)
                 .map_err(|error| failed("rename", &self.folder)(error.into()));
         }
@@ -94,7 +95,8 @@ impl Target {
         Ok(())
     }
 
-    /// Whether an export is there. Nothing else may be overwritten: the target must be empty or hold an export.
+    /// Returns true if an export is there. No other files may be overwritten: the target must be empty or hold an
+    /// export.
     fn holds_export(&self) -> Result<bool, Fault> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,

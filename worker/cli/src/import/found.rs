@@ -1,4 +1,4 @@
-//! Tensors of files against a job's parameters: names, shapes and types.
+//! Compares the tensors of files with a job's parameters: names, shapes and types.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,7 +11,7 @@ use longshore_worker::Filling;
 
 use super::tensors::{Files, Kind, Place, Tensor};
 
-/// How many misfits an error lists.
+/// The most misfits that an error lists.
 const LISTED: usize = 5;
 
 pub(super) struct Found {
@@ -21,10 +21,10 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// The filling of a job with these weights.
+    /// Returns the filling of a job with these weights.
     ///
     /// # Errors
-    /// Names tensors that are missing, of another shape or type, or that are no parameter.
+    /// Names tensors that are missing, that have another shape or type, or that are no parameter.
     pub(super) fn filling(self, spec: &JobSpec, ignore_extra: bool) -> anyhow::Result<Weights> {
         let places = self.places(spec, ignore_extra)?;
         Ok(Weights { files: self.files, places })
@@ -58,7 +58,7 @@ impl Found {
     }
 }
 
-/// The place of a tensor's values, or why it does not fit.
+/// Returns the place of a tensor's values, or why the tensor does not fit.
 fn fit(param: &Param, tensor: &Tensor) -> Result<Place, String> {
     let name = &param.name;
     if tensor.shape != param.shape {
@@ -70,10 +70,10 @@ fn fit(param: &Param, tensor: &Tensor) -> Result<Place, String> {
     }
 }
 
-/// Weights in files, as a new job is filled with them.
+/// Weights in files, as the filling of a new job.
 pub(super) struct Weights {
     files: Files,
-    /// By parameter.
+    /// Places by parameter.
     places: Vec<Place>,
 }
 

@@ -1,4 +1,5 @@
-//! A new job's weights from safetensors of other programs, before any trainer runs. Memory is bounded by the chunks under way.
+//! Fills a new job with weights from safetensors of other programs, before any trainer runs. Memory is bounded by
+//! the chunks under way.
 
 mod found;
 mod safetensors;
@@ -29,10 +30,10 @@ pub(crate) struct Settings {
     pub(crate) servers: Vec<String>,
     pub(crate) access: Access,
     pub(crate) job: String,
-    /// The job whose parameters and settings a new job has. Without it the job is open already, and waits for weights.
+    /// The job whose parameters and settings a new job gets. None for a job that is open and waits for weights.
     pub(crate) like: Option<String>,
     pub(crate) from: PathBuf,
-    /// Leave tensors alone that are no parameter of the job.
+    /// True to ignore tensors that are no parameter of the job.
     pub(crate) ignore_extra: bool,
 }
 
@@ -41,7 +42,7 @@ pub(crate) struct Imported {
     pub(crate) elements: u64,
 }
 
-/// Fills the job on all servers. An import that was cut off goes on where it is asked for again.
+/// Fills the job on all servers. A repeated call continues an import that was cut off.
 pub(crate) fn run(servers: &mut Servers, settings: &Settings, out: Output) -> anyhow::Result<Imported> {
     check_kind(&settings.from)?;
     let spec = spec(servers, settings)?;
@@ -62,7 +63,7 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings, out: Output) -> an
     Ok(imported)
 }
 
-/// Weights whose upload moves a bar.
+/// Weights whose upload moves a progress bar.
 struct Shown<'a> {
     filling: &'a Weights,
     progress: Progress,
@@ -85,7 +86,7 @@ impl Filling for Shown<'_> {
     }
 }
 
-/// Refuses files of torch.save, by their names, and DeepSpeed's universal checkpoints.
+/// Refuses files of torch.save, by their names, and universal checkpoints of DeepSpeed.
 fn check_kind(from: &Path) -> Result<(), Fault> {
     let extension = from.extension().and_then(|extension| extension.to_str());
     let value = from.display();
@@ -108,7 +109,7 @@ fn check_kind(from: &Path) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The spec of the job, if it may be filled.
+/// Returns the spec of the job, if it may be filled.
 fn spec(servers: &mut Servers, settings: &Settings) -> anyhow::Result<JobSpec> {
     let known = settings.like.as_ref().unwrap_or(&settings.job);
     servers.check_job(known)?;
@@ -135,7 +136,8 @@ fn spec(servers: &mut Servers, settings: &Settings) -> anyhow::Result<JobSpec> {
     Ok(found)
 }
 
-/// A job's spec, and its phase on each server. One that has nothing of it waits for its weights, too.
+/// Returns a job's spec, and its phase on each server. A server without the job counts as one that waits for
+/// weights.
 fn described(servers: &mut Servers, job: &str) -> anyhow::Result<(JobSpec, Vec<Phase>)> {
     let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let (mut spec, mut phases) = (None, Vec::new());

@@ -1,4 +1,4 @@
-//! The tensors of Hugging Face's safetensors: which there are, and where their values lie.
+//! Lists the tensors of Hugging Face's safetensors, and the places of their values.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +17,7 @@ use crate::plan::safetensors_header;
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
-/// Reads which tensors there are: in a safetensors file, in those of an index, or in a folder with one of them.
+/// Reads the list of tensors: of a safetensors file, of an index, or of a folder with one of them.
 pub(super) fn weights(from: &Path, files: &mut Files) -> anyhow::Result<BTreeMap<String, Tensor>> {
     let mut found = BTreeMap::new();
     for path in paths(from)? {

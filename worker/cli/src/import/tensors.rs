@@ -1,4 +1,4 @@
-//! Tensors that lie in files: where the values of each one are, and how they are read as fp32.
+//! Tensors in files: the place of each one's values, and their conversion to fp32.
 
 use std::{
     cell::RefCell,
@@ -14,20 +14,20 @@ use longshore_worker::convert;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Float(Dtype),
-    /// A type that weights are not kept in, in the file's own words.
+    /// A type that no weights have, by the file's own name.
     Other(String),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Tensor {
     pub(super) file: usize,
-    /// The file's byte at which its values start.
+    /// Offset of the first value in the file.
     pub(super) start: u64,
     pub(super) shape: Vec<u64>,
     pub(super) kind: Kind,
 }
 
-/// The values of a tensor that fits a parameter.
+/// The place of a tensor that fits a parameter.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) file: usize,
@@ -39,7 +39,7 @@ pub(super) struct Place {
 #[derive(Default)]
 pub(super) struct Files {
     files: Vec<(PathBuf, File)>,
-    /// Bytes of a chunk as the file has them, and as fp32.
+    /// Bytes of a chunk in the file's type, and the same values as fp32.
     buffer: RefCell<(Vec<u8>, Vec<f32>)>,
 }
 
@@ -50,7 +50,7 @@ impl Files {
         self.files.len() - 1
     }
 
-    /// Writes values, from the place's element `at` on, as fp32.
+    /// Writes values as fp32, from the place's element `at` on.
     pub(super) fn write(&self, place: Place, at: u64, target: &mut [u8]) -> Result<(), Fault> {
         let Place { file, start, dtype } = place;
         let start = start + at * dtype.bytes();

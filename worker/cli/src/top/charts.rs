@@ -1,4 +1,4 @@
-//! Charts of a job's last steps, and numbers as people read them.
+//! Charts of a job's last steps, and formats of their numbers.
 
 use ratatui::{
     Frame,
@@ -12,7 +12,7 @@ use super::{
     view::{JobView, StepView},
 };
 
-/// Four charts of the last steps.
+/// Draws four charts of the last steps.
 pub(super) fn draw_charts(frame: &mut Frame<'_>, area: Rect, job: &JobView) {
     type Chart = (&'static str, fn(&StepView) -> Option<f64>, fn(f64) -> String);
     let all: [Chart; 4] = [
@@ -32,7 +32,7 @@ pub(super) fn draw_charts(frame: &mut Frame<'_>, area: Rect, job: &JobView) {
     }
 }
 
-/// A line of the last values that fit, with their range.
+/// Draws a line of the last values that fit, with their range.
 fn draw_chart(frame: &mut Frame<'_>, area: Rect, name: &str, values: &[f64], show: fn(f64) -> String) {
     let shown = &values[values.len().saturating_sub(area.width as usize)..];
     let (low, high) = shown
@@ -44,13 +44,13 @@ fn draw_chart(frame: &mut Frame<'_>, area: Rect, name: &str, values: &[f64], sho
     };
     let [head, chart] = Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(area);
     frame.render_widget(Line::styled(title, quiet()), head);
-    // Heights begin at 1, so that the lowest value is seen too.
+    // Heights begin at 1, so that the lowest value is visible too.
     let range = if high > low { high - low } else { 1.0 };
     let heights: Vec<u64> = shown.iter().map(|value| 1 + ((value - low) / range * 99.0) as u64).collect();
     frame.render_widget(Sparkline::default().data(&heights).max(100).style(good()), chart);
 }
 
-/// A skipped step has no norm.
+/// Returns the norm of a step; None for a skipped step.
 pub(super) fn norm(step: &StepView) -> Option<f64> {
     (!step.skipped).then_some(step.norm)
 }
