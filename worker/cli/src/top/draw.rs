@@ -1,4 +1,4 @@
-//! Draws a view. Everything is there at 80 columns and 24 lines; more room shows more servers, ranks and taller charts.
+//! Draws a view. A terminal of 80x24 shows everything; more room shows more servers, ranks and taller charts.
 
 use ratatui::{
     Frame,
@@ -15,11 +15,11 @@ use super::{
 };
 use crate::sizes::human;
 
-/// The width of a bar of memory.
+/// Width of a bar of memory.
 const BAR: usize = 16;
-/// The width of the list of ranks.
+/// Width of the list of ranks.
 const RANKS: u16 = 37;
-/// How many servers are shown where there is little room.
+/// The most servers shown in little room.
 const SERVERS: usize = 4;
 const HELP: &str = "\
 q, Esc, Ctrl-C   end
@@ -28,7 +28,7 @@ Left             job before
 Up, Down         scroll the ranks
 ?                this help";
 
-/// What the user has chosen.
+/// The user's choices.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Chosen {
     pub(super) job: usize,
@@ -37,7 +37,7 @@ pub(super) struct Chosen {
     pub(super) help: bool,
 }
 
-/// Draws one frame. `failed` is why the view could not be made anew.
+/// Draws one frame. `failed` is why the view could not be updated.
 pub(super) fn draw(frame: &mut Frame<'_>, view: &View, chosen: Chosen, failed: Option<&str>) {
     let area = frame.area();
     let servers = view.servers.len().min(if area.height > 40 { 16 } else { SERVERS });
@@ -112,7 +112,7 @@ fn tab_line(view: &View, at: usize) -> Line<'_> {
 fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &JobView, scrolled: usize) {
     let troubles = trouble_lines(job);
     let wanted: usize = troubles.iter().map(|line| lines_of(&line.to_string(), area.width.into())).sum();
-    // Long reasons are cut where the charts would have no room.
+    // Long reasons are cut if the charts would have no room.
     let room = wanted.min(area.height.saturating_sub(12).max(2).into()) as u16;
     let said = Paragraph::new(troubles).wrap(Wrap { trim: true });
     let [state, said_at, facts, charts, below] = Layout::vertical([
@@ -135,7 +135,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &JobView, scrolled: usize) {
     frame.render_widget(Paragraph::new(rank_lines(&job.ranks, scrolled)), ranks);
 }
 
-/// How many lines a text takes that is broken between its words.
+/// Returns the number of lines of a text that breaks between words.
 fn lines_of(text: &str, width: usize) -> usize {
     let (mut lines, mut used) = (1, 0);
     // Several spaces in a row are drawn as they are.
@@ -161,7 +161,7 @@ fn state_line(job: &JobView) -> Line<'_> {
         State::Away => ("away", bad()),
     };
     let waits = match job.waiting_for.as_str() {
-        // Nobody waits where no rank is there.
+        // Without a rank, no process waits.
         "" => String::new(),
         _ if job.state == State::Idle => String::new(),
         waits => format!("  waits for {}", printable(waits)),
@@ -249,7 +249,7 @@ fn draw_help(frame: &mut Frame<'_>, area: Rect) {
     frame.render_widget(Paragraph::new(HELP).block(Block::bordered().title("keys")), place);
 }
 
-/// A text of a server, without what would move the cursor.
+/// Replaces control characters of a server's text, which could move the cursor.
 fn printable(text: &str) -> String {
     text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }
@@ -278,7 +278,7 @@ mod tests {
         }
     }
 
-    /// A frame of 80x24 in which all of these are seen.
+    /// Asserts that a frame of 80x24 shows all of these words.
     #[track_caller]
     fn shows(view: &View, chosen: Chosen, words: &[&str]) {
         let frame = frame_of(view, chosen, (80, 24)).unwrap();
@@ -354,7 +354,7 @@ mod tests {
         let view = View { servers: vec![server()], jobs: vec![view_of(Ok(answer(5, 0))), second] };
         shows(&view, Chosen { job: 1, ..Chosen::default() }, &[" default  second", "version 7 "]);
         shows(&view, Chosen { help: true, ..Chosen::default() }, &["keys", "Tab, Right       next job"]);
-        // Any size is drawn, however small.
+        // Frames of any size are drawn.
         for size in [(10, 3), (1, 1), (200, 60)] {
             frame_of(&view, Chosen::default(), size).unwrap();
         }

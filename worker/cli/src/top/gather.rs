@@ -1,4 +1,4 @@
-//! Asks all servers again and again. One that is silent hides no other, and is dialled again.
+//! Polls all servers. A silent server hides no other, and is dialled again.
 
 use std::{
     collections::BTreeMap,
@@ -33,10 +33,10 @@ impl Poller {
         Poller { addresses, access, servers: None, silent: Vec::new(), known: BTreeMap::new() }
     }
 
-    /// Asks every server what it holds.
+    /// Asks every server for its jobs.
     ///
     /// # Errors
-    /// Where addresses or certificates cannot be used. A server that does not answer is a part of the view.
+    /// If addresses or certificates cannot be used. A server that does not answer is a part of the view.
     pub(crate) fn look(&mut self) -> anyhow::Result<View> {
         if self.servers.is_none() || !self.silent.is_empty() {
             let (servers, silent) = Servers::reach(&self.addresses, &self.access)?;

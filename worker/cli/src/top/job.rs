@@ -1,4 +1,4 @@
-//! A job as its servers' answers show it, beside what is known of it from before.
+//! Makes the view of a job from its servers' answers and from earlier looks.
 
 use std::time::Instant;
 
@@ -11,10 +11,10 @@ use super::{
     view::{Answers, JobView, Part, RankView, State},
 };
 
-/// The mean of a step's time is taken of so many.
+/// Steps over which the mean time of a step is taken.
 const MEAN_OF: usize = 64;
 
-/// A job as its servers' answers show it. `now_ms` is by the servers' clock, `at` by this host's.
+/// Returns the view of a job. `now_ms` is by the servers' clock, `at` by this host's.
 pub(crate) fn job_view(
     job: &str,
     answers: &Answers,
@@ -35,7 +35,7 @@ pub(crate) fn job_view(
         };
     };
     let newest = there.iter().map(|(_, answer)| version(answer)).max().unwrap_or(0);
-    // The server that tells most of the steps: one that restarted knows few.
+    // The answer with the most steps: a restarted server knows few.
     let told =
         there.iter().max_by_key(|(_, answer)| answer.steps.len()).map(|(_, answer)| answer.steps.as_slice());
     known.note(told.unwrap_or_default(), newest);
@@ -51,7 +51,7 @@ pub(crate) fn job_view(
     let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
     let mean = times.iter().sum::<f64>() / times.len() as f64;
-    // A server that lacks a gradient says why the others lack the decision.
+    // A server that lacks a gradient explains why the others lack the decision.
     let waits = there.iter().map(|(_, answer)| &answer.waiting_for).filter(|waits| !waits.is_empty());
     let waiting = waits.min_by_key(|waits| waits.starts_with(DECISION_AWAITED));
     let mut view = JobView {
@@ -96,7 +96,7 @@ fn rank_view(rank: &v1::RankStatus) -> RankView {
     RankView { rank: rank.rank, state, transport: rank.transport.clone(), last_step: rank.last_step }
 }
 
-/// The worst that any server says.
+/// Returns the worst state in any server's answer.
 fn state(there: &[(&String, &DescribeResponse)]) -> State {
     let phase = |wanted: v1::Phase| {
         there.iter().any(|(_, one)| one.progress.as_ref().is_some_and(|progress| progress.phase() == wanted))
@@ -125,7 +125,8 @@ pub(super) mod tests {
 
     pub(in crate::top) const NOW_MS: u64 = 1_800_000_000_000;
 
-    /// An answer of a server in the middle of a job, `steps` of which it tells; the last was decided `ago_ms` ago.
+    /// An answer of a server in the middle of a job, with `steps` steps, of which the last was decided `ago_ms`
+    /// ago.
     pub(in crate::top) fn answer(steps: u64, ago_ms: u64) -> DescribeResponse {
         let decided = |step: u64| v1::DecidedStep {
             step,
@@ -224,7 +225,7 @@ pub(super) mod tests {
             .map(|text| ("host:7070".to_string(), Ok(waits(text))));
         let view = job_view("default", &answers.into(), &mut Known::default(), (NOW_MS, Instant::now()));
         assert!(view.waiting_for.ends_with("from rank 1"), "{view:?}");
-        // A decision that is on its way is no trouble, and one that does not come is.
+        // A decision on its way is no trouble; a decision that does not come is.
         let waits = |ago_ms| DescribeResponse { waiting_for: decision.clone(), ..answer(20, ago_ms) };
         assert!(view_of(Ok(waits(1000))).troubles.is_empty());
         let stalled = view_of(Ok(waits(60_000)));

@@ -1,4 +1,4 @@
-//! What is kept of a job from look to look: its last steps, and counters that rates come from.
+//! Data of a job kept from look to look: its last steps, and counters for rates.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -6,19 +6,19 @@ use longshore_wire::v1;
 
 use super::view::StepView;
 
-/// How many steps of a job are kept, as on the servers.
+/// Steps kept of a job, as many as on the servers.
 const KEPT: usize = 512;
-/// Rates are taken over so many looks.
+/// Looks over which rates are taken.
 const LOOKS: usize = 6;
 
-/// What is kept of a job from look to look.
+/// Data of a job kept from look to look.
 #[derive(Default)]
 pub(crate) struct Known {
     pub(super) steps: VecDeque<StepView>,
     counters: VecDeque<Counters>,
 }
 
-/// What a job's servers had counted at one moment, all together.
+/// Sums of the counters of a job's servers at one moment.
 #[derive(Clone, Copy)]
 pub(super) struct Counters {
     pub(super) at: Instant,
@@ -29,12 +29,12 @@ pub(super) struct Counters {
 }
 
 impl Known {
-    /// The step after which steps are wanted.
+    /// Returns the newest known step, after which steps are requested.
     pub(crate) fn last_step(&self) -> u64 {
         self.steps.back().map_or(0, |step| step.step)
     }
 
-    /// Takes new steps up. A step that was taken back and decided again comes once more.
+    /// Adds new steps. A step that was taken back and decided again replaces the first one.
     pub(super) fn note(&mut self, steps: &[v1::DecidedStep], version: u64) {
         let first = steps.first().map_or(u64::MAX, |step| step.step);
         self.steps.retain(|step| step.step < first && step.step <= version);
@@ -45,7 +45,7 @@ impl Known {
     }
 
     pub(super) fn count(&mut self, counters: Counters) {
-        // Counters start again where a server does.
+        // Counters of a restarted server start at 0.
         if self.counters.back().is_some_and(|last| last.pushed > counters.pushed) {
             self.counters.clear();
         }
@@ -55,7 +55,7 @@ impl Known {
         }
     }
 
-    /// The rates of pushes, pulls and updates.
+    /// Returns the rates of pushes, pulls and updates.
     pub(super) fn rates(&self) -> [Option<f64>; 3] {
         let (Some(then), Some(now)) = (self.counters.front(), self.counters.back()) else { return [None; 3] };
         let spent = (now.at - then.at).as_secs_f64();

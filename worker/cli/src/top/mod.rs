@@ -1,4 +1,4 @@
-//! `longshore top`: what the status page shows, in a terminal.
+//! `longshore top`: the status page in a terminal.
 
 mod charts;
 mod draw;

@@ -1,4 +1,4 @@
-//! The terminal: what is drawn once a second, keys, and a single frame for a pipe.
+//! The terminal: a frame a second, keys, and a single frame for a pipe.
 
 use std::{
     io::{self, IsTerminal},
@@ -26,14 +26,14 @@ use super::{
     view::View,
 };
 
-/// How often servers are asked.
+/// The period of looks at the servers.
 const PERIOD: Duration = Duration::from_secs(1);
-/// How long a change that is no key waits at most, as of the window's size.
+/// The longest delay of a change other than a key, such as the window's size.
 const KEYS: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// The size of a frame where there is no terminal.
+/// Size of a frame without a terminal.
 const SIZE: (u16, u16) = (80, 24);
 
-/// One frame as text.
+/// Returns one frame as text.
 pub(crate) fn once(view: &View) -> anyhow::Result<String> {
     let size = if io::stdout().is_terminal() { terminal::size().unwrap_or(SIZE) } else { SIZE };
     frame_of(view, Chosen::default(), size)
@@ -50,16 +50,16 @@ pub(super) fn frame_of(view: &View, chosen: Chosen, (width, height): (u16, u16))
     Ok(buffer.content().chunks(usize::from(width)).map(line).collect::<Vec<_>>().join("\n"))
 }
 
-/// Draws until a key ends it.
+/// Draws until a key ends the program.
 ///
 /// # Errors
-/// Where there is no terminal, or nothing could be asked at all.
+/// If there is no terminal, or the first look fails.
 pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
     anyhow::ensure!(io::stdout().is_terminal(), "stdout is no terminal: --once prints one frame");
     let mut view = poller.look()?;
     let (looked, looks) = mpsc::channel();
     let (wanted, wants) = mpsc::channel::<()>();
-    // A silent server keeps this thread waiting, and not the keys. It ends with the sender of `wanted`.
+    // A silent server blocks this thread, and not the keys. The thread ends with the sender of `wanted`.
     let asking = thread::Builder::new().name("top".into()).spawn(move || {
         while let Err(RecvTimeoutError::Timeout) = wants.recv_timeout(PERIOD) {
             if looked.send(poller.look()).is_err() {
@@ -91,25 +91,25 @@ pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
     })();
     ratatui::restore();
     drop(wanted);
-    // It may be waiting for a silent server, for which nobody waits any more.
+    // The thread may be waiting for a silent server, so it is not joined.
     drop(asking);
     drawn
 }
 
-/// Waits until keys have come, or for a moment.
+/// Waits for keys, for at most `KEYS`.
 ///
 /// # Errors
-/// Where the terminal is gone. crossterm would read the end of its keys again and again, for ever: a program that ignores SIGHUP, as under
-/// `nohup`, is not ended with its terminal.
+/// If the terminal is gone. crossterm would then read the end of its input for ever: a program that ignores
+/// SIGHUP, as under `nohup`, is not ended with its terminal.
 fn wait_for_keys() -> anyhow::Result<()> {
     let (keys, screen) = (io::stdin(), io::stdout());
-    // A terminal that is hung up is said whatever is asked for.
+    // poll reports a hang-up of the terminal for any flags.
     let mut fds = vec![PollFd::new(&screen, PollFlags::empty())];
     if keys.is_terminal() {
         fds.push(PollFd::new(&keys, PollFlags::IN));
     }
     match rustix::event::poll(&mut fds, Some(&KEYS)) {
-        // The window's size has changed, which crossterm is told.
+        // The window's size has changed, which crossterm reports.
         Err(Errno::INTR) => return Ok(()),
         other => other?,
     };
@@ -119,7 +119,7 @@ fn wait_for_keys() -> anyhow::Result<()> {
 }
 
 impl Chosen {
-    /// Takes a key. False ends it.
+    /// Handles a key. Returns false if the key ends the program.
     fn take(&mut self, key: KeyEvent, jobs: usize) -> bool {
         let jobs = jobs.max(1);
         match key.code {

@@ -1,4 +1,4 @@
-//! The few colours that there are.
+//! The four styles of the terminal view.
 
 use ratatui::style::{Color, Modifier, Style};
 

@@ -1,15 +1,15 @@
-//! What is wrong with a job, and what to do.
+//! Troubles of a job, with remedies.
 
 use longshore_proto::{Fault, FaultKind, remedies};
 use longshore_wire::v1;
 
 use super::view::{Answers, JobView, State, Trouble};
 
-/// A job that has decided nothing for so long, and for so many of its usual steps, is stalled.
+/// A job without a decision for this many seconds, and for this many of its usual steps, is stalled.
 const STALL_S: f64 = 5.0;
 const STALL_STEPS: f64 = 5.0;
 
-/// Everything that is wrong with the job, by its servers' answers. `now_ms` is by their clock.
+/// Returns all troubles of the job in its servers' answers. `now_ms` is by the servers' clock.
 pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Trouble> {
     let mut found = Vec::new();
     let mut say = |what: String, remedy: &str| found.push(Trouble { what, remedy: remedy.into() });
@@ -49,7 +49,7 @@ pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Tr
     found
 }
 
-/// For how long a job that trains has decided nothing, where that is longer than it usually takes.
+/// Returns how long a training job has been without a decision, if that is longer than usual.
 fn stalled(view: &JobView, now_ms: u64) -> Option<(f64, &str)> {
     if view.state != State::Training || view.waiting_for.is_empty() {
         return None;
@@ -62,7 +62,7 @@ fn stalled(view: &JobView, now_ms: u64) -> Option<(f64, &str)> {
     (silent > STALL_S.max(STALL_STEPS * usual)).then_some((silent, view.waiting_for.as_str()))
 }
 
-/// Why a server has no answer.
+/// Returns the trouble of a server without an answer.
 pub(super) fn without(address: &str, fault: &Fault) -> Trouble {
     let what = match (fault.kind, fault.field.as_str()) {
         (FaultKind::NotFound, "job") => {

@@ -1,4 +1,5 @@
-//! What one look at the servers found: jobs with their steps, servers with their memory, and what is wrong with each.
+//! The result of one look at the servers: jobs with their steps, servers with their memory, and the troubles of
+//! each.
 
 use longshore_proto::Fault;
 use longshore_wire::v1::DescribeResponse;
@@ -13,7 +14,7 @@ pub(crate) struct View {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ServerView {
     pub(crate) address: String,
-    /// Why it does not answer.
+    /// Why the server does not answer.
     pub(crate) silent: Option<String>,
     pub(crate) memory_budget: u64,
     pub(crate) memory_reserved: u64,
@@ -24,17 +25,17 @@ pub(crate) struct ServerView {
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {
     Training,
-    /// No rank is there.
+    /// No rank has joined.
     #[default]
     Idle,
     Paused,
     Loading,
     Failed,
-    /// No server serves it.
+    /// No server serves the job.
     Away,
 }
 
-/// What is wrong, and what to do.
+/// A trouble and its remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Trouble {
     pub(crate) what: String,
@@ -62,7 +63,7 @@ pub(crate) struct JobView {
     pub(crate) steps: Vec<StepView>,
 }
 
-/// One server's part of a job.
+/// A server's part of a job.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Part {
     pub(crate) server: String,
@@ -94,5 +95,5 @@ pub(crate) struct StepView {
     pub(crate) exposed_seconds: Option<f64>,
 }
 
-/// What each server of a job answered.
+/// Answers of a job's servers.
 pub(crate) type Answers = Vec<(String, Result<DescribeResponse, Fault>)>;
