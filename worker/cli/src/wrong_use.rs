@@ -1,8 +1,8 @@
-//! Errors of arguments that the parser cannot see. The program ends with the code of wrong arguments for them.
+//! Errors of arguments that the parser cannot see. The program ends with the exit code of wrong arguments.
 
 use std::fmt;
 
-/// Wrong arguments: nothing was tried. It is shown as the error inside.
+/// Wrong arguments: nothing was tried. Displayed as the inner error.
 #[derive(Debug)]
 pub(crate) struct WrongUse(pub(crate) anyhow::Error);
 
@@ -14,7 +14,7 @@ impl fmt::Display for WrongUse {
 
 impl std::error::Error for WrongUse {}
 
-/// Takes an error for one of arguments.
+/// Marks an error as one of arguments.
 pub(crate) fn wrong_use(error: impl Into<anyhow::Error>) -> anyhow::Error {
     WrongUse(error.into()).into()
 }

@@ -24,15 +24,17 @@ pub struct LayerGradients {
 }
 
 impl LayerGradients {
+    /// Allocates the memory.
+    ///
     /// # Errors
-    /// `Shortage` when the device's budget has no room for the largest layer's.
+    /// `Shortage` if the device's budget has no room for the largest layer's gradients.
     pub fn allocate(device: Arc<dyn Device>, model: &Gpt) -> Result<LayerGradients> {
         let buffer = device.allocate("fp32 gradients of a layer", largest_stage(model) * 4)?;
         Ok(LayerGradients { staging: Staging::new(device), buffer, noise: Noise::from_environment() })
     }
 }
 
-/// Hands each gradient to the micro-step's assembler.
+/// Passes each gradient to the micro-step's assembler.
 pub struct Sink<'a> {
     model: &'a Gpt,
     memory: &'a mut LayerGradients,
@@ -51,7 +53,7 @@ impl Gradients for Sink<'_> {
         let params = self.model.stages()[stage].params.clone();
         let mut offset = 0;
         let mut places = Vec::with_capacity(gradients.len());
-        // The model computes on the CPU, so what it made is put where a GPU would have left it.
+        // The model computes on the CPU, so its gradients are copied to where a GPU would have left them.
         for (param, gradient) in params.zip(gradients) {
             let bytes = gradient.values().len() as u64 * 4;
             staging.copy_in(buffer, offset, bytes, |host| {
@@ -62,7 +64,7 @@ impl Gradients for Sink<'_> {
             offset += bytes;
         }
         let mut values = Vec::new();
-        // Within the layer, too, gradients go in backward order: the last parameter first.
+        // Within a layer, too, gradients leave in backward order: the last parameter first.
         for (param, offset, bytes) in places.into_iter().rev() {
             values.resize(bytes as usize / 4, 0.0);
             staging.copy_out(buffer, offset, bytes, |host| {

@@ -1,4 +1,4 @@
-//! Writes what a run leaves behind: checkpoints on its way and at its end, and the export.
+//! Writes a run's lasting results: checkpoints on the way and at the end, and the export.
 
 use std::path::PathBuf;
 
@@ -15,16 +15,16 @@ use super::{
 };
 use crate::{access::Access, export, output::Output, servers::Servers, sizes::human};
 
-/// Writes on rank 0 what is wanted when it is due.
+/// Writes checkpoints and the export when they are due, on rank 0.
 pub(super) struct Keeper<'a> {
     settings: &'a Settings,
     servers: &'a [String],
     embedded: bool,
-    /// The newest checkpoint that this run wrote.
+    /// The newest checkpoint of this run.
     last: Option<(String, Version)>,
-    /// How many attempts have failed since that one.
+    /// Failed attempts since `last`.
     failures: u32,
-    /// The step after which the next attempt is made, once one has failed.
+    /// The step after which the next attempt is made, after a failure.
     retry_at: u64,
     said_not_shared: bool,
 }
@@ -38,7 +38,8 @@ impl<'a> Keeper<'a> {
         self.settings.checkpoint_every > 0 || self.embedded && self.settings.checkpoint_dir.is_some()
     }
 
-    /// Checks that what will be wanted could be written now. A run that has steps behind it goes on without.
+    /// Checks that the checkpoints and the export could be written now. A run with steps behind it goes on
+    /// without.
     pub(super) fn check(&self, session: &Session, version: Version, report: &Report) -> anyhow::Result<()> {
         if let Some(dir) = &self.settings.export {
             export::check_target(dir).context("the weights could not be exported at the end")?;
@@ -56,14 +57,14 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Whether a checkpoint is wanted after this step.
+    /// Returns true if a checkpoint is due after this step.
     pub(super) fn is_due(&self, step: u64) -> bool {
         let every = self.settings.checkpoint_every;
         let again = self.failures > 0 && step >= self.retry_at;
         every > 0 && step < self.settings.steps && (step.is_multiple_of(every) || again)
     }
 
-    /// Writes a checkpoint of `step`, the version that the servers are at. One that fails does not end the run.
+    /// Writes a checkpoint of `step`, the servers' current version. A failed checkpoint does not end the run.
     pub(super) fn checkpoint(
         &mut self,
         session: &Session,
@@ -98,8 +99,8 @@ impl<'a> Keeper<'a> {
         Ok(())
     }
 
-    /// Puts the next attempt off, by twice as many steps each time. It says when that is, which is no later than the
-    /// next checkpoint that is due anyway.
+    /// Puts the next attempt off, by twice as many steps each time, at most until the next regular checkpoint.
+    /// Returns the time of that attempt in words.
     fn put_off(&mut self, step: u64) -> String {
         let wait = 1 << self.failures.min(16);
         self.failures += 1;
@@ -109,7 +110,7 @@ impl<'a> Keeper<'a> {
         if at < self.settings.steps { format!("after step {at}") } else { "at the end".to_string() }
     }
 
-    /// Writes what is wanted at the end of training: the last version's checkpoint, and the export.
+    /// Writes the results at the end of training: the last version's checkpoint, and the export.
     pub(super) fn finish(
         &mut self,
         session: &Session,
@@ -189,8 +190,8 @@ impl<'a> Keeper<'a> {
         ends_with_us(self.settings, self.embedded)
     }
 
-    /// The flag with which the same command goes on from a checkpoint. A checkpoint that the command names counts before the
-    /// newest one.
+    /// Returns the flag with which the same command continues from a checkpoint. A checkpoint that the command
+    /// names wins over the newest one.
     fn resume_flag(&self, name: &str) -> String {
         match named(self.settings).filter(|old| *old != name) {
             Some(old) => format!("--resume-from {name} instead of {old}"),
@@ -198,7 +199,7 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Where a run that was stopped is, and how to go on.
+    /// Says where a stopped run is, and how to continue.
     pub(super) fn way_on(&self, version: Version) -> String {
         let at = format!("after step {} of {}", version.0, self.settings.steps);
         match &self.last {
@@ -244,17 +245,17 @@ impl<'a> Keeper<'a> {
     }
 }
 
-/// Whether the state itself dies with an embedded server that keeps it in memory.
+/// Returns true if the state ends with an embedded server that keeps it in memory.
 fn ends_with_us(settings: &Settings, embedded: bool) -> bool {
     embedded && !settings.tier.properties().survives_restart()
 }
 
-/// The checkpoint that the command goes back to by name.
+/// Returns the checkpoint that the command names to go back to.
 fn named(settings: &Settings) -> Option<&String> {
     settings.resume.as_ref().and_then(|how| how.checkpoint.as_ref())
 }
 
-/// Where a run is that a second signal ends at once, and how to go on.
+/// Says where a run is that a second signal ends at once, and how to continue.
 pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
     if !embedded {
         return "at once: the servers hold the job at its last decided step, and the same command goes on from there"
@@ -277,8 +278,8 @@ pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
     format!("{gone}. If a checkpoint was written, the same command with {flag} goes on from the newest one")
 }
 
-/// Whether only the writing of a checkpoint failed. If a server is gone or the job has failed, the next step fails as
-/// well, and its error says better why.
+/// Returns true if only a checkpoint failed. After a dead server or a failed job the next step fails too, with a
+/// better error.
 fn is_of_checkpoints(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {

@@ -1,4 +1,4 @@
-//! Starts a run from its settings: an embedded server when none is named, and a process for each rank.
+//! Starts a run from its settings: an embedded server if none is named, and a process for each rank.
 
 use std::{
     os::unix::process::ExitStatusExt,
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::wrong_use::wrong_use;
 
-/// How often the ranks' processes are checked.
+/// The period of the checks of the ranks' processes.
 const POLL: Duration = Duration::from_millis(100);
 
 /// Trains to the end.
@@ -38,7 +38,7 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// Starts the server that runs inside this process.
+/// Starts the server inside this process.
 fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
     let embedded = Embedded::start(|defaults| Config {
         storage: StorageConfig {
@@ -55,12 +55,12 @@ fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
     Ok(embedded)
 }
 
-/// Starts one process for each rank, with this process's own arguments. The first one that fails ends the others.
+/// Starts a process for each rank, with this process's own arguments. The first failure ends the others.
 fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
     let embedded = settings.servers.is_empty();
     let (failed, at_once) = (if embedded { OWN_SERVER } else { OTHERS_SERVERS }, cut_off(settings, embedded));
-    // From here on this process ends with its ranks alone, or at a second signal. Of the ranks, each ends at a first signal
-    // until it catches it, and at a second one.
+    // From here on this process ends only with its ranks, or at a second signal. A rank ends at a first signal
+    // until it catches signals, and at a second one.
     let stop = Stop::catch(Part::Starts, LastWords::default())?;
     let mut ranks = Ranks(Vec::new());
     for rank in 0..settings.world_size {
@@ -79,22 +79,22 @@ fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
     ranks.wait(&stop, &Left { failed, at_once: &at_once })
 }
 
-/// What a user is told of the job when a rank's process has failed. The server that runs inside this process ends with it.
+/// The message about the job after a rank's process has failed. An embedded server ends with this process.
 const OWN_SERVER: &str = "The server ended with this run: run the same command again, which goes on from what its state \
                           folder or a checkpoint has, and begins anew without either";
 const OTHERS_SERVERS: &str = "The job is still on its servers: run the same command again to continue";
 
-/// What a user is told of the job that a run leaves: where a rank's process has failed, and where a second signal ended all.
+/// Messages about the job that a run leaves: after a rank's failure, and after a second signal.
 struct Left<'a> {
     failed: &'a str,
     at_once: &'a str,
 }
 
-/// The ranks' processes. They are killed when this is dropped, so that no rank outlives a failed run.
+/// The ranks' processes. Dropping them kills them, so that no rank outlives a failed run.
 struct Ranks(Vec<Option<Child>>);
 
 impl Ranks {
-    /// Waits for all of them.
+    /// Waits for all ranks.
     fn wait(&mut self, stop: &Stop, left: &Left<'_>) -> anyhow::Result<()> {
         let mut told = false;
         while self.0.iter().any(Option::is_some) {
@@ -110,10 +110,11 @@ impl Ranks {
                 *slot = None;
                 if stop.asked().is_some() && !status.success() {
                     match (rank, how_stopped(status)) {
-                        // The others wait for a decision that will not come, and end with this.
+                        // The other ranks wait for a decision that will not come, and are killed with this value.
                         (0, Some(said)) => return Err(stopped(stop, said)),
                         (0, None) => {}
-                        // Rank 0 ends the run, and may be writing what stays of it. It says so if it lacks this rank.
+                        // Rank 0 ends the run, and may be writing its results. Rank 0 reports a missing rank
+                        // itself.
                         (1.., _) => continue,
                     }
                 }
@@ -128,22 +129,22 @@ impl Ranks {
         Ok(())
     }
 
-    /// Lets rank 0 end the run after the step in hand.
+    /// Tells rank 0 to end the run after the current step.
     fn tell_rank_zero(&self) {
         if let Some(Some(child)) = self.0.first() {
-            // One that has ended meanwhile is found so.
+            // A process that has ended meanwhile is found by `try_wait`.
             let _ = kill_process(Pid::from_child(child), Signal::USR1);
         }
     }
 }
 
-/// What to say of a rank 0 that ended because the run was told to stop; None where it ended otherwise.
+/// Returns the message about a rank 0 that ended because the run was told to stop; None for any other end.
 fn how_stopped(status: ExitStatus) -> Option<&'static str> {
     let is_one = |number: Option<i32>, of: &[Signal]| of.iter().any(|one| number == Some(one.as_raw()));
     if is_one(status.code().map(|code| code - SIGNALLED), &[Signal::INT, Signal::TERM]) {
         return Some("with rank 0, which says above where, and how to go on");
     }
-    // It catches these before it does anything else.
+    // Rank 0 catches these signals before any other work.
     let caught = is_one(status.signal(), &[Signal::INT, Signal::TERM, Signal::USR1]);
     caught.then_some("before training began: run the same command again")
 }
@@ -169,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// A process in a rank's place, once it says that it is ready.
+    /// Starts a process in a rank's place, and waits until it is ready.
     fn rank(script: &str) -> Option<Child> {
         let script = format!("{script}\necho ready\nwhile :; do sleep 0.02; done");
         let mut child = Command::new("sh").args(["-c", &script]).stdout(Stdio::piped()).spawn().unwrap();
@@ -179,7 +180,7 @@ mod tests {
         Some(child)
     }
 
-    /// How a run of these ranks ends that was told to stop before.
+    /// Returns how a run of these ranks ends that was told to stop before.
     fn ended(ranks: Vec<Option<Child>>) -> anyhow::Error {
         let stop = Stop::default();
         stop.hear(Part::Starts, &LastWords::default(), SignalKind::terminate(), true);
@@ -193,7 +194,7 @@ mod tests {
         assert!(error.to_string().starts_with("rank 0 ended with exit status: 1"), "{error}");
     }
 
-    /// It may be writing the last checkpoint.
+    /// Rank 0 may be writing the last checkpoint.
     #[test]
     fn rank_zero_ends_a_stopped_run_whatever_others_do() {
         let mut gone = Command::new("sh").args(["-c", "exit 1"]).spawn().unwrap();

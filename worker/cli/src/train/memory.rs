@@ -1,4 +1,4 @@
-//! What training keeps in device memory.
+//! Device memory of training.
 
 use std::ops::Range;
 
@@ -10,21 +10,21 @@ use longshore_worker::{
 
 use super::gpt::{self, Gpt};
 
-/// How much a rank does at a time.
+/// The work of a rank at a time.
 pub(super) struct Workload {
     pub(super) dtype: Dtype,
-    /// The sequences of one micro-step.
+    /// Sequences of one micro-step.
     pub(super) sequences: usize,
     pub(super) device_budget: Option<u64>,
 }
 
-/// How many bytes of activations a model without a device budget keeps, instead of computing them again in backward.
-/// That saves half of the time of a forward pass.
+/// Bytes of activations that a model without a device budget keeps, instead of computing them again in backward.
+/// Keeping them saves half of the time of a forward pass.
 const KEPT_ACTIVATIONS: usize = 256 << 20;
 
-/// The bytes of all activations. These are the inputs of all stages, and beside them the larger of two things: the
-/// inside of one block (its attention matrix, and 16 times its input for projections and the MLP), or the logits and
-/// their gradient.
+/// Returns the bytes of all activations: the inputs of all stages, and the larger of two parts. The first is the
+/// inside of one block: its attention matrix, and 16 times its input for projections and the MLP. The second is
+/// the logits and their gradient.
 pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u64>) -> u64 {
     let config = model.config();
     let rows = (sequences * config.context) as u64;
@@ -40,7 +40,7 @@ pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u
     (inputs + inside.max(logits)) * 4 + kept
 }
 
-/// Lets a model keep activations where there is room for them.
+/// Lets a model keep activations if it has no device budget.
 pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> Gpt {
     match device_budget {
         None => model.with_activation_budget(KEPT_ACTIVATIONS),
@@ -48,32 +48,34 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
     }
 }
 
-/// The most device memory that training needs at once, in bytes: all 16-bit weights, one layer widened to fp32 to compute
-/// with, that layer's gradient, and the activations.
+/// Returns the peak of device memory in bytes: all 16-bit weights, one layer widened to fp32, that layer's
+/// gradient, and the activations.
 fn need(model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
     layout.elements() * work.dtype.bytes()
         + 2 * largest_stage(model) * 4
         + activations(model, work.sequences, work.device_budget)
 }
 
-/// The elements of the largest stage's parameters.
+/// Elements of the largest stage's parameters.
 pub(super) fn largest_stage(model: &Gpt) -> u64 {
     (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0)
 }
 
-/// The flat range of one stage, from its first parameter's start to its last one's end.
+/// Flat range of one stage, from its first parameter's start to its last one's end.
 pub(super) fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u64> {
     let params = &model.stages()[stage].params;
     layout.param_range(params.start).start..layout.param_range(params.end - 1).end
 }
 
-/// The elements of one stage's parameters.
+/// Elements of one stage's parameters.
 pub(super) fn stage_elements(model: &Gpt, stage: usize) -> u64 {
     model.params()[model.stages()[stage].params.clone()].iter().map(|param| param.elements() as u64).sum()
 }
 
+/// Checks that training fits the device.
+///
 /// # Errors
-/// `Shortage` when training does not fit the device.
+/// `Shortage` if it does not fit.
 pub(super) fn check_room(model: &Gpt, layout: &Layout, work: &Workload, device: &Budget) -> Result<()> {
     let bytes = need(model, layout, work);
     if bytes <= device.free() {

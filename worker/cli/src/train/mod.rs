@@ -1,4 +1,4 @@
-//! The native trainer: a byte-level GPT on text, its optimizer on servers. `longshore train`.
+//! The native trainer of `longshore train`: a byte-level GPT on text, with its optimizer on servers.
 
 pub mod gpt;
 mod gradients;

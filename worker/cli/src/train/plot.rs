@@ -1,9 +1,9 @@
-//! A plot of losses in plain text.
+//! Plots losses in plain text.
 
 const WIDTH: usize = 64;
 const HEIGHT: usize = 12;
 
-/// Lines with one column for each run of steps and the mean of its losses. None of fewer than two.
+/// Returns lines with one column per run of steps, at the mean of its losses. No lines for fewer than two losses.
 pub(super) fn plot(losses: &[(u64, f32)]) -> Vec<String> {
     let losses: Vec<(u64, f32)> = losses.iter().copied().filter(|(_, loss)| loss.is_finite()).collect();
     if losses.len() < 2 {
@@ -53,7 +53,7 @@ mod tests {
             lines[HEIGHT + 1].starts_with("          1 ") && lines[HEIGHT + 1].ends_with("step 640"),
             "{lines:#?}"
         );
-        // Each column has its mark.
+        // Each column has one mark.
         let marks: usize = lines.iter().map(|line| line.matches('*').count()).sum();
         assert_eq!(marks, WIDTH);
     }

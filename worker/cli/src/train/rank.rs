@@ -1,4 +1,4 @@
-//! One rank's run: it opens or continues the job, makes steps, evaluates, writes checkpoints, and ends.
+//! The run of one rank: opens or continues the job, makes steps, evaluates, writes checkpoints, and ends.
 
 mod evaluate;
 
@@ -26,10 +26,10 @@ use super::{
 };
 use crate::{output::Output, progress::Progress};
 
-/// How many sequences a validation batch has. They are few, so that an evaluation has fewer activations than a step.
+/// Sequences of a validation batch: few, so that an evaluation has fewer activations than a step.
 const VALIDATION_SEQUENCES: usize = 4;
 
-/// Everything about a run that does not change from step to step.
+/// Constant data of a run.
 struct Run<'a> {
     settings: &'a Settings,
     model: Gpt,
@@ -70,7 +70,7 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     }
 }
 
-/// Where the servers are.
+/// The run's servers.
 #[derive(Clone, Copy)]
 struct ServerChoice<'a> {
     servers: &'a [String],
@@ -97,10 +97,10 @@ impl<'a> Run<'a> {
         Ok(Run { settings, model, corpus, validation, layout, device, rank, stop })
     }
 
-    /// Does the whole run, from connecting to the servers to the last step.
+    /// Trains from the connection to the servers to the last step.
     ///
     /// # Errors
-    /// After `Outdated` nothing is lost, and this may be called again.
+    /// After `Outdated` nothing is lost, and the call may be repeated.
     fn train(
         &self,
         ServerChoice { servers, embedded }: ServerChoice<'_>,
@@ -135,7 +135,7 @@ impl<'a> Run<'a> {
             first_step: joined.version.0 + 1,
             device: self.device.name(),
         });
-        // From here on the other ranks can tell that this process is there, however long it evaluates.
+        // From here on other ranks see this process, however long it evaluates.
         let mut pipeline = Pipeline::new(session, &joined, settings.pipeline_options()?)?;
         let first_loss = self.evaluate_at(&pipeline, joined.version, &mut memory, report)?;
         self.check_resumed(&pipeline, report);
@@ -146,7 +146,7 @@ impl<'a> Run<'a> {
             self.step(&mut pipeline, &mut memory, report)?;
             self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
         }
-        // What is said and written at the end is of a version that stays.
+        // After the settle, the end reports and writes a version that stays.
         let version = pipeline.settle()?;
         report.decided(pipeline.outcomes());
         let stopped = self.stop.asked().filter(|_| self.rank == 0 && version.0 < settings.steps);
@@ -172,12 +172,13 @@ impl<'a> Run<'a> {
         failure.map_or(Ok(()), Err)
     }
 
-    /// Whether rank 0 was told to stop. Others go on until they are ended: a step in hand needs them.
+    /// Returns true if rank 0 was told to stop. Other ranks go on until they are ended: the current step needs
+    /// them.
     fn is_stopped(&self) -> bool {
         self.rank == 0 && self.stop.asked().is_some()
     }
 
-    /// Connects, creates or finds the job, gives it weights if it has none, and takes the rank.
+    /// Connects, creates or finds the job, fills a new one with weights, and takes the rank.
     fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
         let mut session = Session::connect(options)?;
         if self.rank != 0 {
@@ -212,8 +213,8 @@ impl<'a> Run<'a> {
         Ok((session, joined))
     }
 
-    /// Whether the job is to be filled from a checkpoint, and how. A restore that was begun is brought to its end,
-    /// whoever began it. A job that has its state goes on from that state.
+    /// Returns how to fill the job from a checkpoint, or None. A restore that was begun is completed, whoever
+    /// began it. A job with state continues from that state.
     fn goes_back(&self, opened: &Result<Opened, Error>, report: &Report) -> Option<GoBack> {
         let asked = self.settings.resume.clone();
         match opened {
@@ -249,8 +250,8 @@ impl<'a> Run<'a> {
     ) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
         if self.settings.step_weights {
-            // This is said before anything is pushed. If this process is killed later, its gradient may already be all
-            // that the step needs.
+            // Reported before any push: if this process is killed later, the step may already have all of its
+            // gradient.
             let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
             report.weights(self.rank, plan, checksum);
         }
@@ -317,12 +318,11 @@ impl<'a> Run<'a> {
     }
 }
 
-/// A job that starts afresh beside checkpoints of its name may not be what was meant: its servers may have lost it.
+/// Notes existing checkpoints of a job that starts afresh: its servers may have lost the job.
 fn say_what_is_left_aside(session: &Session, report: &Report) {
-    // Servers without a folder for checkpoints have none to speak of.
-    // A folder that hangs holds up no run for the sake of a note.
+    // Servers without a folder for checkpoints list none. A folder that hangs must not delay the run for a note.
     let Ok(checkpoints) = session.list_checkpoints_within(Duration::from_secs(2)) else { return };
-    // The last one was sealed last.
+    // The list is in the order of sealing.
     let Some(newest) = checkpoints.last().filter(|newest| newest.version > Version(0)) else { return };
     report.note(&format!(
         "the servers have nothing of job {}, so it starts afresh, at version 0, though checkpoint {} of {} is there: to go on from it, stop \
@@ -333,7 +333,7 @@ fn say_what_is_left_aside(session: &Session, report: &Report) {
     ));
 }
 
-/// An error of this library that passed through the model is shown as itself.
+/// Unwraps an error of the worker library that passed through the model.
 fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     match error {
         gpt::Error::Acquire { source, .. } | gpt::Error::Emit { source, .. } => {
@@ -346,7 +346,7 @@ fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     }
 }
 
-/// Whether the run can go on by joining again.
+/// Returns true if the run can continue by joining again.
 fn is_outdated(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Error::Outdated(_)))
 }

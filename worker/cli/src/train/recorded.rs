@@ -1,11 +1,11 @@
-//! What a run leaves on each commit of the settings that decide its bits, so that the process which goes on from there can say
-//! what it does otherwise.
+//! Records on each commit the settings that decide a run's bits. A process that continues the run reports
+//! different settings.
 
 use serde_json::{Value, json};
 
 use super::Settings;
 
-/// Where each setting stands in what is recorded, and the flag that users know it by.
+/// The JSON pointer of each setting in the record, and its flag.
 const FLAGS: [(&str, &str); 8] = [
     ("/seed", "--seed"),
     ("/batch", "--batch"),
@@ -17,7 +17,7 @@ const FLAGS: [(&str, &str); 8] = [
     ("/delay/correction", "--correction"),
 ];
 
-/// The settings that must stay the same for a run that goes on to have the bits of one that was never interrupted.
+/// Returns the settings that must stay the same for a continued run to have the bits of an uninterrupted one.
 pub(super) fn state(settings: &Settings) -> Vec<u8> {
     of(settings).to_string().into_bytes()
 }
@@ -37,8 +37,8 @@ fn of(settings: &Settings) -> Value {
     state
 }
 
-/// What differs from the settings recorded in `before`, in sentences. It is said and not refused: to train for more steps, or with
-/// another delay from now on, is a wish like any other, and only the user knows whether it was meant.
+/// Returns the differences from the settings recorded in `before`, in sentences. A difference is reported, not
+/// refused: a user may want more steps or another delay from now on.
 pub(super) fn differences(before: &[u8], settings: &Settings) -> Vec<String> {
     let Ok(before) = serde_json::from_slice::<Value>(before) else {
         return vec!["this job was trained so far by another program, whose settings are not known".into()];
@@ -55,7 +55,7 @@ pub(super) fn differences(before: &[u8], settings: &Settings) -> Vec<String> {
     FLAGS.into_iter().filter_map(said).chain(newer_from(&before)).collect()
 }
 
-/// A setting of earlier versions, where it had an effect.
+/// Reports a setting of earlier versions, if it had an effect.
 fn newer_from(before: &Value) -> Option<String> {
     let number = |place| before.pointer(place).and_then(Value::as_u64);
     let newer = number("/delay/newer_from").zip(number("/micro_steps"));
@@ -65,7 +65,7 @@ fn newer_from(before: &Value) -> Option<String> {
     ))
 }
 
-/// A setting as its flag takes it. None where it means nothing, as a delay's settings do in an exact job.
+/// Returns a setting in its flag's format. None if it means nothing, such as a delay's settings in an exact job.
 fn given(state: &Value, place: &str) -> Option<String> {
     match (place, state.pointer(place)) {
         ("/delay/steps", None) => Some("0".into()),

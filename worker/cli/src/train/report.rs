@@ -1,4 +1,4 @@
-//! What a run shows: a bar on a terminal, plain lines on a pipe, one JSON object a line for programs.
+//! Shows a run: a bar on a terminal, plain lines on a pipe, one JSON object a line for programs.
 
 use std::{
     collections::BTreeMap,
@@ -15,18 +15,18 @@ use serde_json::json;
 use super::{plot::plot, settings::Settings};
 use crate::sizes::human;
 
-/// How many plain lines a whole run writes, so that a log stays readable.
+/// The most plain lines of a whole run, so that a log stays readable.
 const PLAIN_LINES: u64 = 40;
 
 enum Output {
     Bar(ProgressBar),
     Plain,
     Json,
-    /// The mode of ranks other than 0.
+    /// Ranks other than 0 show nothing.
     Silent,
 }
 
-/// Shows a run's events as they come, and keeps what the summary needs.
+/// Shows a run's events, and keeps the data of its summary.
 pub(super) struct Report {
     output: Output,
     steps: u64,
@@ -45,7 +45,7 @@ pub(super) struct Report {
     settings: Settings,
 }
 
-/// What a run trains, shown before its first step.
+/// The subject of a run, shown before its first step.
 pub(super) struct Opening<'a> {
     pub(super) job: &'a str,
     pub(super) parameters: u64,
@@ -59,7 +59,7 @@ pub(super) struct Opening<'a> {
     pub(super) device: &'a str,
 }
 
-/// What a run's summary says beside what its last version gives.
+/// Data of a run's summary that its last version does not give.
 pub(super) struct Around {
     pub(super) first_loss: Option<f32>,
     pub(super) servers: usize,
@@ -68,19 +68,19 @@ pub(super) struct Around {
     pub(super) formats: Formats,
 }
 
-/// What a run has left behind.
+/// The lasting results of a run.
 pub(super) struct Kept {
     pub(super) export: Option<PathBuf>,
     pub(super) checkpoint: Option<String>,
-    /// Where the weights are, a line each.
+    /// Places of the weights, a line each.
     pub(super) lines: Vec<String>,
-    /// Whether the weights are lost, since the embedded server kept them in memory and ends now.
+    /// True if the weights are lost: an embedded server kept them in memory and ends now.
     pub(super) gone: bool,
-    /// What was wanted and could not be written.
+    /// The failure of a checkpoint or an export.
     pub(super) failure: Option<anyhow::Error>,
 }
 
-/// What a run ends with.
+/// The end of a run.
 pub(super) struct Ending {
     pub(super) around: Around,
     pub(super) version: u64,
@@ -161,7 +161,7 @@ impl Report {
         self.started = Instant::now();
     }
 
-    /// Notes the loss that a step computed. It is shown once the step is decided.
+    /// Notes the loss of a step. The loss is shown once the step is decided.
     pub(super) fn loss(&mut self, step: Step, loss: f32) {
         self.losses.insert(step, loss);
     }
@@ -200,7 +200,7 @@ impl Report {
             }
             Output::Plain => {
                 let every = self.steps.div_ceil(PLAIN_LINES).max(1);
-                // A slow run shows signs of life too.
+                // Slow runs print at least a line in 10 s.
                 let late = self.last_shown.is_none_or(|shown| shown.elapsed() > Duration::from_secs(10));
                 if step.is_multiple_of(every) || step == self.steps || late {
                     self.last_shown = Some(Instant::now());
@@ -225,7 +225,7 @@ impl Report {
         }
     }
 
-    /// Says which weights a step begins with, on any rank.
+    /// Reports the weights that a step begins with, on any rank.
     pub(super) fn weights(&self, rank: u32, plan: StepInputs, crc32: u32) {
         let (step, version) = (plan.step.0, plan.reads.0);
         self.json(
@@ -240,7 +240,7 @@ impl Report {
         }
     }
 
-    /// Says something that the user should know. It goes to stderr if a program reads stdout.
+    /// Shows a note to the user, on stderr if a program reads stdout.
     pub(super) fn note(&self, text: &str) {
         match &self.output {
             Output::Json | Output::Silent => eprintln!("longshore: {text}"),

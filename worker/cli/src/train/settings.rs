@@ -1,4 +1,4 @@
-//! The settings of a training run: all that decides its bits, where it runs, and how it is shown.
+//! Settings of a training run: its bits, its place, and its report.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,25 +18,25 @@ use longshore_worker::{
 use super::gpt::{Config, Gpt, Group};
 use crate::access::Access;
 
-/// Where servers are, what to train on, and how.
+/// Settings of a run, after the flags were parsed.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub job: JobName,
-    /// If there is none, a server is embedded in the process.
+    /// Addresses. Empty to embed a server in the process.
     pub servers: Vec<String>,
-    /// What those servers are shown and asked for; an embedded one is not.
+    /// Credentials for these servers; an embedded server needs none.
     pub access: Access,
-    /// The server is embedded in the process that started this one, and ends with it.
+    /// True if the server is embedded in the process that started this one, and ends with it.
     pub embedded: bool,
-    /// This process was started with those of the other ranks.
+    /// True if this process was started with those of the other ranks.
     pub launched: bool,
     pub data: PathBuf,
     pub model: Config,
     pub steps: u64,
-    /// How many sequences each rank has in a micro-step.
+    /// Sequences of each rank in a micro-step.
     pub batch: usize,
     pub micro_steps: u32,
-    /// Each rank adds up its micro-steps, and not the servers.
+    /// True if each rank adds up its micro-steps instead of the servers.
     pub accumulate_on_worker: bool,
     pub world_size: u32,
     /// None means that this process starts all ranks.
@@ -44,31 +44,30 @@ pub struct Settings {
     pub rule: Rule,
     pub hyper: Hyper,
     pub lr_warmup_steps: u64,
-    /// The learning rate falls along a cosine to this part of its peak.
+    /// Part of the peak learning rate at the end of its cosine.
     pub lr_floor: f64,
     pub clip: Option<f64>,
     pub delay: u32,
     pub delay_warmup_steps: u64,
-    /// The first micro-step of a delayed step that computes with the newest weights.
+    /// Correction of a delayed step's images.
     pub correction: DelayCorrection,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
     pub loss_scale: LossScale,
     pub seed: u64,
-    /// None means that it is chosen from the model's size.
+    /// None to choose by the model's size.
     pub shard_elements: Option<u64>,
-    /// Where the servers keep the state.
+    /// The tier of the state on servers.
     pub tier: TierKind,
-    /// The formats in which they keep it.
+    /// Formats of the state on servers.
     pub formats: Formats,
     pub device: DeviceChoice,
     pub device_budget: Option<u64>,
     pub checkpoint_dir: Option<PathBuf>,
     pub checkpoint_every: u64,
-    /// The checkpoint that the job goes back to if the servers have nothing of the job. With None it then starts
-    /// afresh.
+    /// The checkpoint to go back to if servers lack the job. With None such a job starts afresh.
     pub resume: Option<GoBack>,
-    /// Where the weights are written at the end.
+    /// Folder for the weights at the end.
     pub export: Option<PathBuf>,
     pub export_dtype: Dtype,
     pub eval_every: u64,
@@ -79,22 +78,22 @@ pub struct Settings {
     pub transport: Transport,
     pub deadline: Duration,
     pub pause_deadline: Duration,
-    /// How many update threads an embedded server has; None takes all cores.
+    /// Update threads of an embedded server; None takes all cores.
     pub threads: Option<usize>,
     /// Memory of an embedded server.
     pub memory: Option<u64>,
-    /// Where an embedded server keeps the state of tier `nvme`.
+    /// Folders of an embedded server's state with tier `nvme`.
     pub state_dirs: Vec<PathBuf>,
-    /// Memory in which it keeps a part of that state.
+    /// Memory in which an embedded server keeps a part of that state.
     pub resident: u64,
-    /// Where an embedded server keeps the state of tier `shm`.
+    /// Folder of an embedded server's state with tier `shm`.
     pub shm_dir: Option<PathBuf>,
     pub json: bool,
-    /// An error is one JSON object.
+    /// True if an error is printed as one JSON object.
     pub errors_as_json: bool,
-    /// The losses are plotted at the end, on a terminal or not.
+    /// True to plot the losses at the end, on a terminal or not.
     pub plot: bool,
-    /// Each step shows the checksum of the weights that it begins with. Tests ask for this.
+    /// True to print the checksum of the weights that each step begins with, for tests.
     pub step_weights: bool,
 }
 
@@ -110,7 +109,7 @@ pub enum LossScaleMode {
     Fixed(f64),
 }
 
-/// How many shards a small model has. They are enough to show streaming, and to give each of several servers some.
+/// Shards of a small model: enough to show streaming, and to give several servers some each.
 const SMALL_MODEL_SHARDS: u64 = 16;
 
 impl Settings {
@@ -144,7 +143,7 @@ impl Settings {
         }
     }
 
-    /// Checks what no flag says by itself, before anything is started.
+    /// Checks combinations of flags, before anything is started.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let spec = self.spec(&Gpt::new(self.model)?);
         spec.validate()?;
@@ -178,7 +177,7 @@ impl Settings {
         }
     }
 
-    /// An evaluation and the end read the newest version, so a delayed run drains before them.
+    /// Returns the schedule. Evaluations and the end read the newest version, so a delayed run drains before them.
     pub fn schedule(&self) -> Schedule {
         let (every, last) = (self.eval_every, self.steps);
         match self.delay {
@@ -188,7 +187,7 @@ impl Settings {
         }
     }
 
-    /// The learning rate rises linearly at first, then falls along a cosine to the floor at the last step.
+    /// Returns the learning rate: linear warm-up, then a cosine down to the floor at the last step.
     pub fn learning_rate(&self, step: Step) -> f64 {
         let (step, warmup) = (step.0 as f64, self.lr_warmup_steps as f64);
         if step <= warmup {
@@ -200,7 +199,7 @@ impl Settings {
         self.hyper.lr * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
     }
 
-    /// One entry for each group of [`Settings::spec`].
+    /// Returns hyperparameters for each group of [`Settings::spec`].
     pub fn hypers(&self, step: Step) -> Vec<Hyper> {
         let decay = Hyper { lr: self.learning_rate(step), ..self.hyper };
         vec![decay, Hyper { weight_decay: 0.0, ..decay }]

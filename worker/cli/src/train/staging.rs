@@ -9,12 +9,12 @@ use longshore_worker::{
 
 use super::gpt::BoxError;
 
-/// Host buffers that copies go through, one of each size. They are used again, since page-locking one takes far longer
-/// than a copy.
+/// Host buffers for copies, one of each size. Buffers are reused, since page-locking one takes far longer than a
+/// copy.
 pub(super) struct Staging {
     device: Arc<dyn Device>,
     idle: HashMap<u64, HostBuffer>,
-    /// The last copy to the device, which the next copy either way waits for.
+    /// The last copy to the device. The next copy in either direction waits for it.
     under_way: Option<Transfer>,
 }
 
@@ -23,7 +23,7 @@ impl Staging {
         Staging { device, idle: HashMap::new(), under_way: None }
     }
 
-    /// Starts copying what `fill` writes, `bytes` of it, to `offset` of `target`.
+    /// Starts to copy `bytes`, which `fill` writes, to `offset` of `target`.
     pub(super) fn copy_in(
         &mut self,
         target: &Buffer,
@@ -37,7 +37,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Hands `bytes` from `offset` of `source` to `read`.
+    /// Passes `bytes` from `offset` of `source` to `read`.
     pub(super) fn copy_out<R>(
         &mut self,
         source: &Buffer,

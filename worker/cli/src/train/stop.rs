@@ -1,4 +1,4 @@
-//! Signals that end a run: the first one lets the step in hand finish and what was asked for be written, a second one ends the
+//! Signals that end a run. The first lets the current step finish and the results be written; a second ends the
 //! process at once.
 
 use std::{
@@ -15,29 +15,30 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::output::fail;
 
-/// What a shell says of a process that a signal ended is this and the signal's number.
+/// Shells report a process that a signal ended by this number plus the signal's.
 pub(super) const SIGNALLED: i32 = 128;
 
-/// What a process does about signals.
+/// The part of a process in handling signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
-    /// It makes the run's decisions, so it ends the run. A second signal ends the process at once.
+    /// Rank 0: decides, so it ends the run. A second signal ends the process at once.
     Decides,
-    /// It started the ranks' processes, and ends once they have.
+    /// Started the ranks' processes, and ends once they have.
     Starts,
-    /// It was started with the others, and is ended with them once rank 0 has. A step in hand needs it until then.
+    /// Started with the other ranks, and ended with them after rank 0. The current step needs this process until
+    /// then.
     Follows,
 }
 
-/// What a process says as a second signal ends it at once.
+/// The message of a process that a second signal ends at once.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LastWords {
-    /// Where the run is, and how to go on.
+    /// State of the run, and how to continue.
     pub(super) said: String,
     pub(super) as_json: bool,
 }
 
-/// Whether the run was told to stop.
+/// Signals that were heard.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Stop(Arc<Heard>);
 
@@ -49,8 +50,8 @@ struct Heard {
 }
 
 impl Stop {
-    /// Catches SIGINT and SIGTERM from here on. SIGUSR1 is how the process that starts the ranks tells rank 0: a terminal sends
-    /// SIGINT to both of them, and that is one signal and not two.
+    /// Catches SIGINT and SIGTERM from here on. The process that starts the ranks tells rank 0 by SIGUSR1: a
+    /// terminal sends SIGINT to both processes, and that is one signal and not two.
     pub(super) fn catch(part: Part, words: LastWords) -> io::Result<Stop> {
         let stop = Stop::default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
@@ -86,7 +87,7 @@ impl Stop {
             std::process::exit(code.into());
         }
         if is_first && part == Part::Decides {
-            // A terminal that is gone cannot be told.
+            // If the terminal is gone, the message is lost.
             let _ = writeln!(
                 io::stderr(),
                 "longshore: {}: the step in hand is finished first; a second signal ends this at once",
@@ -95,18 +96,18 @@ impl Stop {
         }
     }
 
-    /// The signal that told the run to stop.
+    /// Returns the signal that told the run to stop.
     pub(super) fn asked(&self) -> Option<i32> {
         Some(self.0.first.load(Ordering::Acquire)).filter(|signal| *signal != 0)
     }
 
-    /// Whether it was told so again.
+    /// Returns true after a second signal.
     pub(super) fn is_urgent(&self) -> bool {
         self.0.times.load(Ordering::Acquire) > 1
     }
 }
 
-/// The next signal of a kind; none ever comes of a kind that is not caught.
+/// Awaits the next signal of a kind; never returns for a kind that is not caught.
 async fn next(signal: &mut Option<Signal>) {
     match signal {
         Some(signal) => {
@@ -120,11 +121,11 @@ fn name(signal: i32) -> &'static str {
     if signal == SignalKind::terminate().as_raw_value() { "SIGTERM" } else { "SIGINT" }
 }
 
-/// A run that was told to stop has stopped.
+/// The error of a run that stopped when told to.
 #[derive(Debug)]
 pub(crate) struct Stopped {
     pub(super) signal: i32,
-    /// Where it stopped, and how to go on.
+    /// State of the run, and how to continue.
     pub(super) said: String,
 }
 

@@ -1,4 +1,5 @@
-//! What tests ask of the trainer: gradients that differ from process to process, and a checksum of the weights in use.
+//! Hooks for tests of the trainer: gradients that differ from process to process, and a checksum of the weights in
+//! use.
 
 use std::{
     env,
@@ -9,11 +10,11 @@ use std::{
 use longshore_proto::checksum::Crc32;
 use longshore_worker::{error::Result, pull::Feed};
 
-/// An environment variable that holds a number. If it is set, gradients differ from process to process, as in a
-/// framework whose arithmetic is not deterministic.
+/// An environment variable with a number. If set, gradients differ from process to process, as in a framework
+/// whose arithmetic is not deterministic.
 const PERTURB: &str = "LONGSHORE_TEST_PERTURB";
 
-/// What this process's gradients are multiplied by.
+/// The factor of this process's gradients.
 #[derive(Clone, Copy)]
 pub(super) struct Noise(f32);
 
@@ -22,7 +23,7 @@ impl Noise {
         let seed = env::var_os(PERTURB)?;
         let mut hasher = DefaultHasher::new();
         (seed, process::id()).hash(&mut hasher);
-        // Every element that is not zero changes, also in 16 bits, and the run still learns.
+        // Every nonzero element changes, also in 16 bits, and the run still learns.
         Some(Noise(1.0 + (1 + hasher.finish() % 64) as f32 / 64.0))
     }
 
@@ -31,7 +32,7 @@ impl Noise {
     }
 }
 
-/// The CRC-32 of all of a version's weights, as they came.
+/// Returns the CRC-32 of all of a version's weights, as they arrived.
 pub(super) fn checksum(feed: &Feed, elements: u64) -> Result<u32> {
     let mut sum = Crc32::new();
     feed.pieces(0..elements, |_, bytes| sum.update(bytes))?;

@@ -1,5 +1,5 @@
 //! Training text: a folder is read once, and cut into batches. A batch depends on seed, step, micro-step and rank
-//! alone, so a worker that starts again gets the batch that it would have had.
+//! alone, so a restarted worker gets the same batch.
 
 use std::{
     ops::Range,
@@ -11,15 +11,15 @@ use rand_chacha::{
     rand_core::{Rng, SeedableRng},
 };
 
-/// The size of the largest file that is read. Larger files are seldom written by people.
+/// The largest file that is read. Larger files are seldom written by people.
 pub const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The most text that a worker holds in memory; a byte-level demo never gets through this much.
 pub const CORPUS_BYTES_MAX: usize = 1 << 30;
-/// The unit of the split. A validation chunk is long enough for the longest preset's context.
+/// Unit of the split. A validation chunk is long enough for the longest preset's context.
 const CHUNK_BYTES: usize = 4096;
 /// The last of this many consecutive chunks is for validation.
 const CHUNKS_PER_SPLIT: usize = 10;
-/// The byte that follows each file's text, in which it cannot occur.
+/// The byte after each file's text, in which it cannot occur.
 const END_OF_FILE: u8 = 0;
 
 #[derive(Debug, thiserror::Error)]
@@ -44,7 +44,7 @@ pub enum Error {
     SequenceTooLong { context: usize, available: usize },
 }
 
-/// Sequences of bytes, one after the other (`inputs`), and for each byte the one that follows it (`targets`).
+/// Sequences of bytes, one after the other (`inputs`), and the byte after each of them (`targets`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     pub inputs: Vec<u32>,
@@ -65,7 +65,7 @@ pub struct Summary {
 pub struct Corpus {
     bytes: Vec<u8>,
     files: usize,
-    /// Unbroken pieces of text. A sequence lies within one.
+    /// Unbroken pieces of text. A sequence lies within one piece.
     train: Vec<Range<usize>>,
     validation: Vec<Range<usize>>,
 }
@@ -73,9 +73,9 @@ pub struct Corpus {
 impl Corpus {
     /// Reads the text files at or below `path`, in the order of their paths.
     ///
-    /// Ignore files inside the folder are respected; those around it and the user's own are not, so that the
-    /// same folder is the same corpus on every machine. Left out are hidden files, `target` folders, lock
-    /// files, files over [`FILE_BYTES_MAX`], and whatever is not UTF-8 or holds a NUL.
+    /// Ignore files inside the folder are respected; those around it and the user's own are not, so that the same
+    /// folder is the same corpus on every machine. Hidden files, `target` folders, lock files and files over
+    /// [`FILE_BYTES_MAX`] are skipped, and so are files that are not UTF-8 or hold a NUL.
     pub fn load(path: &Path) -> Result<Corpus, Error> {
         let mut found = Found::default();
         for file in list(path)? {
@@ -91,8 +91,8 @@ impl Corpus {
         Ok(Corpus::split(bytes, files))
     }
 
-    /// Splits the text into training and validation text. A text too short for ten whole chunks is cut into ten shorter
-    /// ones.
+    /// Splits the text into training and validation text. A text too short for ten whole chunks is cut into ten
+    /// shorter ones.
     fn split(bytes: Vec<u8>, files: usize) -> Corpus {
         let chunk = CHUNK_BYTES.min(bytes.len() / CHUNKS_PER_SPLIT).max(1);
         let period = chunk * CHUNKS_PER_SPLIT;
@@ -124,7 +124,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// The training batch for these arguments. It depends on them and on the text alone.
+    /// Returns the training batch for these arguments, which depends on them and on the text alone.
     ///
     /// # Panics
     /// If [`check_context`](Corpus::check_context) refuses `context`.
@@ -137,7 +137,7 @@ impl Corpus {
         sequences: usize,
         context: usize,
     ) -> Batch {
-        // The arguments are the generator's key itself, so no two batches of any run share random numbers.
+        // The arguments are the generator's key, so no two batches of any run share random numbers.
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..16].copy_from_slice(&step.to_le_bytes());
@@ -153,7 +153,7 @@ impl Corpus {
         self.gather(places, sequences, context)
     }
 
-    /// Batches evenly spaced over the validation text, the same at every call.
+    /// Returns batches evenly spaced over the validation text, the same at every call.
     ///
     /// # Panics
     /// If [`check_context`](Corpus::check_context) refuses `context`.
@@ -180,10 +180,10 @@ impl Corpus {
     }
 }
 
-/// The places where a sequence and the byte after it fit, numbered from 0.
+/// Places where a sequence and the byte after it fit, numbered from 0.
 struct Windows<'a> {
     pieces: &'a [Range<usize>],
-    /// For each piece, how many windows it and those before it hold.
+    /// Cumulative number of windows up to each piece.
     ends: Vec<usize>,
     count: usize,
 }
@@ -207,7 +207,7 @@ impl Windows<'_> {
     }
 }
 
-/// What has been read so far, and what was left out.
+/// Text read so far, and counts of skipped files.
 #[derive(Default)]
 struct Found {
     bytes: Vec<u8>,
@@ -244,14 +244,14 @@ impl Found {
     }
 }
 
-/// Whether a file is a lock file, which is generated, large, and repetitive.
+/// Returns true for a lock file, which is generated, large, and repetitive.
 fn is_lock_file(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
 }
 
-/// The regular files at or below `path`, sorted, so that a folder is one corpus whatever the file system's order. Hidden
-/// files, links and folders of caches are left out.
+/// Returns the regular files at or below `path`, sorted, so that a folder is one corpus in any order of the file
+/// system. Hidden files, links and cache folders are skipped.
 fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     match std::fs::metadata(path) {
         Ok(_) => {}
@@ -283,7 +283,7 @@ fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// Whether a folder says that all of it can be made again, as cargo's `target` does: <https://bford.info/cachedir/>.
+/// Returns true for a folder tagged as a cache, as cargo's `target` is: <https://bford.info/cachedir/>.
 fn is_cache(folder: &Path) -> bool {
     folder.join("CACHEDIR.TAG").is_file()
 }

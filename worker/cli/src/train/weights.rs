@@ -1,4 +1,4 @@
-//! Gives the model its weights, layer by layer, from a copy of the servers' images in device memory.
+//! Passes weights to the model, layer by layer, from a copy of the servers' images in device memory.
 
 use std::{ops::Range, sync::Arc};
 
@@ -29,8 +29,10 @@ struct Layer {
 }
 
 impl DeviceImages {
+    /// Allocates memory for all layers.
+    ///
     /// # Errors
-    /// `Shortage` when the device's budget has no room for all layers.
+    /// `Shortage` if the device's budget has no room for all layers.
     pub fn allocate(
         device: Arc<dyn Device>,
         (model, layout): (&Gpt, &Layout),
@@ -45,12 +47,13 @@ impl DeviceImages {
         Ok(DeviceImages { staging: Staging::new(device.clone()), device, layers })
     }
 
-    /// Copies each layer again at its next use: corrected images of a version differ from those of its evaluation.
+    /// Makes each layer be copied again at its next use: corrected images of a version differ from those of its
+    /// evaluation.
     pub fn forget(&mut self) {
         self.layers.iter_mut().for_each(|layer| layer.version = None);
     }
 
-    /// Shows the bytes of a layer, which come from the feed unless the device has that version.
+    /// Passes the bytes of a layer to `read`. The bytes come from the feed unless the device has that version.
     fn read<R>(&mut self, stage: usize, feed: &Feed, read: impl FnOnce(&[u8]) -> R) -> Result<R, BoxError> {
         let Layer { range, buffer, version } = &mut self.layers[stage];
         let bytes = buffer.bytes();
@@ -63,13 +66,13 @@ impl DeviceImages {
     }
 }
 
-/// Weights of one version, each layer widened to fp32 for as long as it is in use.
+/// Weights of one version. Each layer is widened to fp32 while it is in use.
 pub struct ImageWeights<'a> {
     model: &'a Gpt,
     layout: &'a Layout,
     feed: Feed,
     images: &'a mut DeviceImages,
-    /// The room that the layer in use takes when widened.
+    /// Lease of the layer in use, when widened.
     widened: Option<Lease>,
 }
 
@@ -85,7 +88,7 @@ impl<'a> ImageWeights<'a> {
 
 impl Weights for ImageWeights<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        // A sample of text keeps the tensors of all layers, in the host's memory: only the newest is on the device.
+        // A sample of text keeps the tensors of all layers in the host's memory. Only the newest is on the device.
         self.widened = None;
         let bytes = stage_elements(self.model, stage) * 4;
         self.widened = Some(self.images.device.reserve("fp32 weights of a layer", bytes)?);
@@ -99,7 +102,7 @@ impl Weights for ImageWeights<'_> {
     }
 }
 
-/// The tensors of one stage from its bytes.
+/// Returns the tensors of one stage from its bytes.
 fn widen(model: &Gpt, layout: &Layout, stage: usize, dtype: Dtype, bytes: &[u8]) -> Vec<Tensor> {
     let mut tensors = Vec::new();
     let start = stage_range(model, layout, stage).start;

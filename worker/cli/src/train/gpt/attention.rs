@@ -1,13 +1,13 @@
 //! Causal self-attention between its two projections, forward and backward.
 //!
-//! Each thread takes whole sequences, each of which stays in a core's cache. The products here are too small to be
-//! worth dividing one by one.
+//! Each thread takes whole sequences, which stay in a core's cache. The products are too small to be worth
+//! dividing.
 
 use rayon::prelude::*;
 
 use super::{Tensor, product::Real, rows, shape::Shape};
 
-/// What backward needs again of one sequence: three tensors of [heads, context, head width], and the attention weights.
+/// Tensors of one sequence for backward: three of [heads, context, head width], and the attention weights.
 pub(super) struct Saved<T> {
     query: Tensor<T>,
     key: Tensor<T>,
@@ -21,8 +21,8 @@ impl<T> Saved<T> {
     }
 }
 
-/// Turns `projected`, in which each row is a query, a key and a value still lacking `bias`, into the heads' outputs
-/// side by side.
+/// Returns the heads' outputs side by side. Each row of `projected` is a query, a key and a value, all without
+/// their `bias`.
 pub(super) fn forward<T: Real>(
     projected: &Tensor<T>,
     bias: &Tensor<T>,
@@ -51,7 +51,7 @@ fn forward_sequence<T: Real>(projected: &[T], bias: &[T], out: &mut [T], shape: 
     Saved { query, key, value, weights }
 }
 
-/// The gradient of `projected`. The bias's gradient is the sum of its rows.
+/// Returns the gradient of `projected`. The bias's gradient is the sum of its rows.
 pub(super) fn backward<T: Real>(saved: &[Saved<T>], dy: &Tensor<T>, shape: &Shape) -> Tensor<T> {
     let width = shape.width;
     let mut out = vec![T::from_f64(0.0); shape.rows() * 3 * width];
@@ -74,7 +74,7 @@ fn backward_sequence<T: Real>(saved: &Saved<T>, dy: &[T], out: &mut [T], shape: 
     }
 }
 
-/// One of the `parts` of each row of `x`, head by head, so that each head's is one matrix.
+/// Returns one of the `parts` of each row of `x`, head by head, so that each head is one matrix.
 fn split<T: Real>(x: &[T], parts: usize, part: usize, shape: &Shape) -> Vec<T> {
     let (width, size) = (shape.width, shape.head_width());
     let mut out = Vec::with_capacity(shape.context * width);

@@ -1,4 +1,4 @@
-//! A transformer block, pre-norm as in GPT-2: forward, and backward written out by hand.
+//! A transformer block, pre-norm as in GPT-2: forward, and a hand-written backward.
 
 use super::{Tensor, attention, product::Real, rows, shape::Shape};
 
@@ -54,7 +54,7 @@ impl<'a, T> Parameters<'a, T> {
     }
 }
 
-/// Everything inside a block that its backward pass needs.
+/// Tensors inside a block that its backward pass needs.
 pub(super) struct Saved<T> {
     input: Tensor<T>,
     normal1: Tensor<T>,
@@ -62,7 +62,7 @@ pub(super) struct Saved<T> {
     attended: Tensor<T>,
     middle: Tensor<T>,
     normal2: Tensor<T>,
-    /// The expanded rows, before their bias and the nonlinearity.
+    /// Expanded rows, before their bias and the nonlinearity.
     expanded: Tensor<T>,
     hidden: Tensor<T>,
 }
@@ -106,7 +106,7 @@ fn add_branch<T: Real>(x: &Tensor<T>, branch: &Tensor<T>, bias: &Tensor<T>) -> T
     x.like(rows::residual(x.values(), branch.values(), bias.values()))
 }
 
-/// The gradient of the block's input, and of its parameters in registration order.
+/// Returns the gradients of the block's input, and of its parameters in registration order.
 pub(super) fn backward<T: Real>(
     saved: &Saved<T>,
     weights: &[Tensor<T>],
@@ -144,7 +144,8 @@ fn bias_gradient<T: Real>(dy: &Tensor<T>) -> Tensor<T> {
     Tensor::vector(rows::column_sums(dy.values(), dy.columns()))
 }
 
-/// The gradients of a norm's input, gain and bias. The gradient of the branch around the norm is added to the first.
+/// Returns the gradients of a norm's input, gain and bias. The input's gradient includes that of the branch around
+/// the norm.
 pub(super) fn norm_gradient<T: Real>(
     x: &Tensor<T>,
     gain: &Tensor<T>,

@@ -1,19 +1,19 @@
-//! The sizes of a model, checked before anything is allocated, and the named sizes of the command line.
+//! Sizes of a model, checked before anything is allocated, and the presets of the command line.
 
-/// Bytes are the tokens, so that no tokenizer has to be fetched or trained before the first step.
+/// Bytes are the tokens, so no tokenizer has to be fetched or trained before the first step.
 pub const VOCABULARY: usize = 256;
 
 /// Sizes of a byte-level GPT.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// The longest sequence, in bytes: positions are learned, so there is one vector for each.
+    /// The longest sequence, in bytes. Positions are learned, with one vector each.
     pub context: usize,
     pub width: usize,
     pub heads: usize,
     pub layers: usize,
 }
 
-/// Shapes other than "tiny" are GPT-2's and GPT-3's published ones, with a vocabulary of bytes.
+/// Shapes other than "tiny" are published ones of GPT-2 and GPT-3, with a vocabulary of bytes.
 pub const PRESETS: &[(&str, Config)] = &[
     ("tiny", Config { context: 128, width: 128, heads: 4, layers: 4 }),
     ("small", Config { context: 256, width: 384, heads: 6, layers: 6 }),
@@ -65,7 +65,7 @@ impl Config {
         Ok(())
     }
 
-    /// The width of the feed-forward layer inside a block.
+    /// Width of the feed-forward layer inside a block.
     pub(super) fn hidden(&self) -> usize {
         4 * self.width
     }

@@ -1,4 +1,4 @@
-//! Text from a trained model, a byte at a time.
+//! Generates text from a trained model, a byte at a time.
 
 use rand_chacha::{
     ChaCha8Rng,
@@ -8,8 +8,10 @@ use rand_chacha::{
 use super::{Batch, BoxError, Error, Gpt, Tensor, Weights, block, shape::Shape, stages, step::check_weights};
 
 /// Continues `prompt` by `bytes` bytes. A temperature of 0 takes the likeliest byte; 1 draws as the model
-/// predicts. All stages are acquired at once, since each byte needs them all. The context is computed anew
-/// for each byte: a sample of a demo is short, and a cache of keys and values would be most of this file.
+/// predicts. All stages are acquired at once, since each byte needs them all.
+///
+/// The context is computed anew for each byte: a demo's sample is short, and a cache of keys and values would be
+/// most of this file.
 pub fn generate(
     model: &Gpt,
     weights: &mut dyn Weights,
@@ -48,7 +50,7 @@ fn continue_text(
     seed: u64,
 ) -> Vec<u8> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    // Byte 0 ends every file of a corpus, so a first byte follows it too.
+    // Byte 0 ends every file of a corpus, so it precedes a first byte too.
     let mut text = vec![0];
     text.extend_from_slice(prompt);
     for _ in 0..bytes {
@@ -59,7 +61,7 @@ fn continue_text(
     text.split_off(1 + prompt.len())
 }
 
-/// The logits of the byte that follows `seen`.
+/// Returns the logits of the byte after `seen`.
 fn logits(model: &Gpt, weights: &[Vec<Tensor>], seen: &[u8]) -> Tensor {
     let inputs = seen.iter().map(|byte| *byte as u32).collect();
     let batch = Batch { inputs, targets: Vec::new(), sequences: 1, context: seen.len() };

@@ -1,4 +1,4 @@
-//! Which parameters a model has, in registration order, and how the stages that stream them divide them.
+//! Parameters of a model in registration order, and their division into stages.
 
 use std::ops::Range;
 
@@ -9,17 +9,17 @@ use rand_chacha::{
 
 use super::{Config, ConfigError, VOCABULARY};
 
-/// Which hyperparameters a parameter trains with.
+/// The hyperparameters of a parameter: with or without weight decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
     /// Matrices.
     Decay,
-    /// Biases, norms and positions. Decay would pull these away from the values that make them neutral.
+    /// Biases, norms and positions. Decay would pull these away from their neutral values.
     NoDecay,
 }
 
-/// Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel` (vocabulary 256, head not
-/// tied), so that an exported model loads there.
+/// A parameter. Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel` (vocabulary 256, head
+/// not tied), so that an exported model loads there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
     pub name: String,
@@ -34,18 +34,18 @@ impl Param {
     }
 }
 
-/// How a parameter starts.
+/// Initial values of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
     Zero,
     One,
     Normal,
-    /// The weight is the end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with
-    /// unit variance whatever the depth.
+    /// The end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with unit
+    /// variance at any depth.
     Residual,
 }
 
-/// What is acquired, computed with and released as one: the embedding, a block, or the head.
+/// Parameters acquired, used and released as one: the embedding, a block, or the head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
     pub name: String,
@@ -53,7 +53,7 @@ pub struct Stage {
     pub params: Range<usize>,
 }
 
-/// A model's structure. The weights are elsewhere: see [`Weights`](super::Weights).
+/// The structure of a model. Its weights are elsewhere: see [`Weights`](super::Weights).
 #[derive(Debug, Clone)]
 pub struct Gpt {
     config: Config,
@@ -73,9 +73,8 @@ impl Gpt {
         Ok(Gpt { config, params, stages, activation_budget_bytes: 0 })
     }
 
-    /// Lets the last blocks keep their activations for the backward pass instead of computing them again, as
-    /// far as `bytes` go. The gradients have the same bits either way. The default, 0, keeps only the last
-    /// block's.
+    /// Lets the last blocks keep their activations for backward, within `bytes`, instead of computing them again.
+    /// The gradients have the same bits either way. The default, 0, keeps only the last block's.
     pub fn with_activation_budget(mut self, bytes: usize) -> Gpt {
         self.activation_budget_bytes = bytes;
         self
@@ -99,8 +98,8 @@ impl Gpt {
         &self.params[self.stages[stage].params.clone()]
     }
 
-    /// The initial value of one parameter, as GPT-2 draws it. It depends on `seed` and the index alone, so
-    /// any worker can make any parameter, in any order, and no one has to hold them all.
+    /// Returns the initial values of one parameter, as GPT-2 draws them. The values depend on `seed` and the index
+    /// alone. So any worker can make any parameter, in any order, without holding them all.
     pub fn init(&self, seed: u64, param: usize) -> Vec<f32> {
         let Param { start, .. } = &self.params[param];
         let elements = self.params[param].elements();
@@ -122,11 +121,11 @@ impl Gpt {
 /// GPT-2's standard deviation of initial weights.
 const DEVIATION: f64 = 0.02;
 
-/// Normal numbers by Box-Muller in f64, two values a draw.
+/// Draws normal numbers by Box-Muller in f64, two values a draw.
 fn normal(seed: u64, stream: u64, elements: usize, deviation: f64) -> Vec<f32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream(stream);
-    // The number is in (0, 1], whose logarithm is finite.
+    // In (0, 1], whose logarithm is finite.
     let mut uniform = || ((random.next_u64() >> 11) + 1) as f64 / (1u64 << 53) as f64;
     let mut values = Vec::with_capacity(elements + 1);
     while values.len() < elements {

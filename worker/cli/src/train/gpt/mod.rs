@@ -1,11 +1,12 @@
-//! A GPT whose weights live elsewhere: it borrows one stage's weights at a time and hands out gradients as
+//! A GPT whose weights live elsewhere: the model borrows one stage's weights at a time, and emits gradients as
 //! they appear.
 //!
-//! Forward keeps only what enters each stage (activation checkpointing); backward walks the stages in
-//! reverse, computes a stage's inside again, and emits its gradients at once. So neither all weights nor all
-//! gradients are ever in one place, as in ZeRO-3 offload. Backward is written out rather than left to automatic
-//! differentiation: a stage's gradients are then return values that cannot be forgotten, and no copies of
-//! weights are made to be tracked.
+//! Forward keeps only the inputs of stages (activation checkpointing). Backward walks the stages in reverse,
+//! computes each stage's inside again, and emits its gradients at once. So neither all weights nor all gradients
+//! are ever in one place, as in ZeRO-3 offload.
+//!
+//! Backward is hand-written instead of using automatic differentiation. A stage's gradients are then return values
+//! that cannot be forgotten, and no weights are copied for tracking.
 
 mod attention;
 mod block;

@@ -1,4 +1,4 @@
-//! The matrix product. It is the only call of `gemm`, whose functions take pointers.
+//! The matrix product: the only call of `gemm`, whose functions take pointers.
 
 mod real;
 
@@ -6,8 +6,8 @@ use gemm_common::Parallelism;
 
 pub(super) use self::real::Real;
 
-/// A slice seen as a matrix: the element (row, column) lies at `row * row_stride + column * column_stride`, which is
-/// inside the slice for every row below `rows` and column below `columns`.
+/// A slice as a matrix. The element (row, column) lies at `row * row_stride + column * column_stride`, inside the
+/// slice for every row below `rows` and column below `columns`.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a, T> {
     values: &'a [T],
@@ -18,7 +18,7 @@ pub(super) struct Matrix<'a, T> {
 }
 
 impl<'a, T> Matrix<'a, T> {
-    /// The slice holds whole rows, one after the other.
+    /// Makes a matrix of a slice of whole rows.
     pub(super) fn new(values: &'a [T], columns: usize) -> Matrix<'a, T> {
         assert!(columns > 0 && values.len().is_multiple_of(columns), "{} in rows of {columns}", values.len());
         Matrix { values, rows: values.len() / columns, columns, row_stride: columns, column_stride: 1 }
@@ -45,12 +45,12 @@ impl<'a, T> Matrix<'a, T> {
 
 /// Writes `left` times `right` to `out`, row after row.
 ///
-/// The bits do not depend on the number of threads: they share out rows and columns, never a sum.
+/// The bits do not depend on the number of threads: threads divide rows and columns, never a sum.
 pub(super) fn multiply<T: Real>(left: Matrix<T>, right: Matrix<T>, out: &mut [T]) {
     assert_eq!(left.columns, right.rows, "the depths of a product");
     assert_eq!(out.len(), left.rows * right.columns, "the elements of a product");
     if right.columns > 1 {
-        // gemm's kernels write columns. So the transposed product is what they compute.
+        // gemm's kernels write columns, so they compute the transposed product.
         product(right.transposed(), left.transposed(), out, (right.columns, 1))
     } else {
         product(left, right, out, (1, 1))
@@ -118,7 +118,7 @@ mod tests {
                 for (index, got) in out.iter().enumerate() {
                     let (row, column) = (index / columns, index % columns);
                     let terms = (0..depth).map(|k| left[row * depth + k] * right[k * columns + column]);
-                    // Multiples of 1/256 that f32 holds exactly: whatever the order of the sum, it has one value.
+                    // Multiples of 1/256, which f32 holds exactly: the sum has one value in any order.
                     assert_eq!(*got, terms.sum::<f32>(), "[{row}, {column}] of {rows} x {depth} x {columns}");
                 }
             }
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn the_bits_do_not_depend_on_the_threads() {
-        // More than the size below which gemm takes one thread.
+        // Larger than the size below which gemm uses one thread.
         let (rows, depth, columns) = (150, 333, 70);
         let scattered = |count: usize| -> Vec<f32> { (0..count).map(|i| (i as f32 * 0.7).sin()).collect() };
         let (left, right) = (scattered(rows * depth), scattered(depth * columns));

@@ -1,16 +1,16 @@
-//! The arithmetic between the matrix products, forward and backward. Each pass over rows does at once what a dozen
-//! elementary operations would each read and write memory for.
+//! Arithmetic between the matrix products, forward and backward. A single pass over rows replaces a dozen
+//! elementary operations, each of which would read and write memory.
 //!
-//! Rows are shared out among threads in chunks of a fixed size, and sums across rows are taken chunk by chunk
-//! in order, so a result does not depend on the number of threads.
+//! Threads take rows in chunks of a fixed size, and sums across rows are taken chunk by chunk in order. So a
+//! result does not depend on the number of threads.
 
 use rayon::prelude::*;
 
 use super::product::Real;
 
-/// How many rows are handled as one chunk. They are so many that handing a chunk to a thread costs little beside them.
+/// Rows of a chunk: so many that handing a chunk to a thread costs little in comparison.
 const CHUNK_ROWS: usize = 32;
-/// How many independent sums a row has, so that they vectorise without reassociating a single one.
+/// Independent sums of a row, so that they vectorise without reassociating a single one.
 const LANES: usize = 16;
 const NORM_EPSILON: f64 = 1e-5;
 
@@ -45,7 +45,7 @@ fn fill<T: Real>(rows: usize, width: usize, body: impl Fn(usize, &mut [T]) + Syn
     out
 }
 
-/// Does what [`fill`] does, and sums `totals` values over all rows.
+/// Same as [`fill`], and sums `totals` values over all rows.
 fn fill_and_sum<T: Real>(
     rows: usize,
     width: usize,
@@ -70,7 +70,7 @@ fn row<T>(matrix: &[T], width: usize, index: usize) -> &[T] {
     &matrix[index * width..][..width]
 }
 
-/// The mean of a row and the reciprocal of its deviation.
+/// Returns the mean of a row, and the reciprocal of its deviation.
 fn moments<T: Real>(x: &[T]) -> (T, T) {
     let share = T::from_f64(1.0 / x.len() as f64);
     let mean = sum(x.len(), |i| x[i]) * share;
@@ -90,7 +90,7 @@ pub(super) fn norm<T: Real>(x: &[T], gain: &[T], bias: &[T]) -> Vec<T> {
     })
 }
 
-/// `residual` plus the gradient of `x`, and the gradients of gain and bias, one after the other.
+/// Returns `residual` plus the gradient of `x`, and the gradients of gain and bias, one after the other.
 pub(super) fn norm_backward<T: Real>(x: &[T], gain: &[T], dy: &[T], residual: &[T]) -> (Vec<T>, Vec<T>) {
     let width = gain.len();
     let share = T::from_f64(1.0 / width as f64);
@@ -111,7 +111,7 @@ pub(super) fn norm_backward<T: Real>(x: &[T], gain: &[T], dy: &[T], residual: &[
     })
 }
 
-// This is GELU in the tanh form of GPT-2: u * sigmoid(2 * sqrt(2/pi) * (u + 0.044715 u^3)).
+// GELU in the tanh form of GPT-2: u * sigmoid(2 * sqrt(2/pi) * (u + 0.044715 u^3)).
 const GELU_SLOPE: f64 = 1.595_769_121_605_730_7;
 const GELU_CUBIC: f64 = 0.044_715;
 
@@ -132,7 +132,7 @@ pub(super) fn gelu<T: Real>(x: &[T], bias: &[T]) -> Vec<T> {
     })
 }
 
-/// The gradients of `x` and of `bias`.
+/// Returns the gradients of `x` and of `bias`.
 pub(super) fn gelu_backward<T: Real>(x: &[T], bias: &[T], dy: &[T]) -> (Vec<T>, Vec<T>) {
     let width = bias.len();
     let (slope, cubic, one) = (T::from_f64(GELU_SLOPE), T::from_f64(3.0 * GELU_CUBIC), T::from_f64(1.0));
@@ -147,7 +147,7 @@ pub(super) fn gelu_backward<T: Real>(x: &[T], bias: &[T], dy: &[T]) -> (Vec<T>, 
     })
 }
 
-/// `x + y + bias`, the end of a residual branch.
+/// Returns `x + y + bias`, the end of a residual branch.
 pub(super) fn residual<T: Real>(x: &[T], y: &[T], bias: &[T]) -> Vec<T> {
     let width = bias.len();
     fill(x.len() / width, width, |index, out| {
@@ -158,7 +158,7 @@ pub(super) fn residual<T: Real>(x: &[T], y: &[T], bias: &[T]) -> Vec<T> {
     })
 }
 
-/// The gradient of a bias that every row was given.
+/// Returns the gradient of a bias that is added to every row.
 pub(super) fn column_sums<T: Real>(dy: &[T], width: usize) -> Vec<T> {
     let chunks: Vec<Vec<T>> = dy
         .par_chunks(CHUNK_ROWS * width)
@@ -173,8 +173,8 @@ pub(super) fn column_sums<T: Real>(dy: &[T], width: usize) -> Vec<T> {
     sums
 }
 
-/// Attention weights from scores, which are a `length` x `length` matrix a head. A position sees itself and those
-/// before it: later scores are not read, and their weights are exactly 0.
+/// Returns attention weights from scores, a `length` x `length` matrix per head. A position sees itself and
+/// earlier ones: later scores are not read, and their weights are exactly 0.
 pub(super) fn causal_softmax<T: Real>(scores: &[T], length: usize, scale: T) -> Vec<T> {
     fill(scores.len() / length, length, |index, out| {
         let seen = index % length + 1;
@@ -188,7 +188,7 @@ pub(super) fn causal_softmax<T: Real>(scores: &[T], length: usize, scale: T) -> 
     })
 }
 
-/// The gradient of the scores, `p` being the weights.
+/// Returns the gradient of the scores. `p` are the weights.
 pub(super) fn causal_softmax_backward<T: Real>(p: &[T], dp: &[T], length: usize, scale: T) -> Vec<T> {
     fill(p.len() / length, length, |index, out| {
         let seen = index % length + 1;
@@ -200,21 +200,22 @@ pub(super) fn causal_softmax_backward<T: Real>(p: &[T], dp: &[T], length: usize,
     })
 }
 
-/// Cross entropy of a row of logits against the byte that came next, in nats.
+/// Returns the cross entropy of a row of logits against the next byte, in nats, with the largest logit and the
+/// sum.
 fn cross_entropy<T: Real>(logits: &[T], target: usize) -> (f64, T, T) {
     let largest = logits.iter().fold(logits[0], |a, b| if *b > a { *b } else { a });
     let total = sum(logits.len(), |i| (logits[i] - largest).exp());
     (total.to_f64().ln() - (logits[target] - largest).to_f64(), largest, total)
 }
 
-/// The mean loss of all rows.
+/// Returns the mean loss of all rows.
 pub(super) fn loss<T: Real>(logits: &[T], targets: &[u32], width: usize) -> f64 {
     let each = logits.par_chunks_exact(width).zip(targets);
     let each: Vec<f64> = each.map(|(logits, target)| cross_entropy(logits, *target as usize).0).collect();
     each.iter().sum::<f64>() / targets.len() as f64
 }
 
-/// The gradient of `loss_scale` times the mean loss.
+/// Returns the gradient of `loss_scale` times the mean loss.
 pub(super) fn loss_backward<T: Real>(logits: &[T], targets: &[u32], width: usize, loss_scale: T) -> Vec<T> {
     let weight = loss_scale / T::from_f64(targets.len() as f64);
     fill(targets.len(), width, |index, out| {

@@ -1,8 +1,8 @@
-//! The sizes that all stages of a pass share.
+//! Sizes that all stages of a pass share.
 
 use super::{Batch, Config};
 
-/// The sizes of one pass. `context` is the batch's own, at most the model's.
+/// Sizes of one pass. `context` is the batch's own, at most the model's.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
     pub(super) sequences: usize,
@@ -17,7 +17,7 @@ impl Shape {
         Shape { sequences, context, width: config.width, heads: config.heads }
     }
 
-    /// A row is one position of one sequence.
+    /// Number of rows. A row is one position of one sequence.
     pub(super) fn rows(&self) -> usize {
         self.sequences * self.context
     }
@@ -26,7 +26,7 @@ impl Shape {
         self.width / self.heads
     }
 
-    /// One matrix for each head of a sequence.
+    /// Shape of a sequence's heads: one matrix per head.
     pub(super) fn heads(&self) -> [usize; 3] {
         [self.heads, self.context, self.head_width()]
     }

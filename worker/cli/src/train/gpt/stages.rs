@@ -8,7 +8,7 @@ use super::{
     shape::Shape,
 };
 
-/// The sum of each byte's vector and its position's.
+/// Returns the sum of each byte's vector and its position's.
 pub(super) fn embed<T: Real>(weights: &[Tensor<T>], batch: &Batch, shape: &Shape) -> Tensor<T> {
     let width = shape.width;
     let (bytes, positions) = (weights[0].values(), weights[1].values());
@@ -21,8 +21,8 @@ pub(super) fn embed<T: Real>(weights: &[Tensor<T>], batch: &Batch, shape: &Shape
     Tensor::matrix(x, width)
 }
 
-/// The gradients of the first stage's parameters, which need no weights. `positions` is the length of the table of
-/// positions, of which a short batch uses only a part.
+/// Returns the gradients of the first stage's parameters, which need no weights. `positions` is the length of the
+/// table of positions; a short batch uses a part of it.
 pub(super) fn embed_backward<T: Real>(
     batch: &Batch,
     dx: &Tensor<T>,
@@ -43,7 +43,7 @@ pub(super) fn embed_backward<T: Real>(
     vec![Tensor::matrix(dbytes, width), Tensor::matrix(dpositions, width)]
 }
 
-/// The final norm, and the logits made from it.
+/// Returns the final norm, and the logits made from it.
 pub(super) fn head<T: Real>(x: &Tensor<T>, weights: &[Tensor<T>]) -> (Tensor<T>, Tensor<T>) {
     let normal = norm(x, &weights[0], &weights[1]);
     let logits = normal.times(weights[2].t());
@@ -54,7 +54,7 @@ pub(super) fn loss<T: Real>(logits: &Tensor<T>, batch: &Batch) -> f64 {
     rows::loss(logits.values(), &batch.targets, VOCABULARY)
 }
 
-/// The gradients of `loss_scale` times the loss: of the stage's input, and of its parameters.
+/// Returns the gradients of `loss_scale` times the loss: of the stage's input, and of its parameters.
 pub(super) fn head_backward<T: Real>(
     x: &Tensor<T>,
     weights: &[Tensor<T>],

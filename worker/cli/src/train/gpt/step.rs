@@ -1,4 +1,4 @@
-//! One pass over a batch, stage by stage. It decides which weights and activations are held at what time.
+//! A pass over a batch, stage by stage. Decides which weights and activations are held at which time.
 
 use tracing::debug_span;
 
@@ -10,26 +10,25 @@ use super::{
     stages,
 };
 
-/// Where a stage's weights come from.
+/// Source of a stage's weights.
 ///
-/// A micro-step of n stages acquires stages 0, 1 .. n-1 and then n-2 .. 1, each after it has released the one before.
-/// The last stage is acquired once for both passes, and the embedding's gradient needs no weights. The order never
-/// changes, so a source can prefetch.
+/// A micro-step of n stages acquires stages 0, 1 .. n-1 and then n-2 .. 1, each after it has released the one
+/// before. The last stage is acquired once for both passes, and the embedding's gradient needs no weights. The
+/// order never changes, so a source can prefetch.
 pub trait Weights<T = f32> {
-    /// The tensors, in the order and the shapes of the stage's parameters.
+    /// Returns the tensors, in the order and the shapes of the stage's parameters.
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor<T>>, BoxError>;
-    /// Called for every successful `acquire`, also when the computation in between fails.
+    /// Releases the weights. Called for every successful `acquire`, also if the computation in between fails.
     fn release(&mut self, stage: usize, weights: Vec<Tensor<T>>);
 }
 
-/// Where a stage's gradients go, from the last stage to the first.
+/// Sink of gradients, from the last stage to the first.
 pub trait Gradients<T = f32> {
     /// Takes gradients in the order of the stage's parameters, multiplied by the loss scale.
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor<T>>) -> Result<(), BoxError>;
 }
 
-/// Computes the gradients of the batch's mean loss times `loss_scale`, and returns the loss, unscaled, in
-/// nats a byte.
+/// Computes the gradients of the batch's mean loss times `loss_scale`. Returns the unscaled loss, in nats a byte.
 pub fn micro_step(
     model: &Gpt,
     weights: &mut dyn Weights,
@@ -41,7 +40,7 @@ pub fn micro_step(
     Ok(Pass::<f32>::new(model, weights, batch).micro_step(gradients, loss_scale)? as f32)
 }
 
-/// The mean loss of the batches, in nats a byte.
+/// Returns the mean loss of the batches, in nats a byte.
 pub fn evaluate(model: &Gpt, weights: &mut dyn Weights, batches: &[Batch]) -> Result<f32, Error> {
     if batches.is_empty() {
         let remedy = "give at least one batch";
@@ -80,7 +79,7 @@ pub(super) fn check(model: &Gpt, batch: &Batch) -> Result<(), Error> {
     Ok(())
 }
 
-/// One batch on its way through the stages. `T` is f64 only where tests difference the loss.
+/// A batch on its way through the stages. `T` is f64 only in tests that difference the loss.
 pub(super) struct Pass<'a, T> {
     model: &'a Gpt,
     weights: &'a mut dyn Weights<T>,
@@ -141,8 +140,8 @@ impl<'a, T: Real> Pass<'a, T> {
         Ok(loss)
     }
 
-    /// Keeps what is inside a block, with `after` blocks behind it, if it and all of those fit the budget. The last
-    /// block's is always kept, since it is needed again at once.
+    /// Keeps the activations of a block with `after` blocks behind it, if all of these fit the budget. The last
+    /// block's are always kept, since they are needed again at once.
     fn keep(&self, kept: &mut Vec<Saved<T>>, saved: Saved<T>, after: usize) {
         if saved.bytes().saturating_mul(after + 1) <= self.model.activation_budget_bytes || after == 0 {
             kept.push(saved);
@@ -168,8 +167,8 @@ impl<'a, T: Real> Pass<'a, T> {
         self.with(stage, |weights| block::forward(x, weights, &shape))
     }
 
-    /// Calls `body` with a stage's weights, on loan, and on a thread of rayon's pool. From there its many short
-    /// parallel passes start without putting this thread to sleep and waking it up again for each.
+    /// Calls `body` with a stage's borrowed weights, on a thread of rayon's pool. The many short parallel passes
+    /// then start without putting this thread to sleep and waking it for each.
     fn with<R: Send>(
         &mut self,
         stage: usize,

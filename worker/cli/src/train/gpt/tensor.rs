@@ -1,10 +1,10 @@
-//! Tensors in the CPU's memory, in row-major order, and products of the matrices that they consist of.
+//! Tensors in the CPU's memory, row-major, and products of their matrices.
 
 use std::sync::Arc;
 
 use super::product::{Matrix, Real, multiply};
 
-/// A shape and its elements. A clone shares them.
+/// A shape and its elements. Clones share the elements.
 #[derive(Debug, Clone)]
 pub struct Tensor<T = f32> {
     shape: Vec<usize>,
@@ -13,14 +13,14 @@ pub struct Tensor<T = f32> {
 
 impl<T> Tensor<T> {
     /// # Panics
-    /// If there are more or fewer values than the shape has elements.
+    /// If the number of values differs from the shape's elements.
     pub fn new(shape: impl Into<Vec<usize>>, values: Vec<T>) -> Tensor<T> {
         let shape = shape.into();
         assert_eq!(shape.iter().product::<usize>(), values.len(), "elements of shape {shape:?}");
         Tensor { shape, values: Arc::new(values) }
     }
 
-    /// As many rows as the values make.
+    /// Makes a matrix with as many rows as the values fill.
     pub(super) fn matrix(values: Vec<T>, columns: usize) -> Tensor<T> {
         Tensor::new([values.len() / columns, columns], values)
     }
@@ -29,7 +29,7 @@ impl<T> Tensor<T> {
         Tensor::new([values.len()], values)
     }
 
-    /// A tensor of this one's shape.
+    /// Makes a tensor of this one's shape.
     pub(super) fn like<U>(&self, values: Vec<U>) -> Tensor<U> {
         Tensor::new(self.shape.as_slice(), values)
     }
@@ -46,12 +46,12 @@ impl<T> Tensor<T> {
         size_of_val(self.values())
     }
 
-    /// The length of a matrix's rows.
+    /// Length of a matrix's rows.
     pub(super) fn columns(&self) -> usize {
         self.shape[self.shape.len() - 1]
     }
 
-    /// The same elements with rows and columns exchanged, as a factor.
+    /// Returns the transposed matrix, as a factor.
     pub(super) fn t(&self) -> Factor<'_, T> {
         Factor { tensor: self, transposed: true }
     }
@@ -64,7 +64,7 @@ impl<T> Tensor<T> {
     }
 }
 
-/// A tensor as it enters a product: as it is, or transposed. Nothing is copied.
+/// A tensor in a product, plain or transposed, without a copy.
 pub(super) struct Factor<'a, T> {
     tensor: &'a Tensor<T>,
     transposed: bool,
@@ -77,7 +77,7 @@ impl<'a, T> From<&'a Tensor<T>> for Factor<'a, T> {
 }
 
 impl<'a, T: Real> Factor<'a, T> {
-    /// The product of two matrices, or of two stacks of them, matrix by matrix.
+    /// Returns the product of two matrices, or of two stacks of them, matrix by matrix.
     pub(super) fn times(self, right: impl Into<Factor<'a, T>>) -> Tensor<T> {
         let right = right.into();
         let stack = self.stack();
@@ -90,7 +90,7 @@ impl<'a, T: Real> Factor<'a, T> {
         Tensor::new([stack, &[rows, columns]].concat(), out)
     }
 
-    /// The shape without the matrices' own: empty for a single one.
+    /// Returns the shape without the matrices' own: empty for a single matrix.
     fn stack(&self) -> &'a [usize] {
         let shape = &self.tensor.shape;
         &shape[..shape.len() - 2]

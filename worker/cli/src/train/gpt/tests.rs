@@ -1,11 +1,11 @@
-//! Gradients are compared with finite differences, and some changes must not change a bit.
+//! Gradients against finite differences, and changes that must not change a bit.
 
 use super::{
     Batch, BoxError, Config, ConfigError, Error, Gpt, Gradients, Group, PRESETS, Tensor, Weights, evaluate,
     generate, micro_step, preset, product::Real, step::Pass,
 };
 
-/// The head width is no multiple of a vector's width, so that the ends of rows are covered too.
+/// The head width is no multiple of a vector's width, so that row ends are covered too.
 const CONFIG: Config = Config { context: 6, width: 18, heads: 2, layers: 2 };
 
 /// Holds all weights, and counts loans.
@@ -53,7 +53,7 @@ fn model() -> Gpt {
     Gpt::new(CONFIG).unwrap()
 }
 
-/// Initial weights, with zeros and ones shaken and the rest enlarged, so that no path is too faint to be seen.
+/// Initial weights, with zeros and ones shaken and the rest enlarged, so that every path shows.
 fn held<T: Real>(model: &Gpt) -> Held<T> {
     let tensor = |index: usize| {
         let values = model.init(3, index);
@@ -103,7 +103,8 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
             let gradient = gradient.values();
             let largest =
                 (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs())).unwrap();
-            // The keys' biases shift all scores of a query alike, which softmax ignores, so their true gradient is 0.
+            // Biases of the keys shift all scores of a query alike, which softmax ignores: their true gradient is
+            // 0.
             assert!(gradient[largest].abs() > 1e-4, "{} has no gradient", param.name);
             for element in [largest, 0, gradient.len() / 2, gradient.len() - 1] {
                 let original = weights.stages[stage][index].clone();
@@ -123,7 +124,7 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
 
 #[test]
 fn a_micro_step_has_the_same_bits_whatever_recomputes_or_shares_it() {
-    // There are several chunks of rows, the last one incomplete.
+    // Several chunks of rows, of which the last is incomplete.
     let config = Config { context: 50, ..CONFIG };
     let (model, batch) = (Gpt::new(config).unwrap(), batch(config.context));
     let run = |model: &Gpt| {

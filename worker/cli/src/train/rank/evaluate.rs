@@ -1,4 +1,4 @@
-//! What a run does between its steps and at its end: validation, checkpoints, a sample of the model's text.
+//! A run's work between steps and at the end: validation, checkpoints, and a sample of the model's text.
 
 use longshore_proto::Version;
 use longshore_worker::pipeline::Pipeline;
@@ -32,7 +32,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Rank 0's validation loss of a version.
+    /// Returns rank 0's validation loss of a version.
     pub(super) fn evaluate_at(
         &self,
         pipeline: &Pipeline,
@@ -49,7 +49,7 @@ impl Run<'_> {
         Ok(Some(loss))
     }
 
-    /// The weights of a version, outside of steps.
+    /// Returns the weights of a version, outside of steps.
     fn weights_of<'s>(
         &'s self,
         pipeline: &Pipeline,

@@ -1,4 +1,4 @@
-//! Which files make a corpus, and how it is split and dealt out in batches.
+//! Files of a corpus, its split, and its batches.
 
 use std::fs;
 

@@ -1,10 +1,10 @@
-//! The numbers that the model computes with, and what they ask of arithmetic.
+//! Number types of the model, and their arithmetic.
 
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub, SubAssign};
 
 use gemm_common::Parallelism;
 
-/// What `gemm` computes: `destination = alpha * destination + beta * left * right`, each matrix being a pointer, the
+/// A function of `gemm`: `destination = alpha * destination + beta * left * right`. Each matrix is a pointer, the
 /// distance between columns and the distance between rows.
 pub(super) type Gemm<T> = unsafe fn(
     rows: usize,
@@ -28,7 +28,7 @@ pub(super) type Gemm<T> = unsafe fn(
     parallelism: Parallelism,
 );
 
-/// f32 for training, and f64 for tests that take finite differences.
+/// f32 for training, and f64 for tests with finite differences.
 pub(in super::super) trait Real:
     Copy
     + PartialOrd
@@ -46,7 +46,7 @@ pub(in super::super) trait Real:
     fn from_f64(value: f64) -> Self;
     fn to_f64(self) -> f64;
     fn exp(self) -> Self;
-    /// The function for products of matrices of this type.
+    /// Returns the function for products of matrices of this type.
     fn gemm() -> Gemm<Self>;
 }
 
@@ -80,8 +80,8 @@ impl Real for f32 {
         self as f64
     }
 
-    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's it vectorises, and has the same bits on every
-    /// machine. It compares instead of using `clamp`, so that NaN stays NaN and an overflow is seen.
+    /// Cephes' polynomial, within 3e-7 of the true value. Unlike libm's function it vectorises, and has the same
+    /// bits on every machine. Comparisons replace `clamp`, so that NaN stays NaN and an overflow is seen.
     #[inline(always)]
     fn exp(self) -> f32 {
         const ROUND: f32 = 12_582_912.0; // 1.5 x 2^23: adding it leaves the nearest integer in the low bits
