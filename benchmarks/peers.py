@@ -29,7 +29,7 @@ def _timed(act: Callable[[], Any]) -> float:
 
 def _by_turns(ways: dict[str, Callable[[], Any]], rounds: int, in_a_row: int) -> dict[str, list[float]]:
     """Returns the seconds of each way's steps. Each round takes ``in_a_row`` steps of every way, in rotating order, so that a
-    disturbance of the host affects all ways. One uncounted step precedes several steps in a row, since the previous way's leftover work
+    disturbance of the host affects all ways. An uncounted step precedes several steps in a row, since the previous way's leftover work
     falls into it."""
     order = list(ways)
     times: dict[str, list[float]] = {name: [] for name in ways}

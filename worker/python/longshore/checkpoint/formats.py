@@ -131,8 +131,8 @@ def load_deepspeed(
 
 
 def deepspeed_rest(folder: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """Returns a universal checkpoint's file beside the parameters' tensors, and its content. None as content means a missing file, or one
-    that could run code when it is read.
+    """Returns a universal checkpoint's file beside the parameters' tensors, and its content. None as content means a missing file, or a
+    file that could run code when read.
     """
     return _states(_zero_folder(Path(folder), tag))
 

@@ -278,7 +278,7 @@ class Client:
         return version
 
     def checkpoint(self, name: str) -> str:
-        """Has the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
+        """Makes the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
 
         Returns:
             The checkpoint's name: ``name``, or ``name.2`` and so on if another state has that name.

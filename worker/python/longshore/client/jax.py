@@ -159,7 +159,7 @@ class Client:
         return self.pull()
 
     def checkpoint(self, name: str) -> str:
-        """Has the servers write a checkpoint, as :meth:`longshore.Client.checkpoint` does."""
+        """Makes the servers write a checkpoint, as :meth:`longshore.Client.checkpoint` does."""
         return self._inner.checkpoint(name)
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class _Remote:
         found.push(gradients, 1 / self.accumulate)
         self._pushed += 1
         if self._pushed < self.accumulate:
-            # The caller adds zeros.
+            # The caller ignores these values: its difference is 0 until a step is made.
             return jax.tree_util.tree_map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         self._pushed = 0
         found.commit(replace(self._hyper, lr=float(lr)))

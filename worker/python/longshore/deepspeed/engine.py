@@ -375,7 +375,7 @@ class Engine(Asked):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Has the servers write a checkpoint of their state, and writes the engine's part beside it. This part has frozen parameters,
+        """Makes the servers write a checkpoint of their state, and writes the engine's part beside it. This part has frozen parameters,
         buffers, scheduler, counters and ``client_state`` (tensors and plain containers). All ranks call it, and rank 0 writes. If
         torch.distributed is initialised, the others wait for rank 0 and raise its error.
 

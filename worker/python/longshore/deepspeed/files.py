@@ -61,7 +61,7 @@ def _write(
     is_latest: bool,
     leaves_frozen: bool,
 ) -> None:
-    """Has the servers write a checkpoint, and writes the rest beside it. An earlier save of the tag stays complete until this one is."""
+    """Makes the servers write a checkpoint, and writes the rest beside it. An earlier save of the tag stays complete until this one is."""
     optimizer = engine.optimizer
     kept = optimizer.checkpoint(tag)
     parameters = {name for name, _ in engine.module.named_parameters()}

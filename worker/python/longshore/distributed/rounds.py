@@ -32,7 +32,7 @@ _ENDS = 1 << 40
 
 
 class Rounds:
-    """This rank's part in the rounds, which use a process group of their own: a group's collectives have one order on all ranks.
+    """This rank's part in the rounds. Their process group is separate, since a group has one order of collectives on all ranks.
 
     Attributes:
         is_over: whether a rank has failed or ended, so that no rank may be waited for any more.

@@ -7,7 +7,7 @@ from longshore.optim.optimizer import Optimizer
 
 
 class Saving:
-    """Has the servers write a checkpoint for each save.
+    """Makes the servers write a checkpoint for each save.
 
     Args:
         checkpoint: without a checkpoint folder on the servers, None warns once and True raises. False never writes checkpoints.

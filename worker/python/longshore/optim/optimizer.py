@@ -423,7 +423,7 @@ class Optimizer(Stepping, Stateful, Succession):
         return connection
 
     def checkpoint(self, name: str) -> str:
-        """Has the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
+        """Makes the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
 
         Returns:
             The checkpoint's name: ``name``, or ``name.2`` and so on if another state has that name.

@@ -1,6 +1,6 @@
 """Steps: gradients leave in ``step``, servers decide, and a report comes back. Losses may be scaled.
 
-The scale is the servers' own, or that of torch's ``GradScaler``. The training thread makes steps.
+The scale comes from the servers or from torch's ``GradScaler``. The training thread makes steps.
 """
 
 import contextlib

@@ -98,7 +98,8 @@ class Accelerator:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
-        """Keeps a tensor's memory until the stream's work so far is done, even if the tensor is freed or belongs to another stream."""
+        """Keeps a tensor's memory, once freed, until the stream has done the work queued before. The memory may belong to another
+        stream."""
         tensor.record_stream(stream)
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:

@@ -120,8 +120,8 @@ def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layo
     """Cuts the parameters for ``world_size`` ranks.
 
     Args:
-        cut: cuts a parameter into at most one piece for each rank. By default all ranks have equal parts, of whole rows if the rows divide
-            evenly.
+        cut: cuts a parameter into at most one piece for each rank. By default all ranks have about equal parts, of whole rows if the rows
+            divide evenly.
 
     Raises:
         InvalidError: if a rank has nothing, or if there are more pieces than servers take.

@@ -104,8 +104,8 @@ def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
 
 
 def _keep_compilers_out() -> None:
-    """Disables ``torch.compile`` for ``__torch_function__``: a compiled use of an awaited tensor would not read its weights. torch's
-    compiler is slow to import, so only an imported one is told."""
+    """Disables ``torch.compile`` for ``__torch_function__``: a compiled use of an awaited tensor would not read its weights. The compiler
+    is slow to import, so only an imported one is told."""
     global _is_kept_out
     if not _is_kept_out and "torch._dynamo.eval_frame" in sys.modules:
         ask: Any = vars(_Awaited)["__torch_function__"]

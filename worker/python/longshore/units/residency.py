@@ -616,7 +616,7 @@ class UnitWeights:
 
     def abandon(self) -> None:
         """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
-        servers, which change them for nobody."""
+        servers, where no step changes them."""
         # Garbage collection may call this anywhere, even under a lock. So this waits for no thread of the package and no rank.
         with contextlib.suppress(LongshoreError):
             self._fetcher.keep_all([*self._members.values()])
