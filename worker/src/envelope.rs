@@ -8,7 +8,8 @@ use longshore_proto::{
 
 use crate::loss_scale::{LossScaler, LossScalerOptions};
 
-/// The format is little-endian. Everything before the trainer's bytes has a size that is known, so they need no length:
+/// Contents of `trainer_state`, little-endian. All fields before the trainer's bytes have known sizes, so those need no
+/// length:
 ///
 /// | bytes | what |
 /// |---|---|

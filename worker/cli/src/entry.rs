@@ -16,7 +16,7 @@ const FAILED: u8 = 1;
 const WRONG_USE: u8 = 2;
 
 /// Runs the program with these arguments, which begin with its name. Returns the exit code: 0 on success, 1 for an
-/// error that the last line on stderr explains, 2 for wrong arguments, 130 or 143 if a signal stopped a run.
+/// error, 2 for wrong arguments, 130 or 143 if a signal stopped a run. The last line on stderr explains an error.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let errors_are_json = asks_for_json(&arguments);

@@ -66,8 +66,8 @@ pub(crate) fn raised(error: PyErr) -> Error {
     Interrupted.into()
 }
 
-/// Runs `act` without the GIL. Records that were logged since the last call are passed to Python first; records of
-/// a failed call are passed with its error.
+/// Runs `act` without the GIL. Log records since the last call are passed to Python first. Records of a failed
+/// call are passed with its error.
 pub(crate) fn without_gil<T: Send>(py: Python<'_>, act: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     log::pass_on(py)?;
     py.detach(act).map_err(|error| {

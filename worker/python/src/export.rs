@@ -5,9 +5,9 @@ use longshore_worker::{Result, Session, export::Contents};
 
 use crate::memory::HostTensor;
 
-/// Exports the newest version into `targets`: for each array one tensor per parameter in the job's order, or no
-/// tensors for an unwanted array. Frozen parameters, which come last, may be left out. Returns the version, and
-/// the number of updates that made it.
+/// Exports the newest version into `targets`. Each array has one tensor per parameter in the job's order; an
+/// unwanted array has none. Frozen parameters, which come last, may be left out. Returns the version, and the
+/// number of updates that made it.
 pub(crate) fn export(
     session: &Session,
     contents: Contents,

@@ -128,8 +128,8 @@ impl Job {
         })
     }
 
-    /// Returns the parameters that steps have left out, or that had fewer updates when the job was filled, each
-    /// with the number of steps.
+    /// Returns the parameters that steps have left out, each with the number of steps. Parameters that had fewer
+    /// updates when the job was filled are included.
     fn left_out(&self, py: Python<'_>) -> PyResult<Vec<(u32, u64)>> {
         let described = self.session(py, Session::describe)?;
         let progress = described.into_iter().find_map(|server| server.progress).unwrap_or_default();

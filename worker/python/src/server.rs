@@ -1,4 +1,4 @@
-//! An optimizer server inside the Python process, for tests and single-host runs.
+//! An optimizer server inside the Python process.
 
 use std::{
     path::PathBuf,

@@ -21,8 +21,8 @@ pub enum Transport {
     Tcp,
     /// Unix sockets alone.
     Unix,
-    /// Shared memory with every server; anything else is an error. Weights of the `shm` tier still come through
-    /// the socket.
+    /// Shared memory with every server. A server without it is an error. Weights of the `shm` tier still come
+    /// through the socket.
     Memfd,
 }
 

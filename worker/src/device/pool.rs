@@ -33,8 +33,7 @@ struct Rest {
     idle: HashMap<usize, Vec<LeasedBytes>>,
     idle_bytes: u64,
     in_use: u64,
-    /// The most bytes in use at once, and the most bytes held (in use and idle), since the pool was made or
-    /// emptied.
+    /// Peaks since the pool was made or emptied: bytes in use, and bytes held (in use and idle).
     most_in_use: u64,
     most: u64,
 }

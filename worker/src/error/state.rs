@@ -66,8 +66,7 @@ pub struct VersionsDiffer {
     pub waited: Duration,
 }
 
-/// A server was filled with another state than the one this process fills the others with: an earlier process
-/// began with that other state.
+/// A server's state differs from the filling of this process: an earlier process began with another filling.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "server {server} holds job {job} as it was filled {}, and this process fills it {}: load the state again that the job \

@@ -186,7 +186,7 @@ impl Driver {
         }
     }
 
-    /// Waits until server 0 is resumed after the pause of a commit, resumes the other servers, and returns the
+    /// Waits until server 0 is resumed after the pause of a commit, then resumes the other servers. Returns the
     /// loss scale to continue with.
     async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
         self.cluster.waits.paused(&commit.pause_reason);

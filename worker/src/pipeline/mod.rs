@@ -1,5 +1,5 @@
 //! A rank's steps, one after the other. Weights arrive, gradients leave and decisions are made in the background,
-//! as far as the schedule allows. The trainer's thread calls the pipeline.
+//! as far as the schedule allows. The trainer calls the pipeline.
 
 mod ahead;
 mod board;
@@ -51,8 +51,8 @@ use crate::{
     session::{Joined, Session},
 };
 
-/// The steps of one rank, from the version that it joined at. A pipeline stays on its thread; feeds and assemblers
-/// may go to other threads.
+/// The steps of one rank, from the version that it joined at. A single thread at a time uses a pipeline; feeds and
+/// assemblers may go to other threads.
 pub struct Pipeline {
     /// Declared before `session`, so that the tasks end first.
     tasks: Tasks,

@@ -218,8 +218,8 @@ impl Feed {
         Ok(())
     }
 
-    /// Returns the error of a reader that was too late. The weights lay in the server's memory, and the server has
-    /// gone on with gradients of this rank, or of an earlier process of it.
+    /// Returns the error of a reader that was too late. The server has overwritten the weights in its memory, with
+    /// gradients of this rank or of an earlier process of it.
     fn overwritten(&self, shard: ShardId) -> Error {
         let cluster = &self.handle.shared.pulls.cluster;
         let limit = "kept by its server";

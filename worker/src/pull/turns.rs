@@ -1,5 +1,5 @@
-//! Orders the pulls of a connection. Units pulled ahead are needed one after the other. If they arrived side by
-//! side, each would get a part of the link, and the first unit would arrive no earlier than the last.
+//! Orders the pulls of a connection. Units pulled ahead are needed one after the other. Side by side, each would
+//! get a part of the link, and the first unit would arrive as late as the last.
 
 use std::{
     collections::BTreeMap,

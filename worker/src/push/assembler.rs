@@ -1,5 +1,4 @@
 //! Assembles the gradients of one micro-step, put in any order, into chunks. A complete chunk leaves at once.
-//! Trainers put gradients from their own thread.
 
 use std::{
     collections::HashMap,
@@ -265,7 +264,7 @@ impl Assembler {
         Assembler { collector, outbox, feed, sums }
     }
 
-    /// Takes lent gradients back once all weights of this feed are here: servers no longer read the gradients of
+    /// Takes lent gradients back once all weights of this feed are here. Servers no longer read the gradients of
     /// the step that made these weights, nor earlier ones. Mostly that is so at the first `put`, whose gradient
     /// then gets this memory.
     fn take_back(&mut self) {

@@ -1,5 +1,4 @@
-//! Retains gradient chunks until no server can need them, so that they can be sent again after a break, or to a
-//! server that restarted.
+//! Retains gradient chunks until no server can need them. After a break or a server's restart they are sent again.
 
 use std::{
     collections::BTreeMap,

@@ -81,7 +81,7 @@ pub(crate) async fn commit_as(
     Ok(())
 }
 
-/// Waits until no crash of a server can take the version back, for as long as drives need to write all of the
+/// Waits until no crash of a server can take the version back. The wait may last as long as writing all of the
 /// state.
 pub(crate) async fn await_durable(cluster: &Cluster, server: ServerId, version: Version) -> Result<()> {
     let request = AwaitDurableRequest {

@@ -29,8 +29,8 @@ use crate::{
 pub struct GoBack {
     /// None means the newest restorable checkpoint, with a warning for each newer one that cannot be restored.
     pub checkpoint: Option<String>,
-    /// State on servers may be deleted. Otherwise only the `memory` tier's remaining state may be, after another
-    /// server lost its part.
+    /// True if state on servers may be deleted. Otherwise only the `memory` tier's remaining state may be, after
+    /// another server lost its part.
     pub discard_state: bool,
 }
 

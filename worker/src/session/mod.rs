@@ -188,8 +188,8 @@ impl Session {
         Feed::open(&self.pulls, reading, order, self.spec().image_dtype)
     }
 
-    /// Passes one version's weights, or all of its state, to `sink`, from all servers at once: the newest version,
-    /// or a version to come while training goes on.
+    /// Passes one version's weights, or all of its state, to `sink`, from all servers at once. The version is the
+    /// newest, or one to come while training goes on.
     pub fn export(&self, contents: Contents, sink: &Sink<'_>) -> Result<ExportedVersion> {
         self.block_unless_failed(export::export(&self.cluster, contents, sink))
     }
@@ -207,8 +207,8 @@ impl Session {
         self.block_unless_failed(self.cluster.watched_at_work("the servers' common version", hash))
     }
 
-    /// Returns the sealed checkpoints in the order of their sealing, which differs from that of versions once the
-    /// job went back. Checkpoints that cannot be restored are included, with the reason.
+    /// Returns the sealed checkpoints in the order of their sealing. Versions have another order once the job went
+    /// back. Checkpoints that cannot be restored are included, with the reason.
     pub fn list_checkpoints(&self) -> Result<Vec<Checkpoint>> {
         self.list_checkpoints_within(self.cluster.options.deadline)
     }

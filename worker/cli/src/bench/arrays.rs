@@ -117,8 +117,8 @@ impl Shard {
     }
 }
 
-/// Fills a block with values that stay positive and far from denormal in every format and under every rule,
-/// however often they are updated. Instructions on a denormal or NaN take another time.
+/// Fills a block with values that stay positive and far from denormal. This holds in every format, under every
+/// rule, after any number of updates. Instructions on a denormal or NaN take another time.
 fn fill(block: &mut StateMut<'_>) {
     use kernels::{MasterMut, MomentMut, encode};
     let low = block.low();

@@ -1,5 +1,5 @@
-//! The limit of an update: a pass that moves the same bytes without arithmetic, with the same shards, blocks,
-//! threads and kind of stores.
+//! The limit of an update: the same bytes without arithmetic. Shards, blocks, threads and the kind of stores are
+//! the same.
 
 use longshore_engine::{memory::Traffic, threads::ThreadPool};
 

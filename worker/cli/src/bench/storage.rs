@@ -1,5 +1,5 @@
 //! Compares the `nvme` tier with its drives. A bare loop of a step's reads and writes takes turns with a step of
-//! the store, whose update only touches every byte.
+//! the store. The store's update only touches every byte.
 
 use std::path::{Path, PathBuf};
 

@@ -117,7 +117,7 @@ fn numa(system: &Path) -> Finding {
     }
 }
 
-/// Checks that the kernel gives this process a ring that can write a file.
+/// Checks that the kernel gives this process a ring that reads a file.
 fn io_uring() -> Finding {
     const WHAT: &str = "io_uring";
     let folder = match tempfile::tempdir() {

@@ -136,8 +136,7 @@ fn spec(servers: &mut Servers, settings: &Settings) -> anyhow::Result<JobSpec> {
     Ok(found)
 }
 
-/// Returns a job's spec, and its phase on each server. A server without the job counts as one that waits for
-/// weights.
+/// Returns a job's spec, and its phase on each server. A server without the job counts as `Loading`.
 fn described(servers: &mut Servers, job: &str) -> anyhow::Result<(JobSpec, Vec<Phase>)> {
     let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let (mut spec, mut phases) = (None, Vec::new());

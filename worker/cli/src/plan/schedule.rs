@@ -1,8 +1,8 @@
 //! Simulates steps on links and servers of given speed: compute, sends and updates.
 //!
-//! All ranks do the same at the same time, so one rank is simulated, and shared resources are slower by the number
-//! of ranks. A run of 512 GPUs takes no longer to simulate than one of two. Servers are simulated one by one,
-//! since a shard is as fast as the server that owns it.
+//! All ranks do the same at the same time, so one rank is simulated. Shared resources are slower by the number of
+//! ranks. A run of 512 GPUs takes no longer to simulate than one of two. Servers are simulated one by one, since a
+//! shard is as fast as the server that owns it.
 //!
 //! Each resource does one thing at a time, in the order of the protocol. Gradients leave last layer first. Shards
 //! are updated in forward order after the decision. Weights follow their update.
@@ -220,8 +220,8 @@ impl<'a> Simulation<'a> {
         of_server * self.run.servers / self.groups.len() as f64
     }
 
-    /// Returns the time of a part on its group's link to all ranks, and the least time of one shard on one
-    /// server's link.
+    /// Returns two times: of a part on its group's link to all ranks, and of its longest shard on one server's
+    /// link.
     fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
         let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
         (

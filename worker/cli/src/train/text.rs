@@ -73,9 +73,9 @@ pub struct Corpus {
 impl Corpus {
     /// Reads the text files at or below `path`, in the order of their paths.
     ///
-    /// Ignore files inside the folder are respected; those around it and the user's own are not, so that the same
+    /// Ignore files inside the folder are respected. Ignore files around it, and the user's own, are not: the same
     /// folder is the same corpus on every machine. Hidden files, `target` folders, lock files and files over
-    /// [`FILE_BYTES_MAX`] are skipped, and so are files that are not UTF-8 or hold a NUL.
+    /// [`FILE_BYTES_MAX`] are skipped. Files that are not UTF-8 or hold a NUL are skipped too.
     pub fn load(path: &Path) -> Result<Corpus, Error> {
         let mut found = Found::default();
         for file in list(path)? {

@@ -211,7 +211,7 @@ impl BenchRank {
     }
 
     /// Pulls version 0 until all of it is in this rank's memory. In shared memory the weights stay on the server,
-    /// and this rank reads them once, so that it has seen the bytes either way.
+    /// and this rank reads them once. So the rank has seen the bytes either way.
     fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.probe.session().layout().elements();
         let mut sample = Sample::default();

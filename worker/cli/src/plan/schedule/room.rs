@@ -1,5 +1,5 @@
-//! Units that a device keeps at stage 3, as `longshore.shard` does. The last units of forward stay for backward,
-//! and the last units of backward for the next micro-step, as far as there is room.
+//! Units that a device keeps at stage 3, as `longshore.shard` does. As far as there is room, the last units of
+//! forward stay for backward. The last units of backward stay for the next micro-step.
 
 use super::Run;
 
