@@ -118,7 +118,7 @@ mod tests {
         follow(&bar, &ended, || {
             let said = says.next().unwrap();
             if said.is_some() {
-                end.take(); // it is the last look
+                end.take(); // the last look
             }
             said
         });

@@ -89,8 +89,8 @@ fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> 
 }
 
 /// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
-/// If this is rank 0, a server has died since the takeover with a version that it had not kept: rank 0 takes over
-/// once more.
+/// On rank 0, different versions mean that a server has died since the takeover, with a version that it had not
+/// kept. Rank 0 then takes over once more.
 ///
 /// If a server's version changes meanwhile, a new incarnation joins all servers again. So each server records that
 /// this process joined after that version's step was decided, and has no gradient of that step. Rank 0 reads this
