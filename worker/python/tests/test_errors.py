@@ -208,7 +208,7 @@ def test_a_server_that_is_killed_within_a_step() -> None:
         process.kill()
         process.wait()
 
-    # The last layers' gradients have left by then, and the first ones' have not.
+    # The last layers' gradients have left by then, and the first layers' have not.
     model.layers[3].weight.register_hook(kill)
     started = time.monotonic()
     with pytest.raises(errors.LongshoreError, match=address):
@@ -269,7 +269,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_wait(servers: str) -> None:
-    """Rank 0 of two waits for the other's gradients, which never come."""
+    """Rank 0 of two waits for the other rank's gradients, which never come."""
     model, _ = pair("mlp")
     optimizer = made(model, servers=servers, job="waits", rank=0, world_size=2)
     optimizer.open()
@@ -284,7 +284,7 @@ def test_ctrl_c_ends_a_wait(servers: str) -> None:
 
 
 def test_a_signal_handler_that_calls_the_optimizer_in_a_wait_gets_an_error(servers: str) -> None:
-    """The wait goes on only after the handler, which would wait for it."""
+    """The wait resumes only after the handler, so a handler that waits for it would block forever."""
     model, _ = pair("mlp")
     optimizer = made(model, servers=servers, job="handler", rank=0, world_size=2)
     optimizer.open()
