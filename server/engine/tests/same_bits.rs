@@ -220,8 +220,7 @@ fn scale_of(spec: &JobSpec, commits: &[Commit], step: u64) -> f64 {
     reads.checked_sub(1).map_or(3.0, |index| commits[index as usize].loss_scale)
 }
 
-/// Decides like rank 0. Some decisions apply a non-finite gradient (in a job without overflow checks), and
-/// some skip without need.
+/// Decides like rank 0. Some decisions skip a step without need.
 fn decide(
     noise: &mut Noise,
     spec: &JobSpec,

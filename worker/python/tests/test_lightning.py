@@ -42,14 +42,14 @@ def own_data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(folder: pathlib.Path, servers: str) -> list[list[float]]:
-    """The losses of two ranks, as torchrun starts them."""
+    """Returns the losses of two ranks, started like torchrun's."""
     code = RANK.format(folder=folder, servers=servers)
     said = run_ranks(2, code, ["lit"], TORCHELASTIC_RUN_ID="none")
     return [json.loads(text.rsplit("losses ", 1)[1]) for text in said]
 
 
 def test_two_ranks_of_lightning_train_on_the_mean_of_their_gradients(tmp_path: pathlib.Path, servers: str) -> None:
-    """The servers add them up. Each rank clips its own, as Lightning does, before they leave."""
+    """The servers sum the gradients. Each rank clips its own before they leave, as Lightning does."""
     found = run(tmp_path, servers)
     model = load("lit")["Sorting"](None, None).layers
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -77,14 +77,14 @@ def test_two_ranks_of_lightning_train_on_the_mean_of_their_gradients(tmp_path: p
 
 
 def short(folder: pathlib.Path, **given: Any) -> pl.Trainer:
-    """A trainer of four steps that shows and keeps nothing, unless it is told to."""
+    """Returns a trainer of four steps that shows and keeps nothing by default."""
     shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = dict.fromkeys(shown, False)
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": str(folder), **quiet, **given})
 
 
 def fitted(tmp_path: pathlib.Path, **given: Any) -> tuple[pl.Trainer, Any]:
-    """A trainer whose job is delayed, so that the newest weights are not in the model until somebody asks for them."""
+    """Returns a trainer with a delayed job: the newest weights come into the model only on request."""
     names = load("lit")
 
     class Delayed(names["Sorting"]):  # type: ignore[misc]
@@ -105,7 +105,7 @@ class AtTheEnd(pl.Callback):
         [self.optimizer] = trainer.optimizers
 
     def newest(self) -> torch.Tensor:
-        """The newest master weights. The model gets them too."""
+        """Returns the newest master weights, also written into the model."""
         master: torch.Tensor = self.optimizer.state_dict(full=True)["state"][0]["master"]
         return master
 
@@ -141,7 +141,7 @@ def test_a_save_without_an_adapter_says_what_it_lacks(tmp_path: pathlib.Path, wa
 
 @pytest.mark.parametrize("way", ["test", "predict"])
 def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: str) -> None:
-    """Within training, as a callback does that tests now and then."""
+    """Evaluates within training, as a callback does that tests now and then."""
     strategy = longshore.lightning.Strategy()
     model = load("lit")["Sorting"](None, None)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
@@ -176,7 +176,7 @@ def test_the_strategys_device_is_the_accelerator(monkeypatch: pytest.MonkeyPatch
     strategy = longshore.lightning.Strategy()
     assert strategy.root_device == torch.device("cuda", 1)
     assert longshore.lightning.Strategy("cpu").root_device == torch.device("cpu")
-    # Unless the Trainer was told otherwise.
+    # A Trainer's own accelerator takes precedence.
     strategy.accelerator = pl.accelerators.CPUAccelerator()
     strategy.setup_environment()
     assert strategy.root_device == torch.device("cpu")
@@ -188,7 +188,7 @@ def optimizer_of(kind: Any, module: pl.LightningModule) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("strategy", ["auto", "longshore"])
 def test_mixed_precision_with_clipping(tmp_path: pathlib.Path, strategy: str) -> None:
-    """Lightning refuses to clip where an optimizer unscales gradients by itself. The losses are those of torch's optimizer."""
+    """Lightning refuses to clip where an optimizer unscales gradients by itself. The losses equal those with torch's optimizer."""
     found = []
     for kind in (longshore.AdamW, torch.optim.AdamW):
         names = load("lit")
@@ -227,7 +227,7 @@ def test_a_grad_scaler_of_lightning_clips_what_is_unscaled(tmp_path: pathlib.Pat
 
 
 class Tuned(pl.LightningModule):
-    """A head on a backbone that does not train at first. The optimizer has both from the beginning, in groups of their own."""
+    """A head on a backbone that does not train at first. The optimizer has both from the beginning, in separate groups."""
 
     def __init__(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Tuned(pl.LightningModule):
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_backbone_finetuning(tmp_path: pathlib.Path, streaming: bool) -> None:
-    """The callback freezes the backbone, unfreezes it in the third epoch and raises its learning rate from then on."""
+    """The callback freezes the backbone, unfreezes it in the third epoch, and raises its learning rate from then on."""
     found = []
     for kind in (functools.partial(longshore.AdamW, frozen="train-later", streaming=streaming), torch.optim.AdamW):
         unfreezes = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-4)

@@ -1,4 +1,4 @@
-"""What ``load_state_dict`` does as torch's own does it: its hooks, its refusals, and what torch's distributed state dicts make of a state."""
+"""``load_state_dict`` with torch's own semantics: hooks, refusals, and torch's distributed state dicts."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_hooks_get_what_torch_gives_them(full: bool) -> None:
-    """Each is called once, with the whole state in a dict of its own, and may give another one."""
+    """Each hook is called once, with the whole state in its own dict, and may return another state."""
     ours, theirs = pair("mlp")
     optimizer, plain = trained(longshore.AdamW, ours), trained(torch.optim.AdamW, theirs)
     states = (optimizer.state_dict(full=full), plain.state_dict())
@@ -117,7 +117,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> None:
-    """No step is made to fill a state, and another process goes on from the files."""
+    """No step is needed to fill a state, and another process continues from the files."""
     ours, undisturbed = pair("mlp")
     trained(longshore.AdamW, undisturbed, steps=8)
     with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
@@ -147,7 +147,7 @@ def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:job .* goes back")
 def test_going_back_leaves_no_parameter_that_waits_for_the_step_that_was_given_up(tmp_path: Path) -> None:
-    """In streaming mode weights come when they are used: those of the last step never do."""
+    """In streaming mode weights come at their use: those of the abandoned step never come."""
     ours, undisturbed = pair("mlp")
     with longshore.Server(checkpoint_dir=tmp_path) as server:
         for model, goes_back in ((ours, True), (undisturbed, False)):
@@ -167,7 +167,7 @@ def test_going_back_leaves_no_parameter_that_waits_for_the_step_that_was_given_u
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_delayed_job_goes_back_to_the_version_that_its_parameters_have(tmp_path: Path, streaming: bool) -> None:
-    """A step was made after the one that they have."""
+    """The job made a step after the version of its parameters."""
     ours, undisturbed = pair("mlp")
     options: dict[str, Any] = {"delay": 1, "warmup_steps": 1, "streaming": streaming}
     with longshore.Server(checkpoint_dir=tmp_path) as server:
@@ -204,7 +204,7 @@ def test_a_delayed_job_goes_back_to_the_version_that_its_parameters_have(tmp_pat
 
 
 def test_a_handle_that_has_lost_its_job_is_refused() -> None:
-    """Flattened, a state keeps what torch's own optimizers have. A new job would take this for a state from before the first step."""
+    """A flattened state has the fields of torch's own optimizers alone. A new job would take this for a state before the first step."""
     ours, other = pair("mlp")
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     state = get_optimizer_state_dict(ours, trained(longshore.AdamW, ours), options=flat)

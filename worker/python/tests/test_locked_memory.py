@@ -1,4 +1,4 @@
-"""A device copies gradients into the memory that they leave from, where it can page-lock that, and else as before."""
+"""A device copies gradients into the memory from which they are sent, where it can page-lock that. Otherwise copies stay as they were."""
 
 import gc
 import logging
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def train(device: Simulated, is_closed: bool = True, **options: Any) -> list[Tensor]:
-    """The weights after some steps of two backward passes each."""
+    """Returns the weights after some steps of two backward passes each."""
     model = Layers(device, width=WIDTH, depth=2)
     optimizer = longshore.AdamW(model.named_parameters(), missing_gradients="zeros", streaming=True, accumulate=2, **options)
     for step in range(STEPS):
@@ -38,7 +38,7 @@ def train(device: Simulated, is_closed: bool = True, **options: Any) -> list[Ten
 
 @pytest.fixture(scope="module")
 def expected() -> list[Tensor]:
-    """What the host's memory gives."""
+    """Returns the result in the host's memory."""
     return train(Immediate(4))
 
 
@@ -58,7 +58,7 @@ def test_where_memory_cannot_be_locked_both_go_as_before(
     limit: int, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Limited(Simulated):
-        """Page-locks so many pieces."""
+        """Page-locks at most this many pieces."""
 
         def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool = False) -> None:
             if read_only or len(self.registered or {}) == limit:
@@ -132,7 +132,7 @@ def test_a_gradient_that_the_device_could_not_copy_makes_no_step(monkeypatch: py
 
 
 class Cuda:
-    """What torch has of the CUDA runtime: its second call and those after it fail."""
+    """The part of the CUDA runtime that torch has. Its second and later calls fail."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []

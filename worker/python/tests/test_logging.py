@@ -1,4 +1,4 @@
-"""What the library says while a call waits comes through Python's own logging."""
+"""The library's messages during a call come through Python's logging."""
 
 import logging
 import os
@@ -59,7 +59,7 @@ def test_a_rank_says_whom_it_waits_for(servers: str, said: Said) -> None:
 
 
 def test_a_pause_says_why(servers: str, said: Said) -> None:
-    """An overflow at the smallest loss scale: the step waits until an operator says that the job may go on."""
+    """An overflow at the smallest loss scale pauses the job, until an operator resumes it."""
     model = nn.Linear(4, 4).half()
     scale = longshore.LossScale(initial=1.0, min=1.0, hysteresis=1)
     optimizer = longshore.AdamW(model.named_parameters(), servers=servers, job="overflows", loss_scale=scale)
@@ -70,7 +70,7 @@ def test_a_pause_says_why(servers: str, said: Said) -> None:
         optimizer.step()
 
     failed: list[BaseException] = []
-    # It would wait for an hour: a test that fails does not wait for it.
+    # The step may wait for an hour. A daemon thread keeps a failing test from waiting for it.
     overflows = threading.Thread(target=kept(lambda: step(float("inf")), failed), daemon=True)
     overflows.start()
     record = said.wait_for("the job is paused")

@@ -1,4 +1,4 @@
-"""What docs/migrate.md shows after each change is what runs, and trains as what it shows before."""
+"""The code after each change in docs/migrate.md runs, and trains like the code before."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ TEXT = (pathlib.Path(__file__).parent.parent.parent.parent / "docs" / "migrate.m
 
 
 def after(section: str, number: int = 0) -> str:
-    """A diff of a section, after the change."""
+    """Returns a section's diff, after the change."""
     part = TEXT.split(f"## From {section}")[1].split("\n## ")[0]
     lines = re.findall(r"```diff\n(.*?)```", part, re.DOTALL)[number].splitlines()
     return "\n".join(line[1:] for line in lines if not line or line[0] in (" ", "+"))

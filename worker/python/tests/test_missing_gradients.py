@@ -1,4 +1,4 @@
-"""Parameters that get a gradient now and then are left out of the other steps, as torch leaves them out."""
+"""Parameters with a gradient now and then: other steps leave them out, as torch does."""
 
 import os
 import pathlib
@@ -21,7 +21,7 @@ CLOSE = 1e-6
 
 
 class Experts(nn.Module):
-    """Each batch goes through some of the experts, or through none. The bias of the last one never gets a gradient."""
+    """Each batch goes through some of the experts, or through none. The bias of the last expert never gets a gradient."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_a_full_state_has_each_parameters_own_count() -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_refused_step_can_be_given_up_or_completed(delay: int, accumulate: int) -> None:
-    """In streaming mode the gradients that are there have left when the others are found to be missing."""
+    """In streaming mode the existing gradients have left when the step finds others missing."""
     models, options = [], {"lr": 1e-2, "missing_gradients": "error", "streaming": True, "delay": delay, "warmup_steps": 1}
     for is_refused in (False, True):
         torch.manual_seed(1)
@@ -159,7 +159,7 @@ def test_a_refused_step_can_be_given_up_or_completed(delay: int, accumulate: int
                         assert optimizer.flush() == 3
             backward(batch)
             optimizer.step()
-        # What lacks one may get it, too.
+        # The parameter without a gradient may get one afterwards.
         if is_refused:
             model[1](torch.ones(4, 8)).sum().backward()
             with pytest.raises(longshore.errors.MissingGradientError, match=r"call backward for what lacks one and step\(\) again"):
@@ -208,11 +208,11 @@ def test_two_ranks_leave_out_what_neither_has(two_servers: str, tmp_path: pathli
         optimizer.zero_grad()
         for rank in (0, 1):
             if (step + rank) % 5:
-                # Gradients that are there add up, and their mean counts a rank without one as zeros.
+                # Existing gradients add up. The mean counts a rank without a gradient as zeros.
                 (reference.loss(2 * step + rank) / 2).backward()
         optimizer.step()
-    # Rounding is fed back 200 times: less than 1e-6 with torch's kernels for AMD, 1.1e-6 with those for Intel. Where a
-    # rank without a gradient does not count it is 0.09.
+    # Rounding feeds back over 200 steps: the distance is below 1e-6 with torch's kernels for AMD, and 1.1e-6 with those for Intel. Without
+    # zeros for a rank that lacks a gradient it is 0.09.
     assert distance(trained, reference) < 2 * CLOSE
 
 
@@ -231,7 +231,7 @@ def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str,
         options = {"lr": 1e-3, "servers": address, "job": "counts", "tier": tier, "streaming": True}
 
         def kill(step: int) -> None:
-            # Gradients of the step have left, and the parameters without one are not told yet.
+            # The step's gradients have left. The servers do not know its parameters without a gradient yet.
             nonlocal process
             if step in (40, 61, 90):
                 process.kill()
@@ -261,7 +261,7 @@ def test_step_counts_of_torch_come_and_go_by_parameter(rule: str, streaming: boo
     ours, theirs = pair()
     if rule != "adagrad":
         for model in (ours, theirs):
-            model.experts[-1].bias.requires_grad_(False)  # torch has no state of what never got a gradient
+            model.experts[-1].bias.requires_grad_(False)  # torch has no state for a parameter that never got a gradient
     plain = reference(theirs.named_parameters(), **arguments)
     train(theirs, plain, range(40))
     ours.load_state_dict(theirs.state_dict())

@@ -1,5 +1,5 @@
-"""What ranks gather and reduce on devices is right under any legal order of the devices' work, and each wait is needed for it. order_rank.py
-is what a rank does."""
+"""Gathering and reducing on devices is right under any legal order of the devices' work, and needs each of its waits. A rank runs
+order_rank.py."""
 
 import os
 from typing import Any
@@ -12,11 +12,11 @@ from test_ranks import run
 RANKS = 2
 #: Soak tests draw more orders.
 SEEDS = range(4 if os.environ.get("LONGSHORE_SOAK") else 3)
-#: Those by which only what is needed is done, and all else before it.
+#: Seeds with a fixed order: needed operations alone, or all others first.
 PLAIN = (0, 1)
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 1}
-#: By name: what ranks train, and how.
+#: By name: the ranks' model and options.
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "scatter": ("towers", {**SCATTER, "streaming": True}),
     "scatter safe": ("towers", SCATTER),
@@ -25,7 +25,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "units scatter": ("units", {**SCATTER, "part": 3.0}),
     "units scatter delayed": ("units", {**SCATTER, **DELAYED, "part": 2.5}),
 }
-#: What is left out, and the mode in which that shows.
+#: The dropped wait, and a mode that shows it.
 WITHOUT = {
     "a bucket is written behind its zeros": ("_filled.let_wait", "scatter"),
     "a bucket is reduced behind all streams that write there": ("_reduce.let_wait", "scatter"),
@@ -41,7 +41,7 @@ WITHOUT = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], list[list[Any]]]:
-    """By mode and seed, what each rank found; without a seed, on the host."""
+    """Returns each rank's results by mode and seed; without a seed, on the host."""
     runs: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
     for mode, (way, options) in MODES.items():
         runs[mode, None] = (way, options)

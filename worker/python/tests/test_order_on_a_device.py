@@ -1,4 +1,4 @@
-"""Whatever touches a device's memory is right under any legal order of asynchronous work, and each wait is needed for it."""
+"""Every access to a device's memory is right under any legal order of asynchronous work, and needs each of its waits."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ SEEDS = 8 if os.environ.get("LONGSHORE_SOAK") else 4
 
 @contextlib.contextmanager
 def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the block the package takes the simulated accelerator for its own."""
+    """In the block the package uses the simulated accelerator."""
     with monkeypatch.context() as patch:
         patch.setattr(_device, "accelerator", device)
         patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone
@@ -33,7 +33,7 @@ def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: Any) -> list[Tensor]:
-    """Trains, with an evaluation before each step that nobody waits for. Returns weights and evaluations."""
+    """Trains, with an evaluation before each step and no wait for it. Returns weights and evaluations."""
     model = Layers(device)
     unfreezes = options.get("frozen") == "train-later"
     model.weights.requires_grad_(not unfreezes)
@@ -45,7 +45,7 @@ def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: A
     for step in range(STEPS):
         if step == 2:
             model.weights.requires_grad_(True)
-        # Both streams read the weights. The caller orders them as torch would ask for: what one writes, the other waits for.
+        # Both streams read the weights. The caller orders them as torch requires: each waits for the other's writes.
         device.let_wait(other, device.record(device.main))
         with device.on(other), torch.no_grad():
             results.append(model(model.batch(step)))
@@ -77,7 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Tensor]]:
-    """What each mode gives where the host has the memory and nothing is late."""
+    """Returns each mode's results in host memory without delays."""
     return {mode: train(Immediate(0), **{**options, "is_held": False}) for mode, options in MODES.items()}
 
 
@@ -93,7 +93,7 @@ def test_any_legal_order_gives_the_same_bits(
 
 
 class Watchful(Simulated):
-    """Counts how often the thread that trains waits."""
+    """Counts the waits of the training thread."""
 
     waits = 0
 
@@ -120,7 +120,7 @@ def test_backward_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
-        """A job that takes no gradient."""
+        """A job that refuses gradients."""
 
         def push(self, places: Any, scale: float) -> None:
             raise errors.GradientError("no room", field="gradient")
@@ -145,7 +145,7 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
 
 
 def drop_gradients(patch: pytest.MonkeyPatch) -> None:
-    """A gradient goes back to its allocator while it is still copied."""
+    """A gradient goes back to its allocator during its copy."""
     init = gradients.Leaving.__init__
 
     def forgetful(self: Any, place: Any, held: Any, copied: Any = None) -> None:
@@ -155,12 +155,12 @@ def drop_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def overwrite_staging(patch: pytest.MonkeyPatch) -> None:
-    """The next pass copies into memory that the pass before has not been pushed from."""
+    """The next pass copies into memory before the last pass's push from it."""
     patch.setattr(gradients.Pusher, "wait_for", lambda self, param: None)
 
 
 def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
-    """Only the stream that uses weights first waits for them, and not the one that called ``step``."""
+    """The first stream that uses weights waits for them, and the stream that called ``step`` does not."""
 
     def show(self: Any, device: torch.device) -> None:
         accelerator = _device.accelerator
@@ -169,7 +169,7 @@ def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(weights.Weights, "_show", show)
 
 
-#: What is left out, and the mode in which that shows.
+#: The dropped wait, and a mode that shows it.
 WITHOUT = {
     "the copy out waits for the gradient": ("start.let_wait", "streaming"),
     "the copy to where it leaves from waits for the gradient": ("push.wait", "streaming"),
@@ -186,7 +186,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:step")  # a gradient of memory that nobody wrote is not finite
+@pytest.mark.filterwarnings("ignore:step")  # unwritten memory makes the gradient non-finite
 @pytest.mark.parametrize("left_out", WITHOUT)
 def test_each_wait_is_needed(
     left_out: str, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
@@ -198,10 +198,10 @@ def test_each_wait_is_needed(
         with on(device, monkeypatch), monkeypatch.context() as patch:
             if not isinstance(what, str):
                 what(patch)
-            # A host that waits for nothing can run ahead of the device by both passes. Where the device is held up a push that has not
-            # waited for the gradient waits for its copy, and has the job meanwhile, which the host wants.
+            # A host without waits can be both passes ahead of the device. On a delayed device a push without its wait for the gradient
+            # waits for the copy while it holds the job, which the host needs.
             is_held = what != "push.wait"
-            # Otherwise wrong weights might be found before they are used.
+            # Wrong weights would otherwise be found before their use.
             options = {**MODES[mode], "is_held": is_held, "written_weights": "drop"}
             return not same(train(device, **options), expected[mode])
 

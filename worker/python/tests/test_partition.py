@@ -1,4 +1,4 @@
-"""How parameters are cut for ranks that hold them whole: every element has one place."""
+"""The cut of parameters for ranks that hold them whole: every element has one place."""
 
 import math
 import random

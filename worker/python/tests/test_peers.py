@@ -1,4 +1,4 @@
-"""The ways that the benchmark compares do the same work."""
+"""The systems in the benchmark's comparison do the same work."""
 
 import sys
 
@@ -30,7 +30,7 @@ def test_a_step_of_torch_with_casts_is_ours(servers: str) -> None:
         step()
         other()
     for (name, ours), (_, theirs), (_, start) in zip(mine, others, before, strict=True):
-        # fp32 masters that differ in the last bit may round to either side.
+        # fp32 master weights that differ in the last bit may round to either side.
         assert (ours == theirs).float().mean() > 0.999, name
         assert not torch.equal(ours, start)
 

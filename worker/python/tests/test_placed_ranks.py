@@ -1,4 +1,4 @@
-"""Four ranks whose parameters lie on meshes: HSDP, tensor parallelism, and FSDP2 with it. placed_rank.py is what a rank does."""
+"""Four ranks whose parameters lie on meshes: HSDP, tensor parallelism, and FSDP2 with it. A rank runs placed_rank.py."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from test_ranks import CLIP, RANKS, Loop, run
 from torch import Tensor
 
 WAYS = ("hybrid", "tensor", "both")
-#: By case of placed_rank.py: options, and what ranks are told.
+#: By case of placed_rank.py: options, and the ranks' error.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "absent": ({}, r"InvalidError: .*weight is on a mesh without rank \d, but must be on a mesh that has each rank"),
     "partial": ({}, r"InvalidError: weight is placed as \[Partial\(sum\)\], but must be placed by Shard and Replicate: redistribute"),
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Found:
-    """What each rank found in each way: in safe mode, in streaming mode of two jobs after each other, and with a delay."""
+    """Returns each rank's results in each way: in safe mode, in streaming mode of two jobs in succession, and with a delay."""
     with several(2, "2GiB") as servers:
         options: dict[str, Any] = {"servers": servers, "max_grad_norm": CLIP}
         runs: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -54,13 +54,13 @@ def trained(folder: Path) -> Found:
 
 
 def has(loop: Loop, weights: dict[str, Tensor]) -> bool:
-    """Whether these are the loop's of the parameters that train."""
+    """Returns whether the trained parameters' weights equal the loop's."""
     return loop.has([weight for name, weight in weights.items() if name != "up.bias"])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_equals_a_plain_loop_bit_for_bit(trained: Found, way: str) -> None:
-    """With the norm of the whole gradient, of which each piece counts once."""
+    """The norm covers the whole gradient, with each piece once."""
     loop = Loop(net())
     for gradients, norm in zip(trained[way][0]["gradients"], trained[way][0]["norms"], strict=True):
         exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
@@ -85,14 +85,14 @@ def test_a_job_that_was_left_goes_on_in_streaming_mode_bit_for_bit(trained: Foun
 def test_each_piece_is_sent_once(trained: Found, way: str) -> None:
     elements = sum(param.numel() for param in net().parameters() if param.requires_grad)
     for sent in zip(*(rank["bytes"] for rank in trained[way]), strict=True):
-        # Each rank's are padded to whole blocks of 64 Ki elements.
+        # Each rank's part is padded to whole blocks of 64 Ki elements.
         assert 4 * elements <= sum(sent) <= 4 * (elements + RANKS * 64 * 1024)
         assert max(sent) < 0.3 * sum(sent)
 
 
 @pytest.mark.parametrize("way", ["hybrid", "both"])
 def test_ranks_that_hold_the_same_have_the_same_bits(trained: Found, way: str) -> None:
-    """Also after steps with a delay, whose weights are others than those of exact ones."""
+    """Also after delayed steps, whose weights differ from exact ones."""
     delayed = trained[f"{way} delayed"]
     for rank in delayed:
         assert all(torch.equal(weight, rank["weights"][name]) for name, weight in delayed[0]["weights"].items())

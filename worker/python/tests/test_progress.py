@@ -1,4 +1,4 @@
-"""The line that says how training goes."""
+"""The progress line of a training run."""
 
 import io
 import sys
@@ -29,7 +29,7 @@ class Clock:
 
 @dataclass
 class Steps:
-    """An optimizer as far as the line knows it."""
+    """The part of an optimizer that the line reads."""
 
     last_report: StepReport | None = None
     made: Iterator[int] = field(default_factory=lambda: iter(range(1, 1000)))
@@ -66,7 +66,7 @@ def test_a_terminal_has_one_line_that_changes() -> None:
     assert lines[2].rstrip() == "step 2 of 3  loss 2.000  grad norm 0.84  30000.0 ms a step, exposed 25.0 ms  30 s left"
     assert lines[3].rstrip() == "step 3 of 3  loss 1.000  grad norm 0.84  30000.0 ms a step, exposed 25.0 ms"
     assert lines[3].endswith("\n")
-    # What a longer line left is covered.
+    # Spaces cover the rest of a longer line before.
     assert len(lines[3].rstrip("\n")) == len(lines[2].rstrip())
 
 
@@ -78,7 +78,7 @@ def test_a_log_has_a_line_every_ten_seconds_and_one_at_the_end() -> None:
 
 @pytest.mark.parametrize("in_notebook", [True, False])
 def test_a_notebook_has_its_line_in_the_cells_output(monkeypatch: pytest.MonkeyPatch, in_notebook: bool) -> None:
-    """A kernel's output is no terminal, and goes back at a carriage return all the same. ipykernel is loaded in a kernel alone."""
+    """A kernel's output is not a terminal, and still returns at a carriage return. ipykernel is loaded in a kernel alone."""
     output, error = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(sys, "stderr", error)
@@ -125,9 +125,9 @@ def test_it_follows_a_real_optimizer() -> None:
         ({}, (0, 1)),
         ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (3, 8)),
-        # torchrun inside of a Slurm step.
+        # torchrun inside a Slurm step.
         ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
-        # A script of sbatch, which is one process.
+        # An sbatch script, which is a single process.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),
     ],
 )

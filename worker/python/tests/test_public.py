@@ -1,4 +1,4 @@
-"""Public names and arguments are those of public.txt. ``TEST_REGENERATE=1 pytest tests/test_public.py`` writes that file again."""
+"""Public names and arguments equal those in public.txt. ``TEST_REGENERATE=1 pytest tests/test_public.py`` rewrites that file."""
 
 import importlib.util
 import inspect
@@ -11,7 +11,7 @@ import longshore
 from longshore.transfer.options import Options
 
 KEPT = pathlib.Path(__file__).with_name("public.txt")
-#: Modules that documents and users' configurations name, each with the package that it needs.
+#: Modules in documents and users' configurations, each with the package that it needs.
 MODULES = {
     "longshore": "torch",
     "longshore.accelerate": "accelerate",
@@ -29,7 +29,7 @@ MODULES = {
 
 
 def names_of(module: Any) -> list[str]:
-    """The names in ``__all__``, or else those of classes and functions that the package defines."""
+    """Returns the names in ``__all__``, or else the classes and functions that the package defines."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     own = {name: value for name, value in vars(module).items() if inspect.isclass(value) or inspect.isfunction(value)}
@@ -37,7 +37,7 @@ def names_of(module: Any) -> list[str]:
 
 
 def arguments(value: Any) -> str:
-    """Names, kinds and defaults, without types."""
+    """Returns names, kinds and defaults, without types."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -47,7 +47,7 @@ def arguments(value: Any) -> str:
 
 
 def members(kind: type) -> Iterator[str]:
-    """The public methods and attributes that the package's own classes give a class."""
+    """Yields the public methods and attributes that the package's own classes give a class."""
     own = [base for base in kind.__mro__ if base.__module__.startswith("longshore")]
     for name in sorted({name for base in own for name in vars(base) if not name.startswith("_")}):
         value = getattr(kind, name)
@@ -59,20 +59,20 @@ def described(path: str) -> list[str]:
     for name in names_of(module):
         value = getattr(module, name)
         found.append(f"{path}.{name}{arguments(value) if callable(value) else ''}")
-        # The optimizers have the same methods, which are listed once.
+        # The optimizers share their methods, which are listed once.
         if inspect.isclass(value) and (path == "longshore.optim" or not issubclass(value, longshore.optim.Optimizer)):
             found += members(value)
     return found
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """By module its lines."""
+    """Returns the lines of each module."""
     return {part.split("\n", 1)[0]: part.splitlines()[1:] for part in text.split("# ") if part}
 
 
 def test_public_names_and_arguments_stay() -> None:
     there = {path: described(path) for path, needs in MODULES.items() if importlib.util.find_spec(needs)}
-    # Every optimizer takes these.
+    # Options of every optimizer.
     there["options"] = [arguments(Options)]
     if os.environ.get("TEST_REGENERATE"):
         kept = {**sections(KEPT.read_text() if KEPT.exists() else ""), **there}

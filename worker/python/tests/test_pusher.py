@@ -1,4 +1,4 @@
-"""What leaves a device in the background is bounded where its memory is."""
+"""Background copies from a device are bounded by their memory."""
 
 import threading
 
@@ -8,7 +8,7 @@ from longshore.transfer.gradients import Leaving, Pusher
 
 
 class Held:
-    """A job whose pushes wait until they are let go."""
+    """A job whose pushes wait until they are released."""
 
     def __init__(self) -> None:
         self.may_go = threading.Semaphore(0)
@@ -27,7 +27,7 @@ def leaving(index: int) -> Leaving:
 def test_a_gradient_waits_for_room() -> None:
     job = Held()
     pusher = Pusher(job)
-    pusher.wait_for_room(1000, 40)  # one that is alone goes, however large
+    pusher.wait_for_room(1000, 40)  # a single push goes through, however large
     for index in range(2):
         pusher.wait_for_room(40, 80)
         pusher.push(index, leaving(index))

@@ -1,4 +1,4 @@
-"""Four ranks with gloo, in each way in which ranks and servers share the work. rank.py is what a rank does."""
+"""Four ranks with gloo, in each way in which ranks and servers share the work. A rank runs rank.py."""
 
 import json
 import os
@@ -26,7 +26,7 @@ LR, CLIP = 1e-3, 0.5
 def start(
     out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
 ) -> list[subprocess.Popen[str]]:
-    """Starts all ranks, as torchrun does."""
+    """Starts all ranks like torchrun."""
     path, given = Path(__file__).with_name(program), (str(out), json.dumps(runs))
     return [
         Forked(path, *given, environment={**os.environ, **place}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -35,7 +35,7 @@ def start(
 
 
 def finish(started: list[subprocess.Popen[str]]) -> list[str]:
-    """Waits for all ranks. Returns what each wrote to its standard error."""
+    """Waits for all ranks. Returns each rank's standard error."""
     try:
         return [process.communicate(timeout=240)[1] for process in started]
     finally:
@@ -46,7 +46,7 @@ def finish(started: list[subprocess.Popen[str]]) -> list[str]:
 def run(
     out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
 ) -> list[list[dict[str, Any]]]:
-    """By run and rank, what was found."""
+    """Returns the results by run and rank."""
     started = start(out, runs, world_size, program)
     errors = finish(started)
     assert [process.returncode for process in started] == [0] * world_size, errors
@@ -55,7 +55,7 @@ def run(
 
 
 class Loop:
-    """A plain loop of AdamW with clipping, in NumPy, of the parameters that train."""
+    """A plain loop of AdamW with clipping, in NumPy, over the trained parameters."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         trained = (parameter for parameter in (model or net()).parameters() if parameter.requires_grad)
@@ -73,7 +73,7 @@ class Loop:
 
 
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
-#: By case of rank.py: options, and what every rank is told.
+#: By case of rank.py: options, and the error on every rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "settings": (SCATTER, r"InvalidError: warmup_steps is 7 on rank 2, but must be 300, as on rank 0"),
     "world": (SCATTER, r"InvalidError: rank and world_size is rank . of 2, but must be rank . of 4, as torch.distributed has it"),
@@ -94,13 +94,13 @@ WAYS = ("sum", "scatter", "fsdp", "ddp")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found in each way, and in some of them in streaming mode and with a delay."""
+    """Returns each rank's results in each way, some also in streaming mode and with a delay."""
     from conftest import several
 
     delayed = {"delay": 1, "warmup_steps": 2, "streaming": True}
     runs: dict[str, tuple[str, dict[str, Any]]] = {way: (way, {"transport": "tcp"}) for way in WAYS}
     runs |= {f"{way} streaming": (way, {"streaming": True}) for way in ("scatter", "fsdp")}
-    runs["scatter streaming"][1]["opens"] = False  # its first gradients do so, in the midst of a backward
+    runs["scatter streaming"][1]["opens"] = False  # its first gradients open the job, in the middle of a backward
     runs["engine"] = ("engine", {})
     runs |= {f"{way} delayed": (way, delayed) for way in ("sum", "scatter", "fsdp")}
     runs |= {f"{way} saved": (way, {**delayed, "correction": "none", "saves_at": 4}) for way in ("sum", "scatter", "fsdp")}
@@ -147,7 +147,7 @@ def test_one_rank_goes_on_from_the_state_of_four(trained: dict[str, list[dict[st
     optimizer.load_state_dict(trained["scatter"][0]["state"])
     optimizer.open()
     assert same_state(optimizer.state_dict(full=True), trained["scatter"][0]["state"])
-    # It goes on as a plain loop of four ranks does.
+    # The job continues like a plain loop of four ranks.
     loop = Loop()
     for gradients, norm in zip(trained["scatter"][0]["gradients"], trained["scatter"][0]["norms"], strict=True):
         loop.step(gradients, norm)
@@ -195,7 +195,7 @@ def test_delayed_ways_agree_with_delayed_servers_that_sum(trained: dict[str, lis
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp"])
 def test_rank_0_saves_alone_between_delayed_steps(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
-    """The others read no weights meanwhile, and it must not wait for them."""
+    """The other ranks read no weights meanwhile, and rank 0 must not wait for them."""
     assert trained[f"{way} saved"][0]["losses"] == pytest.approx(trained["sum saved"][0]["losses"], rel=1e-3)
 
 
@@ -206,7 +206,7 @@ def test_a_rank_moves_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, A
         for before, ours in zip(summed["bytes"], partitioned["bytes"], strict=True):
             assert before[0] == pytest.approx(whole, rel=0.1)
             assert ours[0] == pytest.approx(before[0] / RANKS, rel=0.1)
-        # Weights arrive behind a report: those of 5 steps have come by the last one, and perhaps those of 7.
+        # Weights arrive behind a report. By the last one the weights of 5 steps have come, and perhaps those of 7.
         for found in (summed, partitioned):
             image = found["bytes"][0][0]  # as large as the gradient, since both are fp32
             assert (STEPS - 1) * image <= sum(pulled for _, pulled in found["bytes"]) <= (STEPS + 1) * image
@@ -220,7 +220,7 @@ def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], c
 
 @pytest.mark.parametrize("way", [{}, SCATTER], ids=["sum", "scatter"])
 def test_all_ranks_are_told_that_rank_0_could_not_open_the_job(way: dict[str, Any], tmp_path: Path) -> None:
-    """They would wait for it for half an hour. Then all of them open another one of the same name."""
+    """The other ranks would wait for the job for half an hour. Then all ranks open another job of the same name."""
     from conftest import several
 
     with several(2, "2GiB") as servers:
@@ -248,7 +248,7 @@ def test_killed_ranks_start_again_and_go_on(trained: dict[str, list[dict[str, An
                     losses[int(version)] = float.fromhex(value)
             started[2].send_signal(signal.SIGKILL)
         finally:
-            # One that lacks another can only end, and a launcher sees to that.
+            # A rank without another one cannot continue; a launcher ends it.
             for process in started:
                 process.kill()
                 process.communicate()

@@ -1,5 +1,5 @@
-"""An optimizer that is built over the parameters of another one, as where a notebook's cell runs again: the older one may still be
-referred to, by a scheduler or a traceback."""
+"""An optimizer built over another optimizer's parameters, as when a notebook's cell runs again. A scheduler or a traceback may still refer
+to the older one."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_weights_of_a_step_that_was_interrupted_are_read_first(monkeypatch: pyte
 
 
 def test_one_that_has_made_no_step_takes_no_gradients() -> None:
-    """Its hooks would be the first ones that backward calls."""
+    """The unused optimizer's hooks would be the first that backward calls."""
     ours, theirs = pair("mlp")
     first = longshore.AdamW(ours.named_parameters(), streaming=True)
     train(ours, longshore.AdamW(ours.named_parameters(), lr=1e-2), range(2))

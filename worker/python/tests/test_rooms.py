@@ -1,6 +1,7 @@
-"""Folders of the package import each other in one direction, and modules in none that leads back: import-linter holds the contracts of .importlinter.
+"""The package's folders import each other in one direction, and its modules without cycles. import-linter checks the contracts of
+.importlinter.
 
-tests/run installs it beside the other packages, into the folder that TEST_TYPES names.
+tests/run installs import-linter beside the other packages, into the folder that TEST_TYPES names.
 """
 
 import importlib.util

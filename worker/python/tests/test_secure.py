@@ -1,4 +1,4 @@
-"""Servers that are trusted by certificates, and that know who calls."""
+"""Servers with certificates, which identify their callers."""
 
 import pathlib
 import subprocess
@@ -16,7 +16,7 @@ from longshore import errors
 
 @pytest.fixture
 def cluster(tmp_path: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
-    """A server's address, and the folder of ``longshore tls init``."""
+    """Yields a server's address, and the folder of ``longshore tls init``."""
     folder = tmp_path / "tls"
     command = [sys.executable, "-m", "longshore", "tls", "init", str(folder), "--hosts", "localhost"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -37,7 +37,7 @@ def test_the_same_bits_over_tls(cluster: tuple[str, pathlib.Path], monkeypatch: 
     address, folder = cluster
     model, other = pair("mlp")
     train(model)
-    # The variable is not meant for the server inside the process, which the run above had.
+    # The variable does not concern the embedded server that the run above had.
     monkeypatch.setenv("LONGSHORE_TLS_DIR", str(folder / "worker-token"))
     train(other, servers=address, job="by-token", transport="tcp")
     assert same_bits(model, other)

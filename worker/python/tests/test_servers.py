@@ -1,4 +1,4 @@
-"""Jobs on servers that outlive the process: found again by name, shared by ranks."""
+"""Jobs on servers that outlive the process: later processes find them by name, and ranks share them."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ def test_a_new_optimizer_goes_on_where_the_job_is(servers: str) -> None:
         first.step()
     saved = first.state_dict()
     first.close()
-    # Another process has other weights: it gets the job's before its first forward.
+    # Another process has other weights, and gets the job's before its first forward.
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
@@ -108,7 +108,7 @@ print(folder, folder.is_dir())
 
 
 def test_the_end_of_a_fork_leaves_its_parents_folder() -> None:
-    """The server inside the parent still writes checkpoints into it."""
+    """The server in the parent process still writes checkpoints into the folder."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True, timeout=120)
     folder, was_there = done.stdout.split()
     assert was_there == "True"

@@ -1,4 +1,4 @@
-"""A model in units has the bits of one that is whole, and its weights and gradients stay within the budget."""
+"""A model in units has the bits of a whole model, and its weights and gradients stay within the budget."""
 
 import threading
 from typing import Any
@@ -53,7 +53,7 @@ def test_micro_steps_fetch_the_same_version(accumulate_on: str, delay: int) -> N
 
 
 def test_a_delayed_run_that_is_flushed_goes_on() -> None:
-    """What flush gets are master weights, and the steps after it compute with images again."""
+    """flush returns master weights, and the steps after it compute with images again."""
     whole, cut = pair(Deep)
     options = {"delay": 1, "warmup_steps": 1}
     plain, optimizer = optimizer_of(whole, **options), optimizer_of(cut, **options)
@@ -95,7 +95,7 @@ def test_a_refused_step_that_is_given_up(delay: int) -> None:
 
 
 def test_a_version_that_no_checkpoint_has() -> None:
-    """The load is refused, and the job in hand goes on."""
+    """The load is refused, and the current job continues."""
     whole, cut = pair(Deep)
     plain, optimizer = optimizer_of(whole), optimizer_of(cut)
     longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
@@ -146,7 +146,7 @@ def test_a_budget_that_holds_one_unit_and_its_gradients(name: str) -> None:
 
 
 def test_what_the_budget_holds_stays() -> None:
-    """With room for all, weights are fetched once a step; frozen ones once."""
+    """With room for all, weights are fetched once a step, and frozen weights once."""
     _, cut = pair(Deep)
     for layer in cut.layers[:16]:
         layer.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What cannot be with a model in units is refused by name, with a remedy, before anything is wrong."""
+"""Unsupported uses of a model in units are refused by name, with a remedy, before anything goes wrong."""
 
 import threading
 from concurrent.futures import Future
@@ -128,7 +128,7 @@ def test_backward_after_the_step() -> None:
 
 
 def test_weights_of_a_delayed_step_after_its_gradients() -> None:
-    """Servers write the next weights over those of the step before last as soon as they have its gradients."""
+    """As soon as servers have a step's gradients, they write the next weights over those of the step before last."""
     model, optimizer, size = deep(delay=1, warmup_steps=0)
     longshore.shard(model, optimizer, size // 2)
     train(model, optimizer, steps=2)
@@ -154,7 +154,7 @@ def test_two_units_at_a_time_need_room_for_two() -> None:
 
 
 def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timeout or Ctrl-C while weights come: what did not come comes again at its next use."""
+    """After a timeout or Ctrl-C during a fetch, the next use fetches the missing weights again."""
     model, optimizer, size = deep()
     sharded = longshore.shard(model, optimizer, size // 2)
     before = model.layers[2].weight.tolist()
@@ -185,7 +185,7 @@ def test_a_backward_that_raises_keeps_nothing_here() -> None:
 
 
 class Stops(nn.Module):
-    """A layer that is called within its own call, and that Ctrl-C ends there when it is told to."""
+    """A layer that is called within its own call. On request, Ctrl-C ends it there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Stops(nn.Module):
 
 @pytest.mark.parametrize("how", ["next call", "step", "release"])
 def test_ctrl_c_in_a_forward_keeps_no_unit_here(how: str) -> None:
-    """Torch tells no hook of a call that it has ended."""
+    """Torch calls no hook at the end of an interrupted call."""
     models = []
     for is_interrupted in (False, True):
         torch.manual_seed(0)
@@ -251,7 +251,7 @@ def test_hooks_of_others_stay_where_ctrl_c_has_left_ours() -> None:
 
 
 def test_ctrl_c_waits_for_what_still_writes() -> None:
-    """The memory of a prefetch must not go while its thread writes there."""
+    """The memory of a prefetch must stay while its thread writes there."""
     begun, goes_on = threading.Event(), threading.Event()
 
     class Read(Future[None]):
@@ -282,7 +282,7 @@ def test_ctrl_c_waits_for_what_still_writes() -> None:
 
 
 def test_memory_goes_back_behind_its_copies_where_ranks_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that it was allocated for waits for the stream that still writes there."""
+    """The stream that allocated the memory waits for the stream that still writes there."""
     given: list[tuple[str, str]] = []
     current = ["allocates"]
 

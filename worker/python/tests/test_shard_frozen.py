@@ -1,5 +1,4 @@
-"""Four ranks with gloo that have adapters over a base in units, which servers keep. unit_rank.py and unit_base.py are what a
-rank does."""
+"""Four ranks with gloo that have adapters over a base in units, kept on servers. A rank runs unit_rank.py and unit_base.py."""
 
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from unit_rank import RANKS
 from longshore.distributed.gathered import LEAST_SHARED
 
 KEEP: dict[str, Any] = {"model": "adapters", "frozen": "keep"}
-#: By name: what is done with the model in one piece and with weights that are gathered.
+#: By name: options, run with the model in one piece and with gathered weights.
 MODES: dict[str, dict[str, Any]] = {
     "sum": KEEP,
     "scatter": {**KEEP, **SCATTER},
@@ -27,14 +26,14 @@ MODES: dict[str, dict[str, Any]] = {
     "alone": {**KEEP, **SCATTER, "alone": True},
     "written": {**KEEP, **SCATTER, "writes": True},
 }
-#: Those in which no rank does without the others.
+#: Modes in which no rank runs without the others.
 ONCE = ["scatter", "delayed", "checkpoint", "device"]
 Found = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found, by what was done and how weights came. Units go from the device and come again."""
+    """Returns each rank's results, by mode and by the way of weights. Units leave the device and come again."""
     room = budget(unit_rank.adapted()) + 2 * buckets(unit_rank.adapted())
     runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for mode, options in MODES.items():
@@ -49,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("mode", MODES)
 def test_units_have_the_bits_of_the_model_in_one_piece(trained: Found, mode: str) -> None:
     for plain, ours in zip(trained[f"{mode} None"], trained[f"{mode} gathered"], strict=True):
-        if mode == "alone":  # what was evaluated is not compared
+        if mode == "alone":  # results of evaluations are not compared
             ours = {**ours, "losses": plain["losses"]}
         same(ours, plain)
         assert ours["fetched"] > 4 * sum(parameter.numel() for parameter in unit_rank.adapted().parameters())
@@ -57,7 +56,7 @@ def test_units_have_the_bits_of_the_model_in_one_piece(trained: Found, mode: str
 
 @pytest.mark.parametrize("mode", ONCE)
 def test_a_rank_pulls_its_part_of_frozen_weights_once(trained: Found, mode: str) -> None:
-    """Also the rank of a model in one piece, which gathers them when the job is opened."""
+    """Covers the rank of a model in one piece, which gathers the weights when the job is opened."""
     frozen = [parameter.numel() for parameter in unit_rank.adapted().parameters() if not parameter.requires_grad]
     assert any(elements % RANKS for elements in frozen)
     part = sum(map(part_of, frozen))
@@ -69,7 +68,7 @@ def test_a_rank_pulls_its_part_of_frozen_weights_once(trained: Found, mode: str)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_that_close_gather_the_base_and_what_trains(trained: Found, mode: str) -> None:
-    """Also where one has written to a part of the base, which stays."""
+    """Covers a rank that has written to a part of the base, which stays."""
     trains = [parameter.numel() for parameter in unit_rank.adapted().parameters() if parameter.requires_grad]
     small = sum(elements for elements in trains if 4 * elements < LEAST_SHARED)
     for ours in trained[f"{mode} gathered"]:
@@ -79,7 +78,7 @@ def test_ranks_that_close_gather_the_base_and_what_trains(trained: Found, mode: 
 
 @pytest.mark.parametrize("how", ["gone", "one fails", "one steps on"])
 def test_no_rank_waits_for_one_that_does_not_close_with_it(how: str, tmp_path: Path) -> None:
-    """It pulls what it lacks. One whose optimizer is gone pulls the base when it is used."""
+    """A closing rank pulls the weights that it lacks. A rank whose optimizer is gone pulls the base at its use."""
     options = {"frozen": "keep", "how": how}
     with several(1, "1GiB") as servers:
         [ranks] = run(tmp_path, [("ended", {"servers": servers, "job": "ended", **options})], RANKS, "unit_base.py")
@@ -92,7 +91,7 @@ def test_no_rank_waits_for_one_that_does_not_close_with_it(how: str, tmp_path: P
 
 @pytest.mark.parametrize("way", [{}, SCATTER], ids=["sum", "scatter"])
 def test_ranks_generate_different_lengths_over_a_gathered_base(way: dict[str, Any], tmp_path: Path) -> None:
-    """None waits for another, whether the model was set to eval() or not. What a pass without gradients uses is pulled whole."""
+    """No rank waits for another, with and without eval(). A pass without gradients pulls its weights whole."""
     embeddings, layer = 4 * 256 * 128, 4 * (4 * 128 * 128 + 3 * 128 * 256)
     options = {"frozen": "keep", "budget": embeddings + 2 * layer + 2 * 4 * 2 * 128 * RANKS + 100_000, **way}
     with several(1, "1GiB") as servers:
@@ -110,7 +109,7 @@ def test_a_frozen_weight_that_one_rank_writes_to_is_pulled_whole_by_the_others(t
 
 
 def test_ranks_that_go_back_to_a_checkpoint_get_its_base(tmp_path: Path) -> None:
-    """Each has written to its own meanwhile."""
+    """Each rank has written to its base meanwhile."""
     with running("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB") as servers:
         ways = {"sum": KEEP, "scatter": {**KEEP, **SCATTER}}
         runs = [("back", {"servers": servers, "job": name, **options}) for name, options in ways.items()]
@@ -119,13 +118,13 @@ def test_ranks_that_go_back_to_a_checkpoint_get_its_base(tmp_path: Path) -> None
                 assert rank["version"] == 2 and rank["again"] == rank["first"] and rank["way"] == "gathered"
 
 
-#: By what is loaded after the job was opened: the ranks whose model has another base then.
+#: By kind of load after the job was opened: the ranks whose model then has another base.
 LOADED = {"all": range(RANKS), "one rank": [1], "element": range(RANKS), "same": []}
 
 
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    # Units go from the device, so that an evaluation does not find what training has brought.
+    # Units leave the device, so that an evaluation does not find the weights of the training.
     room = budget(unit_rank.adapted())
     ways: dict[str, dict[str, Any]] = {
         "sum": {"frozen": "keep", "budget": room},
@@ -141,7 +140,7 @@ def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("what", LOADED)
 @pytest.mark.parametrize("way", ["sum", "scatter"])
 def test_a_base_that_is_loaded_after_the_job_was_opened_is_used_by_all(reloaded: Found, way: str, what: str) -> None:
-    """In training, in an evaluation and in what is saved. A rank sees its own part of what differs, and others are told."""
+    """Covers training, evaluation and saved state. A rank finds the difference in its own part, and tells the other ranks."""
     for rank in reloaded[f"{way} {what}"]:
         expected, trained, evaluated = rank["losses"]
         assert rank["differ"] == []

@@ -1,4 +1,4 @@
-"""Layers larger than the budget, in tiles; and parameters that are gathered."""
+"""Layers larger than the budget, in tiles, and gathered parameters."""
 
 import pathlib
 
@@ -13,7 +13,7 @@ from longshore import errors
 
 
 class Wide(nn.Module):
-    """A layer that alone has most of the weights."""
+    """A layer that has most of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_a_layer_of_a_model_that_init_has_built(tmp_path: pathlib.Path) -> None:
 
 
 class Odd(nn.Module):
-    """A wide layer whose rows have an odd number of weights, between others. Its bias is uploaded."""
+    """A wide layer whose rows have an odd number of weights, between other layers. Its bias is uploaded."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trained weights that somebody loads between the opening of a job and ``shard``: they are refused by name, unless the servers have them."""
+"""Trained weights loaded between the opening of a job and ``shard`` are refused by name, unless they equal the servers'."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def deep(seed: int = 0, **options: Any) -> Deep:
 
 
 def other(model: nn.Module) -> dict[str, Tensor]:
-    """Other weights of one layer."""
+    """Returns other weights of one layer."""
     found = weights(model)
     return {**found, "layers.1.weight": found["layers.1.weight"] + 1.0}
 
@@ -55,7 +55,7 @@ def test_a_job_that_the_servers_have_is_open_once_the_optimizer_is_built(servers
     by_load_state_dict(second)
     with pytest.raises(errors.UsageError, match=SAID):
         longshore.shard(second, again, weight_bytes(second))
-    second.load_state_dict(weights(first))  # what the servers have, as a trainer that goes on loads it
+    second.load_state_dict(weights(first))  # the servers' weights, as a trainer that continues loads them
     longshore.shard(second, again, weight_bytes(second))
     train(second, again, steps=1, first=2)
 
@@ -91,7 +91,7 @@ def test_weights_whose_elements_lie_apart_are_compared_too() -> None:
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("flushes", [False, True])
 def test_what_steps_and_the_servers_rounding_have_written_is_the_servers(options: dict[str, Any], steps: int, flushes: bool) -> None:
-    """Fp32 weights of a new job stay as they are in the process that filled it, also where others get them rounded."""
+    """The process that filled a new job keeps its fp32 weights, also where other processes get them rounded."""
     model = deep(dtype=torch.float32)
     optimizer = optimizer_of(model, **options)
     optimizer.open()

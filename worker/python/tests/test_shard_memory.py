@@ -1,4 +1,4 @@
-"""Over a network, a process that trains a model in units holds what is on its way to them, and asks for each as often as it comes."""
+"""Over a network, a process with a model in units holds only units on their way, and asks for each as often as it comes."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ LAYERS = 32
 
 
 class Server:
-    """A server's process, which can be stopped and go on."""
+    """A server's process, which can be stopped and resumed."""
 
     def __init__(self) -> None:
         self.process, self.address = serve()
@@ -48,7 +48,7 @@ def test_a_process_holds_what_is_on_its_way() -> None:
         whole = weight_bytes(model)
         assert whole > 64 << 20
         unit = whole // LAYERS
-        # One unit's gradients and three units of weights.
+        # Gradients of one unit, and three units of weights.
         budget = 4 * unit
         optimizer = optimizer_of(model, servers=servers, job="large", transport="tcp")
         sharded = longshore.shard(model, optimizer, budget)
@@ -68,7 +68,7 @@ def test_a_process_holds_what_is_on_its_way() -> None:
 
 
 def test_a_process_that_joins_does_not_hold_the_model_either(servers: str) -> None:
-    """What it reads to open the job goes when the model is cut."""
+    """Weights read to open the job are dropped when the model is cut."""
     whole, cut = pair(Deep, width=96)
     options = {"servers": servers, "job": "again", "transport": "tcp"}
     first = optimizer_of(whole, **options)
@@ -85,7 +85,7 @@ def test_a_process_that_joins_does_not_hold_the_model_either(servers: str) -> No
 
 @pytest.mark.parametrize("layer", [0, 5])
 def test_ctrl_c_while_units_are_awaited(server: Server, layer: int) -> None:
-    """The wait ends at once, and the step can be made again when the server goes on."""
+    """The wait ends at once, and the step can be repeated once the server continues."""
     whole, cut = pair(Deep)
     train(whole, optimizer_of(whole))
     optimizer = optimizer_of(cut, servers=server.address, job="stopped", transport="tcp", deadline=300)
@@ -111,17 +111,17 @@ def test_ctrl_c_while_units_are_awaited(server: Server, layer: int) -> None:
 
 
 def _interrupt(thread: int, server: Server, at: list[float]) -> None:
-    """Sends Ctrl-C once a thread waits for weights of a server that is stopped, or after a minute."""
+    """Sends Ctrl-C once a thread waits for weights of a stopped server, or after a minute."""
     end = time.monotonic() + 60
     server.is_stopped.wait(60)
     while not _waits(sys._current_frames()[thread]) and time.monotonic() < end:
-        time.sleep(0.001)  # the thread that is looked at needs the interpreter
+        time.sleep(0.001)  # the watched thread needs the interpreter
     at.append(time.monotonic())
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _waits(frame: Any) -> bool:
-    """Whether a thread waits for a fetch: what it waits in has no frame of its own, or some of the standard library's."""
+    """Returns whether a thread waits for a fetch. The wait's own frames are missing, or belong to the standard library."""
     while frame is not None:
         if frame.f_code.co_filename.endswith(("_fetching.py", "_fetch.py")) and frame.f_code.co_name in ("read", "finish"):
             return True
@@ -162,7 +162,7 @@ def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
 
 
 def test_small_units_come_from_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round trip hides behind more than four of them. The results and the budget stay."""
+    """A round trip needs more than four small units ahead to hide. The results and the budget stay."""
     most = [0]
     ahead = Residency._fetch_ahead
 

@@ -1,4 +1,4 @@
-"""Units on a device: weights come through page-locked memory on a stream of their own, and nothing uses them before."""
+"""Units on a device: weights come through page-locked memory on a separate stream, and no use precedes them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from longshore.transfer import device as _device
 
 
 class Late(OnHost):
-    """An accelerator whose memory is the host's. What torch computes is done at once; a copy of ours when somebody waits for it,
-    and its target is spoilt until then."""
+    """An accelerator in host memory. Torch's computation is done at once. The package's copies run when they are awaited, and spoil their
+    targets until then."""
 
     def __init__(self, ignores: str | None = None) -> None:
         self.main: list[Callable[[], None]] = []
@@ -24,7 +24,7 @@ class Late(OnHost):
         self.ignores = ignores
 
     def has(self, tensor: Tensor) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # whose unit need not be here
+        with torch._C.DisableTorchFunctionSubclass():  # the tensor's unit need not be here
             return tensor.data_ptr() not in self.locked_memory
 
     def current_stream(self, device: torch.device) -> Any:

@@ -1,5 +1,5 @@
-"""Four ranks with gloo that have a model in units: weights whole or gathered, gradients summed by servers or reduced by ranks.
-unit_rank.py is what a rank does."""
+"""Four ranks with gloo and a model in units: weights whole or gathered, gradients summed by servers or reduced by ranks. A rank runs
+unit_rank.py."""
 
 import re
 from pathlib import Path
@@ -19,11 +19,11 @@ import longshore
 from longshore.distributed.gathered import LEAST_SHARED
 
 CLIP = 0.05
-#: The seed of the weights of models that ranks build.
+#: The seed of the weights in models that ranks build.
 SEED = 2**40 + 7
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
-#: By name: what ranks do; each is done with the model in one piece, and with weights that are whole and gathered.
+#: By name: options, run with the model in one piece, and with whole and gathered weights.
 MODES: dict[str, dict[str, Any]] = {
     "sum": {},
     "sum delayed": DELAYED,
@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "scatter delayed": {**SCATTER, **DELAYED},
     "scatter in micro-steps": {**SCATTER, **DELAYED, "accumulate": 3},
 }
-#: What is done with the model in one piece and with weights that are gathered.
+#: By name: options, run with the model in one piece and with gathered weights.
 MODELS: dict[str, dict[str, Any]] = {
     "leaves out": {"model": "leaves out"},
     "leaves out scatter": {"model": "leaves out", "accumulate": 2, **SCATTER},
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "alone": {"alone": True},
     "alone scatter": {"alone": True, **SCATTER},
 }
-#: By case of unit_rank.py: options, and what every rank is told.
+#: By case of unit_rank.py: options, and the error on every rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"weights": "gathered"}, r"InvalidError: budget is \d+ on rank 2, but must be budget of \d+, as on rank 0"),
     "units": ({"weights": "gathered"}, r"InvalidError: unit layers is 12 weights of \d+ bytes on rank 1, but must be unit layers.0 of 2 weights of"),
@@ -59,13 +59,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def budget(model: nn.Module) -> int:
-    """Three of a deep model's layers, and the gradients of one."""
+    """Returns the bytes of three layers of a deep model, and of one layer's gradients."""
     return 4 * max(sum(4 * p.numel() for p in layer.parameters()) for layer in model.layers)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by what was done and how weights came."""
+    """Returns each rank's results, by mode and by the way of weights."""
     room = {"sum": budget(unit_rank.deep()), "scatter": budget(unit_rank.deep()) + 2 * buckets(unit_rank.deep())}
     runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for mode, options in MODES.items():
@@ -85,12 +85,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def buckets(model: nn.Module) -> int:
-    """The bytes of the one bucket that gradients of a deep model are reduced in, a little more."""
+    """Returns slightly more than the bytes of the single bucket for the gradients of a deep model."""
     return 4 * sum(parameter.numel() + 3 * RANKS for parameter in model.parameters() if parameter.requires_grad)
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Both have the same losses, norms, weights and servers' state, bit for bit."""
+    """Checks that both have the same losses, norms, weights and servers' state, bit for bit."""
     assert ours["losses"] == theirs["losses"]
     assert ours["norms"] == theirs["norms"]
     assert ours["hash"] == theirs["hash"]
@@ -109,14 +109,15 @@ def test_units_have_the_bits_of_the_model_in_one_piece(trained: dict[str, list[d
 @pytest.mark.parametrize("mode", MODELS)
 def test_what_a_model_does_works_with_weights_that_are_gathered(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
     for plain, ours in zip(trained[f"{mode} None"], trained[f"{mode} gathered"], strict=True):
-        if "alone" in mode:  # what was evaluated is not compared
+        if "alone" in mode:  # results of evaluations are not compared
             ours = {**ours, "losses": plain["losses"]}
         same(ours, plain)
         assert ours["fetched"] > 0
 
 
 def part_of(elements: int) -> int:
-    """How many elements of a weight a rank pulls. All of them pull those that are too few for all, and small weights whole."""
+    """Returns the number of a weight's elements that a rank pulls. Each rank also pulls the remainder that ranks cannot share, and small
+    weights whole."""
     return elements // RANKS + elements % RANKS if 4 * elements >= LEAST_SHARED else elements
 
 
@@ -125,12 +126,12 @@ def test_a_rank_pulls_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, A
     layer = [parameter.numel() for parameter in unit_rank.deep().layers[0].parameters()]
     least = STEPS * 4 * sum(parameter.numel() for parameter in unit_rank.deep().parameters())
     for whole, gathered in zip(trained[f"{mode} whole"], trained[f"{mode} gathered"], strict=True):
-        # Both have the same units come to the device. One that was given up before it came is not counted there.
+        # Both fetch the same units to the device. A fetch given up before its end is not counted there.
         assert whole["asked"] >= whole["fetched"] >= least
         layers, rest = divmod(whole["asked"], 4 * sum(layer))
         assert rest == 0 and gathered["asked"] == 4 * layers * sum(map(part_of, layer))
         if "delay" not in MODES[mode]:
-            # What arrives after a step was decided is in the next one's report.
+            # Weights that arrive after the decision on a step are in the next step's report.
             assert gathered["pulled"] < 0.4 * whole["pulled"]
 
 
@@ -145,14 +146,14 @@ def test_ranks_that_close_gather_the_last_weights(trained: dict[str, list[dict[s
 @pytest.mark.parametrize("way", ["whole", "gathered"])
 @pytest.mark.parametrize("mode", ["sum", "scatter"])
 def test_what_is_here_stays_where_a_step_reads_the_version_of_the_one_before(trained: dict[str, list[dict[str, Any]]], mode: str, way: str) -> None:
-    """As the first delayed one does."""
+    """The first delayed step reads such a version."""
     for exact, delayed in zip(trained[f"{mode} {way}"], trained[f"{mode} delayed {way}"], strict=True):
         assert delayed["asked"] < exact["asked"]
 
 
 @pytest.mark.parametrize("delayed", [{}, DELAYED], ids=["exact", "delayed"])
 def test_summed_gradients_have_the_state_of_one_rank(trained: dict[str, list[dict[str, Any]]], delayed: dict[str, Any]) -> None:
-    """It takes the same batches as micro-steps, and its model is in one piece."""
+    """That rank takes the same batches as micro-steps, with its model in one piece."""
     model = unit_rank.model_of("deep")
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP, **delayed)
     for step in range(STEPS):
@@ -191,7 +192,7 @@ def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], c
 
 
 def test_ranks_train_what_was_built_in_pieces_as_one_rank_does(tmp_path: Path) -> None:
-    """All build their models within longshore.Init. One rank takes the batches of all as micro-steps."""
+    """All ranks build their models within longshore.Init. A single rank takes all ranks' batches as micro-steps."""
     room = budget(unit_rank.deep())
     model = unit_rank.model_of("built", made=SEED)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP)
@@ -247,7 +248,7 @@ def test_ranks_go_back_to_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_left_alone_is_told_so(tmp_path: Path) -> None:
-    """The others have not ended, and come to no use of a unit."""
+    """The other ranks have not ended, and use no unit."""
     with several(1) as servers:
         [found] = run(tmp_path, [("left alone", {"servers": servers, "job": "alone"})], RANKS, "unit_rank.py")
     assert re.match(r"rank 0 waited at a use of unit layers.0 for the other ranks, .*weights='whole'", str(found[0])), found[0]

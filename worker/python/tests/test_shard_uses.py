@@ -1,4 +1,4 @@
-"""Units and what models do with their weights: activation checkpointing, ties, frozen weights, branches, second derivatives."""
+"""Units under models' uses of weights: activation checkpointing, ties, frozen weights, branches, second derivatives."""
 
 import contextlib
 import copy
@@ -23,8 +23,8 @@ from longshore.units.model import Order, Unit
 
 
 class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
-    """Has what a model saves go elsewhere, as ``save_on_cpu`` has what a device saves: what comes back is other memory. On a CPU that one
-    hands back the tensor itself. Counts weights and others of what it was given, and what came back."""
+    """Saves a model's tensors elsewhere, as ``save_on_cpu`` does for a device: unpacking returns other memory. On a CPU ``save_on_cpu``
+    returns the tensor itself. Counts weights and other tensors packed, and tensors unpacked."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -65,7 +65,7 @@ def test_activation_checkpointing(way: str) -> None:
 
 
 class _Scaled(nn.Module):
-    """Uses its own parameter within a checkpoint, beside that of a module inside."""
+    """Uses its own parameter within a checkpoint, beside an inner module's."""
 
     def __init__(self, width: int, reentrant: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_checkpoint_inside_a_unit_that_uses_its_parameters_directly(reentrant:
 
 
 def test_checkpointing_inside_a_unit() -> None:
-    """Recomputed weights are views of memory that may have gone since, unless they are asked for."""
+    """Recomputed weights are views of memory that may be gone since, unless they are requested."""
 
     class Inside(nn.Module):
         def __init__(self) -> None:
@@ -117,7 +117,7 @@ def test_tied_weights() -> None:
 
 
 class Lora(nn.Module):
-    """A frozen layer, and a trained one of low rank beside it."""
+    """A frozen layer with a trained layer of low rank."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_adapters_on_a_frozen_base() -> None:
 
 
 class Skipping(Deep):
-    """Each step leaves layers out, by its number."""
+    """Leaves layers out, by the step's number."""
 
     def loss(self, step: int) -> Tensor:
         hidden = self.inputs(step)
@@ -220,7 +220,7 @@ def test_an_evaluation_between_steps() -> None:
 
 
 class Reaching(Deep):
-    """Layers whose weights others use too: a penalty on a weight's norm, and one layer's weight times another's."""
+    """Layers whose weights are used elsewhere too: in a penalty on a weight's norm, and in a product of two layers' weights."""
 
     def loss(self, step: int) -> Tensor:
         view = self.layers[7].weight.t()
@@ -231,7 +231,7 @@ class Reaching(Deep):
 
 
 def test_modules_that_use_the_weights_of_others() -> None:
-    # What several modules add to one gradient waits for all of them, outside of what parameters hold.
+    # A gradient from several modules waits for all of them, outside the memory of parameters.
     check_in_units(*pair(Reaching))
 
 
@@ -248,7 +248,7 @@ def test_hooks_that_look_at_weights() -> None:
 
 @pytest.fixture
 def compiler() -> Iterator[Any]:
-    """What torch.compile counts; afterwards it has compiled nothing, which the package looks at."""
+    """Yields torch.compile's counters, and clears them afterwards: the package checks whether torch has compiled anything."""
     torch._dynamo.reset()
     yield torch._dynamo.utils.counters
     torch._dynamo.utils.counters.clear()
@@ -282,7 +282,7 @@ def test_blocks_that_are_compiled(compiler: Any, how: str) -> None:
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_blocks_that_inductor_compiles(compiler: Any) -> None:
-    """Which is what torch.compile takes where nobody says a backend. Its kernels are the same in both models."""
+    """torch.compile's default backend. Its kernels are the same in both models."""
     whole, cut = pair(Deep, depth=4)
     for layer in [*whole.layers, *cut.layers]:
         layer.compile()
@@ -315,7 +315,7 @@ def test_copies_and_files_are_whole() -> None:
 
 
 def test_arrays_of_weights_have_memory_of_their_own() -> None:
-    """As a histogram that is logged. What has them keeps what was there, and the budget holds."""
+    """Like a logged histogram. The array keeps its values, and the budget holds."""
     model = Deep(depth=4, dtype=torch.float32)
     optimizer = optimizer_of(model)
     home = longshore.shard(model, optimizer, weight_bytes(model) // 2)
@@ -330,7 +330,7 @@ def test_arrays_of_weights_have_memory_of_their_own() -> None:
 
 
 def test_an_array_that_a_forward_makes_keeps_its_memory() -> None:
-    """There the weights are plain tensors, and nobody is asked."""
+    """In a forward the weights are plain tensors, so the package cannot copy them for NumPy."""
     whole, cut = pair(Deep, depth=4)
     whole.float(), cut.float()
     whole.dtype = cut.dtype = torch.float32
@@ -374,7 +374,7 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
 
 
 class Inner(torch.autograd.Function):
-    """A product whose backward runs a backward of its own, through other units, between two uses of its weight."""
+    """A product whose backward runs a nested backward through other units, between two uses of its weight."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, others: list[nn.Module]) -> Tensor:

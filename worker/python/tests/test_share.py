@@ -1,4 +1,4 @@
-"""What Python adds to a step, in CPU time of its thread, which other processes do not add to."""
+"""Python's part of a step, in CPU time of its thread, to which other processes add nothing."""
 
 import time
 
@@ -7,8 +7,8 @@ from overhead import overhead
 
 
 def fixed() -> float:
-    """The CPU time of a loop that is always the same: what this host's cores and this Python take for it now. Where it was 1.2 ms
-    Python's share was 0.7 ms in safe mode and 1.9 ms in streaming mode."""
+    """Returns the CPU time of a fixed loop: the present speed of this host's cores with this Python. Where it was 1.2 ms, Python's part was
+    0.7 ms in safe mode and 1.9 ms in streaming mode."""
     start, found = time.thread_time(), {}
     for number in range(LOOP):
         found[number % 64] = str(number)
@@ -20,6 +20,7 @@ LOOP = 18_000
 
 @pytest.mark.parametrize(("streaming", "most"), [(False, 2.0), (True, 3.5)])
 def test_what_python_takes_of_a_step_with_400_tensors(streaming: bool, most: float) -> None:
-    # A busy host's cores are half as fast at times, so each is compared with a loop that runs beside it, and the least of ten counts.
-    # Caches that others fill slow torch's part of a step more than the loop: with both cores busy streaming mode was at 2.9, and at 1.6 else.
+    # A busy host's cores are half as fast at times. Each measurement is divided by a loop beside it, and the least of ten counts. Caches
+    # filled by other processes slow torch's part of a step more than the loop. With both cores busy, streaming mode was at 2.9; otherwise
+    # at 1.6.
     assert min(overhead(400, rounds=30, streaming=streaming) / min(fixed() for _ in range(5)) for _ in range(10)) < most

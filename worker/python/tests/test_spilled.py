@@ -1,4 +1,4 @@
-"""A server of this process keeps 16-bit weights and gradients on its drives too, and so it does for DeepSpeed's offload_param."""
+"""A server in this process keeps 16-bit weights and gradients on its drives too, also for DeepSpeed's offload_param."""
 
 import pathlib
 from typing import Any
@@ -35,7 +35,7 @@ def zeros(_: str, __: int, count: int) -> Any:
 
 
 def memory(folder: pathlib.Path, spill: Any, rows: int) -> int:
-    """The bytes of memory that a server keeps for a 16-bit matrix and its optimizer."""
+    """Returns the memory that a server reserves for a 16-bit matrix and its optimizer."""
     folder.mkdir()
     with longshore.Server(state_dirs=folder, spill=spill) as server:
         params = {"w": longshore.Shape((rows, WIDTH), "bf16")}
@@ -47,7 +47,7 @@ def memory(folder: pathlib.Path, spill: Any, rows: int) -> int:
 
 
 def test_memory_does_not_grow_with_what_spills(tmp_path: pathlib.Path) -> None:
-    """A parameter has two images and a gradient, of 2 bytes each. The models are larger than the windows of what spills."""
+    """A parameter has two images and a gradient, of 2 bytes each. The models exceed the windows of spilled data."""
     small, large = 2048, 3072
     more = WIDTH * (large - small)
     taken = {

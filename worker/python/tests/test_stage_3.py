@@ -1,4 +1,4 @@
-"""DeepSpeed's stage 3 with weights and optimizer offloaded: an engine, its checkpoints, and the Hugging Face Trainer."""
+"""DeepSpeed's stage 3 with offloaded weights and optimizer: an engine, its checkpoints, and the Hugging Face Trainer."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ from units import pair as pair_of
 import longshore
 from longshore import errors
 
-#: As DeepSpeed's documents offload both.
+#: Both offloads as in DeepSpeed's documents.
 CONFIG: dict[str, Any] = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -75,7 +75,7 @@ def test_an_engine_of_stage_3_has_the_bits_of_stage_2(tmp_path: pathlib.Path) ->
 
 @pytest.mark.filterwarnings("ignore:without effect here")
 def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
-    """The engine goes back to a checkpoint while its model is in units, in the same process and in a server's next life."""
+    """The engine goes back to a checkpoint with its model in units, in the same process and after a restart of the server."""
     frozen, cut = pair("mlp")
     for model in (frozen, cut):
         model.layers[0].bias.requires_grad_(False)
@@ -107,7 +107,7 @@ def test_keys_of_stage_3() -> None:
 @pytest.mark.filterwarnings("ignore:without effect here")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_live_parameters_take_what_their_type_takes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration says no type: the model has been built in one."""
+    """The configuration names no type: the model was built in one."""
     budgets = []
     monkeypatch.setattr(longshore.optim.shard, "shard", lambda model, optimizer, **given: budgets.append(given["budget"]))
     longshore.initialize(model=pair("mlp")[0].to(dtype), config=config(zero={"stage3_max_live_parameters": 3e4}))
@@ -154,7 +154,7 @@ def trained(
     device: str = "cpu",
     **more: Any,
 ) -> tuple[Any, Any, list[float]]:
-    """What the Hugging Face Trainer makes of a Llama in six steps: the model, the optimizer, and each step's loss."""
+    """Returns the Hugging Face Trainer's results for a Llama in six steps: model, optimizer, and each step's loss."""
     import transformers
 
     from longshore import huggingface
@@ -211,7 +211,7 @@ def test_a_llama_of_hugging_face_under_its_trainer(device: str, tmp_path: pathli
     (tmp_path / "drive").mkdir()
     whole, stage_2, losses = trained(tmp_path, 2)
     cut, optimizer, found = trained(tmp_path, 3, device=device)
-    # The server has its state there.
+    # The drive holds the server's state.
     assert bool([*(tmp_path / "drive").rglob("*")]) is (device == "nvme")
     assert found == pytest.approx(losses, rel=1e-4)
     kept = type(whole).from_pretrained(tmp_path / "3" / "checkpoint-6")
@@ -221,7 +221,7 @@ def test_a_llama_of_hugging_face_under_its_trainer(device: str, tmp_path: pathli
     assert same_bits(kept.bfloat16(), copy_of(cut))
 
 
-#: The first save is the best one, since losses fall.
+#: The first save is the best, since losses fall.
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
@@ -259,14 +259,14 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.parametrize(("number", "bf16"), [(1, False), (1, True), (2, False)])
 def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, servers: str, number: int, bf16: bool) -> None:
-    """Under torchrun, where Accelerate wraps other models in DistributedDataParallel, also for one rank."""
+    """Under torchrun Accelerate wraps other models in DistributedDataParallel, also for one rank."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     more = {"per_device_train_batch_size": 4 // number, "bf16": bf16}
     code = RANK.format(folder=str(tmp_path), servers=servers, more=f"**{more!r}")
     said = run_ranks(number, code, ["trainer"])
     found = json.loads(said[0].rsplit("losses ", 1)[1])
     alone, _, losses = trained(tmp_path, 3, bf16=bf16)
-    # Half the batch on each of two ranks has the same mean, added up in another order.
+    # Half the batch on each of two ranks has the same mean, summed in another order.
     assert found == (losses if number == 1 else pytest.approx(losses, rel=1e-4))
     states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(number)]
     for name, value in alone.state_dict().items():

@@ -1,4 +1,4 @@
-"""A run of the Hugging Face Trainer in stage 3 that is killed goes on as if nothing had happened."""
+"""A killed run of the Hugging Face Trainer in stage 3 continues as if nothing had happened."""
 
 import pathlib
 import shutil
@@ -25,7 +25,7 @@ def start(folder: pathlib.Path, servers: str, job: str, resume: str = "") -> sub
 
 
 def finish(process: subprocess.Popen[str], folder: pathlib.Path) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Waits for its end. Returns its losses by step, and the weights that it ended with."""
+    """Waits for the process's end. Returns its losses by step, and its last weights."""
     try:
         told = process.communicate(timeout=300)[1]
     finally:
@@ -46,7 +46,7 @@ def test_a_killed_trainer_goes_on_where_it_saved_or_where_the_servers_are(tmp_pa
         assert printed == {at: undisturbed[at] for at in printed}
         shutil.copytree(newest, saved, ignore=shutil.ignore_patterns("partial-*"))
 
-        # Nothing is computed again. What the dead process had computed and not written down is missing.
+        # No step is repeated. Losses that the dead process computed and did not write are missing.
         losses, ended = finish(start(newest, servers, "killed", "newest"), newest)
         assert set(undisturbed) - set(losses) <= {step, step + 1}
         assert losses == {at: undisturbed[at] for at in losses}

@@ -39,7 +39,7 @@ def test_streaming_equals_safe(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"delay": 1, "warmup_steps": 3}], ids=["exact", "delayed"])
 def test_a_closure_in_streaming_mode_is_that_of_safe_mode(options: dict[str, Any]) -> None:
-    """Lightning has the step call it: it computes the loss, forgets the gradients of the step before, and calls backward."""
+    """With Lightning the step calls the closure, which computes the loss, zeroes the last step's gradients, and calls backward."""
     safe, streamed = pair("mlp")
     losses: list[list[float]] = [[], []]
     for model, streaming, found in zip((safe, streamed), (False, True), losses, strict=True):
@@ -63,7 +63,7 @@ def test_streaming_adds_up_backward_passes_as_torch_does(accumulate_on: str) -> 
     safe, streamed = pair("mlp")
     run(safe, micro_steps=4)
     run(streamed, micro_steps=4, streaming=True, accumulate=4, accumulate_on=accumulate_on)
-    # Torch adds to what is there; a worker divides by 4 at last. All are sums of the same four numbers in one order.
+    # Torch adds to the existing gradient; a worker divides by 4 at the end. All sum the same four numbers in one order.
     if accumulate_on == "servers":
         assert same_bits(safe, streamed)
     for ours, theirs in zip(streamed.parameters(), safe.parameters(), strict=True):
@@ -101,7 +101,7 @@ def test_more_backward_passes_than_were_said_are_refused() -> None:
 
 
 def test_what_is_unfrozen_before_the_first_step_trains() -> None:
-    """It could not be watched when the optimizer was built."""
+    """The parameter could not be watched when the optimizer was built."""
     safe, streamed = pair("mlp")
     for model, streaming in ((safe, False), (streamed, True)):
         model.layers[3].requires_grad_(False)
@@ -116,7 +116,7 @@ def test_what_is_unfrozen_before_the_first_step_trains() -> None:
 
 
 def test_gradients_that_somebody_puts_there_leave_in_the_step() -> None:
-    """All of them, or some beside those of backward."""
+    """The caller sets all gradients, or some beside those of backward."""
     safe, streamed = pair("mlp")
     for model, streaming in ((safe, False), (streamed, True)):
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=streaming)
@@ -185,7 +185,7 @@ class Delayed:
         self.decay, self.eps, self.beta1, self.beta2 = decay, eps, 0.9, 0.999
 
     def step(self, gradient: np.ndarray, number: int, lr: float, ahead: bool) -> np.ndarray:
-        """Makes a step. Returns the image of its version."""
+        """Makes a step. Returns its version's image."""
         single = np.float32
         root = 1 - power(self.beta2, number)
         bias = 1 - power(self.beta1, number)
@@ -201,7 +201,7 @@ class Delayed:
 
 
 def power(base: float, exponent: int) -> float:
-    """By repeated squaring, from the lowest bit on."""
+    """Returns a power by repeated squaring, from the lowest bit."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -212,7 +212,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callable[[int], float]) -> None:
-    """Steps that compute with the weights of the step before last, once the first ones are over."""
+    """After warm-up, each step computes with the weights of the step before last."""
 
     def reads(step: int) -> int:
         return step - 1 if step <= warmup or step - 1 in drained else max(step - 2, 0)
@@ -225,11 +225,11 @@ def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callabl
     rules = [Delayed(parameter.detach().numpy()) for parameter in model.parameters()]
     images = {0: [rule.master.copy() for rule in rules]}
     for step in range(1, STEPS + 1):
-        # What flush() gets are the master weights, and the next step computes with them.
+        # flush() returns the master weights, and the next step computes with them.
         write([rule.master for rule in rules] if step - 1 in drained else images[reads(step)])
         model.zero_grad()
         model.loss(step).backward()
-        # Whether the next step drains is known only once this one has been decided.
+        # A drain before the next step is known only after this decision.
         ahead = step + 1 > warmup
         gradients = [parameter.grad.numpy() for parameter in model.parameters()]
         images[step] = [
@@ -261,7 +261,7 @@ def test_delay_equals_a_plain_delayed_loop(name: str, streaming: bool, drained: 
 
 
 def test_a_delayed_run_goes_on_where_it_was_flushed(servers: str) -> None:
-    """The step after a flush computes with the newest weights, in another process as well."""
+    """The step after a flush computes with the newest weights, also in another process."""
     options = {"lr": 1e-2, "delay": 1, "warmup_steps": 2}
     ours, undisturbed = pair("mlp")
 
@@ -289,7 +289,7 @@ def test_a_delayed_run_goes_on_where_it_was_flushed(servers: str) -> None:
 
 
 def test_weights_are_not_written_over_a_model_that_was_converted() -> None:
-    """They go to addresses, and the converted tensors are half as long."""
+    """Weights are copied to addresses, and the converted tensors are half as long."""
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
     for step in range(3):

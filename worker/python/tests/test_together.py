@@ -1,4 +1,4 @@
-"""Small gradients of the host leave together in streaming mode, and nothing else changes with that."""
+"""Small gradients on the host leave together in streaming mode, without other changes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from longshore.optim.streaming import ENOUGH
 
 
 class Listening:
-    """A job that notes what is pushed, and fails where it is told to."""
+    """A job that records pushes, and fails on request."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
@@ -43,7 +43,7 @@ def listen(optimizer: longshore.AdamW) -> Listening:
 
 
 def vectors(*lengths: int) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of these lengths, whose gradients come in the opposite order."""
+    """Returns parameters of these lengths. Their gradients come in reverse order."""
     return [(f"p{place}", nn.Parameter(torch.linspace(-1, 1, length))) for place, length in enumerate(lengths)]
 
 

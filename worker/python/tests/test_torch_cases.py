@@ -1,4 +1,4 @@
-"""torch's own cases for Adam and AdamW, but for those that are named here with a reason."""
+"""torch's own cases for Adam and AdamW, except those listed here with a reason."""
 
 import warnings
 from typing import Any
@@ -16,14 +16,14 @@ OURS: dict[str, Any] = {"Adam": longshore.Adam, "AdamW": longshore.AdamW}
 INFOS = [info for info in common.optim_db if info.optim_cls.__name__ in OURS]
 CLOSE = 1e-6
 
-#: Inputs that are refused, by description: servers' rules have neither of these.
+#: Refused inputs, by description: servers' rules lack both options.
 REFUSED = {
     "maximize": "maximize is True",
     "amsgrad": "amsgrad is True",
     "capturable": "capturable is True",
     "differentiable": "differentiable is True",
 }
-#: Error inputs that are no errors here, with the reason.
+#: Torch's error inputs that are valid here, with the reason.
 ALLOWED = {
     "lr as Tensor doesn't work with foreach & not capturable": "foreach means nothing here, and a rate is read as a number",
     r"betas\[0\] as a Tensor is not supported for capturable=False and foreach=True": "so are betas",

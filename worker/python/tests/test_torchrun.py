@@ -1,5 +1,5 @@
-"""torchrun starts two ranks and starts them again when one is killed: they go on from the last step, to the undisturbed bits.
-restarted_rank.py is what a rank does."""
+"""torchrun starts two ranks, and restarts them after a kill. The ranks continue from the last step, to the undisturbed bits. A rank runs
+restarted_rank.py."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ PROGRAM = Path(__file__).with_name("restarted_rank.py")
 
 
 def run(out: Path, options: dict[str, Any], started: Callable[..., list[Forked]]) -> dict[str, Any]:
-    """The results of rank 0, once all processes have ended."""
+    """Returns the results of rank 0, once all processes have ended."""
     processes = started(str(out), json.dumps(options))
     with ended_after(240, *processes):
         said = [process.communicate()[0] for process in processes]
@@ -42,7 +42,7 @@ def run(out: Path, options: dict[str, Any], started: Callable[..., list[Forked]]
 def by_torchrun(*arguments: str) -> list[Forked]:
     launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(PROGRAM), *arguments]
     code = f"from torch.distributed.run import main; main({launcher!r})"
-    # Otherwise the launcher's store outlives the ranks, and gloo takes the addresses of those before for those of its peers.
+    # Otherwise the launcher's store outlives the ranks, and gloo takes the old ranks' addresses for its peers'.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return [Forked(code, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
 
@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_comes_again(tmp_path: Path, way: str) -> None:
         restarted = run(tmp_path / "restarted.pt", {**options, "job": "restarted", "is_killed": True}, by_torchrun)
     assert (undisturbed["restarts"], undisturbed["joined"]) == (0, 0)
     joined = restarted["joined"]
-    # In streaming mode the gradients of the rank that was killed may have left, so that the other one made its step.
+    # In streaming mode the killed rank's gradients may have left, so that the other rank made its step.
     assert restarted["restarts"] == 1 and joined in (KILLED_AT, KILLED_AT + ("streaming" in way))
     assert undisturbed["hash"] == restarted["hash"] and undisturbed["hash"][0] == STEPS
     assert restarted["losses"] == undisturbed["losses"][joined:]
@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_comes_again(tmp_path: Path, way: str) -> None:
 
 
 def test_what_ranks_said_before_they_were_started_again_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's store may outlive them."""
+    """torchrun's store may outlive the ranks."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     try:
@@ -93,7 +93,7 @@ def test_what_ranks_said_before_they_were_started_again_is_old(monkeypatch: pyte
         with pytest.raises(LongshoreError, match="shard 3"):
             agree.rank_0_first("job", 0, 2, fail, is_shared=True)
         monkeypatch.setattr(agree, "_wait", look)
-        # On the rank beside it, which is a process of its own, in the same attempt and in the next one.
+        # The other rank, as a separate process, in the same attempt and in the next one.
         for count, raised_by_look in (("1", False), ("2", True)):
             monkeypatch.setattr(agree, "_known", {})
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
@@ -104,6 +104,6 @@ def test_what_ranks_said_before_they_were_started_again_is_old(monkeypatch: pyte
 
 
 def look(store: Any, job: str, number: int) -> None:
-    """Looks once instead of until rank 0 has said something."""
+    """Looks once instead of until rank 0 has written."""
     if not store.check([agree._key(job, number)]):
         raise LookupError(job)

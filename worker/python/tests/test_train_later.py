@@ -1,4 +1,4 @@
-"""Gradual unfreezing: parameters that are frozen at the first step train later. train_later_rank.py is what a rank does."""
+"""Gradual unfreezing: parameters frozen at the first step train later. A rank runs train_later_rank.py."""
 
 import pathlib
 import signal
@@ -19,7 +19,7 @@ import longshore
 from longshore import errors
 
 LATER: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1, "frozen": "train-later"}
-#: How gradients leave and steps are made.
+#: Ways in which gradients leave and steps are made.
 MODES: dict[str, dict[str, Any]] = {
     "safe": {},
     "streaming": {"streaming": True},
@@ -32,23 +32,23 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def later(of: nn.Module, **options: Any) -> longshore.AdamW:
-    """An optimizer of a model that is frozen as in the first step."""
+    """Returns an optimizer of a model that is frozen as in the first step."""
     set_trained(of, 0)
     optimizer = longshore.AdamW(of.named_parameters(), **{**LATER, **options})
     if "state" in options:
-        optimizer.open()  # servers round the weights, which the first forward is to have
+        optimizer.open()  # servers round the weights, and the first forward needs the rounded ones
     return optimizer
 
 
 def watched(of: nn.Module, **options: Any) -> longshore.AdamW:
-    """An optimizer of the same job, whose parameters have merely no gradients in some steps."""
+    """Returns an optimizer of the same job, whose parameters merely lack gradients in some steps."""
     optimizer = longshore.AdamW(of.named_parameters(), **{**LATER, "frozen": "leave", **options})
     optimizer.open()
     return optimizer
 
 
 def trained(kind: Callable[..., longshore.AdamW], **options: Any) -> nn.Module:
-    """A model after all steps."""
+    """Returns a model after all steps."""
     model = Net()
     optimizer = kind(model, **options)
     train(model, optimizer, range(STEPS), options.get("accumulate", 1))
@@ -75,7 +75,7 @@ def test_a_gradient_leaves_in_the_backward_that_makes_it_first() -> None:
     for step in steps:
         set_trained(model, step)
         loss(model, step).backward()
-        # Where a layer begins to train alone, nobody is told of its first gradients before the step.
+        # Where a layer is the first to train, no hook sees its first gradients before the step.
         left = {index for index, layer in enumerate(model.layers) if layer.weight.grad is not None}
         assert left == (TRAINS[step] if step == 4 else set()), step
         optimizer.step()
@@ -130,7 +130,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_that_finds_the_job_goes_on_to_the_bit(servers: str) -> None:
-    """Whatever requires a gradient in it. The first one is killed when a step's gradients have left."""
+    """The set of parameters that require a gradient in the new process does not matter. The first process is killed when a step's gradients
+    have left."""
     killed = Forked(KILLED.format(servers=servers))
     assert killed.wait(timeout=120) == -signal.SIGKILL
     options = {**LATER, "servers": servers, "job": "killed"}
@@ -158,7 +159,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of two ranks found."""
+    """Returns each of two ranks' results."""
     with several(2, "1GiB") as servers:
         given = [(way, {"job": name.replace(" ", "-"), **options, "servers": servers}) for name, (way, options) in RUNS.items()]
         found = run(tmp_path_factory.mktemp("ranks"), given, 2, "train_later_rank.py")
@@ -195,7 +196,7 @@ def test_a_state_of_torch_has_none_of_what_does_not_train_yet() -> None:
 
 
 def test_an_engine_saves_and_goes_back_with_what_is_frozen(tmp_path: pathlib.Path) -> None:
-    """What a checkpoint of the servers has is not written beside it, and leaving out is the default in place of DeepSpeed's zeros."""
+    """Weights in a checkpoint of the servers are not written beside it. Leaving out is the default in place of DeepSpeed's zeros."""
     with running("--checkpoint-dir", str(tmp_path / "kept")) as servers:
         model, other = Net(), Net(seed=1)
         job = {"servers": servers, "job": "engine", "frozen": "train-later"}

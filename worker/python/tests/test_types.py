@@ -1,4 +1,4 @@
-"""What type checkers are told: the stub is what was compiled, the public modules hold together, and the README's lines check.
+"""The types for type checkers: the stub equals the compiled module, the public modules are consistent, and the README's lines check.
 
 tests/run installs mypy beside the other packages, into a folder that TEST_TYPES names.
 """
@@ -22,7 +22,7 @@ from longshore import _longshore
 FOLDER = os.environ.get("TEST_TYPES")
 PACKAGE = pathlib.Path(longshore.__file__).parent
 README = pathlib.Path(__file__).parent.parent.parent.parent / "README.md"
-#: What the README's lines need around them.
+#: Definitions that the README's lines need.
 AROUND = """
 from torch import nn
 from torch.utils.data import Dataset
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 def lines(model: PreTrainedModel, args: TrainingArguments, dataset: Dataset[object]) -> None:
 """
-#: What users write beside that: each module is reached from the package, and what is wrong is an error.
+#: Further lines of users: each module is reachable from the package, and a wrong use is an error.
 USES = """
 import torch
 import longshore
@@ -49,7 +49,7 @@ longshore.nothing  # wrong: module
 
 
 def stub() -> dict[str, Any]:
-    """By name what the stub declares: functions, and of classes their methods and properties."""
+    """Returns the stub's declarations by name: functions, and methods and properties of classes."""
     declared: dict[str, Any] = {}
     for node in ast.parse((PACKAGE / "_longshore.pyi").read_text()).body:
         if isinstance(node, ast.ClassDef):
@@ -60,7 +60,7 @@ def stub() -> dict[str, Any]:
 
 
 def parameters(node: ast.FunctionDef) -> list[tuple[str, bool]]:
-    """The names of a declared function's parameters, and which have a default."""
+    """Returns the names of a declared function's parameters, and whether each has a default."""
     positional = node.args.posonlyargs + node.args.args
     without = len(positional) - len(node.args.defaults)
     found = [(argument.arg, index >= without) for index, argument in enumerate(positional)]
@@ -91,7 +91,7 @@ def test_the_stub_declares_what_was_compiled() -> None:
 
 
 def test_a_filling_has_as_many_elements_as_the_stub_says() -> None:
-    """No signature has them."""
+    """No signature has the number of elements."""
     lines = ast.parse((PACKAGE / "_longshore.pyi").read_text()).body
     [filling] = [line.value for line in lines if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "_Filling"]
     assert isinstance(filling, ast.Subscript) and isinstance(filling.slice, ast.Tuple)
@@ -107,7 +107,7 @@ def test_a_filling_has_as_many_elements_as_the_stub_says() -> None:
 
 
 def modules() -> list[str]:
-    """The modules that users import from, and those behind the public paths."""
+    """Returns the modules that users import from, and those behind the public paths."""
     behind = ["checkpoint.formats", "client.client", "client.jax", "deepspeed.engine", "deepspeed.schedules", "optim.rules"]
     behind += [f"integrations.{path.stem}" for path in (PACKAGE / "integrations").glob("[!_]*.py")]
     return sorted(f"longshore.{name}" for name in [*(path.stem for path in PACKAGE.glob("[!_]*.py")), *behind])
@@ -124,7 +124,7 @@ def test_the_public_modules_and_the_readmes_lines_check(tmp_path: pathlib.Path) 
     indented = "".join(f"    {line}\n" for block in blocks for line in block.splitlines())
     (tmp_path / "readme_lines.py").write_text(AROUND + "    import longshore\n" + indented)
     (tmp_path / "readme_uses.py").write_text(USES)
-    # Errors are wanted of these modules alone: others are private, or other projects'.
+    # Only errors in these modules count: others are private, or other projects'.
     named = [argument for name in ["readme_lines", "readme_uses", "longshore", *modules()] for argument in ("-m", name)]
     command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--show-error-codes"]
     command += ["--check-untyped-defs", "--no-error-summary", f"--cache-dir={tmp_path / 'cache'}", *named]

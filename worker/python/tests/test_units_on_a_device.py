@@ -1,4 +1,4 @@
-"""A model in units is right under any legal order of a device's work, and each wait for that is needed."""
+"""A model in units is right under any legal order of a device's work, and needs each of its waits."""
 
 import gc
 import os
@@ -21,8 +21,8 @@ DEPTH = 7
 
 
 def train(device: Any, part: float, **options: Any) -> list[Tensor]:
-    """Trains with a part of the model's bytes as its budget, with evaluations that nobody waits for: on another stream before
-    and after forward, and after backward. Returns these, the weights, and what lies in memory that units have given up."""
+    """Trains with a share of the model's bytes as budget, and with evaluations without waits: on another stream before and after forward,
+    and after backward. Returns evaluations, weights, and the content of memory that units have released."""
     model = Cut(device, DEPTH)
     device.synchronize()
     optimizer = longshore.AdamW(
@@ -32,12 +32,12 @@ def train(device: Any, part: float, **options: Any) -> list[Tensor]:
     other = device.new_stream(torch.device("cpu"))
     results = []
     for step in range(STEPS):
-        # The caller orders what plain weights would ask for: the step writes them, and the streams between two steps only read.
+        # The caller orders the streams as plain weights require: the step writes them, and between two steps the streams only read.
         device.let_wait(other, device.record(device.main))
         first = (device.main, other)[step % 2]
         with device.on(first):
             for _ in range(2):
-                model.part(step, slice(1))  # what comes next is on its way then, and is given up
+                model.part(step, slice(1))  # the prefetch then under way is given up
         sharded.release()
         with device.on(first):
             results.append(device.to_device(torch.full((model.width, model.width), float(step))))
@@ -47,7 +47,7 @@ def train(device: Any, part: float, **options: Any) -> list[Tensor]:
         with device.on(other):
             results.append(model.part(step, slice(-2, None)))
         loss.backward()
-        if "delay" not in options:  # there servers have newer weights by now
+        if "delay" not in options:  # with a delay servers have newer weights by now
             results.append(model.evaluate(step))
         device.let_wait(device.main, device.record(other))
         optimizer.step()
@@ -62,7 +62,7 @@ def run(device: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> list[Tensor]
     return found
 
 
-#: Rooms for one unit, for some and for all of them, beside gradients.
+#: Budgets for one unit, for some and for all of them, beside gradients.
 MODES: dict[str, dict[str, Any]] = {
     "one": {"part": 0.4},
     "some": {"part": 0.7},
@@ -75,7 +75,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Tensor]]:
-    """What each mode gives where nothing is late."""
+    """Returns each mode's results without delays."""
     with pytest.MonkeyPatch.context() as patch:
         return {mode: run(ImmediateStorages(0), patch, mode) for mode in MODES}
 
@@ -89,7 +89,7 @@ def test_any_legal_order_gives_the_same_bits(
     assert same(run(LateStorages(seed), monkeypatch, mode), expected[mode]), f"seed {seed}"
 
 
-#: What is left out, and the mode in which that shows.
+#: The dropped wait, and a mode that shows it.
 WITHOUT = {
     "the copy in waits for those who had its memory": ("_copy.let_wait", "some"),
     "those who use a unit wait for the copy in": ("finish.let_wait", "some"),
@@ -102,7 +102,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:step")  # a gradient of memory that nobody wrote is not finite
+@pytest.mark.filterwarnings("ignore:step")  # unwritten memory makes the gradient non-finite
 @pytest.mark.parametrize("left_out", WITHOUT)
 def test_each_wait_is_needed(left_out: str, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     what, mode = WITHOUT[left_out]

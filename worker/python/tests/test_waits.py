@@ -1,4 +1,4 @@
-"""Waits for collectives, and what ranks say in the process group's store, without other ranks."""
+"""Waits for collectives, and ranks' messages in the process group's store, without other ranks."""
 
 import datetime
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """A collective whose first wait gives up just before it ends."""
+    """A collective whose first wait gives up just before its end."""
 
     def __init__(self, failure: str | None) -> None:
         self._failure = failure

@@ -1,4 +1,4 @@
-"""What one rank of test_train_later.py does: gradual unfreezing. It is started as torchrun starts a process."""
+"""A rank of test_train_later.py: gradual unfreezing. Starts like a process of torchrun."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ import longshore
 LAYERS, WIDTH, STEPS = 4, 144, 12
 #: The bytes of a layer.
 LAYER = 4 * WIDTH * (WIDTH + 1)
-#: By step: the layers that train from it on. The last one begins last, so that backward makes its gradients before any other's; in one
-#: step all that trains is new.
+#: By step: the layers that train from then on. The last layer starts last, so that backward makes its gradients before any other's. In one
+#: step all training layers are new.
 TRAINS = {0: {2}, 2: {1, 2}, 4: {3}, 5: {0, 3}, 7: {0}, 9: {0, 1, 2, 3}}
 
 
 class Net(nn.Module):
-    """Linear layers, so that each depends on all that come before."""
+    """Linear layers in sequence: each depends on all layers before it."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def loss(model: nn.Module, number: int) -> Tensor:
 
 
 def set_trained(model: nn.Module, step: int) -> None:
-    """Has those layers require a gradient that train in a step."""
+    """Sets requires_grad on the layers that train in a step."""
     trained = TRAINS[max(begin for begin in TRAINS if begin <= step)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(int(name.split("layers.")[1].split(".")[0]) in trained)
@@ -54,7 +54,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, pass
 
 
 def prepare(way: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A model all of which requires a gradient, and what the optimizer is told of it."""
+    """Returns a model that requires gradients throughout, and the optimizer's options for it."""
     model = Net(seed)
     if way == "fsdp":
         for layer in model.layers:
@@ -67,7 +67,7 @@ def prepare(way: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def run(way: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains with a model that is frozen when the optimizer is built, or, with ``watched``, with one that is frozen after that."""
+    """Trains with a model frozen when the optimizer is built, or, with ``watched``, frozen after that."""
     model, own = prepare(way, options.pop("seed", 0))
     is_watched, first, steps = options.pop("watched", False), options.pop("first", 0), options.pop("steps", STEPS)
     budget = options.pop("budget", None)
@@ -85,7 +85,7 @@ def run(way: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def unreduced(options: dict[str, Any]) -> dict[str, Any]:
-    """DistributedDataParallel does not know of what is frozen when it is built."""
+    """DistributedDataParallel does not know parameters that are frozen when it is built."""
     model = Net()
     set_trained(model, 0)
     wrapped = DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""What one rank of test_shard_frozen.py does with a base in units, beside what unit_rank.py does: loads another one, generates, ends."""
+"""A rank of test_shard_frozen.py with a base in units, beside unit_rank.py: loads another base, generates, ends."""
 
 import contextlib
 import gc
@@ -13,15 +13,15 @@ import longshore
 
 
 def loaded(options: dict[str, Any]) -> dict[str, Any]:
-    """Loads another base, or what ``what`` says, between the job's opening and ``shard``. Says what a model in one piece with these
-    weights computes, what training and evaluation do, and what was loaded and is there."""
+    """Loads another base, or the one that ``what`` names, between the job's opening and ``shard``. Returns the losses of a model in one
+    piece with these weights, of training and of evaluation, and the names of weights that differ from the loaded ones."""
     rank, what, budget = distributed.get_rank(), options.pop("what"), options.pop("budget")
     model = model_of("adapters")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
     optimizer.open()
     with torch.no_grad():
         if what == "element":
-            # It is in the part of rank 0, and no count of changes says so.
+            # The element lies in the part of rank 0, and no version counter changes.
             model.layers[1].base.weight.data[0, 0] += 1.0
         elif what != "same" and (what == "all" or rank == 1):
             model.load_state_dict({name: value * 2.0 if ".base." in name else value for name, value in model.state_dict().items()})
@@ -49,7 +49,7 @@ def loaded(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(options: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 loads other weights of what trains once the job is open. Says what ``shard`` says to that."""
+    """Rank 1 loads other weights of trained layers once the job is open. Returns the answer of ``shard``."""
     budget = options.pop("budget")
     model = model_of("adapters")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
@@ -64,7 +64,7 @@ def refused(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama() -> Any:
-    """A small Llama of which the first layer's norms train."""
+    """Returns a small Llama of which the first layer's norms train."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
@@ -80,7 +80,8 @@ def llama() -> Any:
 
 
 def generates(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and generates as many tokens as only this rank does, in an evaluation and not. Says what servers were asked for."""
+    """Trains, and generates a number of tokens unlike other ranks', in evaluation and in training mode. Returns the bytes asked of servers.
+    """
     rank, budget = distributed.get_rank(), options.pop("budget")
     model = llama()
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
@@ -99,7 +100,7 @@ def generates(options: dict[str, Any]) -> dict[str, Any]:
         model.train(is_training)
         before = sharded.pulled_bytes
         made.append(model.generate(prompt, max_new_tokens=2 + 5 * rank, do_sample=False))
-        distributed.barrier()  # as who collects what all ranks have made
+        distributed.barrier()  # as when a rank collects all ranks' results
         asked.append(sharded.pulled_bytes - before)
     expected = plain.generate(prompt, max_new_tokens=2 + 5 * rank, do_sample=False)
     model.train()
@@ -111,8 +112,8 @@ def generates(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def ended(options: dict[str, Any]) -> dict[str, Any]:
-    """Ends in a way of which not all ranks can be told. Says how many bytes of frozen weights a rank asked for meanwhile and in an
-    evaluation afterwards, and whether its model is what it was."""
+    """Ends in a way that not all ranks can learn of. Returns the bytes of frozen weights that a rank asked for during the end and in a
+    later evaluation, and the differences in its model."""
     rank, how = distributed.get_rank(), options.pop("how")
     model = model_of("adapters")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)

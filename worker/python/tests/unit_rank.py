@@ -1,4 +1,4 @@
-"""What one rank of test_shard_ranks.py does: a model in units, among ranks. It is started as torchrun starts a process."""
+"""A rank of test_shard_ranks.py: a model in units, among ranks. Starts like a process of torchrun."""
 
 import contextlib
 import datetime
@@ -29,12 +29,12 @@ ACCELERATOR = device.accelerator
 JOB = _longshore.Job
 RANKS = 4
 STEPS = 5
-#: No four ranks can share its weights evenly.
+#: Four ranks cannot share weights of this width evenly.
 WIDTH = 193
 
 
 class LeavesOut(Deep):
-    """One rank leaves a layer out in each second batch, another one in each third, and one of them the last one."""
+    """Ranks 1 and 3 leave a layer out in each second batch, and rank 2 in each third. Rank 3 leaves out the last layer."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         rank = distributed.get_rank()
@@ -51,7 +51,7 @@ class LeavesOut(Deep):
 
 
 class Built(Deep):
-    """Converts nothing, so that it can be built where no weights are."""
+    """Converts nothing, so that it can be built without weights."""
 
     def __init__(self, depth: int, width: int, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -60,7 +60,7 @@ class Built(Deep):
 
 
 class Checkpointed(Deep):
-    """Backward computes each layer again."""
+    """Backward recomputes each layer."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:
@@ -69,7 +69,7 @@ class Checkpointed(Deep):
 
 
 class Counted:
-    """A rank's job, and how many bytes of frozen weights it has asked the servers for."""
+    """A rank's job, and the bytes of frozen weights that it has asked the servers for."""
 
     def __init__(self, settings: Any) -> None:
         self._job, self._first_frozen, self.frozen_bytes = JOB(settings), settings.frozen_from, 0
@@ -92,7 +92,7 @@ class Counted:
 
 
 class Lora(nn.Module):
-    """A frozen layer, and trained ones of lower rank beside it."""
+    """A frozen layer with trained layers of lower rank."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def checkpointed(use_reentrant: bool) -> Transformer:
     return model
 
 
-#: By name: what makes a model, the same one on all ranks.
+#: By name: functions that make a model, the same one on all ranks.
 MODELS: dict[str, Callable[[], Any]] = {
     "deep": deep,
     "built": lambda: deep(Built),
@@ -143,25 +143,25 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def model_of(name: str, rounds: bool = False, made: int | None = None, room: int | None = None) -> Any:
-    """A model of the weights that all ranks have. With ``room`` so many bytes of them are in memory, and a file has the others. With
-    ``made`` the random numbers have this seed."""
+    """Returns a model with the same weights on all ranks. With ``room``, that many bytes of them are in memory, and a file has the rest.
+    ``made`` is the seed of its random numbers."""
     torch.manual_seed(made or 0)
     with longshore.Init(budget=room or "1GiB", enabled=made is not None or room is not None):
         model = MODELS[name]()
     for parameter in model.parameters():
         if parameter.requires_grad and rounds:
-            # Numbers of few bits have exact sums, in whichever order ranks add them up.
+            # Numbers of few bits have exact sums, in any order of ranks.
             parameter.register_hook(lambda gradient: (gradient * 2.0**20).round() / 2.0**20)
     return model
 
 
 def batch(step: int, micro_step: int, micro_steps: int, rank: int) -> int:
-    """Which one a rank takes: one rank takes the same ones in the order of ranks."""
+    """Returns a rank's batch number. A single rank takes the same batches in the order of ranks."""
     return (step * micro_steps + micro_step) * RANKS + rank
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and says what came of it. Without ``weights`` the model is in one piece."""
+    """Trains, and returns the results. Without ``weights`` the model is in one piece."""
     rank = distributed.get_rank()
     name, weights, budget = options.pop("model", "deep"), options.pop("weights", None), options.pop("budget", None)
     if options.pop("late", False):
@@ -197,7 +197,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         found["gradients"].append([mean(kept[id(parameter)]) for parameter in model.parameters() if keep])
         report = optimizer.last_report
         assert report is not None
-        if "delay" not in options:  # else a step is reported some time after it
+        if "delay" not in options:  # a delayed step is reported some time later
             found["norms"].append(report.grad_norm)
         found["pulled"] += report.pulled_bytes
     assert optimizer._connection is not None
@@ -219,13 +219,13 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean(gradient: Tensor) -> Tensor:
-    """Over all ranks."""
+    """Returns the mean over all ranks."""
     distributed.all_reduce(gradient)
     return gradient / RANKS
 
 
 def use_alone(model: Any) -> float:
-    """What one rank does while the others train: an evaluation, and a copy of all weights."""
+    """A rank's uses while the others train: an evaluation, and a copy of all weights."""
     model.eval()
     with torch.inference_mode():  # as generate uses it, token by token
         values = [model.loss(0).item() for _ in range(3)]
@@ -238,7 +238,7 @@ def use_alone(model: Any) -> float:
 
 
 def refused(case: str, options: dict[str, Any]) -> str:
-    """What a rank is told, of what cannot be done."""
+    """Returns the error of an unsupported case, on each rank."""
     rank = distributed.get_rank()
     model = model_of("deep")
     budget = 3_000_000 + (rank == 2 and case == "budget")
@@ -286,7 +286,7 @@ def back(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model that was built within Init, in an engine of stage 3."""
+    """Trains a model built within Init, in an engine of stage 3."""
     rank = distributed.get_rank()
     model = model_of(options.pop("model"), rounds=True, made=options.pop("made"))
     config = {
@@ -309,12 +309,12 @@ def engine(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def left_alone(options: dict[str, Any]) -> str:
-    """One rank trains on, and the others do something else."""
+    """One rank trains on, and the other ranks do something else."""
     rank = distributed.get_rank()
     store = distributed.distributed_c10d._get_default_store()
     model = model_of("deep")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
-    # That of the rounds alone: ranks that are slow to start must find each other all the same.
+    # The timeout of rounds alone: ranks that start slowly must still find each other.
     agree.timeout = lambda: datetime.timedelta(seconds=5)
     longshore.shard(model, optimizer, 2_000_000, weights="gathered")
     told = "nothing"
@@ -330,21 +330,21 @@ def left_alone(options: dict[str, Any]) -> str:
     return told
 
 
-#: By name: what a rank may do but train, and be refused.
+#: By name: uses of a rank beside training and refusals.
 OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {"left alone": left_alone, "back": back, "engine": engine}
 
 
 def main() -> None:
-    """Arguments: a folder for what was found, and a JSON list of [what to do, options]."""
+    """Arguments: a folder for results, and a JSON list of [function, options]."""
     torch.set_num_threads(1)
-    # What a rank of a run that hangs waits for.
+    # The stacks of a rank that hangs.
     faulthandler.dump_traceback_later(float(os.environ.get("LONGSHORE_TEST_SECONDS", "220")), exit=True)
     _longshore.Job = Counted  # type: ignore[assignment,misc]
     runs = json.loads(sys.argv[2])
     distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     found: list[Any] = []
     for what, options in runs:
-        # What a rank of a run that hangs said last.
+        # The last message of a rank that hangs.
         print(f"{time.monotonic():.1f} {options['job']}", file=sys.stderr, flush=True)
         if what in OTHERS:
             found.append(OTHERS[what](options))
@@ -354,13 +354,13 @@ def main() -> None:
 
 
 def run() -> None:
-    """Does it, and ends the process."""
+    """Runs main, and ends the process."""
     try:
         main()
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # at once: the others wait for this rank, and what torch does at the end waits for them
-    os._exit(0)  # a group in which a rank waited too long cannot be ended
+        os._exit(1)  # at once: the others wait for this rank, and torch's exit waits for them
+    os._exit(0)  # a group with a rank's expired wait cannot be ended
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models of equal blocks, and an accountant of what parameters and gradients take."""
+"""Models of equal blocks, and an accountant of the memory of parameters and gradients."""
 
 import weakref
 from typing import Any
@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import longshore
 
 STEPS = 5
-#: How weights come: fetched ahead of their use, or copied when they are used, from a server's memory.
+#: Transports of weights: fetched ahead of their use, or copied from a server's memory at their use.
 TRANSPORTS = "tcp", "memfd"
 
 
 def pair(kind: type[nn.Module], **arguments: Any) -> tuple[nn.Module, nn.Module]:
-    """Two models of equal weights."""
+    """Returns two models of equal weights."""
     torch.manual_seed(0)
     first, second = kind(**arguments), kind(**arguments)
     second.load_state_dict(first.state_dict())
@@ -25,7 +25,7 @@ def pair(kind: type[nn.Module], **arguments: Any) -> tuple[nn.Module, nn.Module]
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> longshore.AdamW:
-    """Weights are fetched ahead of their use, as over a network, unless another transport is named."""
+    """Returns an optimizer that fetches weights ahead of their use, as over a network, unless another transport is named."""
     return longshore.AdamW(model.named_parameters(), **{"lr": 1e-2, "streaming": True, "transport": "tcp", **options})
 
 
@@ -60,7 +60,7 @@ class Deep(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Many equal blocks of a Llama, embeddings not tied."""
+    """Many equal blocks of a Llama, with separate embeddings."""
 
     def __init__(self, depth: int = 16, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         if casts:
             self.bfloat16()
         self.turns = torch.outer(torch.arange(8), 1.0 / 100 ** (torch.arange(0, width // 4, 2) / (width // 4)))
-        #: How a block is called, as activation checkpointing changes it.
+        #: Calls a block. Activation checkpointing replaces it.
         self.call: Any = lambda block, *args: block(*args)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -94,13 +94,13 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 class Accountant(TorchDispatchMode):
-    """Adds up the memory that a model's parameters and their gradients have: after each operation of torch, and when a gradient
-    has been accumulated. It is made before the optimizer, so that it sees gradients before they leave."""
+    """Adds up the memory of a model's parameters and gradients: after each operation of torch, and after each accumulated gradient. Made
+    before the optimizer, so that it sees gradients before they leave."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.parameters = list(model.parameters())
-        #: Gradients that were made, as long as anybody has them.
+        #: Gradients that were made and are still referenced.
         self._made: list[weakref.ref[Tensor]] = []
         self.most = self.gradients = 0
         for parameter in self.parameters:
@@ -129,7 +129,7 @@ class Accountant(TorchDispatchMode):
         return result
 
     def check(self, budget: int) -> None:
-        """Weights and gradients never took more than this, and gradients were seen."""
+        """Checks that weights and gradients stayed within the budget, and that gradients were seen."""
         assert self.gradients > 0
         assert self.most <= budget, f"{self.most} bytes of weights and gradients, budget {budget}"
 
@@ -139,7 +139,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(first: nn.Module, second: nn.Module) -> None:
-    """Both have the same weights, bit for bit."""
+    """Checks that both have the same weights, bit for bit."""
     ours, theirs = weights(first), weights(second)
     assert ours.keys() == theirs.keys()
     differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
@@ -147,7 +147,8 @@ def same(first: nn.Module, second: nn.Module) -> None:
 
 
 def check_in_units(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any) -> longshore.Sharded:
-    """Trains both, the second in units with a share of its weights: both have the same weights then, and the share was enough."""
+    """Trains both, the second in units with a share of its weights. Checks that both then have the same weights, and that the share
+    sufficed."""
     train(whole, optimizer_of(whole, **options))
     accountant = Accountant(cut)
     optimizer = optimizer_of(cut, **options)
@@ -157,5 +158,5 @@ def check_in_units(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **opt
         train(cut, optimizer)
     accountant.check(budget)
     same(whole, cut)
-    cut.optimizer = optimizer  # which the model's weights come from
+    cut.optimizer = optimizer  # the source of the model's weights
     return sharded

@@ -1,4 +1,4 @@
-"""A model in units on the simulated accelerator of accelerator.py: memory of the device that storages give up and get again."""
+"""A model in units on the simulated accelerator of accelerator.py. Storages release device memory and get it again."""
 
 import collections
 import contextlib
@@ -19,14 +19,14 @@ from longshore.units import fetch as _fetch
 
 
 class _OfStorages(Simulated):
-    """Its storages can change their size, as those of torch's devices can. What a tensor's address finds then is told by :meth:`alias`:
-    memory that was given up is the stream's that it was allocated for, and what comes next on that one may write to it."""
+    """A simulated device whose storages can change their size, like those of torch's devices. :meth:`alias` maps a tensor's address to its
+    present memory. Released memory belongs to the stream that allocated it, and later operations of that stream may write to it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        #: By the address of a storage: its memory now and the stream that it belongs to; None while it has none.
+        #: By a storage's address: its present memory and the stream that owns it. None while it has none.
         self.memory: dict[int, tuple[np.ndarray, Stream] | None] = {}
-        #: What storages gave up, by stream and number of elements. It is used again first.
+        #: Memory released by storages, by stream and number of elements. Allocations take it first.
         self.free: dict[tuple[Stream, int], list[np.ndarray]] = collections.defaultdict(list)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -50,12 +50,12 @@ class _OfStorages(Simulated):
         return raw.view(tensor.dtype).view(tensor.shape)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Takes a storage's memory, or gives it other memory of this thread's stream, which was somebody else's before."""
+        """Takes a storage's memory, or gives it memory of this thread's stream that had another owner before."""
         base = storage.data_ptr()
         before = self.memory.get(base, (self.blocks[base], self.main))
         if before is not None and not nbytes:
             self.memory[base] = None
-            if before[0] is not self.blocks[base]:  # whose address names the storage
+            if before[0] is not self.blocks[base]:  # its address names the storage
                 self.free[before[1], len(before[0])].append(before[0])
             self.give(before[1], functools.partial(fill_with_nan, before[0]))
         elif before is None and nbytes:
@@ -76,7 +76,7 @@ class ImmediateStorages(_OfStorages, Immediate):
 
 @contextlib.contextmanager
 def on(device: _OfStorages, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the block the package takes the simulated accelerator for its own, and its tensors' storages can change their size."""
+    """In the block the package uses the simulated accelerator, whose tensors' storages can change their size."""
     resize, resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
 
     def is_there(storage: torch.UntypedStorage) -> bool:
@@ -120,7 +120,7 @@ class Cut(Layers):
 
     @torch.no_grad()
     def part(self, step: int, layers: slice) -> Tensor:
-        """What some of the layers make of a batch."""
+        """Returns the output of some of the layers for a batch."""
         x = self.batch(step)
         for layer in self.layers[layers]:
             x = layer(x)
@@ -144,7 +144,7 @@ def ended(
 
 
 def advance(fetch: _fetch.Fetch) -> None:
-    """Does what the package's own does where all has come to the host always."""
+    """Like the package's own function, once everything has come to the host."""
     if fetch.read is not None:
         wait([fetch.read])
     fetch._copy()
