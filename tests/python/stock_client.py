@@ -1,9 +1,9 @@
 """Trains over the wire with stock gRPC, written from docs/protocol.md and the .proto files alone.
 
-Two ranks train a job on several servers. The job has exact, delayed and skipped steps, a rank 0 that dies during a commit, a step that is
-taken back, pauses, and a checkpoint from which it is restored. A second job leaves out parameters without a gradient, and a third has
-partitions. Every version and every state is compared bit for bit with NumPy's. The servers need --state-dir and --checkpoint-dir. The parts
-are in the folder stock.
+Two ranks train a job on several servers. The job has exact, delayed and skipped steps. Its rank 0 dies during a commit, a step is taken
+back, the job pauses, and is restored from a checkpoint. A second job leaves out parameters without a gradient, and a third has partitions.
+Every version and every state is compared bit for bit with NumPy's. The servers need --state-dir and --checkpoint-dir. The parts are in the
+folder stock.
 """
 
 import argparse

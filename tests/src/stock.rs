@@ -1,4 +1,4 @@
-//! A stock gRPC server: it answers every call with one message, after a set delay.
+//! A stock gRPC server that answers every call with one message, after a set delay.
 
 use std::{
     convert::Infallible,

@@ -10,7 +10,7 @@ use std::{
 
 use crate::conformance::cluster::eventually;
 
-/// Shell commands around the program: they print the terminal's settings and the program's exit code.
+/// Shell commands around the program, which print the terminal's settings and the program's exit code.
 const SESSION: &str = "stty rows 30 cols 100; echo \"is $(stty -g | cksum).\"; sh -c \"$PROGRAM\"; \
      echo \"ended with $?.\"; echo \"is $(stty -g | cksum).\"";
 const BORROWED: &str = "\x1b[?1049h";

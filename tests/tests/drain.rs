@@ -1,4 +1,5 @@
-//! Planned stops of a server: it finishes the step in hand, writes and seals a checkpoint, and loses nothing.
+//! Planned stops of a server. The server finishes the step in hand, writes and seals a checkpoint, and loses
+//! nothing.
 
 use std::{path::Path, time::Duration};
 

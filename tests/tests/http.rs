@@ -1,5 +1,4 @@
-//! The HTTP address: it agrees with the command line and with the training, and a flood of it harms no other
-//! client.
+//! The HTTP address agrees with the command line and with the training. A flood of it harms no other client.
 
 use std::{
     fs,

@@ -254,7 +254,7 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
             );
             assert_eq!(job_status(&server::addresses(&servers)).servers[2].version, version);
         } else {
-            // The workers go back without further flags: they asked for that checkpoint.
+            // The workers go back without further flags, since --resume-from names that checkpoint.
             let run = train.start_with(["--resume-from", name]).finish();
             assert_eq!(
                 (run.start.first_step, &run.end.state_hash),

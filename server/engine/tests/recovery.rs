@@ -1,4 +1,4 @@
-//! Promise 3 inside one server: workers die at any point of a step and join again. The bits are those of a
+//! Promise 3 inside one server: workers die at any point of a step and join again. The bits equal those of a
 //! run without deaths.
 
 use longshore_engine::job::Stored;

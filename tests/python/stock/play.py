@@ -61,7 +61,7 @@ def job_on(protocol, addresses, name: str, dtype: str, tier: str, contributors=N
 
 
 def gradients_of(job: Job, rank: int, step: int, reads, batch: int):
-    """Returns a gradient in place of a model's backward. It depends on the weights read and on the batch."""
+    """Returns a gradient in place of a model's backward. The gradient depends on the weights read and on the batch."""
     for micro_step in range(job.spec.micro_steps):
         random = np.random.default_rng([batch, rank, step, micro_step])
         noise = job.layout.flat(lambda elements: random.standard_normal(elements, np.float32))

@@ -1,4 +1,4 @@
-"""A rank's side of the protocol: it joins, pulls weights, pushes gradients and learns decisions."""
+"""A rank's side of the protocol: joining, pulling weights, pushing gradients and learning decisions."""
 
 import time
 import zlib

@@ -2,9 +2,9 @@
 memory holds NaN.
 
 An operation may begin after the previous one on its stream, and after the operations that its stream was told to wait for. Nothing else
-orders it, so it stays pending until some operation is awaited. The predecessors of the awaited operation then run too. Of the other
-operations none, some or all run, before or after it as far as that is legal. Freed memory goes back to the stream for which it was
-allocated, as in torch's caching allocators: later operations of that stream may write to it.
+orders it, so it stays pending until some operation is awaited. The predecessors of the awaited operation then run too. None, some or all of
+the other operations run, in any legal order. Freed memory goes back to the stream for which it was allocated, as in torch's caching
+allocators: later operations of that stream may write to it.
 """
 
 import collections
@@ -52,7 +52,7 @@ class Block(np.ndarray):
 
 
 class Simulated:
-    """Has the methods of ``longshore.transfer.device.Accelerator``, and those that a model on it needs.
+    """A simulated ``longshore.transfer.device.Accelerator``, with further methods for a model on it.
 
     Args:
         seed: Seed of the order.
@@ -82,7 +82,7 @@ class Simulated:
         self._touching: dict[int, list[Operation]] = collections.defaultdict(list)
         self.running = threading.Event()
         self.running.set()
-        # One thread for torch there as well, so that sums have a fixed order.
+        # A single thread for torch there as well, so that sums have a fixed order.
         self.thread = ThreadPoolExecutor(1, "accelerator", lambda: torch.set_num_threads(1))
         self.local = threading.local()
 
@@ -270,8 +270,8 @@ class Simulated:
         self.thread.submit(self._do, wanted).result()
 
     def _do(self, wanted: list[Operation]) -> None:
-        """Does the wanted operations and their predecessors. Of the others it does none, some or all possible ones, or everything queued so
-        far."""
+        """Does the wanted operations and their predecessors. ``ways`` decides on other
+        operations: none, some or all possible ones before, or all that are queued."""
         with self.lock:
             self._use_again()
             way = self.random.choice(self.ways)

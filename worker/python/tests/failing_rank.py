@@ -76,7 +76,7 @@ def interrupted(options: dict[str, Any]) -> Callable[[], None]:
 
 
 def streams(options: dict[str, Any]) -> Callable[[], None]:
-    """One rank fails to send its gradients."""
+    """A rank fails to send its gradients."""
     made = Optimizer({**options, "streaming": True})
     made.step(0)
 
@@ -88,7 +88,7 @@ def streams(options: dict[str, Any]) -> Callable[[], None]:
 
 
 def pushes(options: dict[str, Any]) -> Callable[[], None]:
-    """In safe mode one gradient is refused after those of later layers were reduced."""
+    """In safe mode a gradient is refused after later layers' gradients were reduced."""
     made = Optimizer(options)
     made.step(0)
     made.backward(1)

@@ -1,4 +1,4 @@
-"""A rank of test_order_of_ranks.py: it trains on a simulated accelerator. Starts like a process of torchrun."""
+"""A rank of test_order_of_ranks.py, which trains on a simulated accelerator. Starts like a process of torchrun."""
 
 import contextlib
 import faulthandler

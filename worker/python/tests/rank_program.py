@@ -1,4 +1,4 @@
-"""Shared by the programs of ranks: they meet over gloo, make the runs in their arguments, and keep each result."""
+"""Main program of ranks: connects them over gloo, makes the runs in the arguments, and keeps each result."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """The simulated accelerator of accelerator.py among ranks, with late collectives.
 
-A collective follows the work of its caller's stream, on a stream of its process group. It has two operations: the first reads this rank's
-data and sends it to the others, and the second writes the result of all. A rank's device does no work for another rank until that one
-waits. The waiting rank then asks for it; a real device would get there by itself.
+A collective follows the work of its caller's stream, on a stream of its process group. A collective has two operations: the first reads
+this rank's data and sends it to the others, and the second writes the result of all. A rank's device does no work for another rank until
+that one waits. The waiting rank then asks for it; a real device would get there by itself.
 """
 
 import collections
@@ -29,7 +29,7 @@ DEADLINE = 60.0
 
 
 class Mail:
-    """Messages among ranks, through the process group's store. They arrive in order, on a separate thread."""
+    """Messages among ranks, through the process group's store. Messages arrive in order, on a separate thread."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()

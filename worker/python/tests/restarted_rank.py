@@ -1,4 +1,4 @@
-"""A rank of test_torchrun.py: it trains. At its first start, rank 1 kills itself in the middle of a step."""
+"""A rank of test_torchrun.py, which trains. At its first start, rank 1 kills itself in the middle of a step."""
 
 import json
 import os

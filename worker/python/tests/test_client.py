@@ -183,7 +183,7 @@ def test_two_ranks_share_a_job_and_a_third_client_goes_on(servers: str, tmp_path
 
 
 def test_a_flush_of_one_rank_alone_is_refused(servers: str) -> None:
-    """That rank computes its next step with the newest weights, and the other rank with the weights before."""
+    """The flushing rank computes its next step with the newest weights, and the other rank with the weights before."""
     options: Any = {"servers": servers, "job": "flushed-alone", "world_size": 2, "delay": 1, "warmup_steps": 1, "deadline": 10}
     said: dict[int, errors.LongshoreError] = {}
 

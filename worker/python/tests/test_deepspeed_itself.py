@@ -164,8 +164,8 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
     engine.destroy()
 
 
-#: Compiles DeepSpeedCPUAdam, or finds it compiled. One process at a time does so. A leftover file "lock" then belongs to a killed process,
-#: and torch would wait for its removal forever.
+#: Compiles DeepSpeedCPUAdam, or finds it compiled. Processes take turns. A leftover file "lock" then belongs to a killed process, and torch
+#: would wait for its removal forever.
 COMPILE = """
 import fcntl, os, pathlib
 folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])

@@ -90,7 +90,7 @@ print("found", json.dumps(found))
 
 
 def most_of(command: list[str]) -> int:
-    """Runs a command. Returns its peak memory beyond that of an idle process."""
+    """Runs a command. Returns its peak memory beyond an idle process's."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     most = 0
     while process.poll() is None:

@@ -146,7 +146,7 @@ def test_the_trainer_with_an_optimizer_that_was_built_before(
     main = load("trainer")["main"]
     step = random_step(5, STEPS - 1)
     call = f"{str(tmp_path / 'built')!r}, {servers!r}, 'built', is_built=True, **{ARGUMENTS!r}"
-    # One group instead of the Trainer's two; without weight decay these train alike.
+    # A single group instead of the Trainer's two, which train alike without weight decay.
     kill_at(step, start("trainer", call))
     # In the step after a save the servers may still be at the save's version.
     with contextlib.nullcontext() if step == 8 else pytest.warns(UserWarning, match="goes back"):

@@ -147,7 +147,7 @@ def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:job .* goes back")
 def test_going_back_leaves_no_parameter_that_waits_for_the_step_that_was_given_up(tmp_path: Path) -> None:
-    """In streaming mode weights come at their use: those of the abandoned step never come."""
+    """In streaming mode weights come at their use, and the abandoned step's weights never come."""
     ours, undisturbed = pair("mlp")
     with longshore.Server(checkpoint_dir=tmp_path) as server:
         for model, goes_back in ((ours, True), (undisturbed, False)):

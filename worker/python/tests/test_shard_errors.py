@@ -128,7 +128,7 @@ def test_backward_after_the_step() -> None:
 
 
 def test_weights_of_a_delayed_step_after_its_gradients() -> None:
-    """As soon as servers have a step's gradients, they write the next weights over those of the step before last."""
+    """As soon as servers have a step's gradients, the next weights overwrite those of the step before last."""
     model, optimizer, size = deep(delay=1, warmup_steps=0)
     longshore.shard(model, optimizer, size // 2)
     train(model, optimizer, steps=2)

@@ -153,7 +153,7 @@ def test_what_is_here_stays_where_a_step_reads_the_version_of_the_one_before(tra
 
 @pytest.mark.parametrize("delayed", [{}, DELAYED], ids=["exact", "delayed"])
 def test_summed_gradients_have_the_state_of_one_rank(trained: dict[str, list[dict[str, Any]]], delayed: dict[str, Any]) -> None:
-    """That rank takes the same batches as micro-steps, with its model in one piece."""
+    """The single rank takes the same batches as micro-steps, with its model in one piece."""
     model = unit_rank.model_of("deep")
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP, **delayed)
     for step in range(STEPS):

@@ -14,7 +14,7 @@ import longshore
 
 def loaded(options: dict[str, Any]) -> dict[str, Any]:
     """Loads another base, or the one that ``what`` names, between the job's opening and ``shard``. Returns the losses of a model in one
-    piece with these weights, of training and of evaluation, and the names of weights that differ from the loaded ones."""
+    piece with these weights, of training and of evaluation. Also returns the names of weights that differ from the loaded ones."""
     rank, what, budget = distributed.get_rank(), options.pop("what"), options.pop("budget")
     model = model_of("adapters")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)

@@ -309,7 +309,7 @@ def engine(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def left_alone(options: dict[str, Any]) -> str:
-    """One rank trains on, and the other ranks do something else."""
+    """Rank 0 trains on, and the other ranks do something else."""
     rank = distributed.get_rank()
     store = distributed.distributed_c10d._get_default_store()
     model = model_of("deep")

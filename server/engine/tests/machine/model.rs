@@ -399,7 +399,7 @@ impl Model {
         Answer::Decided
     }
 
-    /// Applies an update: it needs a complete set, and the update before it.
+    /// Applies an update. An update needs a complete set, and the update before it.
     pub(crate) fn updated(&mut self, owned: usize, step: u64) {
         assert!(self.complete(owned, step) && step <= self.version);
         assert_eq!(self.shard_versions[owned] + 1, step);

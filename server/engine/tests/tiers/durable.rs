@@ -166,7 +166,7 @@ fn sums_that_were_formed_stay_formed_where_memory_is_kept() {
             let Recovered::Interrupted(interrupted) = recovered else { panic!("memory was kept") };
             assert!(interrupted.shards[1].summed.contains(&Step(2)));
             assert!(!interrupted.shards[0].summed.contains(&Step(2)));
-            // The join of a lone rank: it sends the step again.
+            // A lone rank joins and sends the step again.
             let joined = Joined { incarnation: Incarnation(1), at: Version(1), fence_only: false };
             store.durable.as_ref().unwrap().joined(Rank(0), joined, true);
             drop(store);
