@@ -295,7 +295,7 @@ class Simulated:
         raise AssertionError("operations wait for each other")
 
     def _all(self, operations: list[Operation], awaited: list[Operation] | None = None) -> None:
-        """Does operations in a random legal order: all, or as many as need no further wait than the awaited ones."""
+        """Does operations in a random legal order: all, or as many as possible without a wait for others than ``awaited``."""
         left = operations
         while left := [operation for operation in left if operation.act is not None]:
             ready = [o for o in left if all(before.act is None for before in o.after) and self._is_ready(o)]
