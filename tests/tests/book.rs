@@ -121,7 +121,7 @@ fn the_book_is_made_and_its_links_lead_somewhere() {
         assert!(!made.stderr.contains(level) && !made.stdout.contains(level), "{made:?}");
     }
     let read = |name: &str| fs::read_to_string(out.path().join(name)).unwrap_or_default();
-    assert!(read("glossary.html").contains("optimizer settings and a world size"));
+    assert!(read("glossary.html").contains("optimizer settings, world size"));
     let pages = fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let pages: Vec<String> = pages.map(|name| name.to_string_lossy().into_owned()).collect();
     let (mut broken, mut count) = (Vec::new(), 0);

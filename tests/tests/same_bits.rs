@@ -136,7 +136,7 @@ fn a_run_that_goes_on_with_other_settings_says_which() {
     ] {
         assert!(none.contains(expected), "{none}");
     }
-    assert!(!none.contains("--warmup-steps"), "only what differs is said: {none}");
+    assert!(!none.contains("so far with --warmup-steps"), "only what differs is said: {none}");
 }
 
 /// Random numbers of stochastic rounding depend only on the element and the step.

@@ -57,7 +57,7 @@ mod tests {
         for flag in ["--otlp", "--otlp=http://collector:4317"] {
             assert!(refused(flag).contains("--otlp is no longer there: scrape"), "{}", refused(flag));
         }
-        assert!(refused("--lgo").contains("--log"), "{}", refused("--lgo"));
+        assert!(refused("--logg").contains("--log"), "{}", refused("--logg"));
     }
 
     #[test]
