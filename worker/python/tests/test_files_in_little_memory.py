@@ -110,10 +110,9 @@ def test_no_file_is_held_in_memory(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         longshore, servers = [sys.executable, "-m", "longshore"], ["--servers", address]
-        weights, state = str(tmp_path / "model"), ["--optimizer", str(tmp_path / "adamw.pt")]
-        new = ["--like", "saved", "--job", "imported"]
+        weights, new = str(tmp_path / "model"), ["--like", "saved", "--job", "imported"]
         commands = {
-            "import": most_of([*longshore, "import", *servers, *new, "--from", weights, *state]),
+            "import": most_of([*longshore, "import", *servers, *new, "--from", weights]),
             "export": most_of([*longshore, "export", *servers, "--job", "imported", "--dtype", "f32", "--out", str(tmp_path / "out")]),
         }
     found = json.loads(done.stdout.rsplit("found ", 1)[1]) | commands

@@ -31,7 +31,7 @@ WITHOUT = {
     "a bucket is reduced behind all streams that write there": ("_reduce.let_wait", "scatter"),
     "what is reduced is sent behind that": ("_push_reduced.collective", "scatter safe"),
     "a collective's memory is kept": ("tensors", "scatter safe"),
-    "ranks know of each other's gradients behind their count": ("present.collective", "scatter"),
+    "ranks know of each other's gradients behind their count": ("ranks_with.collective", "scatter"),
     "a gradient is kept until it is in its bucket": ("_send.keep_for", "scatter"),
     "weights are spread behind what ranks gather": ("_spread.collective", "reduced"),
     "a unit is used behind what ranks gather": ("gather.collective", "units"),

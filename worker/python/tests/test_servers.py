@@ -97,8 +97,8 @@ def test_two_ranks_train_on_the_mean_of_their_gradients(servers: str, tmp_path: 
 
 FORK = """
 import os, sys, pathlib, longshore
-from longshore import _server
-folder = pathlib.Path(_server.default().checkpoint_dir)
+from longshore.transfer import server
+folder = pathlib.Path(server.default().checkpoint_dir)
 child = os.fork()
 if child == 0:
     sys.exit(0)
