@@ -41,7 +41,7 @@ impl Borrowed {
     }
 }
 
-/// Borrowers may run at any time, also after the lender has its work back.
+/// Borrowers run the lent work at any time, also after the lender has taken it back.
 #[test]
 fn loom_a_lender_waits_for_all_who_run_its_work() {
     loom::model(|| {

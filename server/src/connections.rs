@@ -181,7 +181,7 @@ enum Turn {
     Calling,
 }
 
-/// Returns a connection's turn. None: the connection stays.
+/// Returns a connection's place in the closing order. None if the connection must stay open.
 fn turn(standing: &Standing) -> Option<Turn> {
     let turn = match (standing.has_calls(), standing.has_called()) {
         (true, _) => Turn::Calling,

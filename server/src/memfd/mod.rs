@@ -1,7 +1,8 @@
 //! Payloads through shared memory: links with workers of this host, and the memory each may refer to.
 //!
-//! A worker keeps its gradients unchanged until the server has copied them into their slot and checked the copy.
-//! Afterwards the worker may overwrite them. In the other direction the worker maps the server's images.
+//! The server copies a chunk into its slot and checks the copy. A lent gradient is read in place, at most until the
+//! step's update is done. The worker leaves both unchanged until then. In the other direction the worker maps the
+//! server's images.
 
 mod link;
 mod serve;

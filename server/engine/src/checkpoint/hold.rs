@@ -86,7 +86,7 @@ impl Store {
         Ok(info)
     }
 
-    /// Loads and starts at once, if there is no other server to wait for.
+    /// Loads a checkpoint into a job and starts the job at once. For a job without other servers to wait for.
     pub fn restore(
         &self,
         job: &Arc<Job>,
@@ -144,7 +144,7 @@ impl Source {
         if found.version != info.version {
             return Err(other());
         }
-        // Blocks of a shard follow one another, and shards in forward order, as they are owned.
+        // `hashes` is by shard in the order of `owned()`, then by block.
         let mut hashes = hashes.into_iter().map(|(_, hash)| hash);
         for &shard in job.owned() {
             let slices = self.layout.slices(job.layout().shard_range(shard));

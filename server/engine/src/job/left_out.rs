@@ -115,12 +115,13 @@ fn bytes_of(array: usize, range: &Range<usize>) -> Range<usize> {
 
 impl Job {
     /// Refuses a decision whose left-out parameters do not follow from those of the decision before. Refuses
-    /// also a decision that leaves out other parameters than those without a gradient here. The decision's
-    /// contributions are compared elsewhere, and so is their completeness.
+    /// also a decision that leaves out other parameters than those without a gradient here. Other checks
+    /// cover the decision's origin and the completeness of contributions.
     ///
     /// A decision of an earlier process of rank 0 is not compared with the gradient: another server has
-    /// applied it. If this server refused it, the servers would differ for ever. A left-out parameter may
-    /// well have a gradient here, since a restarted rank may have computed another one.
+    /// applied it. If this server refused it, the job could never reach one version on all servers. A
+    /// left-out parameter may well have a gradient here, since a restarted rank may have computed another
+    /// one.
     pub(super) fn check_left_out(
         &self,
         machine: &Machine,

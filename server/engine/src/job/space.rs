@@ -26,7 +26,7 @@ pub(super) struct Buffers {
 /// The memory of a job's buffers, before it is cut.
 pub(super) struct Space {
     slab: Slab,
-    /// Images and version stamps, if they lie apart from the rest.
+    /// Images and version stamps, if other processes may map them. Otherwise `slab` has them.
     shared: Option<(Slab, SharedFile)>,
     widths: Widths,
 }

@@ -32,11 +32,11 @@ struct Block<'a> {
 /// Most shards that are updated together, if the tier allows it. After each group the threads wait for each
 /// other, which takes 40 us where a shard's update takes 2 ms.
 const MOST_AT_ONCE: usize = 8;
-/// Growth of the groups: the group that begins at shard `first` has `1 + first / AHEAD` shards. All images of
-/// a group appear when the whole group is done, so most of them appear late. No worker notices while the
-/// update is far enough ahead of the worker's forward, which reads the shards in the same order. The lead
-/// grows with every shard. If forward takes a seventh longer than the update, the lead at shard `first` is
-/// `first / 8` shards. A group may have that many.
+/// An update group that begins at shard `first` has `1 + first / AHEAD` shards. A group's images become
+/// readable together, so most of them are late. No worker waits for a late image while the update leads the
+/// worker's forward by a group: forward reads shards in the same order. The lead grows with every shard. If
+/// forward takes a seventh longer than the update, the lead at shard `first` is `first / 8` shards, and a
+/// group may have that many.
 const AHEAD: usize = 8;
 
 impl Job {

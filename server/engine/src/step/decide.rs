@@ -90,8 +90,8 @@ impl Machine {
         }
     }
 
-    /// Returns the update of shard `owned`, if there is such a shard. Updates of one job run one after the
-    /// other. A shard that still lacks the step before has its turn when that update is done.
+    /// Returns the update of shard `owned`, if there is such a shard. A job's updates run one after the
+    /// other. Each shard is updated to step t before step t+1.
     fn next_update(&self, owned: OwnedShard, step: Step) -> Option<Work> {
         (owned.index() < self.shards.len()).then_some(Work::Update { owned, step })
     }

@@ -111,9 +111,10 @@ impl RankSlot {
         }
     }
 
-    /// Returns the first chunk in this message whose predecessor is neither held nor on its way. A
-    /// predecessor is the same chunk of the micro-step before. Such a message must be refused while `current`
-    /// is being received: if it waited, the predecessor might wait behind it on the same stream for ever.
+    /// Returns the first chunk of this message whose predecessor is neither stored nor being received. A
+    /// predecessor is the same chunk of the micro-step before. The server must refuse such a message while it
+    /// receives micro-step `current`. If the message waited, a predecessor behind it on the same stream could
+    /// never arrive.
     fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
         let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
         let here = |index: u32| {

@@ -150,7 +150,8 @@ fn a_block_has_the_same_home_at_every_call_and_help_stays_near() {
     assert_eq!((full[3].reach.clone(), full[4].reach.clone()), (0..4, 4..8));
     let half = seats(4, &nodes);
     assert_eq!((&half[1].cores, &half[2].cores), (&nodes[0].cores, &nodes[1].cores));
-    // With one node the caller is free, and so is a pool that leaves cores to others.
+    // With one node, the caller's seat has no fixed cores. In a pool that leaves cores to others, no seat
+    // has.
     assert_eq!(seats(2, &[node(&[0, 1])])[1].cores, [1]);
     assert!(seats(2, &nodes[..1]).iter().all(|seat| seat.cores.is_empty()));
     assert!(seats(3, &[node(&[])]).iter().all(|seat| seat.cores.is_empty()));

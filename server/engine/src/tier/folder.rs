@@ -31,8 +31,8 @@ const WHOLE: &str = "restore a checkpoint into a fresh state directory; this fol
 /// name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
-    /// The store's number, the same in all folders and records of one store. Files of another store are so
-    /// never taken for its own.
+    /// Number of the store, the same in all its folders and records. The number tells another store's files
+    /// from its own.
     pub store: u64,
     pub tier: TierKind,
     /// The index of this folder among the folders that the shards are striped over.
@@ -184,8 +184,8 @@ impl Folder {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
-    /// Takes the job's folder. If there is none, makes one under another name, which holds nothing until it
-    /// is [settled](Folder::settle).
+    /// Locks the job's folder and returns it. If there is none, creates a folder with a temporary name, which
+    /// no reader takes for the job's until it is [settled](Folder::settle).
     ///
     /// # Errors
     /// `Corrupt` where there are files and no header: they belong to another program.
@@ -254,7 +254,7 @@ impl Folder {
         written().map_err(io("write", &target))
     }
 
-    /// Renames a complete folder to its own path. From now on it counts.
+    /// Renames a complete folder to its own path, where readers find it from then on.
     pub(super) fn settle(&mut self) -> Result<(), Fault> {
         settle(&self.path, &self.home)?;
         self.path = self.home.clone();

@@ -266,7 +266,8 @@ impl Model {
         if let Some(answer) = self.check_scale(step.0, chunk.loss_scale) {
             return answer;
         }
-        // A shard has room for as many steps as the job may be ahead. The step before may still be in it.
+        // A shard has 1 + `max_delay` gradient slots. An earlier step keeps its slot until the shard is
+        // updated.
         if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
             return Answer::Busy;
         }

@@ -85,7 +85,7 @@ fn a_step_writes_what_was_computed_before() {
         step(1);
         step(2);
         let (written, computed) = (step(3), need(&spec, spill).written);
-        // The tables and records of a job this small are sectors of a few KiB.
+        // `computed` leaves out tables and records, which take less than 128 KiB in a job this small.
         assert!(
             (computed..computed + (1 << 17)).contains(&written),
             "{spill:?}: {written} against {computed}"

@@ -75,13 +75,13 @@ impl Image {
         self.region.bytes()
     }
 
-    /// Bytes to be sent, which the version after next may overwrite meanwhile.
+    /// Returns bytes of the image to send. The version after next may overwrite them during the send.
     pub(super) fn share(&self, within: Range<usize>) -> SharedBytes {
         self.region.share(within)
     }
 
-    /// Returns the memory to write another version to. From here on readers find that the old version is
-    /// gone, so no reader takes a half overwritten image for it.
+    /// Returns the memory to write another version to, and withdraws the old version first. No reader then
+    /// takes a half-written image for the old version.
     pub(in crate::job) fn overwrite(&mut self) -> &mut Region {
         self.set(None);
         &mut self.region

@@ -19,7 +19,7 @@ use crate::{
 /// The image window: the images in DRAM of a job whose images live on drives.
 pub(in crate::job) struct Window {
     pub(super) images: Vec<RwLock<Image>>,
-    /// The index of the image that gives way next.
+    /// The index of the image that is evicted next.
     next: AtomicUsize,
 }
 
@@ -74,7 +74,7 @@ impl Window {
         images.find(|image| image.owned == owned && image.version() == Some(version))
     }
 
-    /// Takes the oldest image, which gives way.
+    /// Evicts the oldest image, and returns its memory for shard `owned`.
     pub(super) fn take(&self, owned: OwnedShard) -> RwLockWriteGuard<'_, Image> {
         let next = self.next.fetch_add(1, Ordering::Relaxed) % self.images.len();
         let mut image = self.images[next].write().unwrap_or_else(PoisonError::into_inner);

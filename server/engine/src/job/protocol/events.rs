@@ -43,8 +43,8 @@ impl Job {
         self.written().map_or(version, |durable| durable.min(version))
     }
 
-    /// Revokes the right of a rank's earlier processes to push, before the new one acts on its reads here.
-    /// Answer the rank only after [`Job::keep_joined`] has returned.
+    /// Revokes the right of a rank's earlier processes to push, before the new process acts on state that it
+    /// has read from this server. Answer the rank only after [`Job::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();
@@ -57,8 +57,8 @@ impl Job {
         Ok(())
     }
 
-    /// Binds a rank to a process. Returns false while bytes of the rank's earlier process are still being written: ask
-    /// again after a change. Answer the rank only after [`Job::keep_joined`] has returned.
+    /// Binds a rank to a process. Returns false while a chunk of the rank's earlier process is being received or
+    /// summed: call again after a change. Answer the rank only after [`Job::keep_joined`] has returned.
     pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
         self.check_alive()?;
         let mut machine = self.protocol.machine();

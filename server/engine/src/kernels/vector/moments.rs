@@ -15,7 +15,7 @@ pub(super) trait Moments<V: Lanes>: Copy {
     unsafe fn store(self, i: usize, count: usize, moments: Slots<V>);
 }
 
-/// Asks for the memory `ahead` of elements `i` and on, once for each line.
+/// Prefetches the memory `ahead` elements after element `i`, once for each cache line.
 #[inline(always)]
 pub(super) unsafe fn prefetch<V: Lanes, T>(from: *const T, i: usize, ahead: usize) {
     const LINE: usize = 64;
@@ -244,7 +244,7 @@ pub(super) unsafe fn sixteen<V: Lanes, const HIGH: bool>(random: V::Words) -> V:
     if HIGH { V::shift_right::<16>(random) } else { V::and_words(random, V::splat_words(0xFFFF)) }
 }
 
-/// Rounds lanes that went through [`quiet`](Lanes::quiet) stochastically to bf16.
+/// Rounds lanes to bf16, stochastically. Each NaN must be canonical, as [`quiet`](Lanes::quiet) makes it.
 #[inline(always)]
 pub(super) unsafe fn round<V: Lanes, const HIGH: bool>(lanes: V, random: V::Words) -> V::Half {
     V::upper_half(V::add_words(lanes.to_words(), sixteen::<V, HIGH>(random)))

@@ -168,7 +168,7 @@ impl VersionWriter {
         self.flush(file)
     }
 
-    /// Writes and flushes `at_once` copies at a time.
+    /// Writes the record's copies, and flushes after every `at_once` of them.
     fn write_records(&self, file: usize, parity: usize, frame: &[u8], at_once: usize) -> Result<(), Fault> {
         let copies: Vec<u64> = (0..RECORD_COPIES).map(|copy| FilePlan::record_at(parity, copy)).collect();
         for copies in copies.chunks(at_once) {

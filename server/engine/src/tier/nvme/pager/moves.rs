@@ -29,8 +29,8 @@ impl ShardPager {
         if state.writing > 0 {
             return Ok(None);
         }
-        // All buffers hold prefetched shards, and the one needed last gives way. Before the start buffers
-        // hold loaded shards. The least recently used of them gives way, once it is written.
+        // All buffers hold prefetched shards: the shard needed last is evicted. Before the start buffers hold
+        // loaded shards: the least recently used one is evicted, once it is written.
         let count = state.entries.len();
         let distance = |owned: OwnedShard| (owned.index() + count - state.next.index()) % count;
         let ready = |owned: &OwnedShard| {

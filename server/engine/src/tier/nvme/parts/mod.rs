@@ -50,7 +50,7 @@ pub(super) struct Buffer {
     checked: AtomicBool,
 }
 
-/// A part in memory, for a reader that uses it. Its place does not give way meanwhile.
+/// A part in memory, for a reader that uses it. The part is not evicted meanwhile.
 pub(super) struct InUse<'a> {
     window: &'a ReadWindow,
     place: usize,
@@ -144,7 +144,7 @@ impl ReadWindow {
 }
 
 impl Inner {
-    /// The memory of a place that has given way.
+    /// Returns the memory of an evicted place.
     fn give_way(&mut self, place: usize) -> Region {
         let buffer = self.buffers[place].take().and_then(Arc::into_inner);
         buffer.expect("a place without users, which no drive fills, has the only reference").region

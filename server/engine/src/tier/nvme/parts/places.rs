@@ -1,4 +1,4 @@
-//! Places of the read window: the part of an image that each holds, and the place that gives way. Nothing is
+//! Places of the read window: the part of an image that each holds, and the place to evict next. Nothing is
 //! moved here.
 
 use longshore_proto::Version;
@@ -29,7 +29,7 @@ pub(in crate::tier::nvme) struct PartOf {
 pub(super) enum Found {
     /// The part is in this place, or on its way there.
     Here(usize),
-    /// The part is to be read into this place, which has given way.
+    /// The reader must read the part into this place, whose old part is evicted.
     Read(usize),
     /// All places are in use, and one of them will be released.
     Full,
@@ -47,7 +47,7 @@ struct Place {
     /// The part that a reader may find here, if any.
     holds: Option<PartOf>,
     reading: bool,
-    /// A place with users does not give way.
+    /// Number of readers. A place with users is not evicted.
     users: usize,
     /// The part was read ahead, and nobody has asked for it yet.
     expected: bool,
@@ -68,7 +68,7 @@ impl Places {
         place.users == 0 && !place.reading
     }
 
-    /// Returns a place to give way: an empty one, or the one whose part was requested longest ago.
+    /// Returns the place to evict: an empty one, or the one whose part was requested longest ago.
     fn idle(&self) -> Option<usize> {
         let overdue = self.clock.saturating_sub(PATIENCE * self.places.len() as u64);
         let idle = |place: &Place| Places::is_free(place) && (!place.expected || place.used < overdue);
@@ -76,7 +76,7 @@ impl Places {
         places.min_by_key(|(_, place)| place.holds.map(|_| place.used)).map(|(index, _)| index)
     }
 
-    /// Finds a part, or a place for it. If all parts are still expected, the latest prefetch gives way.
+    /// Finds a part, or a place for it. If all parts are still expected, the latest prefetch is evicted.
     pub(super) fn want(&mut self, part: PartOf) -> Found {
         self.clock += 1;
         let found = self.find(part);
@@ -93,7 +93,8 @@ impl Places {
         Found::Read(index)
     }
 
-    /// Returns the place to prefetch a part into. None if the part is here already, or no place gives way.
+    /// Returns the place to prefetch a part into. None if the part is here already, or no place can be
+    /// evicted.
     pub(super) fn ahead(&mut self, part: PartOf) -> Option<usize> {
         if self.find(part).is_some() {
             return None;
@@ -207,7 +208,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever readers do, a part is found only where it was read, and no place in use gives way. There
+        /// Whatever readers do, a part is found only where it was read, and no place in use is evicted. There
         /// is a place for a reader unless readers and drives hold all of them.
         #[test]
         fn no_place_in_use_gives_way(
