@@ -1,4 +1,4 @@
-//! Sinks of a stream's bytes, which arrive through h2 or past it.
+//! Sinks: parsers of a stream's bytes, which come from h2 or straight from the socket.
 
 use std::io;
 

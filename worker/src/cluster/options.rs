@@ -66,7 +66,7 @@ impl FromStr for Transport {
     }
 }
 
-/// Start from [`Options::new`] and change what differs.
+/// Options of a session. Start from [`Options::new`], and change single fields.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// `host:port`, `http://host:port`, `https://host:port` or, on the same host, `unix:/path`. Every rank has the

@@ -79,7 +79,7 @@ impl Peer {
         AdminClient::new(self.control.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
     }
 
-    /// A data connection for calls below the codec.
+    /// Returns a data connection, for calls whose payloads bypass tonic's codec.
     pub(crate) fn data(&self, connection: usize) -> Connection {
         self.data[connection % self.data.len()].clone()
     }

@@ -81,7 +81,7 @@ impl AsFd for Extent {
 
 impl Arena {
     fn lock(&self) -> MutexGuard<'_, Space> {
-        // Every change leaves whole pieces.
+        // Poisoning is ignored: a panic leaves no piece half cut or half freed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

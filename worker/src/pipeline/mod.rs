@@ -272,8 +272,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Starts to pull the version that `next` reads, if this rank has finished the step that makes it. In a
-    /// delayed job that is so one step earlier.
+    /// Starts to pull the version that `next` reads, if this rank has finished the step that makes it. A delayed job
+    /// starts this pull one step earlier.
     fn open_ahead(&mut self, next: Step) -> Result<()> {
         let version = self.options.schedule.reads(next);
         if version.0 <= self.last.0 {

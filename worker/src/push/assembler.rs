@@ -92,7 +92,7 @@ pub(crate) struct Collector {
     /// By parameter: true until its gradient is put. None if the rank does not contribute.
     awaited: Vec<Option<bool>>,
     left: usize,
-    /// By shard: the way its gradient leaves.
+    /// By shard: whether its gradient is sent in chunks or lent.
     ways: Vec<Way>,
 }
 
@@ -264,9 +264,9 @@ impl Assembler {
         Assembler { collector, outbox, feed, sums }
     }
 
-    /// Takes lent gradients back once all weights of this feed are here. Servers no longer read the gradients of
-    /// the step that made these weights, nor earlier ones. Mostly that is so at the first `put`, whose gradient
-    /// then gets this memory.
+    /// Takes lent gradients back once all weights of this feed have arrived. Servers no longer read the gradients of
+    /// the step that made these weights, nor earlier ones. Usually all weights are there at the first `put`, whose
+    /// gradient then reuses this memory.
     fn take_back(&mut self) {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();

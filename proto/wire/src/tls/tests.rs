@@ -1,4 +1,4 @@
-//! Both ends over TCP, with folders of files.
+//! TLS between client and server over TCP, with certificates from temporary folders.
 
 use std::{fs, io, path::Path, sync::Arc};
 

@@ -197,7 +197,7 @@ mod tests {
         assert!(Peak::of(&model, &work, Stage::Three).total() > device);
         let peak = Peak::of(&model, &Workload { offloading: true, ..work }, Stage::Three);
         assert!(peak.total() < device, "{peak:?}");
-        // Activations of 16 GPUs fit beside the server in their host's 1.5 TB.
+        // A host of 16 GPUs has 1.5 TB. Their activations take less than 250 GB of it, beside the server.
         assert!(16 * peak.on_host < 250_000_000_000, "{peak:?}");
     }
 

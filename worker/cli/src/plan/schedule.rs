@@ -303,8 +303,8 @@ impl<'a> Simulation<'a> {
         self.run.activations * self.run.units[unit].elements / all / self.hardware.link
     }
 
-    /// Computes with a unit's weights for `seconds`, not before its activations have room or are back. Returns the
-    /// end.
+    /// Computes with a unit's weights for `seconds`, and returns the end. `activations_at` is the time when forward
+    /// has room for the unit's activations, or when backward has them back.
     fn compute(&mut self, (unit, seconds): (usize, f64), is_pulled: bool, activations_at: f64) -> f64 {
         let readable = if self.run.delayed { self.older[unit] } else { self.newest[unit] };
         let ready = match self.run.stage {

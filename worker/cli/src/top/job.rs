@@ -225,7 +225,7 @@ pub(super) mod tests {
             .map(|text| ("host:7070".to_string(), Ok(waits(text))));
         let view = job_view("default", &answers.into(), &mut Known::default(), (NOW_MS, Instant::now()));
         assert!(view.waiting_for.ends_with("from rank 1"), "{view:?}");
-        // A decision on its way is no trouble; a decision that does not come is.
+        // A decision awaited for 1 s is no trouble; one awaited for 60 s is.
         let waits = |ago_ms| DescribeResponse { waiting_for: decision.clone(), ..answer(20, ago_ms) };
         assert!(view_of(Ok(waits(1000))).troubles.is_empty());
         let stalled = view_of(Ok(waits(60_000)));

@@ -28,7 +28,7 @@ use super::{
 
 /// The period of looks at the servers.
 const PERIOD: Duration = Duration::from_secs(1);
-/// The longest delay of a change other than a key, such as the window's size.
+/// The longest wait for keys before the next frame. A change of the window's size shows that late at most.
 const KEYS: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// Size of a frame without a terminal.
 const SIZE: (u16, u16) = (80, 24);

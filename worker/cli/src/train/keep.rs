@@ -22,9 +22,9 @@ pub(super) struct Keeper<'a> {
     embedded: bool,
     /// The newest checkpoint of this run.
     last: Option<(String, Version)>,
-    /// Failed attempts since `last`.
+    /// Checkpoints that failed since `last`.
     failures: u32,
-    /// The step after which the next attempt is made, after a failure.
+    /// After a failed checkpoint: the step after which the next one is tried.
     retry_at: u64,
     said_not_shared: bool,
 }

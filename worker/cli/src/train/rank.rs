@@ -49,7 +49,7 @@ struct DeviceBuffers {
 
 /// Runs one rank to the end of training.
 pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: bool) -> anyhow::Result<()> {
-    // A rank other than 0 that was started by hand ends with its signal, as with kill -9: that loses nothing.
+    // A rank other than 0 that was started by hand catches no signal. Its sudden end loses nothing, as with kill -9.
     let part = match (rank, settings.launched) {
         (0, _) => Some(Part::Decides),
         (_, launched) => launched.then_some(Part::Follows),

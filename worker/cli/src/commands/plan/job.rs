@@ -55,9 +55,10 @@ impl Args {
 
     /// Returns the job's spec for this many parameters.
     fn spec_of(&self, elements: u64) -> anyhow::Result<JobSpec> {
-        // Tensors are cut at shards: the division of parameters into tensors does not change the result.
+        // Each parameter here is one shard long, since the division of a model into tensors does not change the
+        // result.
         let cut = self.shard_elements;
-        // Checked before the parameters are listed.
+        // The limit is checked before the list of parameters takes memory.
         ensure!(
             elements.div_ceil(cut) <= MAX_SHARDS,
             "{elements} parameters in shards of {cut} are more than {MAX_SHARDS} shards: give a larger --shard-elements"

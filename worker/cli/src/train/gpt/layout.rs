@@ -112,7 +112,7 @@ impl Gpt {
         normal(seed, param as u64, elements, deviation)
     }
 
-    /// Each layer adds to the residual stream twice.
+    /// Returns the initial deviation of weights that add to the residual stream, as each layer does twice.
     fn residual_deviation(&self) -> f64 {
         DEVIATION / (2.0 * self.config.layers as f64).sqrt()
     }

@@ -1,4 +1,5 @@
-//! The matrix product: the only call of `gemm`, whose functions take pointers.
+//! Matrix products over slices with checked bounds. Only this module calls the crate `gemm`, whose functions take raw
+//! pointers.
 
 mod real;
 
