@@ -35,7 +35,7 @@ def links(args):
     link, params = 25_000_000, 67_108_864
     cases = [("0", 0), ("0", 2000), ("1", 1000)]
     for delay, compute_ms in cases:
-        # With these counts the median is of a step in the middle of a run.
+        # With these counts, the median step lies in the middle of a run.
         steps = 5 if delay == "1" else 3 if compute_ms else 2
         alone = None
         for count in (1, 2, 4, 8):

@@ -58,7 +58,7 @@ impl Fetch {
         without_gil(py, read)
     }
 
-    /// Ends the wait of a reading thread. Without a reader, the weights are given up.
+    /// Ends the wait of a reading thread. Without a reader, abandons the pull.
     fn cancel(&self) {
         self.is_cancelled.store(true, Relaxed);
         drop(self.take());

@@ -59,7 +59,7 @@ def net(seed: int = 0) -> Net:
 
 
 def tensor_parallel(model: Net, mesh: DeviceMesh) -> None:
-    """Norms are replicated, and each works on a part of the sequence. Their gradients are therefore sums still to be formed."""
+    """Parallelizes the model over the mesh. Each rank's norms see a part of the sequence, so gradients of norms are partial sums."""
     given = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     parallelize_module(model.norm, mesh, given)
     plan = {
@@ -136,7 +136,7 @@ def placements(chance: random.Random, dims: int, mesh: DeviceMesh) -> list[Any]:
 
 
 def placed(values: Tensor, mesh: DeviceMesh, given: list[Any]) -> DTensor:
-    """Returns this rank's part as torch makes it: torch does not distribute strided shards."""
+    """Returns this rank's part of a tensor. Strided shards are cut here, since ``distribute_tensor`` does not accept them."""
     if not isinstance(given[0], _StridedShard):
         return distribute_tensor(values, mesh, given)
     shape, offset = compute_local_shape_and_global_offset(values.shape, mesh, given)

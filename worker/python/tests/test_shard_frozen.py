@@ -109,7 +109,7 @@ def test_a_frozen_weight_that_one_rank_writes_to_is_pulled_whole_by_the_others(t
 
 
 def test_ranks_that_go_back_to_a_checkpoint_get_its_base(tmp_path: Path) -> None:
-    """Each rank has written to its base meanwhile."""
+    """Each rank writes to its frozen weights between the checkpoint and the return to it."""
     with running("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB") as servers:
         ways = {"sum": KEEP, "scatter": {**KEEP, **SCATTER}}
         runs = [("back", {"servers": servers, "job": name, **options}) for name, options in ways.items()]

@@ -1,4 +1,4 @@
-"""Units on a device: weights come through page-locked memory on a separate stream, and no use precedes them."""
+"""Units on a device: weights are copied from page-locked memory on a separate stream, and no computation uses them before."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

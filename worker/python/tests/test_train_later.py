@@ -19,7 +19,7 @@ import longshore
 from longshore import errors
 
 LATER: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1, "frozen": "train-later"}
-#: Ways in which gradients leave and steps are made.
+#: By name of a mode of training: the optimizer's options.
 MODES: dict[str, dict[str, Any]] = {
     "safe": {},
     "streaming": {"streaming": True},

@@ -139,7 +139,7 @@ def _of_dlpack(name: str, value: Any, writable: bool) -> HostArray | None:
     if not hasattr(value, "__dlpack__"):
         return None
     if hasattr(value, "block_until_ready"):
-        # An array of JAX may still be computed.
+        # JAX computes asynchronously: the array's values may not exist yet.
         value.block_until_ready()
     try:
         if int(value.__dlpack_device__()[0]) not in _HOST_DEVICES:

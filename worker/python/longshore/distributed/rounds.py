@@ -145,7 +145,7 @@ class Rounds:
             if all(other == wish for other in wishes):
                 return True
             if any(other[0] == _ENDS for other in wishes) and all(other[1] == _MEETS for other in wishes):
-                # Some ranks end and others have made a further step: they never want the same again.
+                # Some ranks end, and others have made a further step, so ranks can no longer agree.
                 self.is_over = True
                 return False
             if wish == min(wishes):

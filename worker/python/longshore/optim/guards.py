@@ -152,7 +152,7 @@ class Writes:
         Raises:
             UsageError: naming the parameter, also if its shape or type changed.
         """
-        # The servers' weights are read into memory of a tensor's shape.
+        # Servers' weights are read into memory of the tensor's current shape, so a changed shape is refused first.
         _params.check_unchanged(written, [])
         for param in written:
             mine = _memory(param)

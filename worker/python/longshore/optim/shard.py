@@ -249,8 +249,8 @@ def _check_written(connection: Connection, is_gathered: bool, was_open: bool) ->
 
 
 def _take_written(fetcher: Fetcher, was_open: bool) -> None:
-    """Keeps a whole copy of each frozen weight written since the job was opened, as of a weight written later. Forward must use the written
-    weights, which servers do not have."""
+    """Keeps a whole copy of each frozen weight that was written since the job was opened. Forward must use the written weights, which
+    servers do not have. Weights written later are kept likewise."""
     if fetcher.rounds is not None:
         # Each rank sees only its own part, and no rank may pull a weight that another rank has written.
         names = agree.together(lambda: fetcher.written() if was_open else [])

@@ -374,7 +374,7 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
 
 
 def _check_meeting(connection: Connection, version: int) -> None:
-    """Refuses to go back if several ranks cannot wait for each other: a rank may read state that another abandons."""
+    """Raises if several ranks cannot wait for each other. One rank might read state while another has the servers abandon it."""
     if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     raise invalid(

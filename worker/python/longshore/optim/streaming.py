@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from longshore.transfer.options import Options
 
 
-#: Elements that leave together. A chunk has more, and is sent when it is whole, so servers wait no longer for it.
+#: Gradients are pushed in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
+#: does not delay servers.
 ENOUGH = 64 * 1024
 
 
@@ -321,7 +322,7 @@ class Stream:
         return True
 
     def _finish_together(self, optimizer: Streamed, connection: "Connection", ranks: "Ranks") -> bool:
-        """Ends the step's gradients as :meth:`finish`. A rank without gradients still takes part in the others' collectives."""
+        """Implements :meth:`finish` for ranks that reduce gradients together. A rank without gradients takes part in the collectives too."""
         while self._micro_steps < optimizer._options.accumulate:
             connection.weights.meet()
             if not ranks.end_micro_step(connection.job, optimizer._check_missing):

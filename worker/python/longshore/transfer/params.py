@@ -259,15 +259,15 @@ _owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
 
 
 def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any, *, is_begun: bool = True) -> None:
-    """Makes ``optimizer`` the owner of parameters. An earlier owner is closed if it can give way. For example a scheduler or a traceback
+    """Makes ``optimizer`` the owner of parameters, and closes an earlier owner if its ``give_way`` allows that. For example a scheduler
     may still refer to the optimizer of a notebook cell that runs again.
 
     Args:
-        is_begun: whether the optimizer makes a step now. Otherwise an owner that cannot give way may still end before the first step, and
-            nothing is noted.
+        is_begun: whether the optimizer makes a step now. If not, an earlier owner that stays is no error, since it may end before the first
+            step. The owners then stay unchanged.
 
     Raises:
-        UsageError: if another owner cannot give way.
+        UsageError: if an earlier owner stays.
     """
     if owners(named, optimizer):
         gc.collect()  # a dropped optimizer may still wait for collection
@@ -287,7 +287,7 @@ def claim(named: Sequence[tuple[str, Tensor]], optimizer: Any, *, is_begun: bool
 
 
 def owners(named: Sequence[tuple[str, Tensor]], optimizer: Any = None) -> list[tuple[str, Any]]:
-    """Returns the other optimizers that own some of the parameters, each with the name of its first one."""
+    """Returns the other optimizers that own some of the parameters, each with the name of the first such parameter."""
     found: dict[int, tuple[str, Any]] = {}
     for name, mine in named:
         tensor, owner = _owners.get(id(mine), (None, None))

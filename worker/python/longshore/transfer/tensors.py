@@ -228,7 +228,7 @@ def _set_data(tensor: Any, value: Tensor) -> None:
     """Handles ``tensor.data = value``, as ``Module.to`` does it. An assignment that changes nothing passes."""
     if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
         return
-    # To torch cpu:0 is another device than cpu, so ``to`` copies. Accelerate calls it so where a launcher started the process.
+    # ``to("cpu:0")`` copies, since torch tells cpu:0 from cpu. Accelerate calls it in processes that a launcher started.
     if value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype:
         with tensor._longshore_home.using([tensor._longshore_member]):
             if torch.equal(tensor, value):

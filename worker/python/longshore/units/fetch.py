@@ -167,8 +167,9 @@ class Fetch:
         self.pull: Any = None
         #: Members that their device copies from servers' memory.
         self.lent: MappedFetch | None = None
-        #: Copies to a member or a part of it once the source has arrived. Staging memory with its device.
+        #: Pairs (target, source) to copy once the source has arrived. A target is a member or a part of one.
         self.sources: list[tuple[Tensor, Tensor]] = []
+        #: Staging memory, with the device that copies from it.
         self.staged: list[tuple[Tensor, torch.device]] = []
         #: Members of which this fetch brings a rank's part, with the bytes to gather and the size of a part.
         self.shared: list[tuple[Member, Tensor, int]] = []
