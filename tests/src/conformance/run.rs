@@ -172,7 +172,7 @@ pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[Str
     assert_eq!(run.images.len(), reference.images.len(), "images");
 }
 
-/// Runs the plan with servers and in the loop, and compares.
+/// Trains the plan with servers and with the reference, and compares both traces.
 #[track_caller]
 pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
     let (run, reference) = (train(cluster, model, plan, job), super::reference::train(model, plan));
