@@ -38,12 +38,11 @@ pub fn copy_past_caches(source: &[u8], target: &mut [u8]) {
     target.copy_from_slice(source);
 }
 
-/// Copies bytes that another process may write meanwhile: each byte is loaded once, and is as it is just
-/// then.
+/// Copies bytes that another process may write during the copy. Each byte is loaded once.
 ///
-/// x86-64 has one instruction for it. The compiler knows nothing of it, and so assumes nothing of the loaded
-/// bytes. memcpy uses the same instruction for as many bytes. Loads and stores take a fifth to a third
-/// longer. Elsewhere, and for few bytes, Rust has volatile loads for memory that it does not know all
+/// x86-64 has one instruction for this copy. The compiler does not see its loads, and so assumes nothing of
+/// the loaded bytes. memcpy uses the same instruction for as many bytes. Loads and stores take a fifth to a
+/// third longer. Elsewhere, and for few bytes, Rust has volatile loads for memory that it does not know all
 /// accesses of. (An atomic load would do as well, but there is none of 16 bytes at once. With eight a core
 /// copies two thirds as fast.)
 ///

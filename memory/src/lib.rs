@@ -10,7 +10,7 @@
 //! | another process | [`Foreign`], [`Source`] | volatile copies, and kernels that load each element once |
 //! | another thread of this process | [`SharedBytes`] | by the kernel, which is given the address |
 //!
-//! Every mapping is made here, and so is every pointer into one.
+//! Only this crate makes mappings, and pointers into mappings.
 
 #![allow(unsafe_code)]
 

@@ -117,7 +117,7 @@ mod tests {
     use super::*;
     use crate::SharedFile;
 
-    /// The bytes as they are when they are written, in order, beside bytes of the caller's own.
+    /// writev sends shared bytes as they are during the call, in order with the caller's own bytes.
     #[test]
     fn the_kernel_reads_what_is_there_when_it_reads() {
         let (mut region, _file) = SharedFile::lendable(8192).unwrap();

@@ -27,7 +27,7 @@ pub struct AllocationError {
     pub source: io::Error,
 }
 
-/// Threads near which memory is put.
+/// Threads that place memory near themselves, on their NUMA node.
 pub trait Near {
     /// Runs `part` once for each thread, with its part of `0..count`, near the memory that it will use.
     fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync));

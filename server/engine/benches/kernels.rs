@@ -156,8 +156,8 @@ impl Low {
     }
 }
 
-/// Runs low-precision AdamW through memory and, as `cached`, on one block; memory makes the difference. It is to be
-/// compared with `update_memory/bf16`.
+/// Runs low-precision AdamW through memory and, as `cached`, on one block. The difference is the cost of memory.
+/// Compare `memory` with `update_memory/bf16`.
 fn update_low_precision(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("update_low");
     group.throughput(Throughput::Elements(BLOCK as u64));

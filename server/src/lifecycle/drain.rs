@@ -81,7 +81,7 @@ impl Server {
     }
 }
 
-/// Waits for the current step. A job whose workers are gone stays as it is.
+/// Waits for the current step, at most until the deadline. A job without workers keeps its unfinished step.
 async fn finish(handle: &Arc<JobHandle>, last: Version, deadline: Instant) {
     let done = || {
         let progress = handle.job.progress();

@@ -17,7 +17,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// `connection` is that of the call.
+    /// `connection` is the call's connection.
     pub(super) fn new(bounds: &Arc<Bounds>, connection: Option<&Taps>) -> Room {
         Room { bounds: Arc::clone(bounds), connection: connection.cloned() }
     }

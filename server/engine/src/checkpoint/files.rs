@@ -75,8 +75,8 @@ impl Draft {
         }
     }
 
-    /// Flushes the bytes, then gives the file its name, then flushes the folder. After a crash the name is so
-    /// never there without the bytes.
+    /// Flushes the bytes, then gives the file its name, then flushes the folder. So a crash cannot leave the
+    /// name without the bytes.
     pub(super) fn publish(&self) -> Result<(), Fault> {
         self.file.sync_all().map_err(io("fsync", &self.temporary))?;
         fs::rename(&self.temporary, &self.target).map_err(io("rename", &self.temporary))?;
@@ -84,8 +84,8 @@ impl Draft {
         sync_folder(parent(&self.target))
     }
 
-    /// Removes the file unless it is published. Dropping the draft does so too, but another thread may hold the draft
-    /// for a while.
+    /// Removes the file unless it is published. Dropping the draft also removes the file, but another thread may hold
+    /// the draft for a while.
     pub(super) fn discard(&self) {
         if self.settled.swap(true, Ordering::Relaxed) {
             return;

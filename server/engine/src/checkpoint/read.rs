@@ -17,8 +17,8 @@ use super::{
     plan::MAX_HEADER_BYTES,
 };
 
-/// The largest single read. A reader of many parts so stays interruptible, and the page cache does not fill
-/// far ahead.
+/// The largest single read. At this size, a reader of many parts can be interrupted soon, and the page cache
+/// does not fill far ahead.
 const PIECE: usize = 8 * 1024 * 1024;
 
 pub(super) struct PartReader {
@@ -62,7 +62,7 @@ impl PartReader {
     fn read_tail(&mut self, part: &Part) -> Result<(), Fault> {
         let start = self.range(Table::State.name())?.start;
         let length = part.bytes - self.data_start - start;
-        // The header is verified, so this length is the writer's and no result of damage.
+        // The header is verified, so damage cannot have changed this length.
         self.tail = vec![0; length as usize];
         self.tail_start = start;
         let mut tail = std::mem::take(&mut self.tail);

@@ -41,8 +41,8 @@ pub struct RestoreInfo {
 pub(super) struct Source {
     pub(super) manifest: Manifest,
     pub(super) layout: Layout,
-    /// The parts that lie in this folder, or why a part does not. A part on another host may not be needed
-    /// here.
+    /// The parts that lie in this folder, or the fault of a missing part. This server may not need a part on
+    /// another host.
     readers: Vec<Result<PartReader, Fault>>,
     /// By old shard: the part that has it.
     owners: Vec<usize>,

@@ -203,8 +203,8 @@ impl Job {
                 continue;
             }
             let mut current = self.images.to_make(owned, version);
-            // The image of the version before and that of the next version have the same place. The next
-            // version is asked for, since before version 0 there is none.
+            // The images of version v - 1 and version v + 1 share one place. The next version's place is
+            // requested here, since version 0 has no version before it.
             let mut older = self.images.to_make(owned, Version(version.0 + 1));
             let length = self.images.len(owned);
             let mut result = Ok(());

@@ -1,5 +1,5 @@
 //! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON
-//! checks for them. A reader that does not know such a field would go on with other bits.
+//! checks for them. A reader that ignored such a field would continue with other bits.
 
 use longshore_proto::{Fault, FaultKind};
 use serde::Deserialize;
@@ -45,7 +45,8 @@ pub(crate) fn check(json: &[u8]) -> Result<(), Fault> {
     }
 }
 
-/// Refuses a header whose job took gradients as they came. A checkpoint of that job restores into one that checks them.
+/// Refuses the header of a job that did not check gradients. A checkpoint of such a job can be restored into a job that
+/// checks gradients.
 pub(crate) fn check_header(json: &[u8]) -> Result<(), Fault> {
     match serde_json::from_slice(json) {
         Ok(Retired { spec: Some(RetiredSpec { unchecked: true, .. }), .. }) => {

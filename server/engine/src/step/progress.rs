@@ -12,7 +12,7 @@ pub struct Progress {
     /// The number of decided steps that updated: Adam's t.
     pub applied: u64,
     pub last_commit: Option<Commit>,
-    /// At version 0: the parameters whose state fewer updates made than `applied`.
+    /// At version 0: the parameters whose state has had fewer updates than `applied`.
     pub left_out: Vec<LeftOut>,
     /// The shards that still lack weights, while the job is loading.
     pub missing: Vec<ShardId>,

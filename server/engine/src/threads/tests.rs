@@ -221,8 +221,8 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
 }
 
 /// With two calls open a pool's thread leaves the first one's blocks for the other one's. All blocks of the
-/// first call wait until a block of the second one has run on that thread. A thread that took calls as they
-/// come would wait for ever.
+/// first call wait until a block of the second one has run on that thread. A thread that finished each call
+/// before the next would wait for ever.
 #[test]
 fn a_thread_turns_to_another_call_before_the_first_is_done() {
     let pool = ThreadPool::new(2).unwrap();

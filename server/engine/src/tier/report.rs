@@ -38,7 +38,7 @@ pub struct VersionReport {
 }
 
 impl Report {
-    /// Returns true if a server goes on from here as it is.
+    /// Returns true if a server can continue from these folders without repair.
     pub fn is_whole(&self) -> bool {
         let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
         // A folder without any record was never loaded, unless broken records show that it once had some.

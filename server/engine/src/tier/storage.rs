@@ -52,8 +52,8 @@ pub enum Spill {
     #[default]
     State,
     /// The images of all jobs too, and the gradients that are not lent. DRAM holds the newest images, and pulls read
-    /// the others from the drives. Chunks go to the drives as they come, and sums of ranks and micro-steps as they
-    /// are formed. Updates read them back.
+    /// the others from the drives. Each chunk is written to the drives on arrival, and each sum of ranks and
+    /// micro-steps once it is formed. Updates read both back.
     All,
 }
 

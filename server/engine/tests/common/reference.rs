@@ -222,7 +222,7 @@ fn quiet(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x }
 }
 
-/// Sums contributions: a single contribution is taken as it is. Several are widened and added in order. A
+/// Sums contributions: a single contribution is only widened. Several are widened and added in order. A
 /// partition's sum is over its contributors.
 pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
     let decoded: Vec<Vec<f32>> =

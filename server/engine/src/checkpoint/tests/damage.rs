@@ -116,7 +116,7 @@ fn a_damaged_block_is_named_and_a_good_checkpoint_still_restores() {
     assert_eq!(fixture.target.state_hash(), fixture.state_hash);
 }
 
-/// The images of a failed restore must not be taken for those of the next one.
+/// The next restore must not use the images of a failed one.
 #[test]
 fn a_failed_restore_leaves_no_images() {
     let fixture = fixture();

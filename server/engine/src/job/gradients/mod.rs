@@ -44,7 +44,8 @@ pub(super) struct Gradients {
 pub(super) struct ShardGradients {
     /// By slot, then by contributor.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// The sum, in fp32. None if the shard has one contribution in a step, which is then used as it came.
+    /// The sum, in fp32. None if the shard has one contribution in a step: updates then read the
+    /// contribution.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,

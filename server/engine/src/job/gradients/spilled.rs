@@ -26,8 +26,8 @@ use crate::{
     tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
-/// Number of chunks that may be on their way to the drives, beside one that each connection may be bringing.
-/// With four for each drive, four drives are near their full speed.
+/// Most chunks that are being written to the drives, beside one that each connection may be receiving. With
+/// four for each drive, four drives are near their full speed.
 const ON_THEIR_WAY: usize = 16;
 
 /// Number of whole gradients in DRAM for updates: one in use and one prefetched.
@@ -49,7 +49,7 @@ struct Desk {
     signal: Arc<Signal>,
 }
 
-/// A chunk in DRAM, on its way from a worker to the drives.
+/// A received chunk in DRAM, before it is written to the drives.
 pub(super) struct Staged {
     pub(super) region: Region,
     /// The byte of its shard's gradient at which it starts.

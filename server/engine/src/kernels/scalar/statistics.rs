@@ -108,7 +108,7 @@ impl Exact {
         self.next = (self.next + 1) % LANES;
     }
 
-    /// The statistics, given a way to find the first element that is not finite.
+    /// Returns the statistics. `first_nonfinite` finds the first element that is not finite.
     pub(in super::super) fn finish(self, first_nonfinite: impl FnOnce() -> Option<u32>) -> Statistics {
         let sum = fold(self.lanes);
         if sum.is_finite() {

@@ -225,8 +225,8 @@ impl<V: Lanes> Hash<V> {
         Hash { first, before: key.before, lanes, between }
     }
 
-    /// The bits of 16 elements from `i` on, a multiple of 16. An element's index is the first one's with the lane's
-    /// in the last bits.
+    /// The hash bits of 16 elements from `i` on, a multiple of 16. An element's index is `first + i`, with its lane
+    /// in the last four bits.
     #[inline(always)]
     pub(super) unsafe fn at(self, i: usize) -> V::Words {
         let x = V::xor_words(self.lanes, V::splat_words((self.first + i as u32) ^ self.before));

@@ -137,7 +137,7 @@ unsafe fn finish<V: Lanes>(sums: [f64; SUMS], end: usize, gradient: Gradient) ->
     }
 }
 
-/// Takes the statistics without f32.
+/// Computes the statistics in f64, without f32 sums in between.
 #[inline(always)]
 unsafe fn exact<V: Lanes>(gradient: Gradient) -> Statistics {
     #[inline(always)]

@@ -26,7 +26,7 @@ use crate::{
 const GRADIENT_FILE: &str = "gradients";
 
 /// Gradient files, one in each state directory. A file has no name once it is open: gradients die with the
-/// process, as in DRAM, and workers send them again. The space is so given back however the process ends.
+/// process, as in DRAM, and workers send them again. The kernel frees the space however the process ends.
 ///
 /// ```text
 /// shard, shard, ...     each: [gradient slot 0: contributor 0, contributor 1, ..., sum] [gradient slot 1: ...]
@@ -53,7 +53,7 @@ struct GradientExtent {
     at: u64,
     elements: u64,
     contributors: Vec<Rank>,
-    /// The bytes of an element of the sum, or 0 where a lone contribution is left as it came.
+    /// The bytes of an element of the sum, or 0 if a lone contribution needs no sum.
     sum: u64,
 }
 

@@ -78,7 +78,7 @@ pub(super) struct ShardExtent {
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct FilePlan {
-    /// Its shards, as they are owned.
+    /// The file's shards, in the order of `owned` shards.
     pub(super) owned: Vec<OwnedShard>,
     pub(super) blocks: usize,
     state_bytes: u64,

@@ -1,5 +1,5 @@
-//! Record of the joined processes, kept beside the state. A process that was replaced so stays fenced through
-//! restarts.
+//! Record of the joined processes, kept beside the state. The record keeps a replaced process fenced after a
+//! restart.
 
 use std::{
     io::ErrorKind,
