@@ -1,4 +1,4 @@
-//! Logs whom a rank waits for, while it waits, so that its user need not guess until the deadline.
+//! Logs which ranks or servers a waiting rank waits for, before its deadline names them in an error.
 
 use std::{
     future::Future,

@@ -30,8 +30,8 @@ impl Buffer {
 
     /// Returns the memory with its concrete type, for a copy of `bytes` from `offset` by the device `name`.
     ///
-    /// # Errors
-    /// `Device` if the copy exceeds the buffer, or if another device made the buffer, so that it is not an `M`.
+    /// # Errors `Device` if the copy exceeds the buffer, or if the memory is no `M`: another device allocated the
+    /// buffer.
     pub fn memory<M: Any>(&self, name: &str, offset: u64, bytes: u64) -> Result<&M, DeviceError> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             let cause = format!("{bytes} bytes at {offset} in a buffer of {}", self.bytes);

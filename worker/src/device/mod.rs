@@ -62,7 +62,7 @@ pub trait Device: Send + Sync {
     /// range must be finished.
     ///
     /// # Errors
-    /// Those of [`Device::copy_in`].
+    /// Errors of [`Device::copy_in`].
     fn copy_out(&self, source: &Buffer, offset: u64, target: HostBuffer) -> Result<Transfer>;
 
     /// Counts memory that a framework allocates itself.

@@ -52,7 +52,7 @@ impl Transfer {
     /// Blocks until the copy is done, and returns the host buffer.
     ///
     /// # Errors
-    /// Those of [`Event::wait`].
+    /// Errors of [`Event::wait`].
     pub fn wait(mut self) -> Result<HostBuffer> {
         match std::mem::replace(&mut self.0, TransferState::Over) {
             TransferState::Done(host) => Ok(host),

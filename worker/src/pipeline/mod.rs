@@ -291,8 +291,8 @@ impl Pipeline {
         Ok(version)
     }
 
-    /// Drains, and waits until no crash of a server can take the version back. A server that died with the last
-    /// step may need it again. If the step must be computed anew, this is an error, as it is within a step.
+    /// Drains, and waits until no crash of a server can take the version back. A server that died with the last step
+    /// may need that step's gradients again. If the step must be computed again, this is an error, as within a step.
     pub fn settle(&mut self) -> Result<Version> {
         let version = self.drain()?;
         let cluster = self.cluster();

@@ -74,7 +74,8 @@ impl Accumulate {
     }
 }
 
-/// Start from [`PipelineOptions::new`]. All ranks must use the same schedule and scaler options.
+/// Options of a pipeline. Start from [`PipelineOptions::new`]. All ranks must use the same schedule and scaler
+/// options.
 #[derive(Clone)]
 pub struct PipelineOptions {
     pub schedule: Schedule,

@@ -123,7 +123,7 @@ impl Feed {
     /// there.
     ///
     /// # Errors
-    /// Those of [`Feed::wait`].
+    /// Errors of [`Feed::wait`].
     pub fn wait_for_some(&self, range: Range<u64>) -> Result<u64> {
         let Some(segments) = self.handle.shared.store.covering(&range) else {
             return Err(self.foreign(&range));
@@ -158,7 +158,7 @@ impl Feed {
     /// are passed as copies of 16 KiB, so that they do not change under `visit`.
     ///
     /// # Errors
-    /// Those of [`Feed::wait`]; `Outdated` if a server of this host has overwritten the bytes in its memory. All
+    /// Errors of [`Feed::wait`]; `Outdated` if a server of this host has overwritten the bytes in its memory. All
     /// visited bytes are then void. A server does so once this rank has pushed the whole gradient of two steps
     /// later.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
@@ -190,7 +190,7 @@ impl Feed {
     /// A reader of these addresses, such as a device that copies them, calls [`Feed::check_lent`] afterwards.
     ///
     /// # Errors
-    /// Those of [`Feed::wait`].
+    /// Errors of [`Feed::wait`].
     pub fn addresses(&self, range: Range<u64>) -> Result<Option<Vec<Lent>>> {
         let size = self.dtype().bytes();
         let mut runs: Vec<Lent> = Vec::new();

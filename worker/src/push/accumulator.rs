@@ -16,7 +16,7 @@ const SUMS: &str = "fp32 sums of the gradients of a step's micro-steps";
 const TILE: usize = 16 * 1024;
 
 /// The fp32 sum of each gradient element over the micro-steps so far. Each gradient is first rounded to the wire's
-/// type, as it is when servers add it up. So 16-bit and 32-bit gradients of a framework give the same result.
+/// type, as in a sum on the servers. So 16-bit and 32-bit gradients of a framework give the same result.
 pub(crate) struct Accumulator {
     dtype: Dtype,
     micro_steps: u32,
@@ -56,7 +56,8 @@ impl Accumulator {
         micro_step + 1 == self.micro_steps
     }
 
-    /// Returns the range of the sums of a flat range. The caller has checked that the rank contributes to it.
+    /// Returns the range inside the sums for a flat range. The caller has checked that the rank contributes to that
+    /// range.
     fn place(&self, flat: Range<u64>) -> Range<usize> {
         let mut before = 0;
         for range in &self.ranges {
@@ -73,7 +74,7 @@ impl Accumulator {
     /// type.
     ///
     /// # Errors
-    /// Those of `write`; the sums are then useless.
+    /// Errors of `write`; the sums are then useless.
     pub(crate) fn add(&mut self, micro_step: u32, flat: Range<u64>, write: &mut Write<'_>) -> Result<()> {
         let width = self.dtype.bytes() as usize;
         let place = self.place(flat);

@@ -114,7 +114,7 @@ impl Collector {
     /// `outbox`.
     ///
     /// # Errors
-    /// Those of `write` and of `outbox`; `Gradient`, and then nothing was put.
+    /// Errors of `write` and of `outbox`; `Gradient`, and then nothing was put.
     pub(crate) fn put(
         &mut self,
         plan: &ChunkSource<'_>,
@@ -293,7 +293,7 @@ impl Assembler {
     /// bytes.
     ///
     /// # Errors
-    /// Those of [`Assembler::put`].
+    /// Errors of [`Assembler::put`].
     pub fn put_with(
         &mut self,
         param: usize,
@@ -310,7 +310,7 @@ impl Assembler {
     /// micro-step cannot go on: a part of the gradient has left.
     ///
     /// # Errors
-    /// Those of `write`, and of [`Assembler::put`].
+    /// Errors of `write`, and of [`Assembler::put`].
     pub fn try_put_with(&mut self, param: usize, elements: u64, write: &mut Write<'_>) -> Result<()> {
         let JobSpec { gradient_dtype: dtype, leave_out, .. } = *self.outbox.gradients().cluster.spec();
         self.put_bytes(param, elements, &mut |range: Range<usize>, target: &mut [u8]| {
@@ -328,7 +328,7 @@ impl Assembler {
     /// zeros.
     ///
     /// # Errors
-    /// Those of [`Assembler::put`].
+    /// Errors of [`Assembler::put`].
     pub fn put_nothing(&mut self, param: usize) -> Result<()> {
         let cluster = &self.outbox.gradients().cluster;
         let JobSpec { gradient_dtype: dtype, leave_out, .. } = *cluster.spec();
@@ -386,7 +386,7 @@ impl Assembler {
     /// Ends the micro-step.
     ///
     /// # Errors
-    /// Those of [`Assembler::check_whole`].
+    /// Errors of [`Assembler::check_whole`].
     pub fn finish(self) -> Result<()> {
         self.check_whole()?;
         self.outbox.finish();

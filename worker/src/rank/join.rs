@@ -84,7 +84,7 @@ impl RankState {
     /// then try again.
     ///
     /// # Errors
-    /// Those of [`RankState::first_link`].
+    /// Errors of [`RankState::first_link`].
     pub(crate) async fn relink(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
         self.links.make(cluster, server, self.incarnation()).await
     }

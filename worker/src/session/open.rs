@@ -1,4 +1,4 @@
-//! Opens a job on all servers, and tells a fresh job from a running one and from one that lost a part.
+//! Opens a job on all servers. Tells a fresh job, a running job and a job that lost a server's part apart.
 
 use std::time::Instant;
 

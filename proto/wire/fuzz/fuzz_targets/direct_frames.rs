@@ -1,6 +1,6 @@
-//! Any bytes on a connection, in any pieces, into any sink. The connection comes to an end, makes nothing up, and
-//! passes all on where no stream is tapped. It is cut off only where frames have a wrong size, headers do not end, or
-//! a window is ignored.
+//! Feeds any bytes to a connection, in any pieces, with any sink. The connection ends, and invents no bytes. Where no
+//! stream is tapped, h2 gets all bytes. The connection is cut off only where frames have a wrong size, headers do not
+//! end, or a window is ignored.
 
 #![no_main]
 
@@ -125,7 +125,7 @@ impl Sink for Count {
     }
 }
 
-/// The bytes before `rest`: those of a connection on which stream 1 may have begun with a mark.
+/// Returns a connection's bytes: the preface, then stream 1 with `mark` if there is one, then `rest`.
 fn connection(mark: Option<Mark>, rest: &[u8]) -> Vec<u8> {
     let mut bytes = PREFACE.to_vec();
     if let Some(mark) = mark {

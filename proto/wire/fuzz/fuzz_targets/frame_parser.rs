@@ -52,7 +52,7 @@ fn parse<M: Frame>(stream: &[u8], cuts: &[u8]) -> Parsed<M> {
     (messages, parser.finish().is_ok())
 }
 
-/// What prost makes of the same stream, message by message.
+/// Parses the same stream with prost, message by message.
 fn expected<M: Frame>(mut stream: &[u8]) -> Parsed<M> {
     let mut messages = Vec::new();
     while !stream.is_empty() {
@@ -73,7 +73,7 @@ fn check<M: Frame + PartialEq>(stream: &[u8], cuts: &[u8]) {
     let (found, ended) = parse::<M>(stream, cuts);
     let (messages, whole) = expected::<M>(stream);
     assert_eq!(ended, whole);
-    // They are encoded, so that NaNs compare.
+    // Encoded messages compare equal also where they hold NaN.
     let bytes = |parsed: &[(M, Bytes)]| -> Vec<(Vec<u8>, Bytes)> {
         parsed.iter().map(|(message, payload)| (message.encode_to_vec(), payload.clone())).collect()
     };

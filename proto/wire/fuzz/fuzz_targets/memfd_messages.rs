@@ -1,4 +1,5 @@
-//! What a process at the other end of a link may send: any packets, with any descriptors, and then any places.
+//! Sends what a hostile process at the other end of a link could send: any packets with any descriptors, then any
+//! places.
 
 #![no_main]
 
@@ -34,7 +35,7 @@ enum Packet {
     Raw(Vec<u8>, Vec<Passed>),
     /// A valid message about a memory, which may describe another one.
     Memory(u64, Vec<Passed>),
-    /// A place as a Push would name it, in the memories that were taken. It is not sent.
+    /// A place in one of the taken memories, as a Push names it. The target checks the place without sending it.
     Place { memory: u8, offset: u64, bytes: u64, small: bool },
 }
 

@@ -51,7 +51,7 @@ fn read(answer: &DescribeResponse) -> Option<(u64, u64)> {
     Some((loaded, loaded + progress.missing_shards.len() as u64))
 }
 
-/// Returns the job's spec: that of the open job, or else that of the checkpoint.
+/// Returns the open job's spec, or else the checkpoint's.
 fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Result<JobSpec> {
     let names = match name {
         Some(name) => vec![name.clone()],
