@@ -87,7 +87,7 @@ def evaluated(network: nn.Module) -> float:
 
 
 def save(accelerator: Accelerator, output: Path, step: int, losses: dict[int, float]) -> None:
-    """Writes a folder that takes its name once it is complete."""
+    """Saves to a folder with a temporary name, and renames the complete folder."""
     partial = output / "partial"
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()

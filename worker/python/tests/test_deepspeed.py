@@ -118,7 +118,7 @@ def test_what_else_programs_for_deepspeed_call_is_refused_with_what_stands_for_i
 
 
 def test_another_process_goes_on_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
-    """The first process's server ended with it."""
+    """The first process's embedded server has ended with that process, so only the checkpoint is left."""
     code = f"""
 import torch; torch.set_num_threads(1)
 from test_deepspeed import *

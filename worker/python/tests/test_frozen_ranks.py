@@ -10,7 +10,7 @@ from test_ranks import CLIP, Loop, run
 from torch import Tensor
 
 WAYS = ("scatter", "fsdp", "ddp")
-#: Ways whose gradients can leave as backward makes them.
+#: Kinds of ranks that can push gradients during backward.
 STREAMING = ("scatter", "fsdp")
 
 Found = dict[str, list[dict[str, Any]]]

@@ -72,7 +72,7 @@ def test_servers_that_cannot_spill_are_refused(tmp_path: pathlib.Path) -> None:
 @pytest.mark.filterwarnings("ignore:gradient_clipping is left out")
 @pytest.mark.parametrize("state", ["nvme", "cpu", None])
 def test_parameters_that_deepspeed_offloads_to_a_drive(state: str | None, tmp_path: pathlib.Path) -> None:
-    """The state lies there too, whatever is said of it."""
+    """The optimizer's state is on the drive too, whatever ``offload_optimizer`` says."""
     drive = {"device": "nvme", "nvme_path": str(tmp_path)}
     offloaded = {"nvme": {"offload_optimizer": drive}, "cpu": {"offload_optimizer": {"device": "cpu"}}, None: {}}[state]
     config = {

@@ -32,10 +32,11 @@ _PERIOD = datetime.timedelta(seconds=0.5)
 #: Seconds after which a rank warns about the missing ranks.
 _LONG = 60.0
 
-#: Number of jobs that this process has begun, equal on all ranks. The last job's failed rank with its failure. The process group of that
-#: time.
+#: Number of jobs that this process has begun, equal on all ranks.
 _jobs = 0
+#: The last job's failed rank, and its failure.
 _failed: tuple[int, Failure] | None = None
+#: The default process group at that failure.
 _failed_in: Any = None
 
 

@@ -23,11 +23,11 @@ from longshore.errors import LongshoreError, UsageError, WaitError
 #: wanted weights.
 _Wish = tuple[int, int, int, int]
 
-#: In place of turns: a rank waiting at a meeting is behind no rank that has not come there.
+#: Number of turns of a rank at a meeting: larger than any turn, so ranks before the meeting are behind.
 _MEETS = 1 << 40
-#: In place of meetings, from a rank that cannot go on.
+#: Number of meetings that a rank sends when it cannot continue.
 _FAILED = -1
-#: In place of meetings, from a rank that ends and uses no more units: it is behind no rank.
+#: Number of meetings that a rank sends when it ends and uses no more units: the largest, so it is behind no rank.
 _ENDS = 1 << 40
 
 

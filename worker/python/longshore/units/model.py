@@ -311,7 +311,7 @@ class Order:
         self._places: dict[Unit, list[int]] = {}
         self._seen: list[Unit] = []
         self._at = -1
-        #: Position before uses that do not count; None if there were none since.
+        #: Position before the latest uses that do not count. None after a use that counts.
         self._was_at: int | None = None
         #: The last used unit, and whether its use counted.
         self._last: tuple[Unit, bool] | None = None
