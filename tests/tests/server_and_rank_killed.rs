@@ -44,8 +44,8 @@ fn survives_without(killed: usize, count: usize, job: &[&str]) {
             let steps = 1 + random.below(share.max(1));
             ranks[0].until_steps(steps);
             done += steps;
-            // Mostly both die at once: the step is then decided everywhere, and perhaps durable on one
-            // server.
+            // In three of four kills both die right after the step: the step is then decided everywhere, and
+            // perhaps durable on one server.
             if random.below(4) == 0 {
                 spin(random.part_of(known.step));
             }

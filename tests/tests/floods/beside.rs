@@ -68,7 +68,7 @@ enum Flood {
     GiantHeaders,
     /// Pulls from an ended job, by readers that take no weights.
     SlowReaders,
-    /// Such pulls from the training job, for its next versions.
+    /// Pulls of the training job's next versions, by readers that take no weights.
     SlowFollowers,
     /// Endless calls, pings and data.
     Frames,
@@ -107,7 +107,7 @@ fn boxed<S: Socket + 'static>(peer: Peer<S>) -> Stranger {
     Peer { socket: Box::new(peer.socket) }
 }
 
-/// A server, and the strangers' way to it.
+/// A flooded server, and how strangers connect to it.
 struct Target<'a> {
     address: &'a str,
     http: String,
