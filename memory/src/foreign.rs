@@ -7,8 +7,8 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
 use super::{Source, stamp::look};
 
-/// fstatfs's type of a memfd without huge pages of its own. A memfd with them may have none left, and then a
-/// read would be fatal.
+/// fstatfs's type of a memfd without huge pages of its own. A memfd of huge pages is refused: the host may
+/// have no huge page left, and a read would then kill the process.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment. The owner can

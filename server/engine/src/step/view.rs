@@ -77,13 +77,13 @@ impl Machine {
         }
     }
 
-    /// Parameters whose filled state fewer updates made than `applied`, at version 0. Later the last commit
-    /// lists them.
+    /// At version 0: the parameters whose filled state has had fewer updates than `applied`. In later
+    /// versions the last commit lists them.
     pub fn filled_without(&self) -> &[LeftOut] {
         if self.version == Version(0) { &self.left_out } else { &[] }
     }
 
-    /// Returns the left-out parameters that the next commit's list must follow from.
+    /// Returns the last commit's left-out parameters. The next commit's list continues their counts.
     pub fn left_out(&self) -> &[LeftOut] {
         match self.decision(Step(self.version.0)) {
             Some((last, _)) => &last.left_out,

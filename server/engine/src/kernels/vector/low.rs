@@ -224,7 +224,7 @@ unsafe fn master_block<V: Lanes, I: LanesFormat>(
     }
 }
 
-/// The bits of the largest magnitudes.
+/// Returns the bits of each lane's largest magnitude in a block.
 #[inline(always)]
 unsafe fn largest<V: Lanes>(from: &[f32]) -> Largest {
     let mut largest = V::splat_words(0);

@@ -108,7 +108,7 @@ fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault
     Ok(bytes.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word)).collect())
 }
 
-/// Returns the first word whose value no order of stores leaves behind.
+/// Returns the first word with a value that a server cannot have left behind, wherever it died.
 fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Option<String> {
     let shards = sizes.blocks.len() - 1;
     let blocks = sizes.blocks[shards];

@@ -17,8 +17,8 @@ use crate::{
     },
 };
 
-/// Room of a note on the version's standing, at the end of each record's area. Each area has two notes, and
-/// either is whole at any instant.
+/// Bytes of one note on a version's standing. Each record's area ends with two notes, and at any instant one
+/// of them is complete.
 const NOTE_BYTES: usize = 32 * 1024;
 const NOTES: usize = 2;
 
