@@ -44,7 +44,7 @@ class StateError(LongshoreError):
 
 
 class GroupsError(StateError, ValueError):
-    """State of other param groups than the optimizer's. A ``ValueError`` with torch's words, like the one of torch's optimizers."""
+    """State of other param groups than the optimizer's. Like torch's optimizers, raised as a ``ValueError`` with torch's message."""
 
 
 class OutdatedError(StateError):

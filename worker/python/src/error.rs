@@ -34,7 +34,7 @@ pub(crate) fn signals() -> Interrupt {
     Interrupt::when(is_ended)
 }
 
-/// Returns true if this thread's wait is to be given up.
+/// Returns true if this thread must end its wait.
 pub(crate) fn is_ended() -> bool {
     if CANCELLED.with_borrow(|cancelled| cancelled.as_ref().is_some_and(|cancelled| cancelled.load(Relaxed)))
     {

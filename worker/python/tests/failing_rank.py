@@ -156,7 +156,7 @@ def main() -> None:
         # An interrupted step asks for a flush; other failures let the step begin anew.
         found["then"] = said(MADE[0].optimizer.flush if what in ("waits", "interrupted") else act)
     torch.save([found], out / f"{os.environ['RANK']}.pt")
-    # A rank that ends breaks the others' connections, and they would notice by that.
+    # The process waits here: its end would break the other ranks' connections, and reveal the failure that way.
     store = distributed.distributed_c10d._get_default_store()
     store.set(f"told/{distributed.get_rank()}", "")
     store.wait([f"told/{rank}" for rank in range(distributed.get_world_size())], datetime.timedelta(seconds=3 * TIMEOUT))

@@ -232,7 +232,7 @@ class Client:
     def pull(self, dtype: str | None = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
         """Waits for the next step's weights.
 
-        With ``delay=1`` these are of the step before the last one; after :meth:`flush`, of the last one.
+        With ``delay=1``, the weights do not yet include the last step, unless :meth:`flush` was called after it.
 
         Args:
             dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for all; by default each parameter keeps its type. NumPy has bf16 where ml_dtypes is

@@ -57,7 +57,7 @@ _STATE = "trainer_state.json"
 _LOGS_KEPT = 200
 #: Name of the Trainer's folder of a save.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-#: Attribute of a scheduler that was loaded in its state before its own step.
+#: Attribute that marks a scheduler whose loaded state lacks the last step of the scheduler.
 BEHIND = "_longshore_behind"
 
 

@@ -227,7 +227,7 @@ def of_torch(
             remedy = "set requires_grad on it, or take it out of the state"
             raise invalid(f"{name}.{moments[0]}", "there", "absent, since the parameter is frozen", remedy, StateError)
     steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
-    # Momentum has no step count in torch: it continues as after any update.
+    # torch keeps no step count for momentum, so a count of 1 stands for any number of updates.
     applied, fewer = steps_of(steps, where) if steps else (1, {})
     with_master = any("master" in states.get(number, {}) for number in trained)
     has_begun = applied > 0 and any(state.get(key) is not None for state in states.values() for key in moments)
