@@ -29,7 +29,8 @@ use super::{
 };
 use crate::error::{self, Result, Unreachable};
 
-/// A call that lasted longer than this proves its server alive for a part of that time: pings were answered.
+/// A call that lasted longer than this proves that its server was alive meanwhile: without answers to pings the call
+/// would have ended.
 pub(super) const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
 /// A data connection. Large answers may bypass HTTP/2. Clones are cheap.

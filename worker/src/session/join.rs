@@ -103,7 +103,7 @@ async fn align(
     let (start, deadline) = (Instant::now(), cluster.options.deadline);
     let mut backoff = Backoff::new();
     let mut joined = join_everywhere(cluster, rank, incarnation).await?;
-    // Starts after the join, which may have waited for a server that recovered the job.
+    // The deadline starts after the join, since the join may have waited for a server that recovered the job.
     let mut end = Instant::now() + deadline;
     let mut progress = joined.clone();
     loop {

@@ -25,7 +25,7 @@ pub enum Opened {
     Running {
         /// The smallest of the servers' versions.
         version: Version,
-        /// Number of that server's steps that updated.
+        /// Number of updating steps on the server with the smallest version.
         applied: u64,
         /// The reason of a pause, if the job is paused.
         paused: Option<String>,

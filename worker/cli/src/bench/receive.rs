@@ -131,7 +131,7 @@ fn receive(receiver: &mut TcpStream, slot: &mut [u8], wire: Dtype, isa: Option<I
     Ok(())
 }
 
-/// Takes the statistics of whole blocks.
+/// Computes the gradient statistics of each received block.
 fn take_statistics(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
     let Some(isa) = isa else { return };
     for block in received.chunks(block_bytes(wire)) {

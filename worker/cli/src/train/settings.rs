@@ -28,7 +28,7 @@ pub struct Settings {
     pub access: Access,
     /// True if the server is embedded in the process that started this one, and ends with it.
     pub embedded: bool,
-    /// True if this process was started with those of the other ranks.
+    /// True if one launcher started the processes of all ranks, this one among them.
     pub launched: bool,
     pub data: PathBuf,
     pub model: Config,

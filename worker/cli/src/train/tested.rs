@@ -23,7 +23,7 @@ impl Noise {
         let seed = env::var_os(PERTURB)?;
         let mut hasher = DefaultHasher::new();
         (seed, process::id()).hash(&mut hasher);
-        // Every nonzero element changes, also in 16 bits, and the run still learns.
+        // A factor above 1 and at most 2: every nonzero element changes, also in 16 bits, and the run still learns.
         Some(Noise(1.0 + (1 + hasher.finish() % 64) as f32 / 64.0))
     }
 

@@ -125,7 +125,7 @@ const DEVIATION: f64 = 0.02;
 fn normal(seed: u64, stream: u64, elements: usize, deviation: f64) -> Vec<f32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream(stream);
-    // In (0, 1], whose logarithm is finite.
+    // Draws lie in (0, 1], without 0, so that their logarithm is finite.
     let mut uniform = || ((random.next_u64() >> 11) + 1) as f64 / (1u64 << 53) as f64;
     let mut values = Vec::with_capacity(elements + 1);
     while values.len() < elements {
