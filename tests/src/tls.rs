@@ -24,10 +24,10 @@ pub struct Authority {
 /// A certificate's validity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// A year, as `longshore tls` makes them.
+    /// Valid for a year, as `longshore tls` issues certificates.
     Valid,
     Expired,
-    /// From now on for this long.
+    /// Valid for this long from now on.
     For(Duration),
 }
 

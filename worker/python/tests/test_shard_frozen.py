@@ -33,7 +33,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Returns each rank's results, by mode and by the way of weights. Units leave the device and come again."""
+    """Returns each rank's results, by mode and by ``weights`` option. Units are released and materialized again."""
     room = budget(unit_rank.adapted()) + 2 * buckets(unit_rank.adapted())
     runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for mode, options in MODES.items():

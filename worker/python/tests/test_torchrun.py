@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_comes_again(tmp_path: Path, way: str) -> None:
         restarted = run(tmp_path / "restarted.pt", {**options, "job": "restarted", "is_killed": True}, by_torchrun)
     assert (undisturbed["restarts"], undisturbed["joined"]) == (0, 0)
     joined = restarted["joined"]
-    # In streaming mode the killed rank's gradients may have left, so that the other rank made its step.
+    # In streaming mode, the killed rank may have sent all gradients of the step. The other rank then completes that step.
     assert restarted["restarts"] == 1 and joined in (KILLED_AT, KILLED_AT + ("streaming" in way))
     assert undisturbed["hash"] == restarted["hash"] and undisturbed["hash"][0] == STEPS
     assert restarted["losses"] == undisturbed["losses"][joined:]

@@ -21,7 +21,7 @@ const FORMAT: &str = "longshore-checkpoint";
 /// Most bytes of a manifest. A million parameters take 300 MB; this is far below the size that would exhaust
 /// a server.
 const MAX_BYTES: u64 = 1 << 30;
-/// Stands in place of the digest while it is computed.
+/// Digits that replace the digest while the digest is computed.
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 /// The file, in the order of its fields.

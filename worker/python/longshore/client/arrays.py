@@ -130,7 +130,7 @@ def _of_numpy(name: str, array: np.ndarray[Any, Any], given: Any) -> HostArray:
     wire = _NUMPY.get(array.dtype.name)
     if wire is None or not array.dtype.isnative:
         raise _type_error(name, array.dtype)
-    # `ascontiguousarray` makes an array of one element of a number.
+    # `ascontiguousarray` turns a scalar into an array of shape (1,), so the shape is the given value's.
     return HostArray(tuple(np.shape(given)), wire, array.ctypes.data, array)
 
 
