@@ -65,7 +65,7 @@ def budget(model: nn.Module) -> int:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Returns each rank's results, by mode and by the way of weights."""
+    """Returns each rank's results, by mode and by ``weights`` option."""
     room = {"sum": budget(unit_rank.deep()), "scatter": budget(unit_rank.deep()) + 2 * buckets(unit_rank.deep())}
     runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for mode, options in MODES.items():
