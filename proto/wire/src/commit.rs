@@ -10,13 +10,9 @@ use longshore_proto::{
 };
 
 use super::{
-    convert::{Wire, missing},
+    convert::{LOOK_AHEAD, Wire, missing},
     v1,
 };
-
-/// Remedy for a correction of an earlier release.
-pub(crate) const LOOK_AHEAD: &str =
-    "start the workers again with the servers' version of Longshore, and with correction look-ahead or none";
 
 pub fn hyper_from_wire(hyper: v1::Hyper) -> Hyper {
     Hyper {

@@ -16,7 +16,11 @@ use longshore_proto::{
     state::{Formats, MasterFormat, StateArray, StateFormat},
 };
 
-use super::{commit::LOOK_AHEAD, v1};
+use super::v1;
+
+/// Remedy for a correction of an earlier release.
+pub(crate) const LOOK_AHEAD: &str =
+    "start the workers again with the servers' version of Longshore, and with correction look-ahead or none";
 
 pub(crate) fn missing(field: &str) -> Fault {
     Fault::invalid(field, "absent", "present", "fill the field in")

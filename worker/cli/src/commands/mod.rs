@@ -111,7 +111,7 @@ enum Command {
     Export(export::Args),
     /// Fill a new job with weights from files, before any trainer runs
     ///
-    /// It takes rank 0, so that a trainer which is filling the job is fenced.
+    /// The command takes rank 0, so that a trainer which is filling the job is fenced.
     Import(import::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     /// Folders for the nvme tier
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
     pub(super) state_dir: Vec<PathBuf>,
-    /// What of the nvme tier lives on the drives: state or all. With --servers it is as they were started
+    /// Part of an nvme job on the drives: state or all. With --servers it is as they were started
     #[arg(long, default_value = "state", value_name = "WHAT")]
     pub(super) spill: Spill,
     /// Moments: fp32, bf16 or block8
