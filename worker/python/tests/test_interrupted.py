@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,40 @@ def test_an_interrupted_step_is_given_up(
         assert optimizer.flush() == 6
         found.append([weight.clone() for weight in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("is_in_units", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"layerwise": False}, {"accumulate": 2}, {"image_dtype": "bf16"}, {"delay": 1, "warmup_steps": 1}], ids=str
+)
+def test_a_step_is_given_up_between_forward_and_backward(options: dict[str, Any], is_in_units: bool) -> None:
+    """In PyTorch's tutorials zero_grad() comes after forward, which has used the weights. The other linear layer is not used each time."""
+    found = []
+    for is_left_out in (False, True):
+        model = nn.ModuleList([net(), nn.Linear(8, 8)])
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+        if is_in_units:
+            longshore.shard(model, optimizer, "1MB")
+        for batch in range(6):
+            if batch in (2, 4) and is_left_out:
+                model[0](inputs(99)).sum().backward()
+            loss = model[0](inputs(batch)).square().mean() + (model[1](inputs(batch)).sum() if batch % 2 else 0.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert optimizer.flush() == 6
+        found.append([weight.detach().clone() for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_flush_between_forward_and_backward_leaves_used_weights() -> None:
+    model = nn.ModuleList([net(), nn.Linear(8, 40_000)])  # the second is in a chunk of its own, and still awaited
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+    for batch in range(4):
+        loss = model[0](inputs(batch)).square().mean()
+        assert optimizer.flush() == batch
+        loss.backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("give_up", [zero_grad, flush])

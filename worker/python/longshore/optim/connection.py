@@ -162,7 +162,7 @@ class Connection:
         found: int | None = self.ranks.find(self.job) if self.ranks else self.job.find()
         return found
 
-    def start(self, filling: Filling | None = None, *, found: bool = False, in_step: bool = False) -> int:
+    def start(self, filling: Filling | None = None, *, found: bool = False, in_step: bool = False, held: int | None = None) -> int:
         """Opens and joins the job. A new job gets ``filling``, or else the parameters' weights. An older job gives the parameters its
         weights.
 
@@ -170,6 +170,7 @@ class Connection:
             filling: state with which rank 0 fills a new job.
             found: whether the job existed before.
             in_step: whether the current step may have used the model's weights.
+            held: the version that the parameters hold and go on with, for a job that is joined again.
 
         Returns:
             The number of updates that made the job's weights.
@@ -190,10 +191,7 @@ class Connection:
                 StateError,
             )
         self.joined = self.made = version
-        if isinstance(self.weights, Weights):
-            self._read_first(in_step)
-        else:
-            self.read()
+        self._read_first(in_step, held)
         if self.ranks is not None:
             self.ranks.read_kept(self.job, version, self._kept, self.weights.read_frozen)
         else:
@@ -202,14 +200,23 @@ class Connection:
         self._note()
         return applied
 
-    def _read_first(self, in_step: bool) -> None:
-        if self.job.unread_weights() is None:
+    def _read_first(self, in_step: bool, held: int | None) -> None:
+        def read() -> None:
+            if held is not None and self.job.unread_weights() != held:  # a delayed job's step after a flush
+                self.drain()
+            self.read()
+
+        if not isinstance(self.weights, Weights):
+            read()
+        elif self.job.unread_weights() is None:
             if not in_step:
                 _weights.read_rounded(self.params, self._rounding, self._read_again)
         elif in_step:
-            self._others = _weights.read_in_step(self.params, self._rounding, self.read)
+            self._others = _weights.read_in_step(self.params, self._rounding, read)
+        elif held is not None:
+            _weights.read_in_step(self.params, _weights.Rounding(self.image_dtype, is_master=False), read)
         else:
-            self.read()
+            read()
 
     def refuse_other_weights(self) -> None:
         """Refuses gradients made before the job was opened, with other weights than the job's. Ranks that work together raise together.

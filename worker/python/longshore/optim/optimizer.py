@@ -126,7 +126,7 @@ class Optimizer(Stepping, Stateful, Succession):
         self.resume_data = None
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
-        self._starts_over = False
+        self._starts_over = None
         self._is_pushed = False
         self._is_replaced = False
         super().__init__(params, defaults)
@@ -269,7 +269,7 @@ class Optimizer(Stepping, Stateful, Succession):
                 "the optimizer was built in another process, and a fork has none of its connections: build it in the process "
                 "that trains, or start processes with the method spawn"
             )
-        if self._starts_over:
+        if self._starts_over is not None:
             raise UsageError(
                 "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush(), which go on with "
                 "that, and compute the step's gradients again"
@@ -288,14 +288,14 @@ class Optimizer(Stepping, Stateful, Succession):
             connection.refuse_other_weights()
         return connection
 
-    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False) -> Connection:
+    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False, held: int | None = None) -> Connection:
         self.check_model()
         _params.claim([(param.name, param.tensor) for param in connection.params], self)
         try:
             if self._units is not None:
                 # A job that is only asked for its checkpoints takes no weights, so units attach here.
-                connection.put_in_units(self._units.belong_to(connection.job))
-            self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step))
+                connection.put_in_units(self._units.belong_to(connection.job, held))
+            self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step, held=held))
             self._gradients.locked = connection.locked
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)
@@ -382,7 +382,7 @@ class Optimizer(Stepping, Stateful, Succession):
         """Drops the gradients of the current step, as torch's does. In streaming mode some may have left already, for example before an
         interrupt. Servers then drop these too, unless other ranks wait for that step."""
         super().zero_grad(set_to_none)
-        if self._starts_over or (self._stream is not None and self._stream.has_begun and self._can_start_over()):
+        if self._starts_over is not None or (self._stream is not None and self._stream.has_begun and self._can_start_over()):
             self._start_over()
 
     def flush(self) -> int:
@@ -393,7 +393,7 @@ class Optimizer(Stepping, Stateful, Succession):
         Returns:
             The version of the weights.
         """
-        if self._starts_over:
+        if self._starts_over is not None:
             self._start_over()
         connection = self._connection
         if connection is None:

@@ -152,8 +152,8 @@ class Back:
     _finalizer: Any
     _checkpointed: tuple[int, str] | None
     _is_refused: bool
-    #: True if the current step is being abandoned and joining again has not finished.
-    _starts_over: bool
+    #: The version that the parameters hold while the current step is abandoned and joining again has not finished.
+    _starts_over: int | None
     version: int
     is_in_units: bool
 
@@ -163,7 +163,7 @@ class Back:
     def _guard_clipping(self) -> None:
         raise NotImplementedError
 
-    def _start(self, connection: Connection, *, found: bool = False) -> Connection:
+    def _start(self, connection: Connection, *, found: bool = False, held: int | None = None) -> Connection:
         raise NotImplementedError
 
     @property
@@ -264,19 +264,16 @@ class Back:
 
     def _start_over(self) -> None:
         """Abandons the current step's sent gradients: joins again as a new process does, and servers begin the step anew. Each part only
-        waits for servers, so each may be repeated after an error or Ctrl-C."""
-        self._starts_over = True
+        waits for servers, so each may be repeated after an error or Ctrl-C. Parameters stay unwritten: a forward may have used them."""
         old = self._connection
         if old is not None:
+            self._starts_over = old.version
             old.weights.give_up()
             old.close(False)
             self._finalizer.detach()
             _params.release([id(param.tensor) for param in old.params])
             self._connection = None
-        connection = self._start(self._new_connection(), found=True)
-        # Without the drain a delayed step reads the version before.
-        connection.drain()
-        connection.read()
+        self._start(self._new_connection(), found=True, held=self._starts_over)
         self._stream_anew()
 
     def _stream_anew(self) -> None:
@@ -285,7 +282,7 @@ class Back:
             room = self._stream.room
             self._stream = Stream(self)
             self._stream.room = room
-        self._starts_over = False
+        self._starts_over = None
 
     def _may_be_other(self, version: int, name: str | None) -> bool:
         """Returns whether a checkpoint may belong to another run, even at the same version. Runs that continue from one checkpoint of an

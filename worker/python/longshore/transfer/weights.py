@@ -55,7 +55,7 @@ class Rounding:
 
 @torch.no_grad()
 def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], None]) -> list[Param]:
-    """Reads a job's first weights within a step. Weights that servers have only rounded stay unwritten, hidden from autograd. A copy of all
+    """Reads a job's weights within a step. Weights that servers have only rounded stay unwritten, hidden from autograd. A copy of all
     weights takes host memory meanwhile.
 
     Args:
@@ -126,6 +126,8 @@ class Weights:
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         #: Indices of parameters that are not read yet, and a reader for each group.
         self._awaited: set[int] = set()
+        #: The version that parameters are awaited for.
+        self._expected: int | None = None
         #: Called with parameters that have got their weights.
         self.when_read: Callable[[list[Param]], None] | None = None
         self._readers = [_Reader(self, group) for group in groups_of(params)]
@@ -155,13 +157,17 @@ class Weights:
                 _tensors.begin([param.tensor for param in expected], reader)
             if at_once:
                 self._read(at_once)
+            self._expected = self._job.unread_weights()
 
     def read(self) -> None:
         """Waits for new weights, and writes them into all parameters that lack them."""
         with self._lock:
-            if self._job.unread_weights() is not None:
+            version = self._job.unread_weights()
+            if version is not None:
                 self._note_what_came_before()
-                self._read(self._params)
+                # A running backward may need those that were read at their use.
+                is_expected = version == self._expected and self._awaited
+                self._read([param for param in self._params if param.index in self._awaited] if is_expected else self._params)
             self.forget()
 
     def read_frozen(self) -> set[int]:
@@ -339,7 +345,7 @@ def on_host(tensor: Tensor) -> Tensor:
     memory = tensor.detach() if kept is None else kept
     if _device.accelerator.has(memory):
         memory = _device.accelerator.to_host(memory)
-    return memory.contiguous()
+    return memory.contiguous().resolve_neg()
 
 
 class _Reader:

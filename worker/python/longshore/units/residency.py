@@ -363,13 +363,13 @@ class Residency:
 
     # Memory
 
-    def renew(self) -> None:
-        """Releases the trained parameters' old weights, since new ones come."""
+    def renew(self, *, are_same: bool = False) -> None:
+        """Releases the trained parameters' old weights, since new ones come; ``are_same`` with the bits of the old ones."""
         with self._lock:
             self.unwind()
             self._nodes.end()
             self._order.end()
-            self.epoch += 1
+            self.epoch += not are_same
             self.give_up_all()  # servers may have freed the older weights
             for unit in self.units:
                 check_same(unit)
@@ -542,15 +542,17 @@ class UnitWeights:
 
     def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
         self._home, self._fetcher, self._job = home, fetcher, job
+        #: The version that a step was given up with, until the weights that it goes on with are expected.
+        self._held: int | None = None
         self._members = {
             member.param.index: member for unit in home.units for member in unit.members if member.param is not None
         }
         self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
 
-    def belong_to(self, job: Any) -> "UnitWeights":
-        """Switches to another job once it was started; the one before was abandoned for a checkpoint."""
-        self._home.renew()
-        self._job = job
+    def belong_to(self, job: Any, held: int | None) -> "UnitWeights":
+        """Switches to a job once it was started; the one before was abandoned for a checkpoint, or with a step of version ``held``."""
+        self._home.renew(are_same=held is not None)
+        self._job, self._held = job, held
         self._fetcher.belong_to(job)
         return self
 
@@ -566,7 +568,8 @@ class UnitWeights:
         """Notes that new weights come for all parameters."""
         version = self._job.unread_weights()
         if version is not None:
-            self._home.renew()
+            self._home.renew(are_same=version == self._held)
+            self._held = None
             self._fetcher.expect(version)
             # This call comes last, so that an interrupted expect() is repeated as a whole.
             self._job.take_unread_weights()
@@ -612,7 +615,7 @@ class UnitWeights:
 
     def give_up(self) -> None:
         """Drops the current step's weights before the job is joined again."""
-        self._home.renew()
+        self._home.renew(are_same=True)
 
     def abandon(self) -> None:
         """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
