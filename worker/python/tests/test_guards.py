@@ -13,6 +13,7 @@ import torch
 from models import Mlp, pair, same_bits
 from programs import load
 from torch import nn
+from torch.nn.utils import prune
 from units import Deep
 
 import longshore
@@ -52,6 +53,29 @@ def one_element(model: nn.Module) -> None:
     model.layers[0].weight[3, 3] += 1.0
 
 
+def other_memory(model: nn.Module) -> None:
+    model.layers[0].weight.data = model.layers[0].weight.data * 0.5
+
+
+def pruned(model: nn.Module) -> None:
+    prune.l1_unstructured(model.layers[0], "weight", 0.5)
+    prune.remove(model.layers[0], "weight")
+    model.layers[0].bias = model.layers[0]._parameters.pop("bias")  # after the weight, as before
+
+
+def same_weights_in_other_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def fused_step(model: nn.Module) -> None:
+    """torch counts no version for a fused step."""
+    weight = model.layers[0].weight
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.1, fused=True).step()
+    weight.grad = None
+
+
 @torch.no_grad()
 def swap_averages(model: nn.Module) -> None:
     """Swaps in averages for an evaluation, and puts the weights back."""
@@ -81,6 +105,10 @@ ACTS: dict[str, tuple[Act, set[str], str]] = {
     "loads": (load_state_dict, MODES.keys() - {"drop"}, WRITTEN),
     "clamps": (clamp, MODES.keys() - {"drop"}, WRITTEN),
     "writes one element": (one_element, MODES.keys() - {"drop"}, WRITTEN),
+    "replaces memory": (other_memory, MODES.keys() - {"drop"}, WRITTEN),
+    "prunes": (pruned, MODES.keys() - {"drop"}, WRITTEN),
+    "steps another optimizer": (fused_step, MODES.keys() - {"drop"}, WRITTEN),
+    "moves the same weights": (same_weights_in_other_memory, set(), ""),
     "swaps averages": (swap_averages, set(), ""),
     "clips by norm": (clip_by_norm, {"streaming", "at once", "clipped"}, CLIPPED),
     "clips by value": (clip_by_value, {"streaming", "at once", "clipped"}, CLIPPED),
@@ -106,7 +134,7 @@ def test_an_act_between_two_steps_is_refused_or_changes_nothing(act: str, mode: 
             step(models[0], made[0], 3)
         return
     do(models[0])
-    if act in ("loads", "clamps", "writes one element"):
+    if "drop" not in refused and refused:
         models[0].zero_grad()
         models[0].load_state_dict(models[1].state_dict())  # the next gradients belong to the other model
     for model, optimizer in zip(models, made, strict=True):

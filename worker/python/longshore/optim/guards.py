@@ -6,7 +6,7 @@ guard                  refuses                                      looks
 :func:`guard_clipping` clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
                        that servers clip
 :class:`Writes`        trained weights that differ from the         when a step begins, and in ``shard()``
-                       servers' after a write
+                       servers' after a write, or lie elsewhere
 :class:`Watch`         a parameter that another one replaced        when a step begins, and in saves
 :class:`Absent`        (names) a parameter without any gradient     after the first steps
 ====================== ============================================ =======================================
@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from longshore.errors import UsageError, invalid
-from longshore.transfer import device
 from longshore.transfer import params as _params
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import Param
+from longshore.transfer.weights import on_host
 
 #: Steps after which a parameter without any gradient is named. An expert used by one batch of twenty lacks a gradient that long in fewer
 #: than one case of a hundred.
@@ -107,37 +108,38 @@ def _install_by_norm() -> None:
 
 
 class Writes:
-    """Counts torch's writes to a job's parameters since they got the job's weights.
+    """Notes torch's counts of writes to a job's parameters, and their addresses, once they got the job's weights.
 
-    Only parameters whose count has changed are compared with the servers' weights. So averages that an evaluation swaps in and back out
-    pass. Writes to ``.data`` are not counted and pass unseen.
+    Only parameters whose count or address has changed are compared with the servers' weights. So averages that an evaluation swaps in and
+    back out pass. Writes through ``.data`` into the same memory are not counted and pass unseen.
     """
 
     def __init__(self, params: list[Param]) -> None:
         self._params = params
         self._tensors = [param.tensor for param in params]
-        self._noted: list[int] | None = None
+        self._noted: list[tuple[int, int]] | None = None
+        _count_steps_of_others()
 
     def note(self, params: list[Param] | None = None) -> None:
-        """Notes the counts of parameters that have the job's weights now: ``params``, or all."""
+        """Notes parameters that have the job's weights now: ``params``, or all."""
         if params is None or len(params) == len(self._params):
-            self._noted = _versions(self._tensors)
+            self._noted = _marks(self._tensors)
         elif self._noted is not None:
-            for param, version in zip(params, _versions([param.tensor for param in params]), strict=True):
-                self._noted[param.index] = version
+            for param, mark in zip(params, _marks([param.tensor for param in params]), strict=True):
+                self._noted[param.index] = mark
 
     def forget(self) -> None:
         """Ends the watch: :meth:`written` finds nothing until the next :meth:`note`."""
         self._noted = None
 
     def written(self) -> list[Param]:
-        """Returns the parameters whose count has changed since :meth:`note`."""
+        """Returns the parameters whose count or address has changed since :meth:`note`."""
         if self._noted is None:
             return []
-        versions = _versions(self._tensors)
-        if versions == self._noted:
+        marks = _marks(self._tensors)
+        if marks == self._noted:
             return []
-        return [param for param, now, then in zip(self._params, versions, self._noted, strict=True) if now != then]
+        return [param for param, now, then in zip(self._params, marks, self._noted, strict=True) if now != then]
 
     @torch.no_grad()
     def refuse(self, written: list[Param], read: Callable[[Param, Tensor], None], image: torch.dtype, job: str) -> None:
@@ -155,8 +157,7 @@ class Writes:
         # Servers' weights are read into memory of the tensor's current shape, so a changed shape is refused first.
         _params.check_unchanged(written, [])
         for param in written:
-            mine = _memory(param)
-            mine = (device.accelerator.to_host(mine) if device.accelerator.has(mine) else mine).contiguous()
+            mine = on_host(_memory(param))
             theirs = torch.empty_like(mine)
             if theirs.numel():
                 read(param, theirs)
@@ -184,10 +185,26 @@ def _memory(param: Param) -> Tensor:
     return memory.to_local() if _params.is_sharded(memory) else memory  # type: ignore[attr-defined,no-any-return]
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
-    """Returns torch's counts of writes. Reading them does not wait for awaited weights."""
+_version = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Returns torch's counts of writes, and the addresses. Reading them does not wait for awaited weights."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [tensor._version for tensor in tensors]
+        memory = [tensor._local_tensor if _params.is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+        return list(zip(map(_version, tensors), map(Tensor.data_ptr, memory), strict=True))
+
+
+@functools.cache
+def _count_steps_of_others() -> None:
+    """Makes torch count each step of another optimizer as a write. torch's fused optimizers write uncounted."""
+
+    def count(other: Any, *_: Any) -> None:
+        if not hasattr(other, "_connection"):  # not of this package
+            tensors = [tensor for group in other.param_groups for tensor in group["params"] if tensor.grad is not None]
+            torch.autograd.graph.increment_version(_params.owned(tensors))
+
+    register_optimizer_step_post_hook(count)
 
 
 class Watch:

@@ -298,6 +298,11 @@ def owners(named: Sequence[tuple[str, Tensor]], optimizer: Any = None) -> list[t
     return list(found.values())
 
 
+def owned(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors that some optimizer of this package owns."""
+    return [tensor for tensor in tensors if id(tensor) in _owners and _owners[id(tensor)][0]() is tensor]
+
+
 def release(tensors: Iterable[int]) -> None:
     """Removes the owners of tensors, by ``id``."""
     for tensor in tensors:
@@ -306,7 +311,7 @@ def release(tensors: Iterable[int]) -> None:
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
     """Returns whether both have the same bits, also of NaN."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(*(tensor.contiguous().resolve_neg().view(torch.uint8) for tensor in (one, other)))
 
 
 def is_image(mine: Tensor, theirs: Tensor, image: torch.dtype) -> bool:
