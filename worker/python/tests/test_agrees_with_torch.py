@@ -47,6 +47,29 @@ def test_adamw(name: str) -> None:
     assert distance(ours, theirs) < CLOSE
 
 
+class Phase(nn.Module):
+    """A conjugate's imaginary part: autograd leaves its gradient lazily negated. The weight ``a`` is lazily negated itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch._neg_view(torch.tensor([-0.3])))
+        self.b = nn.Parameter(torch.tensor([0.7]))
+
+    def loss(self, step: int) -> torch.Tensor:
+        return (torch.complex(self.a, self.b).conj() * torch.tensor([1 + 2j])).real.square().sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True}, {"streaming": True, "accumulate": 2}])
+def test_lazily_negated_gradients_and_weights(options: dict[str, Any]) -> None:
+    ours, theirs = Phase(), Phase()
+    micro_steps = options.get("accumulate", 1)
+    train(ours, longshore.SGD(ours.named_parameters(), lr=1e-2, **options), micro_steps=micro_steps)
+    train(theirs, torch.optim.SGD(theirs.named_parameters(), lr=1e-2), micro_steps=micro_steps)
+    theirs.loss(0).backward()
+    assert theirs.a.is_neg() and theirs.b.grad is not None and theirs.b.grad.is_neg()
+    assert ours.a.item() == pytest.approx(theirs.a.item(), rel=1e-5) and ours.b.item() == pytest.approx(theirs.b.item(), rel=1e-5)
+
+
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices decay. Other parameters do not, and learn faster."""
     named = list(model.named_parameters())

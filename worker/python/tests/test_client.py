@@ -138,7 +138,7 @@ def test_dlpack_in_and_out(dtype: torch.dtype) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
             # Its elements lie in another order, so a type known to NumPy is copied on the way.
             crosses = parameter.ndim == 2 and dtype is not torch.bfloat16
-            client.push({name: parameter.grad.t().contiguous().t() if crosses else parameter.grad})
+            client.push({name: parameter.grad.t().contiguous().t() if crosses else torch._neg_view(-parameter.grad)})
         optimizer.step()
         client.commit()
         client.pull(out=out)
@@ -336,6 +336,8 @@ def test_where_weights_cannot_go() -> None:
         client.pull(out=out)
     with pytest.raises(errors.InvalidError, match="in is with gaps"):
         client.pull(out=weights() | {"in": torch.ones(5, 6).t()})
+    with pytest.raises(errors.InvalidError, match="in is lazily negated"):
+        client.pull(out=weights() | {"in": torch._neg_view(torch.ones(6, 5))})
     with pytest.raises(errors.GradientError, match=r"in is \[3\]"):
         client.pull(out=weights() | {"in": np.ones(3, np.float32)})
 

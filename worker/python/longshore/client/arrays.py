@@ -80,6 +80,8 @@ def readable(name: str, value: Any) -> HostArray:
         InvalidError: naming the array, if the array is not on the host, or of a type that no server keeps.
     """
     if not isinstance(value, np.ndarray):
+        if _is_negated(value):
+            value = value.resolve_neg()
         found = _of_dlpack(name, value, writable=False)
         if found is not None:
             return found
@@ -96,10 +98,17 @@ def writable(name: str, value: Any) -> HostArray:
         if not value.flags.writeable or not value.flags.c_contiguous:
             raise _cannot_write(name, "read-only" if not value.flags.writeable else "with gaps")
         return _of_numpy(name, value, value)
+    if _is_negated(value):
+        raise _cannot_write(name, "lazily negated")
     found = _of_dlpack(name, value, writable=True)
     if found is None:
         raise _cannot_write(name, type(value).__name__)
     return found
+
+
+def _is_negated(value: Any) -> bool:
+    """Returns whether a torch tensor's values are the negatives of its memory, which torch's DLPack export ignores."""
+    return bool(hasattr(value, "is_neg") and value.is_neg())
 
 
 def empty(shape: tuple[int, ...], wire: str) -> np.ndarray[Any, Any]:

@@ -25,7 +25,7 @@ from longshore.transfer.gradients import Place
 from longshore.transfer.job import JobParam
 from longshore.transfer.params import Param
 from longshore.transfer.partitions import Box, Piece, layout, piece_param
-from longshore.transfer.weights import Weights
+from longshore.transfer.weights import Weights, on_host
 
 
 def local_shard(tensor: Any) -> Tensor:
@@ -170,11 +170,11 @@ def to_first_rank(pieces: Iterable[Piece], rank: int) -> tuple[list[Place], list
             if source != 0:
                 memory = torch.empty(piece.shape, dtype=piece.param.dtype, device=shard.device)
                 _wait_for(functools.partial(distributed.recv, memory, source), piece, memory.device)
-            memory = memory.to("cpu").contiguous()
+            memory = on_host(memory)
             held.append(memory)
             places.append((piece.index, memory.data_ptr(), piece.elements, piece.wire))
         elif source == rank:
-            _wait_for(functools.partial(distributed.send, shard.contiguous(), 0), piece, shard.device)
+            _wait_for(functools.partial(distributed.send, shard.contiguous().resolve_neg(), 0), piece, shard.device)
     return places, held
 
 

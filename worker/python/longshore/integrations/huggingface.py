@@ -90,7 +90,7 @@ def is_in_units(model: Any) -> bool:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().to("cpu").contiguous().resolve_neg().reshape(-1).view(torch.uint8)
     content: Any = flat.numpy()
     return hashlib.blake2b(content).digest()
 

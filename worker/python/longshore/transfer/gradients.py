@@ -25,8 +25,8 @@ Place = tuple[int, int, int, str]
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns whether the Rust half can read the tensor's own memory."""
-    return tensor.is_contiguous() and not _device.accelerator.has(tensor)
+    """Returns whether the Rust half can use the tensor's own memory. Memory of a lazily negated tensor has the opposite signs."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not _device.accelerator.has(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,8 @@ class Gradients:
         check_gradient(param, gradient)
         if is_plain(gradient):
             return Leaving((param.index, gradient.data_ptr(), param.elements, param.wire), (gradient,))
+        if _device.accelerator.has(gradient):
+            gradient = gradient.resolve_neg()  # a device copies memory as it is
         if self.locked is not None and _device.accelerator.has(gradient) and self.locked.takes(gradient, scale):
             made = _device.accelerator.record(_device.accelerator.current_stream(gradient.device))
             return Straight(param, gradient, made, self._stream(gradient.device), self.locked)

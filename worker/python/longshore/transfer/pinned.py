@@ -211,7 +211,8 @@ class Lending:
 
     def fits(self, tensor: Tensor) -> bool:
         """Returns whether the tensor can take weights exactly as servers have them."""
-        return self._is_usable and _device.accelerator.has(tensor) and tensor.dtype is self._dtype and tensor.is_contiguous()
+        is_plain = tensor.is_contiguous() and not tensor.is_neg()
+        return self._is_usable and _device.accelerator.has(tensor) and tensor.dtype is self._dtype and is_plain
 
     def copy(self, lent: Any, runs: list[list[Run]], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
         """Has devices copy weights from servers' memory.

@@ -259,7 +259,8 @@ def own_memory(member: Member) -> None:
     """Gives a parameter a resizable storage of its own."""
     tensor = member.tensor
     storage = tensor.untyped_storage()
-    if storage.nbytes() == member.nbytes and storage.resizable() and tensor.storage_offset() == 0 and not tensor.is_shared():
+    is_own = storage.nbytes() == member.nbytes and storage.resizable() and tensor.storage_offset() == 0 and not tensor.is_shared()
+    if is_own and not tensor.is_neg():
         return
     with torch.no_grad():
         tensor.data = tensor.detach().clone()
