@@ -17,6 +17,7 @@
 mod allocator;
 mod copy;
 mod file;
+pub mod float;
 mod foreign;
 pub mod lend;
 #[cfg(all(test, loom))]

@@ -30,6 +30,7 @@ mod unix;
 
 use std::{io, thread};
 
+use longshore_engine::memory::float;
 use tokio::runtime::{Builder, Runtime};
 
 pub use config::Config;
@@ -43,5 +44,11 @@ pub use lifecycle::{Server, ServerError, StopSignals};
 /// raw socket.
 pub fn runtime(thread_name: &str) -> io::Result<Runtime> {
     let threads = thread::available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
-    Builder::new_multi_thread().worker_threads(threads).thread_name(thread_name).enable_all().build()
+    let mut builder = Builder::new_multi_thread();
+    builder
+        .worker_threads(threads)
+        .thread_name(thread_name)
+        .on_thread_start(float::standard_thread)
+        .enable_all()
+        .build()
 }

@@ -2,6 +2,7 @@
 //! type once per call.
 
 use half::{f16, slice::HalfFloatSliceExt};
+use longshore_memory::float::Standard;
 use longshore_proto::Dtype;
 
 /// Elements per tile on the stack: 2 KiB of f16 stay in the L1 cache.
@@ -55,6 +56,7 @@ fn bf16_bits(value: f32) -> u16 {
 
 /// Converts by tiles: `half` uses the CPU's conversion instructions for slices.
 fn f16_from_f32(source: &[f32], target: &mut [u8]) {
+    let _standard = Standard::enter();
     let mut tile = [f16::ZERO; TILE];
     for (source, target) in source.chunks(TILE).zip(target.chunks_mut(2 * TILE)) {
         let tile = &mut tile[..source.len()];
@@ -66,6 +68,7 @@ fn f16_from_f32(source: &[f32], target: &mut [u8]) {
 }
 
 fn f16_to_f32(source: &[u8], target: &mut [f32]) {
+    let _standard = Standard::enter();
     let mut tile = [f16::ZERO; TILE];
     for (source, target) in source.chunks(2 * TILE).zip(target.chunks_mut(TILE)) {
         let tile = &mut tile[..target.len()];

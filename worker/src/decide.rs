@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use longshore_memory::float::Standard;
 use longshore_proto::{BlockId, JobSpec, Layout, limits::BLOCK_ELEMENTS};
 
 /// Statistics of one block of the summed gradient, which is still scaled.
@@ -37,6 +38,7 @@ pub fn decide(
     clip: Option<f64>,
     gradient_scale: f64,
 ) -> Decision {
+    let _standard = Standard::enter();
     let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
         stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
     });
@@ -109,6 +111,9 @@ mod tests {
         let up = decide(&[stats(1.0), stats(1.0), stats(big)], &all(3), None, 1.0).norm;
         let down = decide(&[stats(big), stats(1.0), stats(1.0)], &all(3), None, 1.0).norm;
         assert_eq!(up, (big + 2.0).sqrt());
+        let _foreign = longshore_memory::float::foreign_for_tests();
+        let rounded_up = decide(&[stats(1.0), stats(1.0)], &all(2), None, 1.0).norm;
+        assert_eq!(rounded_up.to_bits(), std::f64::consts::SQRT_2.to_bits());
         assert_eq!(down, big.sqrt());
     }
 

@@ -6,7 +6,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use longshore_memory::copy_past_caches;
+use longshore_memory::{copy_past_caches, float::Standard};
 use longshore_proto::{Dtype, Fault, limits::CHUNK_BYTES};
 use longshore_worker::{Feed, Result, convert};
 use pyo3::{FromPyObject, prelude::*};
@@ -188,6 +188,7 @@ fn part_of(elements: usize) -> usize {
 
 /// Converts through f32, times `scale`.
 fn scaled(from: Dtype, source: &[u8], scale: f32, to: Dtype, target: &mut [u8]) {
+    let _standard = Standard::enter();
     let mut tile = [0.0; TILE];
     let pieces =
         source.chunks(TILE * from.bytes() as usize).zip(target.chunks_mut(TILE * to.bytes() as usize));

@@ -10,6 +10,7 @@ use std::{
     thread,
 };
 
+use longshore_memory::float;
 use tokio::{
     runtime::Handle,
     task::{AbortHandle, JoinError, JoinHandle},
@@ -41,6 +42,7 @@ impl Runtime {
         let built = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
             .thread_name("longshore-io")
+            .on_thread_start(float::standard_thread)
             .enable_all()
             .build();
         let own = built.map_err(|error| Environment {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use longshore_memory::float::Standard;
 use longshore_proto::{Dtype, Layout, Rank};
 
 use super::Write;
@@ -76,6 +77,7 @@ impl Accumulator {
     /// # Errors
     /// Errors of `write`; the sums are then useless.
     pub(crate) fn add(&mut self, micro_step: u32, flat: Range<u64>, write: &mut Write<'_>) -> Result<()> {
+        let _standard = Standard::enter();
         let width = self.dtype.bytes() as usize;
         let place = self.place(flat);
         let sums = &mut self.sums[place];
@@ -102,6 +104,7 @@ impl Accumulator {
     /// Turns elements of the last micro-step into the mean over all micro-steps. `first` is their first element in
     /// the flat space.
     pub(crate) fn finish(&mut self, first: u64, wire: &mut [u8]) {
+        let _standard = Standard::enter();
         let width = self.dtype.bytes() as usize;
         let share = 1.0 / self.micro_steps as f32;
         let sums = &self.sums[self.place(first..first + (wire.len() / width) as u64)];
@@ -166,8 +169,9 @@ mod tests {
         assert_eq!(budget.used(), own * 4);
         assert!(own < layout.elements(), "the other rank's partitions take no room");
         let places = [1, 3].map(|param| layout.param_range(param));
-        // Two steps: the second must not contain sums of the first.
-        for _ in 0..2 {
+        // Two steps: the second must not contain sums of the first, nor depend on the caller's floating-point mode.
+        for step in 0..2 {
+            let _foreign = (step == 1).then(longshore_memory::float::foreign_for_tests);
             for micro_step in 0..2 {
                 assert!(!accumulator.is_last(micro_step));
                 for place in places.clone() {
@@ -185,6 +189,7 @@ mod tests {
             for flat in [cut..first.end, second, first.start..cut] {
                 let mut wire = of_range(2, flat.clone());
                 accumulator.finish(flat.start, &mut wire);
+                let _standard = Standard::enter();
                 for (at, bytes) in flat.zip(wire.as_chunks::<2>().0) {
                     let [a, b, c] = [0, 1, 2].map(|micro_step| gradient(micro_step, at).to_f32());
                     let expected = half::f16::from_f32((a + b + c) * (1.0f32 / 3.0));

@@ -54,7 +54,7 @@ use crate::{
     ids::{OwnedShard, OwnedShards},
     kernels::bytes_per_parameter,
     lock,
-    memory::SharedFile,
+    memory::{SharedFile, float::Standard},
     step::{Progress, RankProgress, Refusal, Work},
     tier::{Spill, Store, Taken},
 };
@@ -242,6 +242,7 @@ impl Job {
     /// it. A further work that it asks for is put at the end.
     pub fn perform(&self, works: &mut VecDeque<Work>) -> Result<(), Fault> {
         self.check_alive()?;
+        let _standard = Standard::enter();
         let sums = take_sums(works);
         let next = match sums.is_empty().then(|| works.pop_front()).flatten() {
             Some(Work::Update { owned, step }) => self.update(owned, step),
@@ -263,7 +264,7 @@ impl Job {
     }
 
     /// Fails the job: from here on it accepts nothing.
-    fn fail(&self, fault: Fault) -> Fault {
+    pub fn fail(&self, fault: Fault) -> Fault {
         tracing::error!(job = %self.spec.name, %fault, "the job cannot go on from this server");
         self.protocol.fail(&fault);
         self.notify();

@@ -9,12 +9,14 @@ use super::x86;
 use super::{
     Code, Gradient, ImageMut, Isa, Moment, MomentMut, Random, Scalars, State, StateLow, Statistics, scalar,
 };
+use crate::memory::float::Standard;
 
-/// Runs `$function` of the module that `$isa` names.
+/// Runs `$function` of the module that `$isa` names, in the standard floating-point mode whatever the caller's is.
 macro_rules! dispatch {
     ($isa:expr, $function:ident($($argument:expr),*)) => {{
         let isa: Isa = $isa;
         assert!(isa.is_available(), "{isa} kernels called on a CPU without {isa}");
+        let _standard = Standard::enter();
         match isa {
             Isa::Scalar => scalar::$function($($argument),*),
             // SAFETY: this CPU has the instruction set, and the caller has compared the lengths.

@@ -34,7 +34,7 @@ use self::{
 use crate::{
     lock,
     memory::{
-        Near,
+        Near, float,
         lend::{Loan, lend},
     },
 };
@@ -320,8 +320,9 @@ fn spin_while(waiting: impl Fn() -> bool) {
     }
 }
 
-/// Binds the calling thread and lowers its priority a little.
+/// Binds the calling thread, lowers its priority a little and leaves the host process's floating-point mode.
 fn settle(cores: &[usize]) {
+    float::standard_thread();
     if !cores.is_empty()
         && let Err(error) = cpus::bind(cores)
     {

@@ -269,3 +269,17 @@ fn a_thread_turns_to_another_call_before_the_first_is_done() {
         );
     });
 }
+
+#[test]
+fn update_threads_leave_the_floating_point_mode_of_the_thread_that_starts_them() {
+    let foreign = crate::memory::float::foreign_for_tests();
+    let pool = ThreadPool::new(2).unwrap();
+    drop(foreign);
+    // Two blocks that wait for each other run on both threads.
+    let barrier = Barrier::new(2);
+    let halved = |least: f32| {
+        barrier.wait();
+        std::hint::black_box(least) / 2.0
+    };
+    assert_eq!(pool.blocks(vec![f32::MIN_POSITIVE; 2], halved), [f32::from_bits(1 << 22); 2]);
+}

@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::Context;
+use longshore_engine::memory::float::Standard;
 use longshore_server::{Config, Embedded, config::StorageConfig};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -25,6 +26,8 @@ const POLL: Duration = Duration::from_millis(100);
 /// Trains to the end.
 pub fn run(settings: &Settings) -> anyhow::Result<()> {
     settings.check().map_err(wrong_use)?;
+    // Rayon's threads start below, and inherit the mode.
+    let _standard = Standard::enter();
     let embedded = settings.servers.is_empty().then(|| embed(settings)).transpose()?;
     let servers = match &embedded {
         Some(embedded) => vec![embedded.address().to_string()],

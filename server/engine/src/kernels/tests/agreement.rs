@@ -234,3 +234,31 @@ fn a_short_image_is_refused() {
     let state = State { master: &mut master, first: &mut first, second: &mut [] };
     update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]));
 }
+
+/// Hosts of Python flush denormals or round otherwise, and their threads compute.
+#[test]
+fn no_bit_depends_on_the_floating_point_mode_of_the_calling_thread() {
+    let noise = &mut Noise(36);
+    for (rule, wild, isa) in Rule::ALL
+        .into_iter()
+        .flat_map(|rule| [false, true].map(|wild| (rule, wild)))
+        .flat_map(|(rule, wild)| Isa::available().into_iter().map(move |isa| (rule, wild, isa)))
+    {
+        let gradient = Array::noisy(Kind::F32, BLOCK / 8, noise, wild);
+        let (before, hyper) = (Owned::noisy(rule, BLOCK / 8, noise, wild), hyper(noise));
+        let run = || {
+            let (mut state, mut image) = (before.clone(), Array::blank(Kind::Bf16, BLOCK / 8, &mut Noise(1)));
+            let scalars = Scalars::new(rule, &hyper, 2, 1.0 / 65536.0);
+            update(isa, &scalars, gradient.gradient(), state.state(), image.image());
+            let mut sums = before.master.clone();
+            accumulate(isa, gradient.gradient(), sums.floats());
+            let Statistics { sum_squares, first_nonfinite } = statistics(isa, gradient.gradient());
+            (state, image, sums, sum_squares.to_bits(), first_nonfinite)
+        };
+        let expected = run();
+        let foreign = crate::memory::float::foreign_for_tests();
+        let found = run();
+        drop(foreign);
+        assert!(found == expected, "{rule:?} on {isa}");
+    }
+}
