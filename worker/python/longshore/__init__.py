@@ -6,7 +6,10 @@ Without ``servers=`` a server runs inside this process. PyTorch is imported when
 which needs no framework, and JAX with ``longshore.jax``.
 """
 
+import contextlib
 import importlib
+import importlib.metadata
+import warnings
 from typing import TYPE_CHECKING
 
 from longshore import errors
@@ -81,6 +84,22 @@ _OF_DEEPSPEED = {
     "ops": "use longshore.AdamW, longshore.Lion or longshore.Adagrad",
     "zero": "use longshore.Init and longshore.GatheredParameters",
 }
+
+
+
+def _warn_of_another_project() -> None:
+    """Warns if the distribution ``longshore`` is installed: PyPI's is another project, whose files have the names of ours."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("longshore")
+        warnings.warn(
+            f"the distribution longshore {version} is installed beside longshore-train. On PyPI it is another project, with the same import name "
+            "and command, and each overwrites files of the other: pip uninstall longshore longshore-train, then install longshore-train again",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+_warn_of_another_project()
 
 if not TYPE_CHECKING:  # type checkers see all names above, and report any other
 

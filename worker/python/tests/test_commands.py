@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_both_say_the_packages_version_and_their_own_name() -> None:
     for name in ("longshore", "longshored"):
         said = run(name, "--version")
-        assert (said.returncode, said.stdout.strip()) == (0, f"{name} {importlib.metadata.version('longshore')}"), said
+        assert (said.returncode, said.stdout.strip()) == (0, f"{name} {importlib.metadata.version('longshore-train')}"), said
 
 
 def test_a_server_serves_and_drains_and_the_other_command_finds_it() -> None:
@@ -44,3 +46,14 @@ def test_a_server_serves_and_drains_and_the_other_command_finds_it() -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+def test_an_import_says_that_another_project_of_the_name_is_installed(tmp_path: Path) -> None:
+    """PyPI's distribution ``longshore`` has the same import name and command."""
+    described = tmp_path / "longshore-1.4.0.dist-info" / "METADATA"
+    described.parent.mkdir()
+    described.write_text("Metadata-Version: 2.1\nName: longshore\nVersion: 1.4.0\n")
+    path = os.pathsep.join([str(Path(longshore.__file__).parent.parent), str(tmp_path)])
+    command = [sys.executable, "-c", "import longshore"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "PYTHONPATH": path})
+    assert "longshore 1.4.0 is installed beside longshore-train" in said.stderr and "pip uninstall longshore" in said.stderr
