@@ -182,39 +182,6 @@ def test_two_ranks_share_a_job_and_a_third_client_goes_on(servers: str, tmp_path
     assert same(other.pull(), results[0])
 
 
-def test_a_flush_of_one_rank_alone_is_refused(servers: str) -> None:
-    """The flushing rank computes its next step with the newest weights, and the other rank with the weights before."""
-    options: Any = {"servers": servers, "job": "flushed-alone", "world_size": 2, "delay": 1, "warmup_steps": 1, "deadline": 10}
-    said: dict[int, errors.LongshoreError] = {}
-
-    def run(rank: int) -> None:
-        client = longshore.Client(weights(), HYPER, rank=rank, **options)
-        try:
-            for step in range(6):
-                params = client.pull()
-                client.push(gradients(params, 2 * step + rank))
-                client.commit()
-                if (rank, step) == (0, 2):
-                    assert client.flush() == 3
-            client.flush()
-        except errors.LongshoreError as error:
-            said[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    told = [error for error in said.values() if error.field == "push.reads_version"]
-    assert len(said) == 2, said
-    assert told, said
-    for error in told:
-        assert str(error.value)[0] + str(error.limit)[0] in ("32", "23"), error
-        assert "call flush on all ranks after the same step" in str(error)
-    watcher = longshore.Client(weights(), HYPER, rank=0, **options)
-    assert watcher.step == 3
-
-
 def test_a_checkpoint_and_the_hash_of_all_state(tmp_path: pathlib.Path) -> None:
     server = longshore.Server(checkpoint_dir=tmp_path, memory=64 << 20)
     first = longshore.Client(weights(), HYPER, servers=server, job="kept")

@@ -183,19 +183,6 @@ def test_a_server_that_was_never_there() -> None:
         longshore.AdamW(model.named_parameters(), servers="127.0.0.1:9", deadline=0.5)
 
 
-def test_a_server_that_is_gone() -> None:
-    process, address = serve()
-    model, _ = pair("mlp")
-    optimizer = made(model, servers=address, job="gone", deadline=1.0, transport="tcp")
-    optimizer.step()
-    process.kill()
-    process.wait()
-    started = time.monotonic()
-    with pytest.raises(errors.LongshoreError, match=address):
-        optimizer.step()
-    assert time.monotonic() - started < 30
-
-
 def test_a_server_that_is_killed_within_a_step() -> None:
     process, address = serve()
     model, _ = pair("mlp")
@@ -215,27 +202,6 @@ def test_a_server_that_is_killed_within_a_step() -> None:
         model.loss(1).backward()
         optimizer.step()
     assert time.monotonic() - started < 30
-
-
-def test_a_state_of_another_job(servers: str) -> None:
-    first, second = pair("mlp")
-    other = longshore.AdamW(first.named_parameters(), servers=servers, job="other")
-    other.open()
-    optimizer = longshore.AdamW(second.named_parameters(), servers=servers, job="mine")
-    with pytest.raises(errors.StateError, match=r"\['job'\] is other, but must be mine.*build the optimizer with job='other'"):
-        optimizer.load_state_dict(other.state_dict())
-
-
-def test_a_state_of_a_version_of_which_there_is_no_checkpoint(servers: str) -> None:
-    model, _ = pair("mlp")
-    optimizer = made(model, servers=servers, job="versions")
-    optimizer.step()
-    state = optimizer.state_dict()
-    optimizer.step()
-    with pytest.raises(errors.StateError, match=r"\['version'\] is 1, but must be 2.*--checkpoint-dir"):
-        optimizer.load_state_dict(state)
-    assert optimizer.version == 2
-    optimizer.step()
 
 
 def test_a_loss_scale_beside_what_would_scale_again() -> None:

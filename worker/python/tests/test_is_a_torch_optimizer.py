@@ -54,20 +54,6 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
     assert run(ours, longshore.AdamW(ours.named_parameters())) == run(theirs, torch.optim.AdamW(theirs.parameters()))
 
 
-def test_schedulers_wrap_it_and_change_rates_between_steps() -> None:
-    ours, theirs = pair("mlp")
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-        for number in range(10):
-            step(model, optimizer, number)
-            scheduler.step()
-        return optimizer.param_groups[0]["lr"]
-
-    assert run(ours, longshore.SGD(ours.named_parameters(), lr=0.1)) == run(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1))
-    assert distance(ours, theirs) < 1e-6
-
-
 def test_a_rate_may_be_a_tensor() -> None:
     ours, theirs = pair("mlp")
     step(ours, longshore.AdamW(ours.named_parameters(), lr=torch.tensor(0.01)))
@@ -129,38 +115,6 @@ def test_no_gradient_at_all_is_no_step() -> None:
     optimizer.zero_grad()
     optimizer.step()
     assert optimizer.version == 1
-
-
-def test_frozen_parameters_stay_and_cost_nothing() -> None:
-    ours, theirs = pair("mlp")
-    for model in (ours, theirs):
-        model.layers[0].requires_grad_(False)
-    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2)
-    reference = torch.optim.AdamW(theirs.named_parameters(), lr=1e-2)
-    for number in range(3):
-        step(ours, optimizer, number)
-        step(theirs, reference, number)
-    assert distance(ours, theirs) < 1e-6
-    ours.layers[0].requires_grad_(True)
-    optimizer.zero_grad()
-    ours.loss(3).backward()
-    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight.*frozen"):
-        optimizer.step()
-
-
-def test_zeros_may_stand_for_missing_gradients() -> None:
-    ours, theirs = pair("mlp")
-    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2, missing_gradients="zeros")
-    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    for number in range(4):
-        for model, its in ((ours, optimizer), (theirs, reference)):
-            its.zero_grad()
-            model.loss(number).backward()
-            if number % 2:
-                bias = model.layers[0].bias
-                bias.grad = None if model is ours else torch.zeros_like(bias)
-            its.step()
-    assert distance(ours, theirs) < 1e-6
 
 
 def test_a_grad_scaler_leaves_unscaling_to_it() -> None:
@@ -291,36 +245,3 @@ def test_it_ends_with_its_last_name() -> None:
     again = longshore.AdamW(model.named_parameters())
     step(model, again)
     assert again.version == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "reference", "arguments"),
-    [
-        (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-2}),
-        (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
-        (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2}),
-    ],
-)
-def test_all_state_on_request_is_torchs_and_torch_goes_on_with_it(kind: Any, reference: Any, arguments: dict[str, Any]) -> None:
-    # Several shards, with parameters across their borders.
-    ours, theirs = pair("mlp", width=500)
-    optimizer, plain = kind(ours.named_parameters(), **arguments), reference(theirs.named_parameters(), **arguments)
-    for number in range(5):
-        step(ours, optimizer, number)
-        step(theirs, plain, number)
-    full, expected = optimizer.state_dict(full=True), plain.state_dict()
-    for number, of in expected["state"].items():
-        for name, value in of.items():
-            if name != "step":
-                apart = (full["state"][number][name] - value).norm() / value.norm()
-                assert apart < 1e-6, (number, name)
-    for number, parameter in enumerate(ours.parameters()):
-        assert torch.equal(full["state"][number]["master"], parameter)
-    assert all(set(state) == {"step"} for state in optimizer.state.values())
-    optimizer.load_state_dict(full)
-    moved = reference(ours.named_parameters(), **arguments)
-    moved.load_state_dict({"state": full["state"], "param_groups": expected["param_groups"]})
-    optimizer.close()
-    step(ours, moved, 5)
-    step(theirs, plain, 5)
-    assert distance(ours, theirs) < 1e-6

@@ -1,17 +1,13 @@
-"""Jobs on servers that outlive the process: later processes find them by name, and ranks share them."""
+"""Jobs on servers that outlive the process: later processes find them by name."""
 
-import os
 import pathlib
 import subprocess
 import sys
 
-import pytest
 import torch
-from forked import Forked
-from models import distance, pair, same_bits
+from models import pair, same_bits
 
 import longshore
-from longshore import errors
 
 
 def test_a_new_optimizer_goes_on_where_the_job_is(servers: str) -> None:
@@ -44,55 +40,6 @@ def test_a_new_optimizer_goes_on_where_the_job_is(servers: str) -> None:
         alone.step()
     assert same_bits(other, undisturbed)
     assert second.state_dict()["state"][0]["step"] == 6
-
-
-def test_another_model_is_refused(servers: str) -> None:
-    model, _ = pair("mlp")
-    longshore.AdamW(model.named_parameters(), servers=servers, job="shape").open()
-    other, _ = pair("conv")
-    with pytest.raises(errors.RefusedError, match=r"spec\.params.*another job name"):
-        longshore.AdamW(other.named_parameters(), servers=servers, job="shape").open()
-
-
-RANK = """
-import torch, longshore
-from models import pair
-torch.set_num_threads(1)
-model, _ = pair("mlp")
-if {rank}:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(7.0)
-optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, servers={servers!r}, job="ranks", max_grad_norm=0.5)
-optimizer.open()
-for step in range(10):
-    model.zero_grad()
-    model.loss(2 * step + {rank}).backward()
-    optimizer.step()
-torch.save(model.state_dict(), {out!r})
-"""
-
-
-def test_two_ranks_train_on_the_mean_of_their_gradients(servers: str, tmp_path: pathlib.Path) -> None:
-    folder = tmp_path
-    ranks = []
-    for rank in (0, 1):
-        code = RANK.format(rank=rank, servers=servers, out=str(folder / f"{rank}.pt"))
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
-        ranks.append(Forked(code, environment=environment))
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    weights = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    model, _ = pair("mlp")
-    reference = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(10):
-        reference.zero_grad()
-        ((model.loss(2 * step) + model.loss(2 * step + 1)) / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        reference.step()
-    trained, _ = pair("mlp")
-    trained.load_state_dict(weights[0])
-    assert distance(trained, model) < 1e-5
 
 
 FORK = """

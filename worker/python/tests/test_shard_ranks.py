@@ -35,18 +35,14 @@ MODES: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "leaves out": {"model": "leaves out"},
     "leaves out scatter": {"model": "leaves out", "accumulate": 2, **SCATTER},
-    "leaves out delayed": {"model": "leaves out", "accumulate": 2, **DELAYED},
     "checkpoint": {"model": "checkpoint"},
     "reentrant": {"model": "reentrant", **SCATTER},
     "tied": {"model": "tied", **SCATTER, **DELAYED},
-    "adapters": {"model": "adapters"},
     "adapters scatter": {"model": "adapters", **SCATTER},
-    "device": {"late": True},
     "device scatter": {"late": True, **SCATTER, **DELAYED},
     # A fifth of the model is in memory while it is built.
     "built scatter": {"room": 200_000, **SCATTER, **DELAYED},
     "adapters built scatter": {"model": "adapters", "room": 400_000, "frozen": "keep", **SCATTER},
-    "alone": {"alone": True},
     "alone scatter": {"alone": True, **SCATTER},
 }
 #: By case of unit_rank.py: options, and the error on every rank.
