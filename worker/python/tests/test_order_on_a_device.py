@@ -187,7 +187,7 @@ WITHOUT = {
 
 
 @pytest.mark.filterwarnings("ignore:step")  # unwritten memory makes the gradient non-finite
-@pytest.mark.parametrize("left_out", WITHOUT)
+@pytest.mark.parametrize("left_out", [*WITHOUT] if os.environ.get("LONGSHORE_SOAK") else [*WITHOUT][:2])
 def test_each_wait_is_needed(
     left_out: str, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import os
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -280,6 +281,7 @@ def test_blocks_that_are_compiled(compiler: Any, how: str) -> None:
         assert torch.equal(ours.detach().clone(), theirs)
 
 
+@pytest.mark.skipif("LONGSHORE_SOAK" not in os.environ, reason="slow: a C++ compiler takes 20 s (tests/run --soak)")
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_blocks_that_inductor_compiles(compiler: Any) -> None:
     """torch.compile's default backend. Its kernels are the same in both models."""
