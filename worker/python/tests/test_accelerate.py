@@ -2,6 +2,7 @@
 """
 
 import pathlib
+import pickle
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def test_trackers_get_the_servers_figures(tmp_path: pathlib.Path) -> None:
         assert values["server_grad_norm"] > 0 and values["loss_scale"] == 1
     validation = [values["validation"] for _, values in kept.logged]
     assert validation == sorted(validation, reverse=True)
+
+
+def test_a_pickled_accelerator_loads_without_the_attachment() -> None:
+    accelerate.state.GradientState._reset_state()  # keeps an earlier test's loader, which is not pickled
+    accelerator = accelerate.Accelerator(cpu=True)
+    longshore.accelerate.attach(accelerator)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    loaded, again = pickle.loads(pickle.dumps((accelerator, model)))
+    assert loaded.log.__func__ is accelerate.Accelerator.log
+    assert torch.equal(again(torch.ones(2)), model(torch.ones(2)))
 
 
 def test_a_delayed_jobs_newest_weights_are_saved(tmp_path: pathlib.Path) -> None:

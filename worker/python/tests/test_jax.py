@@ -186,11 +186,27 @@ def test_without_jit_and_init_within_jit() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_arrive_exactly(dtype: Any) -> None:
+    """With fp32 gradients. Updates have the gradients' type, and 16 bits do not hold each difference."""
     narrow = jax.tree_util.tree_map(lambda leaf: leaf.astype(dtype), init())
-    mine = longshore.jax.adamw(1e-2)
-    params, _ = trained(mine, steps=20, params=narrow)
+    mine, wide = longshore.jax.adamw(1e-2), optax.stateless(lambda updates, _: optax.tree.cast(updates, jnp.float32))
+    params, _ = trained(optax.chain(wide, mine), steps=20, params=narrow)
     assert same_bits(params, mine.client.pull())
     assert params["head"]["kernel"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_wrappers_that_choose_between_updates(dtype: Any) -> None:
+    """``lax.cond`` takes branches of one type, so updates have the gradients'. A refused gradient makes no step."""
+    mine = longshore.jax.adamw(LR)
+    wrapped = optax.apply_if_finite(mine, 3)
+    params = {"w": jnp.ones(3, dtype)}
+    state = wrapped.init(params)
+    for gradients in ([1.0, 1.0, 1.0], [1.0, jnp.nan, 1.0], [1.0, 1.0, 1.0]):
+        updates, state = wrapped.update({"w": jnp.array(gradients, dtype)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert updates["w"].dtype == params["w"].dtype == dtype
+    assert mine.client.client.step == 2
+    assert distance(params, mine.client.pull()) < 2**-7
 
 
 def test_a_job_that_is_there_goes_on(servers: str) -> None:
@@ -260,6 +276,16 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     injected = optax.inject_hyperparams(longshore.jax.adamw)(learning_rate=LR)
     with pytest.raises(errors.InvalidError, match="learning_rate is an array"):
         trained(injected, steps=1)
+
+
+def test_a_tree_without_leaves_opens_no_job() -> None:
+    """``optax.tree.map_params`` calls ``init`` of a placeholder while the job runs."""
+    mine = longshore.jax.adamw(LR)
+    params = {"w": jnp.ones(3)}
+    updates, state = mine.update(params, mine.init(params), params)
+    assert optax.tree.map_params(mine, lambda leaf: leaf, state) == state
+    mine.update(params, state, optax.apply_updates(params, updates))
+    assert mine.client.client.step == 2
 
 
 def test_a_rate_for_one_update() -> None:

@@ -224,7 +224,8 @@ class _Remote:
                 self.error = error
                 raise
 
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(arguments)):
+        # A branch of lax.cond may close over concrete arguments, so the trace shows in a result only.
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in [*jax.tree_util.tree_leaves(arguments), jnp.add(0, 0)]):
             return io_callback(kept, like, *arguments, ordered=True)
         return kept(*arguments)
 
@@ -302,9 +303,9 @@ def adamw(
     ``lax.cond``, once for each execution, and not under ``vmap``. Each call waits for the servers; use :class:`Client` to overlap a step
     with other work of the host.
 
-    ``update`` returns new minus old parameters in fp32. For parameters of 16 bits ``optax.apply_updates`` then gives the servers' exactly.
-    For fp32 it gives them to one rounding, which does not accumulate, since servers update their own parameters. A later link of an
-    ``optax.chain`` that changes updates makes the next step raise: put it before this transformation.
+    ``update`` returns new minus old parameters in the gradient's type, as optax does. ``optax.apply_updates`` gives the servers' parameters to
+    one rounding, which does not accumulate, since servers update their own. For parameters of 16 bits with fp32 gradients it gives them
+    exactly. A later link of an ``optax.chain`` that changes updates makes the next step raise: put it before this transformation.
 
     The state is a count. A count other than the job's is refused, so no state is used twice. Therefore ``accumulate=n`` replaces
     ``optax.MultiSteps``, which updates in each micro-step and drops most updates. A step uses the mean of n gradients, and the other n - 1
@@ -328,6 +329,9 @@ def adamw(
     remote = _Remote(hyper, mask, options)
 
     def init(params: Tree) -> State:
+        # optax.tree.map_params calls init of a tree without leaves, while the job runs.
+        if not jax.tree_util.tree_leaves(params):
+            return State(jnp.zeros((), jnp.int32))
         return State(jnp.asarray(remote.call(remote.open, jax.ShapeDtypeStruct((), jnp.int32), params)))
 
     def update(
@@ -346,10 +350,10 @@ def adamw(
         count = state.count + 1
         moves = count % remote.accumulate == 0
 
-        def difference(new: Any, old: Any) -> Any:
-            return jnp.where(moves, new.astype(jnp.float32) - old.astype(jnp.float32), 0.0)
+        def difference(new: Any, old: Any, gradient: Any) -> Any:
+            return jnp.where(moves, new.astype(jnp.float32) - old.astype(jnp.float32), 0.0).astype(jnp.result_type(gradient))
 
-        return jax.tree_util.tree_map(difference, new, params), State(count)
+        return jax.tree_util.tree_map(difference, new, params, updates), State(count)
 
     made = Transformation(init, update)
     made._remote = remote

@@ -13,6 +13,29 @@ from longshore.integrations.saving import Saving
 from longshore.optim.optimizer import Optimizer
 
 
+class _Method:
+    """A method of an ``Accelerator`` with an addition. A pickled one loads as the accelerator's own method."""
+
+    def __init__(self, accelerator: Accelerator, name: str, act: Callable[..., Any]) -> None:
+        self._accelerator, self._name, self._act = accelerator, name, act
+        self._inner = getattr(accelerator, name)
+        functools.update_wrapper(self, self._inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._act(self._inner, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._accelerator, self._name)
+
+
+class _Unattached:
+    """Hooks without an effect: a pickled ``Accelerator`` or model loads without the attachment."""
+
+    def _before_save(self, *_: Any) -> None: ...
+
+    def _before_forward(self, *_: Any) -> None: ...
+
+
 class Attached:
     """The changes that :func:`attach` makes to an ``Accelerator``."""
 
@@ -35,6 +58,9 @@ class Attached:
         for optimizer in self._optimizers():
             self._watch_optimizer(optimizer)
         self._watch()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unattached, ()
 
     def remove(self) -> None:
         """Undoes the changes."""
@@ -66,8 +92,7 @@ class Attached:
         return values
 
     def _instead(self, name: str, act: Callable[..., Any]) -> str:
-        inner = getattr(self._accelerator, name)
-        setattr(self._accelerator, name, functools.wraps(inner)(functools.partial(act, inner)))
+        setattr(self._accelerator, name, _Method(self._accelerator, name, act))
         return name
 
     def _optimizers(self) -> Iterator[Optimizer]:
