@@ -1,6 +1,6 @@
 //! Exports of weights for other programs: the rounded master weights of one version, also during training.
 
-use std::{collections::BTreeMap, fs, path::Path, process::Command};
+use std::{collections::BTreeMap, fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
 
 use longshore_tests::{
     command::{Output, longshore, run},
@@ -101,6 +101,8 @@ fn what_cannot_be_exported_is_said_and_nothing_is_left_behind() {
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     fs::remove_file(out.join("mine.txt")).unwrap();
     assert_eq!(version_of(&export(&addresses, &out, &[])), 3);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&out), mode(&out.join("model.safetensors"))), (0o700, 0o600), "the owner's alone");
     assert_eq!(files(&out).into_keys().collect::<Vec<_>>(), ["model.safetensors"]);
 }
 

@@ -2,9 +2,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
+    io::Write,
     ops::Range,
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
 };
 
 use longshore_proto::{Dtype, Fault, FaultKind, JobSpec, Layout};
@@ -13,7 +14,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::{
     extents::Extents,
-    target::{Draft, INDEX, failed, sync},
+    target::{Draft, INDEX, failed},
 };
 
 /// The place of one parameter.
@@ -123,7 +124,7 @@ impl Files {
         let mut header = serde_json::to_vec(&header).map_err(|error| refused(&error))?;
         // Tensors start at a multiple of 8, as in files of other writers.
         header.resize(header.len().next_multiple_of(8), b' ');
-        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
+        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = file.map_err(failed("create", &path))?;
         let data = 8 + header.len() as u64;
         fallocate(&file, FallocateFlags::empty(), 0, data + end)
@@ -164,8 +165,10 @@ impl Files {
         if self.names.len() > 1 {
             let path = folder.join(INDEX);
             let text = format!("{:#}\n", self.index);
-            fs::write(&path, text).map_err(failed("write", &path))?;
-            sync(&path)?;
+            let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+            let written =
+                file.and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()));
+            written.map_err(failed("write", &path))?;
         }
         self.draft.publish()
     }

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
@@ -33,16 +34,14 @@ impl Draft {
 
     /// Moves the folder, whose files are durable, to its place.
     pub(super) fn publish(self) -> Result<(), Fault> {
-        // A draft has mode 0700.
-        set_mode(self.path()).map_err(failed("chmod", self.path()))?;
         let parent = self.target.parent().to_path_buf();
         self.target.take(self.folder)?;
         sync(&parent)
     }
 }
 
-/// Makes a file's content, or a folder's entries, durable.
-pub(super) fn sync(path: &Path) -> Result<(), Fault> {
+/// Makes a folder's entries durable.
+fn sync(path: &Path) -> Result<(), Fault> {
     File::open(path).and_then(|file| file.sync_all()).map_err(failed("sync", path))
 }
 
@@ -61,18 +60,14 @@ pub(super) fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
     }
 }
 
-fn set_mode(folder: &Path) -> io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
-}
-
 impl Target {
-    /// Makes a draft folder beside the target. Fails if the target holds other files, or cannot be written.
+    /// Makes a draft folder beside the target, of mode 0700. Fails if the target holds other files, or cannot be written.
     pub(super) fn draft(self) -> Result<Draft, Fault> {
         self.holds_export()?;
         let parent = self.parent();
         fs::create_dir_all(parent).map_err(failed("create", parent))?;
-        let folder = tempfile::Builder::new().prefix(".export-").tempdir_in(parent);
+        let own = fs::Permissions::from_mode(0o700);
+        let folder = tempfile::Builder::new().prefix(".export-").permissions(own).tempdir_in(parent);
         let folder = folder.map_err(failed("create", parent))?;
         Ok(Draft { target: self, folder })
     }
