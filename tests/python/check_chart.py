@@ -32,6 +32,7 @@ CASES = {
         "priorityClassName": "high",
     },
     "no network policy": {"networkPolicy": {"enabled": False}},
+    "not encrypted": {"tls": {"secretName": "", "insecure": True}},
 }
 REFUSED = [
     ({"memroy": "1GiB"}, "memroy"),
@@ -39,6 +40,7 @@ REFUSED = [
     ({"replicas": 0}, "/replicas"),
     ({"extraArgs": ["drive-endurance=600TB"]}, "/extraArgs"),
     ({"drain": {"deadlineSeconds": 300}}, "more than twice drain.deadlineSeconds"),
+    ({"tls": {"secretName": ""}}, "tls.insecure=true"),
     ({"checkpoints": {"onDrain": True}}, "checkpoints.existingClaim is empty"),
 ]
 
@@ -110,6 +112,8 @@ def main(path, manifest):
                 assert found[key] == expected[key], f"{key}: the chart says\n{json.dumps(found[key])}\nand the manifest\n{json.dumps(expected[key])}"
         elif case == "everything":
             assert "longshore-2.longshore.default:7070" in notes and "not encrypted" not in notes, notes
+        elif case == "not encrypted":
+            assert "not encrypted" in notes, notes
         else:
             assert not any(kind == "NetworkPolicy" for kind, _ in made), made.keys()
         print(json.dumps(check_paths(made["StatefulSet", "longshore"])))

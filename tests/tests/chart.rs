@@ -39,7 +39,7 @@ fn checked() -> Option<Vec<Vec<String>>> {
 #[test]
 fn servers_start_with_the_flags_of_the_chart() {
     let Some(cases) = checked() else { return };
-    assert_eq!(cases.len(), 3);
+    assert_eq!(cases.len(), 4);
     let root = TempDir::new().unwrap();
     let tls = root.path().join("tls");
     let made = longshore(["tls", "init", &tls.display().to_string(), "--hosts", "localhost"]);
