@@ -10,14 +10,19 @@ use std::{
 };
 
 use longshore_proto::limits::{CONNECTIONS_PER_RANK, SPARE_CONNECTIONS};
-use longshore_wire::direct::{Bounds, Direct, Socket, Standing};
+use longshore_wire::direct::{Bounds, Direct, Kept, Socket, Standing};
 
-use crate::{jobs::Jobs, log::Seldom};
+use crate::{jobs::Jobs, log::Seldom, trust::Register};
 
 /// Origin of a connection. The origin with the most connections loses some first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Origin {
     Host(IpAddr),
+    /// A user of this host over loopback; None if the kernel names no user.
+    Neighbour {
+        address: IpAddr,
+        user: Option<u32>,
+    },
     /// The Unix socket.
     Local,
 }
@@ -25,7 +30,7 @@ pub(crate) enum Origin {
 impl Origin {
     fn address(self) -> Option<IpAddr> {
         match self {
-            Origin::Host(address) => Some(address),
+            Origin::Host(address) | Origin::Neighbour { address, .. } => Some(address),
             Origin::Local => None,
         }
     }
@@ -35,7 +40,7 @@ impl Origin {
 const SETTLED: Duration = Duration::from_secs(1);
 /// Time that a call is safe while strangers' calls take all places.
 const CALL: Duration = Duration::from_secs(10);
-/// Interval of the check for expired certificates.
+/// Interval of the check for expired certificates and lost credentials.
 const LOOK: Duration = Duration::from_secs(1);
 /// Fraction of connections closed at a time, one in 16, since finding many costs no more than finding one.
 const SHARE_ENDED: usize = 16;
@@ -56,6 +61,9 @@ struct Entry {
     origin: Origin,
     /// Expiry of the client's certificate.
     expires: Option<SystemTime>,
+    kept: Weak<Mutex<Kept>>,
+    /// The credential was lost at the last check. Its calls are told so before the connection ends.
+    lost: bool,
     standing: Weak<Standing>,
 }
 
@@ -97,21 +105,29 @@ impl Connections {
         }
         let expires = socket.expires();
         let (direct, standing) = Direct::serve(socket, &self.bounds, origin.address());
+        let kept = direct.kept();
+        kept.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(origin));
+        let kept = Arc::downgrade(kept);
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         if entries.len() >= 2 * now + 64 {
             entries.retain(|entry| entry.standing.strong_count() > 0);
         }
-        entries.push(Entry { origin, expires, standing: Arc::downgrade(&standing) });
+        entries.push(Entry { origin, expires, kept, lost: false, standing: Arc::downgrade(&standing) });
         Some(direct)
     }
 
-    /// Closes connections, with their calls, as their certificates expire. Clients with a new certificate reconnect.
-    pub(crate) async fn watch_expiry(self: Arc<Self>) -> Infallible {
+    /// Closes connections, with their calls, as their certificates expire or their credentials are taken back. Clients
+    /// with new ones reconnect.
+    pub(crate) async fn watch_credentials(self: Arc<Self>, register: Option<Arc<Register>>) -> Infallible {
         loop {
             tokio::time::sleep(LOOK).await;
             let ended = self.end_expired(SystemTime::now());
             if ended > 0 {
                 tracing::info!(ended, "connections were ended, since their certificates have expired");
+            }
+            let ended = register.as_deref().map_or(0, |register| self.end_lost(register));
+            if ended > 0 {
+                tracing::info!(ended, "connections were ended, since their credentials were taken back");
             }
         }
     }
@@ -120,6 +136,17 @@ impl Connections {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let expired = entries.extract_if(.., |entry| entry.expires.is_some_and(|expires| expires < now));
         expired.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
+    }
+
+    /// Ends connections whose credential was lost at the check before, too.
+    fn end_lost(&self, register: &Register) -> usize {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let lost = entries.extract_if(.., |entry| {
+            let Some(kept) = entry.kept.upgrade() else { return false };
+            let lost = register.has_lost(&kept.lock().unwrap_or_else(PoisonError::into_inner));
+            std::mem::replace(&mut entry.lost, lost) && lost
+        });
+        lost.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
     /// Logs that the host lacks a descriptor or memory for another connection, and closes some.

@@ -1,11 +1,6 @@
 //! A server inside another program's process, for runs without `--servers`.
 
-use std::{
-    net::{Ipv4Addr, SocketAddr},
-    sync::mpsc,
-    thread,
-    time::Duration,
-};
+use std::{sync::mpsc, thread, time::Duration};
 
 use tokio::{
     runtime::{Builder, Runtime},
@@ -16,17 +11,20 @@ use crate::{
     config::Config,
     jobs::Jobs,
     lifecycle::{Server, ServerError},
+    unix::SocketFolder,
 };
 
 /// Longest wait for calls that work on files, and then for updates in progress, when a server ends.
 const LET_GO: Duration = Duration::from_secs(10);
 
-/// A server on a free loopback port, ended by drop. Its stored jobs are recovered by the next server with the same
-/// folders, even in another process or on another port.
+/// A server on a Unix socket that only this user and root may dial, ended by drop. Its stored jobs are recovered by the
+/// next server with the same folders, even in another process.
 pub struct Embedded {
-    address: SocketAddr,
+    address: String,
     /// None once ended.
     running: Option<(Server, Runtime)>,
+    /// Removed after the socket.
+    _folder: SocketFolder,
 }
 
 impl Embedded {
@@ -35,16 +33,18 @@ impl Embedded {
     /// # Errors
     /// On an invalid configuration, and as [`Server::start`].
     pub fn start(change: impl FnOnce(Config) -> Config) -> Result<Embedded, ServerError> {
-        let config = change(Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))));
+        let folder = SocketFolder::make()?;
+        let config = change(Config { listen_unix: Some(folder.socket()), ..Config::nowhere() });
         config.check()?;
         let runtime = crate::runtime("server")
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let server = runtime.block_on(Server::start(config))?;
-        Ok(Embedded { address: server.address(), running: Some((server, runtime)) })
+        Ok(Embedded { address: server.shown(), running: Some((server, runtime)), _folder: folder })
     }
 
-    pub fn address(&self) -> SocketAddr {
-        self.address
+    /// Returns the address for `--servers` of other processes of this host: `unix:/path`.
+    pub fn address(&self) -> &str {
+        &self.address
     }
 }
 
@@ -84,4 +84,27 @@ fn end(server: Server, runtime: Runtime) {
         let _ = waiting.block_on(async { timeout(LET_GO, Jobs::ended(jobs)).await });
     }
     drop(directories);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::fs::PermissionsExt,
+        path::{Path, PathBuf},
+    };
+
+    use super::*;
+
+    #[test]
+    fn no_other_user_can_dial_it_and_its_socket_goes_with_it() {
+        let server = Embedded::start(|config| Config { memory: 1 << 24, threads: 1, ..config }).unwrap();
+        let socket = PathBuf::from(server.address().strip_prefix("unix:").unwrap());
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&socket), mode(socket.parent().unwrap())), (0o600, 0o700));
+        let (running, _) = server.running.as_ref().unwrap();
+        assert_eq!(running.address().port(), 0, "a port");
+        drop(server);
+        assert!(!socket.parent().unwrap().exists());
+    }
 }

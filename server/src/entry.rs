@@ -52,7 +52,7 @@ fn serve(config: Config) -> Result<(), ServerError> {
         let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;
         // The only line on stdout. Scripts wait for it, and read the port from it after asking for port 0.
-        println!("longshored listening on {}", server.address());
+        println!("longshored listening on {}", server.shown());
         server.run_until(signals).await
     });
     // After a drain only deletions and listings of files may remain. Such calls take a moment, and hang forever if the

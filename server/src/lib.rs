@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod accept;
+mod checkpoints;
 pub mod config;
 mod connections;
 mod descriptors;
@@ -18,6 +19,7 @@ pub mod lifecycle;
 pub mod log;
 mod members;
 mod memfd;
+mod neighbours;
 mod places;
 mod quota;
 mod refusals;

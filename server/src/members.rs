@@ -32,6 +32,10 @@ impl Members {
         Ok(Members { own: geteuid().as_raw(), group: group.map(number).transpose()? })
     }
 
+    pub(crate) fn own(&self) -> u32 {
+        self.own
+    }
+
     pub(crate) fn group(&self) -> Option<u32> {
         self.group
     }

@@ -2,9 +2,12 @@
 //! hosts.
 
 use std::{
-    fs, io,
+    env,
+    fs::{self, DirBuilder},
+    hash::{BuildHasher, Hasher, RandomState},
+    io,
     os::unix::{
-        fs::{FileTypeExt, MetadataExt, PermissionsExt, chown},
+        fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, chown},
         net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
@@ -12,7 +15,7 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
 
-use crate::{accept::Accept, connections::Origin, log::Seldom, members::Members};
+use crate::{accept::Accept, connections::Origin, lifecycle::ServerError, log::Seldom, members::Members};
 
 /// Connections that may wait to be accepted, as when all ranks of a host start at the same moment.
 const BACKLOG: i32 = 1024;
@@ -26,6 +29,47 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::debug!(path = %self.path.display(), %error, "the socket file was gone already");
+        }
+    }
+}
+
+/// A new folder of this user alone for a socket, removed on drop.
+pub(crate) struct SocketFolder(PathBuf);
+
+/// Longest path of a folder for sockets. Linux takes 107 bytes for the path of a socket.
+const LONGEST_FOLDER: usize = 90;
+
+impl SocketFolder {
+    /// Makes a folder below TMPDIR, or below /tmp if that path is unfit for an address.
+    pub(crate) fn make() -> Result<SocketFolder, ServerError> {
+        SocketFolder::below(&env::temp_dir())
+    }
+
+    fn below(parent: &Path) -> Result<SocketFolder, ServerError> {
+        // A list of addresses has commas, and a URL has no spaces.
+        let fits = |path: &str| {
+            path.starts_with('/')
+                && path.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"/._-".contains(&byte))
+        };
+        let fit = parent.to_str().is_some_and(|path| path.len() + 28 <= LONGEST_FOLDER && fits(path));
+        let parent = if fit { parent } else { Path::new("/tmp") };
+        // A new folder is made or none: other users may make files of any name here.
+        let number = RandomState::new().build_hasher().finish();
+        let path = parent.join(format!("longshore-{number:016x}"));
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.map(|()| SocketFolder(path))
+            .map_err(|source| ServerError::SocketFolder { path: parent.into(), source })
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.0.join("server.sock")
+    }
+}
+
+impl Drop for SocketFolder {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir(&self.0) {
+            tracing::debug!(path = %self.0.display(), %error, "the folder of the socket stays");
         }
     }
 }
@@ -119,6 +163,26 @@ mod tests {
         assert!(UnixStream::connect(&path).is_ok());
         drop(file);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_folder_for_a_socket_is_its_users_alone_and_goes_with_its_server() {
+        let dir = tempfile::tempdir().unwrap();
+        let spaces = dir.path().join("a, b");
+        for (parent, below) in [
+            (dir.path(), dir.path()),
+            (spaces.as_path(), Path::new("/tmp")),
+            (Path::new("relative"), Path::new("/tmp")),
+        ] {
+            let folder = SocketFolder::below(parent).unwrap();
+            let path = folder.0.clone();
+            assert_eq!(path.parent(), Some(below));
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
+            drop(folder);
+            assert!(!path.exists());
+        }
+        let missing = SocketFolder::below(&dir.path().join("missing")).err().unwrap().to_string();
+        assert!(missing.contains("TMPDIR"), "{missing}");
     }
 
     #[tokio::test]

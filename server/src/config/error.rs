@@ -34,6 +34,8 @@ pub enum ConfigError {
     HttpTls,
     #[error("tls_dir and insecure contradict each other: leave one of them out")]
     InsecureTls,
+    #[error("listen and listen_unix are both absent: say where to serve with --listen or --listen-unix")]
+    Nowhere,
     #[error("{field} is {value}, but must be {limit}")]
     Value { field: &'static str, value: String, limit: &'static str },
     #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]

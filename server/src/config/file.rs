@@ -19,6 +19,7 @@ pub(super) struct File {
     pub(super) unix_group: Option<String>,
     pub(super) http: Option<SocketAddr>,
     pub(super) http_open: Option<bool>,
+    pub(super) http_host: Option<Vec<String>>,
     pub(super) http_tls: Option<bool>,
     pub(super) memory: Option<ByteSize>,
     pub(super) threads: Option<usize>,

@@ -16,10 +16,11 @@ pub struct Flags {
     /// TOML file with any of the options below, written with underscores
     #[arg(long, env = "LONGSHORED_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Address to serve on; port 0 takes a free one [default: 127.0.0.1:7070]
+    /// Address to serve on; port 0 takes a free one. On loopback without --tls-dir this user and root may call
+    /// [default: 127.0.0.1:7070, and none with --listen-unix]
     #[arg(long, env = "LONGSHORED_LISTEN", value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
-    /// Unix socket to serve on as well, for workers on this host; only this user and root may connect
+    /// Unix socket to serve on, for workers on this host; only this user and root may connect
     #[arg(long, env = "LONGSHORED_LISTEN_UNIX", value_name = "PATH")]
     pub listen_unix: Option<PathBuf>,
     /// Group whose members may connect to --listen-unix too, and do everything there: a name or a number [default: none]
@@ -31,6 +32,9 @@ pub struct Flags {
     /// Allow a --http address that is not loopback: anyone who can reach it can read what the status page shows: jobs, identities and their quotas, paths of folders
     #[arg(long, env = "LONGSHORED_HTTP_OPEN")]
     pub http_open: bool,
+    /// Names by which --http may be asked for without TLS, beside IP addresses, localhost and this host's own name
+    #[arg(long, env = "LONGSHORED_HTTP_HOST", value_delimiter = ',', value_name = "NAME,...")]
+    pub http_host: Vec<String>,
     /// Serve --http over TLS, with the certificate of --tls-dir, to identities of its identities.toml that have all jobs
     #[arg(long, env = "LONGSHORED_HTTP_TLS")]
     pub http_tls: bool,
@@ -83,7 +87,7 @@ pub struct Flags {
     /// who calls is checked
     #[arg(long, env = "LONGSHORED_TLS_DIR", value_name = "DIR")]
     pub tls_dir: Option<PathBuf>,
-    /// Allow an address that is not loopback without encryption: anyone who can reach it can read and change the jobs
+    /// Serve without encryption and without asking who calls, on any address: anyone who can reach it can read and change the jobs
     #[arg(long, env = "LONGSHORED_INSECURE")]
     pub insecure: bool,
     /// Share no memory with workers of this host and user: their payloads come through sockets

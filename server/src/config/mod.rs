@@ -21,8 +21,9 @@ use crate::log::LogFormat;
 /// Settings of the server after flags, environment, file and defaults are merged.
 #[derive(Clone, Debug)]
 pub struct Config {
-    pub listen: SocketAddr,
-    /// Additional Unix socket to serve on.
+    /// TCP address to serve on. None: the Unix socket alone.
+    pub listen: Option<SocketAddr>,
+    /// Unix socket to serve on.
     pub listen_unix: Option<PathBuf>,
     /// Group whose members may connect to `listen_unix`, by name or number.
     pub unix_group: Option<String>,
@@ -30,6 +31,8 @@ pub struct Config {
     pub http: Option<SocketAddr>,
     /// Serve the status page and metrics beyond loopback.
     pub http_open: bool,
+    /// Names by which the status page may be asked for, beside IP addresses, localhost and this host's own.
+    pub http_host: Vec<String>,
     /// Serve the status page and metrics over TLS, to identities that have all jobs.
     pub http_tls: bool,
     /// Memory budget for jobs, in bytes.
@@ -48,7 +51,7 @@ pub struct Config {
     pub max_connections: Option<usize>,
     /// Folder of the server's certificate and of `identities.toml`. Some: TCP is encrypted.
     pub tls_dir: Option<PathBuf>,
-    /// Serve beyond loopback without encryption or authentication.
+    /// Serve TCP without encryption or authentication, also beyond loopback.
     pub insecure: bool,
     /// Share no memory with workers of this host.
     pub no_memfd: bool,
@@ -57,14 +60,20 @@ pub struct Config {
 }
 
 impl Config {
-    /// Returns the defaults: loopback, 80% of the memory this process may use, all its cores.
+    /// Returns the defaults at a TCP address.
     pub fn default_on(listen: SocketAddr) -> Config {
+        Config { listen: Some(listen), ..Config::nowhere() }
+    }
+
+    /// Returns the defaults without an address: 80% of the memory this process may use, all its cores.
+    pub fn nowhere() -> Config {
         Config {
-            listen,
+            listen: None,
             listen_unix: None,
             unix_group: None,
             http: None,
             http_open: false,
+            http_host: Vec::new(),
             http_tls: false,
             memory: size::available_memory() / 5 * 4,
             threads: longshore_engine::threads::available_threads(),
@@ -88,15 +97,22 @@ impl Config {
             Some(path) => file::File::read(path)?,
             None => file::File::default(),
         };
-        let listen = flags.listen.or(file.listen).unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 7070)));
-        let defaults = Config::default_on(listen);
         let storage = StorageConfig::resolve(&flags, &file);
+        let listen_unix = flags.listen_unix.or(file.listen_unix);
+        // A Unix socket needs no port beside it.
+        let by_default = || listen_unix.is_none().then(|| SocketAddr::from(([127, 0, 0, 1], 7070)));
+        let listen = flags.listen.or(file.listen).or_else(by_default);
+        let defaults = Config::nowhere();
         let config = Config {
             listen,
-            listen_unix: flags.listen_unix.or(file.listen_unix),
+            listen_unix,
             unix_group: flags.unix_group.or(file.unix_group),
             http: flags.http.or(file.http),
             http_open: flags.http_open || file.http_open.unwrap_or(false),
+            http_host: Some(flags.http_host)
+                .filter(|names| !names.is_empty())
+                .or(file.http_host)
+                .unwrap_or_default(),
             http_tls: flags.http_tls || file.http_tls.unwrap_or(false),
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
@@ -123,8 +139,12 @@ impl Config {
         if self.tls_dir.is_some() && self.insecure {
             return Err(ConfigError::InsecureTls);
         }
-        if !self.listen.ip().is_loopback() && !self.insecure && self.tls_dir.is_none() {
-            return Err(ConfigError::Exposed { listen: self.listen });
+        if self.listen.is_none() && self.listen_unix.is_none() {
+            return Err(ConfigError::Nowhere);
+        }
+        let trusts = self.insecure || self.tls_dir.is_some();
+        if let Some(listen) = self.listen.filter(|listen| !listen.ip().is_loopback() && !trusts) {
+            return Err(ConfigError::Exposed { listen });
         }
         if self.http_tls && (self.tls_dir.is_none() || self.http_open) {
             return Err(ConfigError::HttpTls);
@@ -196,7 +216,10 @@ mod tests {
             resolve(&["--threads", "3"], "threads = 2\nmemory = \"64MiB\"\nlisten_unix = \"/run/l\"")
                 .unwrap();
         assert_eq!((config.threads, config.memory), (3, 64 << 20));
-        assert_eq!((config.listen.port(), config.listen_unix), (7070, Some("/run/l".into())));
+        assert_eq!((config.listen, config.listen_unix), (None, Some("/run/l".into())));
+        let both = resolve(&["--listen", "127.0.0.1:1"], "listen_unix = \"/run/l\"").unwrap();
+        assert_eq!((both.listen.unwrap().port(), both.listen_unix.is_some()), (1, true));
+        assert_eq!(resolve(&[], "").unwrap().listen.unwrap().to_string(), "127.0.0.1:7070");
     }
 
     #[test]

@@ -75,7 +75,7 @@ impl Answers {
                 self.made(format.content_type(), move |services| metrics::text(services, format)).await
             }
             "/status.json" => {
-                let (wanted, listen) = (Wanted::of(uri.query().unwrap_or_default()), self.listen);
+                let (wanted, listen) = (Wanted::of(uri.query().unwrap_or_default()), self.listen.clone());
                 self.made("application/json", move |services| report::json(&services, listen, &wanted)).await
             }
             _ => answer(
@@ -86,20 +86,19 @@ impl Answers {
         }
     }
 
-    /// Answers ready once each stored job was tried, and until a drain begins. A job that cannot be served is named,
-    /// and leaves the server ready for the others.
+    /// Answers ready if every stored job is served and no drain has begun.
     fn ready(&self, names: bool) -> Response<Full<Bytes>> {
-        let services = &self.services;
-        let draining = services.draining.refuse();
-        let (status, mut text) = match draining.is_ok() && services.jobs.has_recovered() {
-            true => (StatusCode::OK, "ready\n".to_string()),
-            false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".to_string()),
-        };
-        if names {
-            text.extend(draining.err().map(|fault| format!("{fault}\n")));
-            text.extend(services.jobs.away().into_iter().map(|(job, fault)| format!("job {job}: {fault}\n")));
+        let mut reasons = String::new();
+        if let Err(fault) = self.services.draining.refuse() {
+            reasons += &format!("{fault}\n");
         }
-        answer(status, TEXT, text)
+        for (job, fault) in self.services.jobs.away() {
+            reasons += &format!("job {job}: {fault}\n");
+        }
+        if reasons.is_empty() {
+            return answer(StatusCode::OK, TEXT, "ready\n");
+        }
+        answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, if names { reasons } else { "not ready\n".into() })
     }
 
     /// Builds a response on a blocking thread, since it takes jobs' locks and must not stall network threads.
@@ -123,6 +122,11 @@ impl Answers {
             }
         }
     }
+}
+
+/// Answers a request for a name that is not this server's.
+pub(super) fn misdirected(why: String) -> Response<Full<Bytes>> {
+    answer(StatusCode::MISDIRECTED_REQUEST, TEXT, why)
 }
 
 /// Answers a request without TLS on an address that speaks TLS alone.

@@ -18,6 +18,7 @@ use tokio::{
 
 use super::{
     answers::{self, Answers},
+    hosts::Hosts,
     report::Listen,
 };
 use crate::{accept::Accept, log::Seldom, places::Places, service::Services, trust::Readers};
@@ -43,8 +44,10 @@ pub(crate) async fn serve(
     services: Services,
     listen: Listen,
     readers: Option<Readers>,
+    names: &[String],
 ) -> Infallible {
     let (answers, readers) = (Arc::new(Answers::new(services, listen)), Arc::new(readers));
+    let hosts = Arc::new(Hosts::new(names));
     let (mut places, full) = (Places::new(MOST), Seldom::default());
     let mut connections = JoinSet::new();
     loop {
@@ -54,8 +57,8 @@ pub(crate) async fn serve(
             }
             accepted = Accept::accept(&mut listener) => match accepted {
                 Ok((socket, origin)) => {
-                    let (answers, readers) = (Arc::clone(&answers), Arc::clone(&readers));
-                    let task = connections.spawn(async move { answer(socket, &answers, readers.as_ref().as_ref()).await });
+                    let (answers, readers, hosts) = (Arc::clone(&answers), Arc::clone(&readers), Arc::clone(&hosts));
+                    let task = connections.spawn(async move { answer(socket, &answers, readers.as_ref().as_ref(), &hosts).await });
                     if places.take(origin, task) {
                         full.say(|| tracing::info!(most = MOST, "many HTTP connections at once: the oldest of the same origin are ended"));
                         yield_now().await;
@@ -71,10 +74,17 @@ pub(crate) async fn serve(
 }
 
 /// Serves one connection. `readers` None: plain HTTP for everyone. Some: TLS, and pages for these readers alone.
-async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Readers>) {
+async fn answer(socket: TcpStream, answers: &Answers, readers: Option<&Readers>, hosts: &Hosts) {
     let Some(readers) = readers else {
-        return speak(socket, |request| answered(answers, request, Ok(()))).await;
+        let answered = |request: Request<Incoming>| async move {
+            match hosts.check(request.uri(), request.headers()) {
+                Ok(()) => answered(answers, request, Ok(())).await,
+                Err(why) => answers::misdirected(why),
+            }
+        };
+        return speak(socket, answered).await;
     };
+    // With TLS a browser checks the name by the certificate.
     let mut first = [0];
     // A port probe sends no byte and begins no handshake.
     match timeout(HANDSHAKE_DEADLINE, socket.peek(&mut first)).await {
@@ -87,7 +97,7 @@ async fn answer(socket: TcpStream, answers: &Arc<Answers>, readers: Option<&Read
     // A failed handshake is not logged: TLS reports it to the reader.
     if let Ok(Ok(Reader { socket, certificate })) = timeout(HANDSHAKE_DEADLINE, readers.accept(socket)).await
     {
-        let certificate = certificate.as_deref();
+        let certificate = certificate.as_ref();
         let answered = |request: Request<Incoming>| {
             let admitted = readers.admit(certificate, request.headers());
             answered(answers, request, admitted)

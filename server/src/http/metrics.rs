@@ -5,7 +5,10 @@
 //! The number of samples is bounded: about 55 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
 //! adds one, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
 
-use std::fmt;
+use std::{
+    fmt,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use prometheus_client::{
     collector::Collector,
@@ -22,6 +25,7 @@ use crate::{
     quota::{Listed, Usage},
     refusals,
     service::Services,
+    trust::Register,
 };
 
 /// Format of the metrics.
@@ -90,13 +94,14 @@ impl Collector for Scrape {
         let mut families = Families { encoder };
         let jobs: Vec<Seen> = self.services.jobs.all().into_iter().map(Seen::now).collect();
         server(&mut families, &self.services)?;
+        trust(&mut families, &self.services)?;
         states(&mut families, &self.services, &jobs)?;
         steps(&mut families, &jobs)?;
         work(&mut families, &jobs)?;
         room(&mut families, &jobs)?;
         owners(&mut families, &self.services)?;
         ranks(&mut families, &jobs)?;
-        checkpoints(&mut families, &jobs)?;
+        checkpoints(&mut families, &self.services, &jobs)?;
         super::drives::write(&mut families, &self.services, &jobs)
     }
 }
@@ -139,6 +144,19 @@ fn server(families: &mut Families<'_>, services: &Services) -> fmt::Result {
     let refused = refusals::counts().map(|(kind, count)| (vec![("kind", kind.name().to_string())], count));
     let help = "Calls and pushed chunks that this process refused, by kind of error.";
     families.counter("refused_calls", help, None, refused)
+}
+
+/// Writes the samples of `--tls-dir`.
+fn trust(families: &mut Families<'_>, services: &Services) -> fmt::Result {
+    let register = services.register.as_deref();
+    let help = "1 while changed files of --tls-dir cannot be used, and those before stay in use.";
+    let unusable = register.map(|register| (Labels::new(), i64::from(register.is_unusable())));
+    families.gauge("tls_dir_unusable", help, None, unusable)?;
+    let help = "When the file's first certificate expires, in seconds since 1970.";
+    let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let expiries = register.map(Register::expiries).into_iter().flatten();
+    let expiries = expiries.map(|(file, at)| (with(Labels::new(), "file", file), seconds(at)));
+    families.gauge("certificate_expiry_timestamp", help, Some(Unit::Seconds), expiries)
 }
 
 fn states(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
@@ -286,8 +304,8 @@ fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     )
 }
 
-fn checkpoints(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
-    let logged = |job: &Seen| Some((job.labels(), job.handle.checkpoints.last()?));
+fn checkpoints(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
+    let logged = |job: &Seen| Some((job.labels(), services.checkpoint_log.of(job.name())?));
     let logged: Vec<_> = jobs.iter().filter_map(logged).collect();
     let sealed = || logged.iter().filter(|(_, status)| !status.name.is_empty());
     families.gauge(

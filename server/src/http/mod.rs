@@ -4,6 +4,7 @@
 mod answers;
 mod drives;
 mod families;
+mod hosts;
 mod listen;
 mod metrics;
 mod report;

@@ -1,6 +1,6 @@
 //! `/status.json`: the data of the status page.
 
-use std::{net::SocketAddr, time::UNIX_EPOCH};
+use std::time::UNIX_EPOCH;
 
 use longshore_engine::step::{Phase, RankProgress};
 use longshore_proto::{Param, remedies};
@@ -17,11 +17,11 @@ use crate::{jobs::Decided, service::Services};
 /// first.
 const RANKS: usize = 256;
 
-/// Address at which workers reach this server over TCP.
-#[derive(Clone, Copy, Serialize)]
+/// Address at which workers reach this server.
+#[derive(Clone, Serialize)]
 pub(crate) struct Listen {
-    /// The address may be unspecified, such as 0.0.0.0.
-    pub(crate) address: SocketAddr,
+    /// As for `--servers`. An IP address may be unspecified, such as 0.0.0.0.
+    pub(crate) address: String,
     /// The connection is encrypted.
     pub(crate) tls: bool,
 }
@@ -156,7 +156,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         sum_seconds: handle.busy.sums().as_secs_f64(),
         update_seconds: handle.busy.updates().as_secs_f64(),
         ranks: ranks(services, seen),
-        checkpoint: handle.checkpoints.last().map(|status| Checkpoint {
+        checkpoint: services.checkpoint_log.of(seen.name()).map(|status| Checkpoint {
             name: status.name,
             version: status.version,
             sealed_unix_ms: status.sealed_unix_ms,

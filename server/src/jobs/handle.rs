@@ -24,7 +24,6 @@ use tokio::{sync::watch, time::Instant};
 use super::{
     Hashes, Watchers,
     busy::Busy,
-    checkpoints::CheckpointLog,
     hashing::Hashing,
     history::{Decided, History},
     idle::Idle,
@@ -65,7 +64,6 @@ pub(crate) struct JobHandle {
     pub(crate) stages: Arc<Stages>,
     hashing: Hashing,
     pub(crate) restores: Restores,
-    pub(crate) checkpoints: CheckpointLog,
 }
 
 impl JobHandle {
@@ -128,7 +126,6 @@ impl JobHandle {
             stages,
             hashing: Hashing::default(),
             restores: Restores::default(),
-            checkpoints: CheckpointLog::default(),
         };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
         Ok(handle)

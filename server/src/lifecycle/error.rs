@@ -16,6 +16,8 @@ pub enum ServerError {
     BindHttp { address: SocketAddr, source: std::io::Error },
     #[error("cannot listen on {}: {source}. Choose another --listen-unix, or stop what uses it", path.display())]
     BindUnix { path: PathBuf, source: std::io::Error },
+    #[error("cannot make a folder for the Unix socket in {}: {source}. Name a folder that this user may write to with TMPDIR", path.display())]
+    SocketFolder { path: PathBuf, source: std::io::Error },
     #[error("cannot let a group use the Unix socket: {0}. Choose another --unix-group")]
     UnixGroup(std::io::Error),
     #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]

@@ -1,6 +1,6 @@
 //! The addresses that a server listens on.
 
-use std::net::SocketAddr;
+use std::{io, net::SocketAddr};
 
 use tokio::net::TcpListener;
 
@@ -12,8 +12,8 @@ use crate::{
 };
 
 pub(super) struct Listening {
-    pub(super) tcp: TcpListener,
-    pub(super) address: SocketAddr,
+    /// Listener of TCP, with its bound address.
+    pub(super) tcp: Option<(TcpListener, SocketAddr)>,
     /// Listener of the status page and metrics, with its bound address.
     pub(super) page: Option<(TcpListener, SocketAddr)>,
     pub(super) unix: Option<Local>,
@@ -22,11 +22,16 @@ pub(super) struct Listening {
 
 impl Listening {
     pub(super) async fn bind(config: &Config) -> Result<Listening, ServerError> {
-        let bind = |source| ServerError::Bind { address: config.listen, source };
-        let tcp = TcpListener::bind(config.listen).await.map_err(bind)?;
-        let address = tcp.local_addr().map_err(bind)?;
+        let tcp = match config.listen {
+            Some(address) => {
+                Some(listen(address).await.map_err(|source| ServerError::Bind { address, source })?)
+            }
+            None => None,
+        };
         let page = match config.http {
-            Some(address) => Some(listen_http(address).await?),
+            Some(address) => {
+                Some(listen(address).await.map_err(|source| ServerError::BindHttp { address, source })?)
+            }
             None => None,
         };
         let local = config.listen_unix.as_deref().map(|path| {
@@ -35,7 +40,11 @@ impl Listening {
                 .map_err(|source| ServerError::BindUnix { path: path.into(), source })
         });
         let (unix, socket_file) = local.transpose()?.unzip();
-        Ok(Listening { tcp, address, page, unix, socket_file })
+        Ok(Listening { tcp, page, unix, socket_file })
+    }
+
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        self.tcp.as_ref().map(|(_, address)| *address)
     }
 
     pub(super) fn http(&self) -> Option<SocketAddr> {
@@ -48,9 +57,8 @@ impl Listening {
     }
 }
 
-async fn listen_http(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServerError> {
-    let bind = |source| ServerError::BindHttp { address, source };
-    let listener = TcpListener::bind(address).await.map_err(bind)?;
-    let bound = listener.local_addr().map_err(bind)?;
+async fn listen(address: SocketAddr) -> io::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind(address).await?;
+    let bound = listener.local_addr()?;
     Ok((listener, bound))
 }

@@ -20,9 +20,14 @@ use crate::{
     config::Config, descriptors, directories::Directories, jobs::Jobs, service::Services, unix::SocketFile,
 };
 
+fn shown(address: Option<SocketAddr>, config: &Config) -> String {
+    let socket = || config.listen_unix.as_deref().map(|path| format!("unix:{}", path.display()));
+    address.map(|address| address.to_string()).or_else(socket).unwrap_or_default()
+}
+
 /// A running server.
 pub struct Server {
-    address: SocketAddr,
+    address: Option<SocketAddr>,
     config: Config,
     services: Services,
     stop: watch::Sender<bool>,
@@ -41,7 +46,7 @@ impl Server {
         let isa = Isa::from_env()?;
         let prepared = Prepared::new(&config, isa)?;
         let mut listening = Listening::bind(&config).await?;
-        let (address, http) = (listening.address, listening.http());
+        let (address, http) = (listening.address(), listening.http());
         let socket_file = listening.take_socket_file();
         let (stop, stopped) = watch::channel(false);
         let Prepared { services, stored, directories, register, linking } = prepared;
@@ -51,7 +56,8 @@ impl Server {
             let scheme = if config.http_tls { "https" } else { "http" };
             tracing::info!(url = %format_args!("{scheme}://{http}/"), "status page and metrics");
         }
-        tracing::info!(%address, threads = config.threads, %isa, memory = config.memory, "serving");
+        let shown = shown(address, &config);
+        tracing::info!(address = shown, threads = config.threads, %isa, memory = config.memory, "serving");
         // Recovery runs while calls are answered, so that clients learn why they wait. Its own thread keeps a stopping
         // server from waiting for it.
         let jobs = services.jobs.clone();
@@ -63,8 +69,14 @@ impl Server {
         Ok(Server { address, config, services, stop, serving, health, _socket_file, directories })
     }
 
+    /// Returns the TCP address. Without one the port is 0.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.address.unwrap_or_else(|| ([0, 0, 0, 0], 0).into())
+    }
+
+    /// Returns the address for `--servers`: that of TCP, or else the Unix socket.
+    pub fn shown(&self) -> String {
+        shown(self.address, &self.config)
     }
 
     /// Returns the jobs, and the locks on their folders, after serving has ended.

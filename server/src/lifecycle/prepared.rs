@@ -42,8 +42,8 @@ impl Prepared {
             .map_err(|error| ServerError::Threads { threads, reason: error.to_string() })?;
         let checkpoints = config.checkpoint_dir.as_ref().map(|dir| Arc::new(Store::new(dir)));
         checkpoints.as_deref().map(check_checkpoints).transpose()?;
-        let directories =
-            Directories::claim(&config.storage, config.listen.port()).map_err(ServerError::StateDir)?;
+        let directories = Directories::claim(&config.storage, config.listen.map(|listen| listen.port()))
+            .map_err(ServerError::StateDir)?;
         let storage = config.storage.to_engine(directories.shm.clone(), !config.no_memfd);
         let drives = Arc::new(Drives::new(&storage.dirs));
         let storage = Storage { drives: Some(Arc::clone(&drives)), ..storage };
@@ -59,8 +59,10 @@ impl Prepared {
             drives,
             draining: Draining::new(),
             checkpoints,
+            checkpoint_log: Arc::default(),
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             links,
+            register: register.clone(),
             transport: "tcp",
         };
         Ok(Prepared { services, stored, directories, register, linking })

@@ -11,12 +11,15 @@ use tokio::{sync::watch, task::JoinHandle};
 use tonic::transport::Error;
 use tonic_health::server::HealthReporter;
 
-use super::{error::ServerError, listening::Listening, routes::router};
+use super::{error::ServerError, listening::Listening, routes::router, shown};
 use crate::{
     accept,
     config::Config,
     connections::Connections,
-    descriptors, http, memfd,
+    descriptors, http,
+    members::Members,
+    memfd,
+    neighbours::Loopback,
     requests::Metered,
     service::Services,
     trust::{Guard, Handshakes, Readers, Register, Trust},
@@ -52,21 +55,28 @@ impl Serving {
             Ok::<_, ServerError>(router(services, &bounds, trust)?.add_service(health))
         };
         let stopping = stop_of(stopped);
-        let listen = http::Listen { address: listening.address, tls: register.is_some() };
-        let tcp = match &register {
-            Some(register) => {
-                let handshakes = Handshakes::new(listening.tcp, Arc::clone(register), most);
+        let listen = http::Listen { address: shown(listening.address(), config), tls: register.is_some() };
+        let tcp = match (listening.tcp, &register) {
+            (None, _) => None,
+            (Some((tcp, _)), Some(register)) => {
+                let handshakes = Handshakes::new(tcp, Arc::clone(register), most);
                 let incoming = accept::incoming(handshakes, Arc::clone(&connections));
                 let routes = routes("tls", &Trust::Listed(Arc::clone(register)))?;
-                routes.serve_with_incoming_shutdown(incoming, stopping).boxed()
+                Some(routes.serve_with_incoming_shutdown(incoming, stopping).boxed())
             }
-            None => {
-                let incoming = accept::incoming(listening.tcp, Arc::clone(&connections));
-                routes("tcp", &Trust::Anybody)?.serve_with_incoming_shutdown(incoming, stopping).boxed()
+            (Some((tcp, _)), None) if config.insecure => {
+                let incoming = accept::incoming(tcp, Arc::clone(&connections));
+                Some(routes("tcp", &Trust::Anybody)?.serve_with_incoming_shutdown(incoming, stopping).boxed())
+            }
+            (Some((tcp, _)), None) => {
+                let incoming = accept::incoming(Loopback::new(tcp), Arc::clone(&connections));
+                let trust = Trust::Neighbours(Members::of(None).map_err(ServerError::UnixGroup)?);
+                Some(routes("tcp", &trust)?.serve_with_incoming_shutdown(incoming, stopping).boxed())
             }
         };
+        let tcp = OptionFuture::from(tcp).map(Option::transpose);
         let readers = register.as_ref().filter(|_| config.http_tls).map(|of| Readers::new(Arc::clone(of)));
-        let expiring = Arc::clone(&connections).watch_expiry();
+        let expiring = Arc::clone(&connections).watch_credentials(register.clone());
         let unix = match listening.unix.map(|socket| accept::incoming(socket, connections)) {
             Some(incoming) => {
                 let routes = routes("unix", &Trust::User)?;
@@ -79,7 +89,10 @@ impl Serving {
         let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
         let linked = linking.is_some();
         let linking = linking.map(|listener| memfd::serve(listener, Arc::clone(&services.links), jobs));
-        let page = listening.page.map(|(listener, _)| http::serve(listener, services, listen, readers));
+        let names = config.http_host.clone();
+        let page = listening.page.map(|(listener, _)| async move {
+            http::serve(listener, services, listen, readers, &names).await
+        });
         let serving = tokio::spawn(async move {
             // Calls refer to links, so both end together.
             let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };

@@ -20,15 +20,17 @@ use std::{sync::Arc, time::Duration};
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
 use longshore_proto::{Fault, FaultKind, Rank, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
-use tokio::{task::JoinHandle, time::Instant};
+use tokio::time::Instant;
 use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
 use crate::{
+    checkpoints::CheckpointLog,
     draining::Draining,
     jobs::{JobHandle, Jobs},
     memfd::Links,
     refusals,
+    trust::Register,
 };
 
 /// Shared state of all services. Cheap to clone.
@@ -37,6 +39,7 @@ pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
+    pub(crate) checkpoint_log: Arc<CheckpointLog>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
@@ -46,6 +49,8 @@ pub(crate) struct Services {
     pub(crate) transport: &'static str,
     /// Bytes that the drives may be written with over their lifetime; 0 if unknown.
     pub(crate) drive_endurance: u64,
+    /// Certificates and identities. None without encryption.
+    pub(crate) register: Option<Arc<Register>>,
     /// Request counters of the state directories' drives.
     pub(crate) drives: Arc<Drives>,
 }
@@ -90,12 +95,7 @@ async fn stand(
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {
-    finished(tokio::task::spawn_blocking(work)).await
-}
-
-/// Waits for a task of its own, which continues if the waiting call is dropped.
-pub(crate) async fn finished<T>(task: JoinHandle<Result<T, Fault>>) -> Result<T, Fault> {
-    task.await.unwrap_or_else(|error| {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
         Err(Fault::new(
             FaultKind::Internal,
             "task",

@@ -78,8 +78,11 @@ impl Training for Services {
     type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Watch", "", fault))?;
         let request = permitted(request)?;
-        let stream = watch::stream(self, &request).map_err(|fault| refuse("Watch", &request.job, fault))?;
+        let is_rank = caller.may_train(&request.job);
+        let stream =
+            watch::stream(self, &request, is_rank).map_err(|fault| refuse("Watch", &request.job, fault))?;
         Ok(Response::new(stream))
     }
 
@@ -113,7 +116,7 @@ impl Services {
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
-        let (created, handle) = jobs.open(wanted).await?;
+        let (created, handle) = blocking(move || jobs.open(wanted)).await?;
         let job = &handle.job;
         if created {
             tracing::info!(

@@ -21,9 +21,11 @@ struct Told {
     resumes: u64,
 }
 
+/// Starts a stream of events. `is_rank`: the caller may be the rank that it names, whose presence the stream then is.
 pub(super) fn stream(
     services: &Services,
     request: &v1::WatchRequest,
+    is_rank: bool,
 ) -> Result<ReceiverStream<Result<v1::Event, Status>>, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let (pauses, resumes, _) = handle.job.pauses();
@@ -31,8 +33,8 @@ pub(super) fn stream(
     let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
     let (sender, receiver) = mpsc::channel(4);
     let rank = Rank(request.rank);
-    let watching =
-        (request.incarnation != 0).then(|| handle.watchers.enter(rank, Incarnation(request.incarnation)));
+    let watching = (is_rank && request.incarnation != 0)
+        .then(|| handle.watchers.enter(rank, Incarnation(request.incarnation)));
     tokio::spawn(async move {
         let _watching = watching;
         loop {

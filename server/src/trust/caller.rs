@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use http::Extensions;
-use longshore_proto::{Fault, FaultKind, JobName};
+use longshore_proto::{Fault, FaultKind};
 use longshore_wire::direct::Connection;
 
 use super::{
-    calls::{Call, Scope},
-    identities::{Credential, Identity, Role},
+    calls::{Call, Scope, TEND},
+    identities::{Credential, Identities, Identity, Role},
     register::Register,
 };
 
@@ -63,8 +63,7 @@ impl Caller {
     }
 
     /// Checks, with the current identities, that the call may be made on this job.
-    pub(crate) fn permit(&self, job: &JobName) -> Result<(), Fault> {
-        let job = job.as_str();
+    pub(crate) fn permit(&self, job: &str) -> Result<(), Fault> {
         let mut asked = self.asked();
         if asked.job.as_deref() != Some(job) {
             (asked.job, asked.permitted) = (Some(job.to_string()), false);
@@ -103,6 +102,20 @@ impl Caller {
         identity.is_some_and(|identity| identity.has_one_of(&[Role::Worker]) && identity.has_job(job))
     }
 
+    /// Returns whether the caller may be a rank of the job. True for every caller without an identity.
+    pub(crate) fn may_train(&self, job: &str) -> bool {
+        !self.is_listed() || self.trains(job)
+    }
+
+    /// Checks that the caller may read optimizer state, beside the weights that every reader may read.
+    pub(crate) fn permit_state(&self) -> Result<(), Fault> {
+        let Who::Listed { register, credential } = &self.0.who else { return Ok(()) };
+        let known = register.now();
+        let identity =
+            known.identities.find(credential).ok_or_else(|| unlisted(&known.identities, credential))?;
+        check_role(identity, TEND, "Export with state")
+    }
+
     /// Returns the owner of jobs that the caller opens. None without identities.
     pub(crate) fn owner(&self) -> Option<String> {
         let Who::Listed { register, credential } = &self.0.who else { return None };
@@ -120,26 +133,29 @@ impl Caller {
     ///
     /// # Errors
     /// If the identity has reached its quota of connections, and this one is not counted yet.
+    ///
+    /// The connection keeps the credential, and ends once that shows no identity any more.
     pub(super) fn be_present(&self, connection: Option<&Connection>) -> Result<(), Fault> {
         let (Who::Listed { register, credential }, Some(connection)) = (&self.0.who, connection) else {
             return Ok(());
         };
         let known = register.now();
         let Some(identity) = known.identities.find(credential) else { return Ok(()) };
-        register.presences.admit(connection, &identity.name, &identity.quota)
+        register.presences.admit(connection, &identity.name, &identity.quota)?;
+        let mut kept = connection.kept();
+        if !kept.iter().any(|kept| kept.downcast_ref::<Credential>() == Some(credential)) {
+            kept.push(Box::new(credential.clone()));
+        }
+        Ok(())
     }
 
     /// Checks the caller's role, and the job if known. No job is known before the first message.
     pub(super) fn check(&self, job: Option<&str>) -> Result<(), Fault> {
         let Who::Listed { register, credential } = &self.0.who else { return Ok(()) };
         let (known, call) = (register.now(), self.0.call);
-        let identity = known.identities.find(credential).ok_or_else(|| unlisted(credential))?;
-        if !identity.has_one_of(call.roles) {
-            let roles: Vec<String> = call.roles.iter().map(ToString::to_string).collect();
-            let has: Vec<String> = identity.roles.iter().map(ToString::to_string).collect();
-            let value = format!("{}, which is {}", identity.name, has.join(" and "));
-            return Err(forbidden(value, format!("{} for {}", roles.join(" or "), call.name())));
-        }
+        let identity =
+            known.identities.find(credential).ok_or_else(|| unlisted(&known.identities, credential))?;
+        check_role(identity, call.roles, call.name())?;
         if call.scope == Scope::AllJobs && !identity.has_all_jobs() {
             return Err(forbidden(jobs_of(identity), format!("one with all jobs (*) for {}", call.name())));
         }
@@ -199,14 +215,30 @@ impl Caller {
 
 fn shown(credential: &Credential) -> String {
     match credential {
-        Credential::Certificate(name) => format!("a certificate with the name {name:?}"),
+        Credential::Certificate(certificate) => format!("a certificate with the name {:?}", certificate.name),
         Credential::Token(_) => "a token".into(),
     }
 }
 
-fn unlisted(credential: &Credential) -> Fault {
-    let value = format!("{} that this server does not know", shown(credential));
-    let remedy = "ask an operator of the server to list it, with its roles and jobs";
+fn check_role(identity: &Identity, roles: &[Role], call: &str) -> Result<(), Fault> {
+    if identity.has_one_of(roles) {
+        return Ok(());
+    }
+    let [roles, has] = [roles, identity.roles.as_slice()]
+        .map(|roles| roles.iter().map(ToString::to_string).collect::<Vec<_>>());
+    let value = format!("{}, which is {}", identity.name, has.join(" and "));
+    Err(forbidden(value, format!("{} for {call}", roles.join(" or "))))
+}
+
+fn unlisted(identities: &Identities, credential: &Credential) -> Fault {
+    let (why, remedy) = match identities.is_revoked(credential) {
+        true => ("that was revoked", "ask an operator of the server for another"),
+        false => (
+            "that this server does not know",
+            "ask an operator of the server to list it, with its roles and jobs",
+        ),
+    };
+    let value = format!("{} {why}", shown(credential));
     Fault::new(FaultKind::Unauthenticated, "identity", value, "one that identities.toml lists", remedy)
 }
 

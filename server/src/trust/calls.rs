@@ -26,7 +26,8 @@ pub(super) struct Call {
 
 const ALL: &[Role] = &[Reader, Worker, Operator];
 const TRAIN: &[Role] = &[Worker];
-const TEND: &[Role] = &[Worker, Operator];
+/// Roles that may read and write a job's state.
+pub(super) const TEND: &[Role] = &[Worker, Operator];
 const OPERATE: &[Role] = &[Operator];
 
 const fn call(path: &'static str, roles: &'static [Role]) -> Call {

@@ -23,13 +23,15 @@ use super::{
     identities::Credential,
     register::Register,
 };
-use crate::{log::Seldom, refusals};
+use crate::{connections::Origin, log::Seldom, members::Members, refusals};
 
 /// Callers that a listener trusts.
 #[derive(Clone)]
 pub(crate) enum Trust {
-    /// Everyone: the address is loopback, or an operator has chosen so.
+    /// Everyone: an operator has chosen so (`--insecure`).
     Anybody,
+    /// Users of this host over loopback: this server's user and root.
+    Neighbours(Members),
     /// Users admitted to the Unix socket.
     User,
     /// Listed identities.
@@ -51,7 +53,9 @@ impl<S> Guard<S> {
 
     /// Returns the caller, if its identity may make such calls at all.
     fn admit(&self, request: &Request<Body>, call: &'static Call) -> Result<Caller, Fault> {
-        let admitted = self.trust.who(request).and_then(|who| {
+        let who = self.trust.who(request);
+        let is_stranger = who.is_err();
+        let admitted = who.and_then(|who| {
             let caller = Caller::new(who, call);
             let checked = caller.check(None);
             if let Err(fault) = checked.as_ref()
@@ -65,7 +69,7 @@ impl<S> Guard<S> {
         });
         // Rate-limited, since strangers could fill the log.
         if let Err(fault) = admitted.as_ref()
-            && fault.kind == FaultKind::Unauthenticated
+            && (is_stranger || fault.kind == FaultKind::Unauthenticated)
         {
             let call = call.name();
             self.strangers.say(|| tracing::info!(target: "audit", call, %fault, "a stranger's call"));
@@ -129,14 +133,16 @@ impl Trust {
         let register = match self {
             Trust::Anybody => return Ok(Who::Anybody),
             Trust::User => return Ok(Who::User),
+            Trust::Neighbours(members) => return neighbour(*members, Connection::of(request.extensions())),
             Trust::Listed(register) => Arc::clone(register),
         };
         let credential = match request.headers().get(AUTHORIZATION) {
             Some(value) => Credential::of_token(bearer(value.as_bytes()).ok_or_else(not_a_bearer)?),
             None => {
                 let connection = Connection::of(request.extensions());
-                let name = connection.and_then(|of| of.certificate.as_deref()).ok_or_else(nothing_shown)?;
-                Credential::Certificate(name.to_string())
+                let certificate =
+                    connection.and_then(|of| of.certificate.clone()).ok_or_else(nothing_shown)?;
+                Credential::Certificate(certificate)
             }
         };
         Ok(Who::Listed { register, credential })
@@ -147,6 +153,26 @@ impl Trust {
 pub(super) fn bearer(value: &[u8]) -> Option<&[u8]> {
     let (scheme, token) = value.split_at_checked(b"Bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
+}
+
+/// Admits a caller over loopback by its user, which the kernel named as it connected.
+fn neighbour(members: Members, connection: Option<&Connection>) -> Result<Who, Fault> {
+    let origin =
+        connection.and_then(|of| of.kept().iter().find_map(|kept| kept.downcast_ref::<Origin>().copied()));
+    let user = match origin {
+        Some(Origin::Neighbour { user, .. }) => user,
+        _ => None,
+    };
+    let (kind, value) = match user {
+        // The table names no group, and this trust has none.
+        Some(user) if members.admit(user, u32::MAX) => return Ok(Who::User),
+        Some(user) => (FaultKind::Forbidden, format!("user {user} of this host, over unencrypted TCP")),
+        None => (FaultKind::Unauthenticated, "on loopback, and the kernel names no user of it".to_string()),
+    };
+    let limit = format!("user {}, whose server this is, or root", members.own());
+    let remedy = "connect as that user or over --listen-unix with --unix-group, or start the server with --tls-dir, or with --insecure \
+                  to trust every user of its host";
+    Err(Fault::new(kind, "caller", value, limit, remedy))
 }
 
 fn nothing_shown() -> Fault {

@@ -1,8 +1,9 @@
 //! Identities that may call a server, with roles and jobs: the file `identities.toml` of the TLS folder.
 
-use std::fmt;
+use std::{collections::HashSet, fmt, sync::Arc};
 
 use longshore_proto::{Fault, FaultKind};
+use longshore_wire::direct::Certificate;
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, de::IgnoredAny};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
@@ -15,6 +16,8 @@ use crate::{
 /// The file. Its readers gain no access: it contains only SHA-256 hashes of tokens.
 ///
 /// ```toml
+/// revoked_sha256 = ["9f86d0..."]  # of certificates and tokens that show no identity any more; may be left out
+///
 /// [[identity]]
 /// name = "trainer"             # also the first DNS name of its certificate
 /// roles = ["worker"]           # operator, worker, reader: one or several
@@ -25,6 +28,8 @@ use crate::{
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
+    #[serde(default)]
+    revoked_sha256: Vec<String>,
     #[serde(default)]
     identity: Vec<Entry>,
 }
@@ -61,7 +66,7 @@ pub(super) enum Role {
     Operator,
     /// Trains.
     Worker,
-    /// Looks, pulls and exports.
+    /// Looks, pulls and exports weights.
     Reader,
 }
 
@@ -77,8 +82,8 @@ pub(super) struct Identity {
 /// Proof of identity that a caller has shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Credential {
-    /// First DNS name of a certificate.
-    Certificate(String),
+    /// The identity is that of the certificate's name.
+    Certificate(Arc<Certificate>),
     /// Hash of a token.
     Token(Sha256),
 }
@@ -91,6 +96,8 @@ pub(super) struct Identities {
     identities: Vec<Identity>,
     /// Hashes of tokens, with the index of their identity.
     tokens: Vec<(Sha256, u32)>,
+    /// Hashes of certificates and tokens.
+    revoked: HashSet<Sha256>,
 }
 
 impl fmt::Display for Role {
@@ -153,6 +160,12 @@ impl Identities {
     pub(super) fn parse(text: &str) -> Result<Identities, Fault> {
         let file: File = toml::from_str(text).map_err(|error| wrong("the file", error.message()))?;
         let (mut identities, mut tokens) = (Vec::<Identity>::new(), Vec::new());
+        let hash = |text: String| {
+            // openssl prints colons between the digits.
+            let value = || format!("{text:?}, not 64 hexadecimal digits");
+            parse_hash(&text.replace(':', "")).ok_or_else(|| wrong("revoked_sha256", value()))
+        };
+        let revoked = file.revoked_sha256.into_iter().map(hash).collect::<Result<_, Fault>>()?;
         for entry in file.identity {
             entry.check_retired()?;
             let Entry { name, roles, jobs, tokens_sha256, quota, .. } = entry;
@@ -173,7 +186,7 @@ impl Identities {
             }
             identities.push(Identity { name, roles, jobs, quota: quota.into() });
         }
-        Ok(Identities { identities, tokens })
+        Ok(Identities { identities, tokens, revoked })
     }
 
     pub(super) fn has_tokens(&self) -> bool {
@@ -188,9 +201,18 @@ impl Identities {
         self.identities.iter().find(|identity| identity.name == name)
     }
 
+    pub(super) fn is_revoked(&self, credential: &Credential) -> bool {
+        self.revoked.contains(match credential {
+            Credential::Certificate(certificate) => &certificate.sha256,
+            Credential::Token(hash) => hash,
+        })
+    }
+
+    /// Returns the identity that the credential shows. None if none is listed, or if the credential is revoked.
     pub(super) fn find(&self, credential: &Credential) -> Option<&Identity> {
         match credential {
-            Credential::Certificate(name) => self.named(name),
+            _ if self.is_revoked(credential) => None,
+            Credential::Certificate(certificate) => self.named(&certificate.name),
             Credential::Token(hash) => self.identities.get(self.owner(hash)? as usize),
         }
     }
@@ -280,15 +302,31 @@ mod tests {
         assert_eq!(name(Credential::of_token(b"foo")), Some("dashboard"));
         assert_eq!(name(Credential::of_token(b"fop")), None);
         assert_eq!(name(Credential::of_token(b"")), None);
-        assert_eq!(name(Credential::Certificate("trainer".into())), Some("trainer"));
-        assert_eq!(name(Credential::Certificate("Trainer".into())), None);
-        assert_eq!(name(Credential::Certificate(String::new())), None);
-        let trainer = identities.find(&Credential::Certificate("trainer".into())).unwrap();
+        assert_eq!(name(certificate("trainer", 1)), Some("trainer"));
+        assert_eq!(name(certificate("Trainer", 1)), None);
+        assert_eq!(name(certificate("", 1)), None);
+        let trainer = identities.named("trainer").unwrap();
         assert!(trainer.has_job("gpt-2") && trainer.has_job("probe") && !trainer.has_job("probes"));
         assert!(
             trainer.has_one_of(&[Role::Operator, Role::Worker]) && !trainer.has_one_of(&[Role::Operator])
         );
         assert!(!trainer.has_all_jobs());
+    }
+
+    fn certificate(name: &str, number: u8) -> Credential {
+        Credential::Certificate(Arc::new(Certificate { name: name.into(), sha256: [number; 32] }))
+    }
+
+    #[test]
+    fn one_certificate_and_one_token_of_an_identity_are_revoked_alone() {
+        let colons = vec!["AB"; 32].join(":");
+        let foo = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
+        let other = TWO.replace(foo, &format!("{foo}\", \"{}", "0".repeat(64)));
+        let identities =
+            Identities::parse(&format!("revoked_sha256 = [\"{colons}\", \"{foo}\"]\n{other}")).unwrap();
+        let found = |credential| identities.find(&credential).is_some();
+        assert!(!found(certificate("trainer", 0xab)) && found(certificate("trainer", 0xac)));
+        assert!(!found(Credential::of_token(b"foo")) && found(Credential::Token([0; 32])));
     }
 
     #[test]
@@ -314,6 +352,7 @@ mod tests {
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\nquota = { memory = \"lots\" }"), "is not a size"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\nshare = 2"), "take turns"),
             (entry("roles = [\"worker\"]\njobs = [\"*\"]\nidle_limit = \"never\""), "longshore checkpoint"),
+            ("revoked_sha256 = [\"AB\"]".into(), "64 hexadecimal"),
             ("[[identity]]\nname = \"\"\nroles = [\"reader\"]\njobs = [\"*\"]".into(), "empty"),
         ] {
             let said = Identities::parse(&text).unwrap_err().to_string();

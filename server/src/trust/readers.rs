@@ -5,7 +5,7 @@ use std::{io, sync::Arc};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use http::{HeaderMap, header::AUTHORIZATION};
 use longshore_proto::{Fault, FaultKind};
-use longshore_wire::tls::Reader;
+use longshore_wire::{direct::Certificate, tls::Reader};
 use tokio::net::TcpStream;
 
 use super::{
@@ -41,7 +41,11 @@ impl Readers {
     ///
     /// # Errors
     /// `Unauthenticated` without a listed identity, and `Forbidden` if the identity does not have all jobs.
-    pub(crate) fn admit(&self, certificate: Option<&str>, headers: &HeaderMap) -> Result<(), Fault> {
+    pub(crate) fn admit(
+        &self,
+        certificate: Option<&Arc<Certificate>>,
+        headers: &HeaderMap,
+    ) -> Result<(), Fault> {
         let admitted = credential(certificate, headers).and_then(|credential| {
             let who = Who::Listed { register: Arc::clone(&self.register), credential };
             let caller = Caller::new(who, &PAGES);
@@ -62,10 +66,10 @@ impl Readers {
 }
 
 /// Returns the reader's credential: a token before a certificate, as in gRPC calls.
-fn credential(certificate: Option<&str>, headers: &HeaderMap) -> Result<Credential, Fault> {
+fn credential(certificate: Option<&Arc<Certificate>>, headers: &HeaderMap) -> Result<Credential, Fault> {
     let shown = match headers.get(AUTHORIZATION) {
         Some(value) => token(value.as_bytes()).map(|token| Credential::of_token(&token)),
-        None => certificate.map(|name| Credential::Certificate(name.to_string())),
+        None => certificate.map(|certificate| Credential::Certificate(Arc::clone(certificate))),
     };
     shown.ok_or_else(|| {
         let remedy = "show a client's certificate of this cluster, or send a token as `authorization: Bearer ...` or as the password of any user";

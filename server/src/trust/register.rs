@@ -4,17 +4,23 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError, RwLock},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use longshore_proto::{Fault, FaultKind};
-use longshore_wire::tls::{self, CA, Certificates, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY};
+use longshore_wire::{
+    direct::Kept,
+    tls::{self, CA, Certificates, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY},
+};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
 
-use super::{identities::Identities, presence::Presences};
+use super::{
+    identities::{Credential, Identities},
+    presence::Presences,
+};
 use crate::quota::{Listed, Owners, Quota};
 
 /// Interval between reads of the files. A change is taken up once two reads agree, since several files are seldom
@@ -38,6 +44,8 @@ pub(super) struct Known {
     pub(super) identities: Identities,
     pub(super) tls: tls::Server,
     pub(super) pages: tls::Pages,
+    /// When the certificates of each file expire.
+    expires: Vec<(&'static str, SystemTime)>,
 }
 
 struct Seen {
@@ -72,6 +80,23 @@ impl Register {
     /// Returns a channel that signals each later change.
     pub(super) fn changes(&self) -> watch::Receiver<()> {
         self.changes.subscribe()
+    }
+
+    /// Returns whether the folder has changed and cannot be used, so that the contents before are still in use.
+    pub(crate) fn is_unusable(&self) -> bool {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(|seen| seen.refused)
+    }
+
+    /// Returns each file of certificates in use, and when the first of them expires.
+    pub(crate) fn expiries(&self) -> Vec<(&'static str, SystemTime)> {
+        self.now().expires.clone()
+    }
+
+    /// Returns whether a connection has shown a credential that shows no identity any more.
+    pub(crate) fn has_lost(&self, kept: &Kept) -> bool {
+        let known = self.now();
+        let mut credentials = kept.iter().filter_map(|kept| kept.downcast_ref::<Credential>());
+        credentials.any(|credential| known.identities.find(credential).is_none())
     }
 
     /// Returns a future that takes up changes until dropped, and at once on SIGHUP.
@@ -152,5 +177,7 @@ fn read(dir: &Path, contents: Contents) -> Result<Known, Fault> {
     let identities = Identities::parse(&text)?;
     let certificates = if identities.has_tokens() { Certificates::Optional } else { Certificates::Required };
     let (tls, pages) = (tls::Server::read(dir, certificates)?, tls::Pages::read(dir)?);
-    Ok(Known { contents, identities, tls, pages })
+    let expiry = |file| Some((file, tls::first_expiry(dir, file)?));
+    let expires = [CA, SERVER_CERTIFICATE].into_iter().filter_map(expiry).collect();
+    Ok(Known { contents, identities, tls, pages, expires })
 }

@@ -10,7 +10,10 @@ use longshore_tests::{
 };
 use longshore_wire::{
     Channel,
-    v1::{DescribeRequest, DescribeResponse, admin_client::AdminClient},
+    v1::{
+        DescribeRequest, DescribeResponse, Dtype, ExportRequest, WatchRequest, admin_client::AdminClient,
+        training_client::TrainingClient,
+    },
 };
 use prost::Message as _;
 use serde_json::Value;
@@ -203,6 +206,35 @@ fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)
         assert!(why.len() > 20, "{who}, {call}: {line}");
     }
     assert_eq!(lines().len(), expected.len(), "{who}: {:?}", lines());
+}
+
+/// A reader sees weights, and no rank in its own likeness.
+#[test]
+fn a_reader_gets_no_optimizer_state_and_is_no_rank() {
+    let (folders, server) = cluster();
+    let [worker, reader] = ["worker", "reader"].map(|name| folders.client(name));
+    train(4, &server, &worker).run();
+    Runtime::new().unwrap().block_on(async {
+        for (who, may) in [(&reader, false), (&worker, true)] {
+            let channel = connect(&server, who).await;
+            let mut admin = AdminClient::new(channel.clone());
+            let export = |state| ExportRequest {
+                job: "default".into(),
+                dtype: Dtype::F32.into(),
+                state,
+                ..Default::default()
+            };
+            assert!(admin.export(export(false)).await.is_ok());
+            let refused = admin.export(export(true)).await.err().map(|status| status.message().to_string());
+            assert_eq!(refused.is_none(), may, "{refused:?}");
+            assert!(refused.is_none_or(|why| why.contains("worker or operator for Export with state")));
+            // The rank's process has left, so only this Watch can say that it is there.
+            let incarnation = state(&channel).await.ranks[0].incarnation;
+            let watch = WatchRequest { job: "default".into(), incarnation, ..Default::default() };
+            let _watching = TrainingClient::new(channel.clone()).watch(watch).await.unwrap();
+            assert_eq!(state(&channel).await.ranks[0].watches, may);
+        }
+    });
 }
 
 #[test]

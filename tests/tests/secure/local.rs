@@ -1,5 +1,5 @@
 //! The Unix socket admits its server's user, and a group where the server names one, whatever its file's
-//! mode.
+//! mode. Loopback TCP admits the server's user alone.
 
 use std::{
     fs,
@@ -37,6 +37,25 @@ fn ask(socket: &Path, user: u32, group: u32) -> Output {
     let mut command = binaries::command("longshore");
     let server = format!("unix:{}", socket.display());
     run("longshore status", command.uid(user).gid(group).args(["status", "--servers", &server]))
+}
+
+#[test]
+fn a_port_on_loopback_is_the_servers_users_alone() {
+    if !geteuid().is_root() {
+        return skipped("only root can act for another user");
+    }
+    let ask = |server: &Longshored, user: u32| {
+        let mut command = binaries::command("longshore");
+        run("longshore status", command.uid(user).gid(user).args(["status", "--servers", server.address()]))
+    };
+    let server = ServerOptions::new().start();
+    assert_eq!(ask(&server, 0).code, 0);
+    let stranger = ask(&server, STRANGER);
+    let why = format!("caller is user {STRANGER} of this host, over unencrypted TCP, but must be user 0");
+    assert!(stranger.code == 1 && stranger.stderr.contains(&why), "{stranger:?}");
+    assert!(stranger.stderr.contains("--listen-unix with --unix-group"), "{stranger:?}");
+    let trusting = ServerOptions::new().args(["--insecure"]).start();
+    assert_eq!(ask(&trusting, STRANGER).code, 0);
 }
 
 fn mode_and_group(socket: &Path) -> (u32, u32) {

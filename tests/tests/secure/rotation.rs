@@ -1,16 +1,26 @@
-//! Changes while a job trains: replaced certificates, and revoked tokens.
+//! Changes while a job trains: replaced certificates, and revoked certificates and tokens.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant, SystemTime},
+};
 
 use longshore_tests::{
     conformance::cluster::eventually,
+    http::{self, FLAGS},
     process::DEADLINE,
     server::{Longshored, ServerOptions},
     tls::{Authority, Folders, Life, identity, write},
     train::Train,
 };
+use longshore_wire::v1::{ListJobsRequest, admin_client::AdminClient};
+use rustls::{
+    crypto::ring::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+    pki_types::{CertificateDer, pem::PemObject},
+};
+use tokio::runtime::Runtime;
 
-use super::{TOKEN, TOKEN_SHA256, ask, train, version};
+use super::{TOKEN, TOKEN_SHA256, ask, connect, train, version};
 
 /// Enough steps that the job still trains a second after its first steps.
 const STEPS: u64 = 500;
@@ -109,14 +119,50 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
     assert_eq!(end.state_hash, Train::new(STEPS).undisturbed().hash);
 }
 
+/// Returns a certificate's hash as `openssl x509 -noout -fingerprint -sha256` prints it.
+fn fingerprint(dir: &Path) -> String {
+    let certificate = CertificateDer::from_pem_file(dir.join("client.pem")).unwrap();
+    let sha256 = TLS13_CHACHA20_POLY1305_SHA256.tls13().unwrap().common.hash_provider.hash(&certificate);
+    let digits: Vec<String> = sha256.as_ref().iter().map(|byte| format!("{byte:02X}")).collect();
+    digits.join(":")
+}
+
+#[test]
+fn one_certificate_of_an_identity_is_revoked_and_its_connections_end() {
+    let workers = identity("worker", &["worker"], &["*"], &[]);
+    let folders = Folders::new(&workers);
+    let server = ServerOptions::new().tls(&folders.server()).start();
+    let (lost, kept) = (folders.client("worker"), folders.dir("kept"));
+    folders.authority.write_client(&kept, "worker", Life::Valid);
+    let runtime = Runtime::new().unwrap();
+    let mut admin = AdminClient::new(runtime.block_on(connect(&server, &lost)));
+    let mut call = || runtime.block_on(admin.list_jobs(ListJobsRequest {}));
+    assert!(call().is_ok());
+    folders.list(&format!("revoked_sha256 = [{:?}]\n{workers}", fingerprint(&lost)));
+    let ended = "since their credentials were taken back";
+    eventually("the connection to end", || server.process.stderr().contains(ended).then_some(()));
+    let refused = call().unwrap_err();
+    assert!(
+        refused.message().contains("a certificate with the name \"worker\" that was revoked"),
+        "{refused}"
+    );
+    assert_eq!(ask(&server, &kept, &["status"]).code, 0);
+}
+
 #[test]
 fn a_folder_that_cannot_be_used_leaves_everything_as_it_was() {
     let folders = Folders::new(&identity("reader", &["reader"], &["*"], &[]));
     let text = "the TLS folder has changed and cannot be used";
-    let server = ServerOptions::new().tls(&folders.server()).allow(text).start();
+    let server = ServerOptions::new().tls(&folders.server()).args(FLAGS).allow(text).start();
     let reader = folders.client("reader");
+    let http = http::address(&server);
+    let unusable = || http::metrics(&http)["longshore_tls_dir_unusable"];
+    let expiry = http::metrics(&http)["longshore_certificate_expiry_timestamp_seconds{file=\"server.pem\"}"];
+    let left = expiry - SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
+    assert!((364.0..366.0).contains(&(left / 86400.0)) && unusable() == 0.0, "{left}");
     write(&folders.server(), "identities.toml", "[[identity]]\nname = 7\n");
     eventually("the mistake to be said", || server.process.stderr().contains(text).then_some(()));
+    eventually("the metric", || (unusable() == 1.0).then_some(()));
     assert_eq!(ask(&server, &reader, &["status"]).code, 0);
     // A key of another certificate.
     folders.list(&identity("reader", &["reader"], &["*"], &[]));

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 
 use crate::{error::exception, log};
 
-/// A server on a free loopback port of this process. `close` or dropping the object ends it.
+/// A server in this process, on a Unix socket of this user. `close` or dropping the object ends it.
 #[pyclass(frozen, module = "longshore._longshore")]
 pub(crate) struct Server {
     address: String,

@@ -62,3 +62,15 @@ def test_who_may_not_is_told_why(cluster: tuple[str, pathlib.Path], tmp_path: pa
     with pytest.raises(errors.UntrustedError, match=r"an authority that ca\.pem does not have") as raised:
         train(model, servers=address, job="read", tls_dir=strange / "worker")
     assert raised.value.remedy is not None
+
+
+def test_a_server_inside_the_process_is_its_users_alone() -> None:
+    with longshore.Server() as server:
+        socket = pathlib.Path(server.address.removeprefix("unix:"))
+        assert [path.stat().st_mode & 0o777 for path in (socket, socket.parent)] == [0o600, 0o700]
+        model, other = pair("mlp")
+        train(model, servers=server, transport="tcp")
+        # Another process of this user reaches it by its address.
+        train(other, servers=server.address, job="by-address")
+        assert same_bits(model, other)
+    assert not socket.parent.exists()

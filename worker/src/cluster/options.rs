@@ -34,6 +34,12 @@ impl Transport {
         (Transport::Memfd, "memfd"),
     ];
 
+    /// Returns the transport to an embedded server, whose only socket is a Unix socket.
+    #[must_use]
+    pub fn of_embedded(self) -> Transport {
+        if self == Transport::Tcp { Transport::Unix } else { self }
+    }
+
     pub(crate) fn may_share(self) -> bool {
         matches!(self, Transport::Auto | Transport::Memfd)
     }

@@ -12,14 +12,14 @@ mod windows;
 use std::{
     io::{self, IoSliceMut},
     net::IpAddr,
-    sync::Arc,
+    sync::{Arc, Mutex},
     task::{Context, Poll, ready},
 };
 
 use longshore_proto::limits::{UNFINISHED_SHARE_BYTES, WINDOW_BYTES};
 use tokio::io::ReadBuf;
 
-pub use self::traits::Connection;
+pub use self::traits::{Connection, Kept};
 use self::{inward::Inward, patience::Patience};
 use super::{
     bounds::{Bounds, Guest, Standing},
@@ -79,6 +79,8 @@ pub struct Direct<S> {
     /// A frame for h2 that did not come from the socket.
     made: Vec<u8>,
     credit: Credit,
+    /// See [`Connection::kept`].
+    kept: Arc<Mutex<Kept>>,
 }
 
 struct Stream {
@@ -128,6 +130,7 @@ impl<S: Socket> Direct<S> {
             end: 0,
             made: Vec::new(),
             credit: Credit::new(window),
+            kept: Arc::default(),
         }
     }
 

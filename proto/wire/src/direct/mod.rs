@@ -23,7 +23,7 @@ mod tap;
 
 pub use crate::mark::Mark;
 pub use bounds::{Bounds, Held, Standing};
-pub use io::{Connection, Direct, Side};
+pub use io::{Connection, Direct, Kept, Side};
 pub use outgoing::{Payloads, blank};
-pub use socket::{LOOPBACK_BYTES, Socket, UNIX_BYTES};
+pub use socket::{Certificate, LOOPBACK_BYTES, Socket, UNIX_BYTES};
 pub use tap::{Claim, Tap, Taps};

@@ -29,6 +29,15 @@ pub(crate) const UNSENT_BYTES: u32 = 128 * 1024;
 /// for each other, at 0.80 of a raw socket's speed. With this value it is 0.96.
 pub const UNIX_BYTES: usize = 1024 * 1024;
 
+/// A certificate that the peer has proved to be its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Certificate {
+    /// First DNS name; empty if there is none.
+    pub name: String,
+    /// SHA-256 of the DER, as `openssl x509 -fingerprint -sha256` prints it.
+    pub sha256: [u8; 32],
+}
+
 /// A byte stream below [`Direct`](super::Direct): TCP, a Unix socket, or a wrapper of either.
 ///
 /// For a wrapper such as TLS ([`Secured`](crate::tls::Secured)) the provided methods are correct: they read through
@@ -66,8 +75,8 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     /// Bounds the kernel's send buffer where its default is wrong.
     fn size_buffers(&self) {}
 
-    /// Returns the first DNS name of the peer's certificate, empty if it has none. None without a certificate.
-    fn certificate(&self) -> Option<Arc<str>> {
+    /// Returns the peer's certificate, if it showed one.
+    fn certificate(&self) -> Option<Arc<Certificate>> {
         None
     }
 

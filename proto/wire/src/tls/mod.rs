@@ -21,5 +21,5 @@ pub use self::{
     pages::{Pages, Reader},
     refusal::{DialError, Untrusted},
     secured::Secured,
-    server::{Certificates, Server},
+    server::{Certificates, Server, first_expiry},
 };

@@ -7,6 +7,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::server::{self, Certificates};
+use crate::direct::Certificate;
 
 const ALPN: &[u8] = b"http/1.1";
 
@@ -19,8 +20,7 @@ pub struct Pages {
 /// A reader after the handshake.
 pub struct Reader {
     pub socket: TlsStream<TcpStream>,
-    /// First DNS name of the reader's certificate, or empty. None without a certificate.
-    pub certificate: Option<Arc<str>>,
+    pub certificate: Option<Arc<Certificate>>,
 }
 
 impl Pages {
@@ -40,7 +40,7 @@ impl Pages {
     pub async fn accept(&self, socket: TcpStream) -> io::Result<Reader> {
         let socket = self.acceptor.accept(socket).await?;
         let chain = socket.get_ref().1.peer_certificates().unwrap_or_default();
-        let certificate = server::shown(chain).map(|shown| shown.name);
+        let certificate = server::shown(chain).map(|shown| shown.certificate);
         Ok(Reader { socket, certificate })
     }
 }

@@ -17,7 +17,7 @@ use tokio::{
 use tokio_rustls::TlsStream;
 
 use super::files::length;
-use crate::direct::Socket;
+use crate::direct::{Certificate, Socket};
 
 /// ALPN name of the protocol that both ends announce: HTTP/2.
 pub(super) const ALPN: &[u8] = b"h2";
@@ -26,7 +26,7 @@ pub(super) const ALPN: &[u8] = b"h2";
 #[derive(Debug)]
 pub(super) struct Shown {
     /// See [`Socket::certificate`].
-    pub(super) name: Arc<str>,
+    pub(super) certificate: Arc<Certificate>,
     pub(super) expires: Option<SystemTime>,
 }
 
@@ -68,8 +68,8 @@ impl Secured {
 }
 
 impl Socket for Secured {
-    fn certificate(&self) -> Option<Arc<str>> {
-        self.shown.as_ref().map(|shown| Arc::clone(&shown.name))
+    fn certificate(&self) -> Option<Arc<Certificate>> {
+        self.shown.as_ref().map(|shown| Arc::clone(&shown.certificate))
     }
 
     fn expires(&self) -> Option<SystemTime> {

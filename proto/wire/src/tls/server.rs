@@ -1,11 +1,11 @@
 //! TLS configuration and handshake of a server.
 
-use std::{io, path::Path, sync::Arc};
+use std::{io, path::Path, sync::Arc, time::SystemTime};
 
 use longshore_proto::Fault;
+use ring::digest::{SHA256, digest};
 use rustls::{
-    ServerConfig,
-    crypto::ring,
+    ServerConfig, crypto,
     pki_types::CertificateDer,
     server::{NoServerSessionStorage, WebPkiClientVerifier},
     version::TLS13,
@@ -18,6 +18,8 @@ use super::{
     files::{self, CA, SERVER_CERTIFICATE, SERVER_KEY},
     secured::{ALPN, Secured, Shown},
 };
+use crate::direct::Certificate;
+
 /// Requirement of a client's certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Certificates {
@@ -55,7 +57,7 @@ impl Server {
 
 /// Returns a server's TLS configuration from the folder, for the protocol `protocol` (ALPN).
 pub(super) fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) -> Result<ServerConfig, Fault> {
-    let provider = Arc::new(ring::default_provider());
+    let provider = Arc::new(crypto::ring::default_provider());
     let roots = files::authorities(dir, &files::read(dir, CA)?)?;
     let verifier = WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::clone(&provider));
     let verifier = match certificates {
@@ -80,11 +82,15 @@ pub(super) fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) ->
 
 pub(super) fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
     let first = chain.first()?;
-    Some(Shown { name: name_of(first)?, expires: expiry::of(first) })
+    let parsed = webpki::EndEntityCert::try_from(first).ok()?;
+    let mut sha256 = [0; 32];
+    sha256.copy_from_slice(digest(&SHA256, first).as_ref());
+    let certificate =
+        Certificate { name: parsed.valid_dns_names().next().unwrap_or_default().into(), sha256 };
+    Some(Shown { certificate: certificate.into(), expires: expiry::of(first) })
 }
 
-/// Returns the first DNS name of a certificate, which names its identity; empty if it has none.
-fn name_of(certificate: &CertificateDer<'_>) -> Option<Arc<str>> {
-    let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
-    Some(certificate.valid_dns_names().next().unwrap_or_default().into())
+/// Returns when the first certificate of a file expires. None if there is none that can be read.
+pub fn first_expiry(dir: &Path, file: &str) -> Option<SystemTime> {
+    files::chain(dir, file, &files::read(dir, file).ok()?).ok()?.iter().filter_map(expiry::of).min()
 }

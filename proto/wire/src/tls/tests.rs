@@ -60,7 +60,7 @@ async fn ends_of_one_authority_reach_each_other() {
     let credentials = Credentials::read(folder.path()).unwrap();
     let (server, client) = tokio::join!(served, credentials.connect(socket, HOST));
     let (server, mut client) = (server.unwrap(), client.unwrap());
-    assert_eq!(server.certificate().as_deref(), Some("team-a"));
+    assert_eq!(server.certificate().unwrap().name, "team-a");
     assert!(server.expires().is_some() && server.expires() == credentials.expires());
     assert!(client.certificate().is_none());
     let mut greeting = [0; GREETING.len()];

@@ -77,7 +77,10 @@ impl Probed {
 
 pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> {
     let own = match args.probe_servers.is_empty() {
-        true => Some(Embedded::start(|config| config)?),
+        true => {
+            let listen = Some(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
+            Some(Embedded::start(|config| Config { listen, ..config })?)
+        }
         false => None,
     };
     let (servers, access) = match &own {
@@ -85,7 +88,7 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
         None => (args.probe_servers.clone(), args.access.clone()),
     };
     // Read before the probes allocate memory themselves.
-    let memory = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).memory;
+    let memory = Config::nowhere().memory;
     let nvme = match args.probe_dir.as_slice() {
         [] => None,
         dirs => Some(free_of(dirs)?),

@@ -150,7 +150,8 @@ pub(super) struct Args {
     /// Run this rank only; start the others by hand
     #[arg(long, env = "LONGSHORE_RANK", help_heading = "Ranks")]
     rank: Option<u32>,
-    /// How payloads go: auto, tcp, unix, or memfd (shared memory with servers of this host and user)
+    /// How payloads go: auto, tcp, unix, or memfd (shared memory with servers of this host and user). To an embedded server
+    /// tcp is unix too
     #[arg(long, default_value_t = Transport::Auto, help_heading = "Ranks")]
     transport: Transport,
     /// Longest wait, in seconds, for a server or another rank

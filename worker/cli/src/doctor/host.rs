@@ -62,7 +62,7 @@ fn cores() -> Finding {
 }
 
 fn memory() -> Finding {
-    let default = Config::default_on(([127, 0, 0, 1], 0).into()).memory;
+    let default = Config::nowhere().memory;
     let said = format!("a server on this host takes up to {} unless --memory says otherwise", human(default));
     if default < 1 << 30 {
         return warning("memory", said, "free memory, or raise the container's limit");

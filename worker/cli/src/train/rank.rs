@@ -109,7 +109,7 @@ impl<'a> Run<'a> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
         let options = Options {
-            transport: settings.transport,
+            transport: if embedded { settings.transport.of_embedded() } else { settings.transport },
             deadline: settings.deadline,
             pause_deadline: settings.pause_deadline,
             host_budget: host.clone(),

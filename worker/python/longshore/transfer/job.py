@@ -84,7 +84,9 @@ def settings(
 
     ``partitions`` has the first parameter and the rank of each partition, for ranks that send a part of the gradient. ``frozen`` parameters
     are changed by no step; servers keep their weights alone."""
-    addresses = options.addresses()
+    addresses, transport = options.addresses(), options.transport
+    if options.is_embedded() and transport == "tcp":
+        transport = "unix"  # the only socket of a server inside this process
     if addresses is None:
         addresses = [server.default().address]
     rank, world_size = options.place()
@@ -92,6 +94,7 @@ def settings(
     resolved = {
         "servers": addresses,
         "tls_dir": options.tls_folder(),
+        "transport": transport,
         "job": job,
         "rank": rank,
         "world_size": world_size,

@@ -201,7 +201,7 @@ class Options:
         rank, world_size = self.place()
         if not 0 <= rank < world_size:
             raise invalid("rank", rank, f"in 0..{world_size}, the world size", "set RANK and WORLD_SIZE, or both arguments")
-        if world_size > 1 and (self.servers is None or isinstance(self.servers, Server)):
+        if world_size > 1 and self.is_embedded():
             raise invalid(
                 "servers",
                 self.servers,
@@ -255,9 +255,13 @@ class Options:
             return [address.strip() for address in self.servers.split(",") if address.strip()]
         return list(self.servers)
 
+    def is_embedded(self) -> bool:
+        """Returns whether the server is inside this process."""
+        return self.servers is None or isinstance(self.servers, Server)
+
     def tls_folder(self) -> str | None:
         """Returns the folder of certificates and tokens. A server inside this process has none."""
-        if self.servers is None or isinstance(self.servers, Server):
+        if self.is_embedded():
             return None
         folder = os.environ.get("LONGSHORE_TLS_DIR") if self.tls_dir is None else self.tls_dir
         return os.fspath(folder) if folder else None

@@ -12,7 +12,7 @@ from longshore import _longshore
 
 
 class Server:
-    """An optimizer server inside this process, on a free loopback port. ``close()``, the end of ``with`` or of this object ends it.
+    """An optimizer server inside this process, for this user alone. ``close()``, the end of ``with`` or of this object ends it.
 
     Several optimizers may share one: pass it as ``servers=``. Close them first.
 
@@ -58,7 +58,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Address for ``servers=`` in other processes of this host."""
+        """Address for ``servers=`` in other processes of this user on this host: a Unix socket, ``unix:/path``."""
         return self._inner.address
 
     def close(self) -> None:

@@ -12,7 +12,12 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
 use super::{Direct, Side, Stream};
-use crate::direct::{outgoing::fill_blanks, outward::Seen, socket::Socket, tap::Taps};
+use crate::direct::{
+    outgoing::fill_blanks,
+    outward::Seen,
+    socket::{Certificate, Socket},
+    tap::Taps,
+};
 
 impl<S: Socket> AsyncRead for Direct<S> {
     fn poll_read(
@@ -101,12 +106,13 @@ impl<S: Socket> AsyncWrite for Direct<S> {
 pub struct Connection {
     pub taps: Taps,
     /// See [`Socket::certificate`].
-    pub certificate: Option<Arc<str>>,
+    pub certificate: Option<Arc<Certificate>>,
     /// Values kept until the connection and its calls end.
     kept: Arc<Mutex<Kept>>,
 }
 
-type Kept = Vec<Box<dyn Any + Send>>;
+/// Values that a server keeps with a connection.
+pub type Kept = Vec<Box<dyn Any + Send>>;
 
 impl Connection {
     /// Returns a call's connection. None if the call did not come through a [`Direct`].
@@ -120,10 +126,18 @@ impl Connection {
     }
 }
 
+impl<S: Socket> Direct<S> {
+    /// Returns the values kept with the connection, which calls find by [`Connection::kept`].
+    pub fn kept(&self) -> &Arc<Mutex<Kept>> {
+        &self.kept
+    }
+}
+
 impl<S: Socket> Connected for Direct<S> {
     type ConnectInfo = Connection;
 
     fn connect_info(&self) -> Connection {
-        Connection { taps: self.taps.clone(), certificate: self.socket.certificate(), kept: Arc::default() }
+        let (taps, kept) = (self.taps.clone(), Arc::clone(&self.kept));
+        Connection { taps, certificate: self.socket.certificate(), kept }
     }
 }
