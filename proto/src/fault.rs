@@ -2,12 +2,18 @@
 
 use std::fmt;
 
+use crate::legible::legible;
+
 /// Field of a conflict: the decision was made from other contributions than the server has.
 pub const ORIGIN: &str = "commit.origin";
 /// Field of a conflict: the contribution was computed with a version that was taken back.
 pub const READS: &str = "push.reads";
 /// Field of a conflict: another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
+
+/// Most bytes of a fault's text on the wire. Four of them, and the same again as details, fit the 16 KiB of headers that
+/// gRPC libraries accept.
+const MOST_TEXT_BYTES: usize = 1024;
 
 /// Class of a fault, from which a caller decides whether to retry. `wire::status` maps it to a gRPC
 /// code.
@@ -112,12 +118,45 @@ impl Fault {
     ) -> Fault {
         Fault::new(FaultKind::Invalid, field, value, limit, remedy)
     }
+
+    /// Returns the fault with each text cut, as a server sends and keeps it. A value may quote megabytes of a message.
+    pub fn cut(&self) -> Fault {
+        let cut = |text: &String| match text.len() {
+            ..=MOST_TEXT_BYTES => text.clone(),
+            bytes => format!("{}... ({bytes} bytes)", &text[..text.floor_char_boundary(MOST_TEXT_BYTES)]),
+        };
+        let Fault { kind, field, value, limit, remedy } = self;
+        Fault { kind: *kind, field: cut(field), value: cut(value), limit: cut(limit), remedy: cut(remedy) }
+    }
 }
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is {}, but must be {}: {}", self.field, self.value, self.limit, self.remedy)
+        let [field, value, limit, remedy] =
+            [&self.field, &self.value, &self.limit, &self.remedy].map(|text| legible(text));
+        write!(f, "{field} is {value}, but must be {limit}: {remedy}")
     }
 }
 
 impl std::error::Error for Fault {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_is_one_line_and_is_sent_cut() {
+        let fault = Fault::invalid("a", "x\u{1b}[2J\n2026-01-01 INFO audit: who=operator", "b", "c");
+        assert_eq!(
+            fault.to_string(),
+            "a is x\\u001b[2J\\n2026-01-01 INFO audit: who=operator, but must be b: c"
+        );
+        let long = Fault::invalid("a", "é".repeat(1 << 20), "b", "c".repeat(MOST_TEXT_BYTES));
+        let cut = long.cut();
+        assert!(
+            cut.value.len() < MOST_TEXT_BYTES + 32 && cut.value.ends_with("é... (2097152 bytes)"),
+            "{cut}"
+        );
+        assert_eq!(Fault { value: long.value.clone(), ..cut }, long);
+    }
+}

@@ -13,6 +13,7 @@ pub mod ids;
 pub mod job;
 pub mod layout;
 pub mod left_out;
+pub mod legible;
 pub mod limits;
 pub mod partition;
 pub mod placement;
@@ -29,6 +30,7 @@ pub use ids::{BlockId, ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, S
 pub use job::{JobName, JobSpec, TierKind};
 pub use layout::{Layout, Param, Slice};
 pub use left_out::LeftOut;
+pub use legible::{legible, legible_lines};
 pub use partition::Partition;
 pub use placement::Placement;
 pub use properties::{JobProperties, Lifetime};

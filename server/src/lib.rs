@@ -5,7 +5,6 @@
 #![forbid(unsafe_code)]
 
 mod accept;
-mod checkpoints;
 pub mod config;
 mod connections;
 mod descriptors;

@@ -4,11 +4,12 @@
 //! and jobs; `debug`, each refused request; `trace`, each shard's work.
 
 use std::{
-    io::{self, IsTerminal},
+    io::{self, Write},
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
+use longshore_proto::legible;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::{
     Layer, Registry, filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt,
@@ -48,12 +49,29 @@ impl Seldom {
 pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let filter =
         without_guests(filter.parse().unwrap_or_else(|_| Targets::new().with_default(LevelFilter::INFO)));
-    let stderr = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    let stderr = fmt::layer().with_writer(|| Lines(io::stderr())).with_ansi(false);
     let stderr = match format {
         LogFormat::Text => stderr.with_filter(filter).boxed(),
         LogFormat::Json => stderr.json().with_filter(filter).boxed(),
     };
     let _ = tracing_subscriber::registry().with(other).with(stderr).try_init();
+}
+
+/// Writer of whole records, one a line. Text from outside may hold an end of line or a terminal's commands: a record of
+/// its own, or what the terminal shows instead. Both are escaped, and colours with them.
+struct Lines<W>(W);
+
+impl<W: Write> Write for Lines<W> {
+    fn write(&mut self, record: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(record);
+        let line = text.strip_suffix('\n').unwrap_or(&text);
+        self.0.write_all(format!("{}\n", legible(line)).as_bytes())?;
+        Ok(record.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// Limits the crate h2 to errors unless `filter` names it, as in `info,h2=warn`. h2 warns of every connection whose
@@ -68,9 +86,36 @@ fn without_guests(filter: Targets) -> Targets {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use tracing::Level;
 
     use super::*;
+
+    #[test]
+    fn a_record_is_a_line_whatever_it_quotes() {
+        #[derive(Clone, Default)]
+        struct Kept(Arc<Mutex<Vec<u8>>>);
+        impl Write for Kept {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0.lock().unwrap().write(bytes)
+            }
+
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let kept = Kept::default();
+        let writer = kept.clone();
+        let layer = fmt::layer().with_writer(move || Lines(writer.clone())).with_ansi(false);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
+            let fault = "x\n2026-01-01T00:00:00Z  INFO audit: who=\"operator\" \u{1b}[1A\u{202e}";
+            tracing::warn!(name = fault, error = %fault, "{fault}");
+        });
+        let text = String::from_utf8(kept.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(text.lines().count(), 1, "{text}");
+        assert!(text.contains("\\u001b[1A\\u202e") && text.ends_with('\n'), "{text}");
+    }
 
     #[test]
     fn warnings_that_strangers_cause_are_heard_where_they_are_asked_for() {

@@ -22,7 +22,8 @@ use super::v1;
 pub(crate) const LOOK_AHEAD: &str =
     "start the workers again with the servers' version of Longshore, and with correction look-ahead or none";
 
-pub(crate) fn missing(field: &str) -> Fault {
+/// Returns the fault of a message without a field that it needs.
+pub fn missing(field: &str) -> Fault {
     Fault::invalid(field, "absent", "present", "fill the field in")
 }
 

@@ -18,7 +18,7 @@ pub use channel::Channel;
 pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
-    incarnation_from_wire, parse_name,
+    incarnation_from_wire, missing, parse_name,
 };
 pub use dialled::Dialled;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};

@@ -29,6 +29,7 @@ fn code(kind: FaultKind) -> Code {
 
 /// Returns a status with the fault's sentence as message and its fields as details.
 pub fn status(fault: &Fault) -> Status {
+    let fault = fault.cut();
     let metadata = HashMap::from([
         ("field".to_string(), fault.field.clone()),
         ("value".to_string(), fault.value.clone()),
@@ -82,13 +83,8 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
 }
 
 pub fn fault_to_wire(fault: &Fault) -> v1::Fault {
-    v1::Fault {
-        kind: fault.kind.name().into(),
-        field: fault.field.clone(),
-        value: fault.value.clone(),
-        limit: fault.limit.clone(),
-        remedy: fault.remedy.clone(),
-    }
+    let Fault { kind, field, value, limit, remedy } = fault.cut();
+    v1::Fault { kind: kind.name().into(), field, value, limit, remedy }
 }
 
 pub fn fault_from_wire(fault: v1::Fault) -> Fault {

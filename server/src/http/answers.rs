@@ -86,19 +86,20 @@ impl Answers {
         }
     }
 
-    /// Answers ready if every stored job is served and no drain has begun.
+    /// Answers ready once each stored job was tried, and until a drain begins. A job that cannot be served is named,
+    /// and leaves the server ready for the others.
     fn ready(&self, names: bool) -> Response<Full<Bytes>> {
-        let mut reasons = String::new();
-        if let Err(fault) = self.services.draining.refuse() {
-            reasons += &format!("{fault}\n");
+        let services = &self.services;
+        let draining = services.draining.refuse();
+        let (status, mut text) = match draining.is_ok() && services.jobs.has_recovered() {
+            true => (StatusCode::OK, "ready\n".to_string()),
+            false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".to_string()),
+        };
+        if names {
+            text.extend(draining.err().map(|fault| format!("{fault}\n")));
+            text.extend(services.jobs.away().into_iter().map(|(job, fault)| format!("job {job}: {fault}\n")));
         }
-        for (job, fault) in self.services.jobs.away() {
-            reasons += &format!("job {job}: {fault}\n");
-        }
-        if reasons.is_empty() {
-            return answer(StatusCode::OK, TEXT, "ready\n");
-        }
-        answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, if names { reasons } else { "not ready\n".into() })
+        answer(status, TEXT, text)
     }
 
     /// Builds a response on a blocking thread, since it takes jobs' locks and must not stall network threads.

@@ -101,7 +101,7 @@ impl Collector for Scrape {
         room(&mut families, &jobs)?;
         owners(&mut families, &self.services)?;
         ranks(&mut families, &jobs)?;
-        checkpoints(&mut families, &self.services, &jobs)?;
+        checkpoints(&mut families, &jobs)?;
         super::drives::write(&mut families, &self.services, &jobs)
     }
 }
@@ -304,8 +304,8 @@ fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     )
 }
 
-fn checkpoints(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
-    let logged = |job: &Seen| Some((job.labels(), services.checkpoint_log.of(job.name())?));
+fn checkpoints(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
+    let logged = |job: &Seen| Some((job.labels(), job.handle.checkpoints.last()?));
     let logged: Vec<_> = jobs.iter().filter_map(logged).collect();
     let sealed = || logged.iter().filter(|(_, status)| !status.name.is_empty());
     families.gauge(

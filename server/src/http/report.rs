@@ -156,7 +156,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         sum_seconds: handle.busy.sums().as_secs_f64(),
         update_seconds: handle.busy.updates().as_secs_f64(),
         ranks: ranks(services, seen),
-        checkpoint: services.checkpoint_log.of(seen.name()).map(|status| Checkpoint {
+        checkpoint: handle.checkpoints.last().map(|status| Checkpoint {
             name: status.name,
             version: status.version,
             sealed_unix_ms: status.sealed_unix_ms,

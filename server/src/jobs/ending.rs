@@ -1,14 +1,13 @@
 //! Ends of a job on this server: deletion, step back to the version before, or shutdown.
 
 use std::{
-    sync::{Arc, PoisonError, TryLockError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
 use longshore_engine::tier::{Storage, StoredJob, delete_stored};
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{
-    runtime::Handle,
     sync::watch,
     time::{sleep, timeout},
 };
@@ -16,8 +15,11 @@ use tokio::{
 use super::{
     JobHandle, Jobs,
     away::{Away, Kept},
-    directories, not_found, recovering, unreadable,
+    directories, not_found, recovering,
+    turns::Turn,
+    unreadable,
 };
+use crate::service::{blocking, finished};
 
 /// Longest wait for the users of a job that steps back. A chunk in flight may be silent for 10 s, and an update runs to
 /// its end.
@@ -35,7 +37,7 @@ impl Jobs {
     /// Returns once no job has users. The caller has ended all calls and has called `open_no_more`.
     pub(crate) async fn ended(jobs: Arc<Jobs>) {
         // A job is listed only once it is open.
-        while jobs.opening.try_lock().is_err_and(|error| matches!(error, TryLockError::WouldBlock)) {
+        while jobs.turns.any() {
             sleep(OPENING).await;
         }
         let changes: Vec<_> = jobs.all().iter().map(|handle| handle.changes()).collect();
@@ -47,14 +49,26 @@ impl Jobs {
 
     /// Closes a job and deletes its stored state. An unreadable job is deleted only with `discard_unreadable`, since a
     /// missing drive may come back.
-    pub(crate) fn delete(&self, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
-        let handle = match self.get(name) {
-            Ok(handle) => handle,
-            Err(fault) => return self.delete_away(&JobName::parse("job", name)?, fault, discard_unreadable),
-        };
+    pub(crate) async fn delete(self: Arc<Self>, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
+        let name = JobName::parse("job", name)?;
+        match self.get(name.as_str()) {
+            Ok(handle) => return blocking(move || self.delete_open(&handle)).await,
+            Err(fault) if fault.kind == FaultKind::Unavailable => return Err(fault),
+            Err(_) => {}
+        }
+        let turn = self.turns.take(&name).await?;
+        // The job may have been opened meanwhile, so that it is readable after all.
+        blocking(move || match self.get(name.as_str()) {
+            Ok(handle) => self.delete_open(&handle),
+            Err(fault) => self.delete_away(&name, fault, discard_unreadable, &turn),
+        })
+        .await
+    }
+
+    fn delete_open(&self, handle: &JobHandle) -> Result<(), Fault> {
         let stored = handle.stored();
         self.lock().remove(&stored.spec.name);
-        handle.close(not_found(name));
+        handle.close(not_found(stored.spec.name.as_str()));
         handle.job.discard().inspect_err(|fault| {
             // A failed deletion leaves an away entry, so that another call can retry. The name may belong to another
             // job by now.
@@ -65,38 +79,48 @@ impl Jobs {
     }
 
     /// Deletes a job that is not open. `fault` is the reason.
-    fn delete_away(&self, name: &JobName, fault: Fault, discard_unreadable: bool) -> Result<(), Fault> {
+    fn delete_away(
+        &self,
+        name: &JobName,
+        fault: Fault,
+        discard_unreadable: bool,
+        _: &Turn,
+    ) -> Result<(), Fault> {
         if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
             return Err(fault);
         }
         if !discard_unreadable {
             return Err(unreadable(name, &fault));
         }
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Ok(handle) = self.get(name.as_str()) {
-            // The job was opened meanwhile, so it is readable after all.
-            drop(handle);
-            return self.delete(name.as_str(), false);
-        }
         delete_stored(&directories(&self.storage), name)?;
         self.lock().remove(name);
         Ok(())
     }
 
-    /// Reopens a job at the version before its newest. Blocks until its users drop it and its state is read.
-    pub(crate) fn step_back(
-        &self,
+    /// Reopens a job at the version before its newest. Waits until its users drop it and its state is read.
+    pub(crate) async fn step_back(
+        self: Arc<Self>,
         name: &str,
         incarnation: Incarnation,
         version: Version,
     ) -> Result<Arc<JobHandle>, Fault> {
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let stored = match self.get(name) {
-            Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
-            Ok(handle) => self.put_away(handle),
-            Err(fault) => self.stored(name).ok_or(fault)?,
+        let name = JobName::parse("job", name)?;
+        let turn = self.turns.take(&name).await?;
+        // The act continues even if the caller is gone: a job that was put away must come back.
+        let act = async move {
+            let stored = match self.get(name.as_str()) {
+                Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
+                Ok(handle) => self.put_away(handle).await,
+                Err(fault) => self.stored(name.as_str()).ok_or(fault)?,
+            };
+            tracing::warn!(job = %name, %version, "stepping back to the version before");
+            blocking(move || self.reopen(stored, version, &turn)).await
         };
-        tracing::warn!(job = name, %version, "stepping back to the version before");
+        finished(tokio::spawn(act)).await
+    }
+
+    /// Blocks while the state is read.
+    fn reopen(&self, stored: StoredJob, version: Version, _: &Turn) -> Result<Arc<JobHandle>, Fault> {
         let storage = Storage { at_most: Some(version), ..self.storage.clone() };
         let handle = self.start(stored, &storage)?;
         let found = handle.job.progress().version;
@@ -114,22 +138,18 @@ impl Jobs {
     }
 
     /// Closes a job for reopening and returns its stored form.
-    fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
+    async fn put_away(&self, handle: Arc<JobHandle>) -> StoredJob {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
         let kept = Kept { stored: stored.clone(), drives: handle.job.disk_bytes() };
         self.lock().insert(name.clone(), Away::entry(recovering(&name), Some(kept)));
         handle.close(recovering(&name));
-        let_go(handle);
+        let changes = handle.changes();
+        drop(handle);
+        // If other users of the job do not drop it, the folders' lock refuses the next open.
+        let _ = timeout(LET_GO, gone(changes)).await;
         stored
     }
-}
-
-/// Waits until the other users of a closed job drop it. If they do not, the folders' lock refuses the next open.
-fn let_go(handle: Arc<JobHandle>) {
-    let changes = handle.changes();
-    drop(handle);
-    let _ = Handle::current().block_on(timeout(LET_GO, gone(changes)));
 }
 
 /// Returns when the job is dropped, which drops the sender of `changes`.

@@ -24,6 +24,7 @@ use tokio::{sync::watch, time::Instant};
 use super::{
     Hashes, Watchers,
     busy::Busy,
+    checkpoints::CheckpointLog,
     hashing::Hashing,
     history::{Decided, History},
     idle::Idle,
@@ -64,6 +65,7 @@ pub(crate) struct JobHandle {
     pub(crate) stages: Arc<Stages>,
     hashing: Hashing,
     pub(crate) restores: Restores,
+    pub(crate) checkpoints: CheckpointLog,
 }
 
 impl JobHandle {
@@ -126,6 +128,7 @@ impl JobHandle {
             stages,
             hashing: Hashing::default(),
             restores: Restores::default(),
+            checkpoints: CheckpointLog::default(),
         };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
         Ok(handle)

@@ -2,6 +2,7 @@
 
 mod away;
 mod busy;
+mod checkpoints;
 mod ending;
 mod handle;
 mod hashing;
@@ -12,6 +13,7 @@ mod pace;
 mod restores;
 mod stages;
 pub(crate) mod traffic;
+mod turns;
 mod waits;
 mod watchers;
 
@@ -31,7 +33,10 @@ use longshore_engine::{
 };
 use longshore_proto::{Fault, FaultKind, JobName};
 
-use self::away::{Away, Kept};
+use self::{
+    away::{Away, Kept},
+    turns::{Turn, Turns},
+};
 pub(crate) use self::{
     handle::JobHandle,
     hashing::Hashes,
@@ -40,19 +45,26 @@ pub(crate) use self::{
     stages::StepStage,
     watchers::Watchers,
 };
-use crate::quota::Owners;
+use crate::{
+    quota::{Owners, Usage},
+    service::blocking,
+};
 
 /// All jobs of a server.
 pub(crate) struct Jobs {
     jobs: Mutex<BTreeMap<JobName, JobEntry>>,
-    /// Held while a job is created, so that two opens of one name are not both admitted. Other jobs stay available:
-    /// touching a large job's memory takes minutes.
-    opening: Mutex<()>,
+    /// A job's turn is held while the job is created or reopened. Other jobs stay available: touching a large job's
+    /// memory takes minutes.
+    turns: Turns,
+    /// Jobs that their owners' quotas have admitted, until they are listed as open.
+    admitted: Mutex<BTreeMap<JobName, (String, Usage)>>,
     budget: Budget,
     storage: Storage,
     compute: Arc<Compute>,
     /// None if callers show no identity.
     owners: Option<Arc<dyn Owners>>,
+    /// Set once each stored job was tried after the start.
+    has_recovered: AtomicBool,
     /// Set at shutdown: no further job is opened.
     is_ending: AtomicBool,
 }
@@ -99,18 +111,30 @@ impl Jobs {
             tracing::error!(job = %name, %fault, "not a job that can be opened");
             jobs.insert(name, Away::entry(fault, None));
         }
-        let (jobs, opening) = (Mutex::new(jobs), Mutex::new(()));
-        let is_ending = AtomicBool::new(false);
-        (Jobs { jobs, opening, budget, storage, compute, owners, is_ending }, stored.jobs)
+        let jobs = Jobs {
+            jobs: Mutex::new(jobs),
+            turns: Turns::default(),
+            admitted: Mutex::default(),
+            budget,
+            storage,
+            compute,
+            owners,
+            has_recovered: AtomicBool::new(false),
+            is_ending: AtomicBool::new(false),
+        };
+        (jobs, stored.jobs)
     }
 
     /// Opens the stored jobs. Blocks while their state is read.
     pub(crate) fn recover(&self, stored: Vec<StoredJob>) {
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         for job in stored {
             let name = job.spec.name.clone();
-            if let Some(JobEntry::Open(_)) = self.lock().get(&name) {
-                tracing::error!(job = %name, "kept twice, for different servers or numbers of them: one is left alone");
+            let _turn = self.turns.wait(&name);
+            if let Ok(open) = self.get(name.as_str()) {
+                // A worker may have opened the job while others were recovered.
+                if check_same(&open.stored(), &job).is_err() {
+                    tracing::error!(job = %name, "kept twice, for different servers or numbers of them: one is left alone");
+                }
                 continue;
             }
             match self.start(job, &self.storage) {
@@ -121,6 +145,12 @@ impl Jobs {
                 Err(fault) => tracing::error!(job = %name, %fault, "not recovered"),
             }
         }
+        self.has_recovered.store(true, Ordering::Release);
+    }
+
+    /// Returns whether each stored job was tried after the start.
+    pub(crate) fn has_recovered(&self) -> bool {
+        self.has_recovered.load(Ordering::Acquire)
     }
 
     /// Opens a job, and stores the open job or its fault under the name.
@@ -194,24 +224,49 @@ impl Jobs {
         self.lock().keys().map(JobName::to_string).collect()
     }
 
-    /// Returns the job of this name, created if absent. Blocks while memory is touched. True: created.
-    pub(crate) fn open(&self, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
-        let _opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
+    pub(crate) async fn open(self: Arc<Self>, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
+        let turn = self.turns.take(&wanted.spec.name).await?;
+        blocking(move || self.open_now(wanted, &turn)).await
+    }
+
+    /// Blocks while memory is touched.
+    fn open_now(&self, wanted: StoredJob, _: &Turn) -> Result<(bool, Arc<JobHandle>), Fault> {
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
             let kept = self.kept(&wanted.spec.name)?;
             if let Some(kept) = &kept {
                 check_same(kept, &wanted)
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
             }
+            if kept.is_none() && !self.has_recovered() {
+                self.leave_room(&wanted)?;
+            }
             // A stored job keeps its owner.
             let owner = kept.as_ref().map_or(wanted.owner, |kept| kept.owner.clone());
             let wanted = StoredJob { owner, ..wanted };
-            self.admit(&wanted)?;
+            let _admitted = self.admit(&wanted)?;
             // A job whose recovery failed is retried: the disk may be back.
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
         check_same(&handle.stored(), &wanted)?;
         Ok((false, handle))
+    }
+
+    /// Refuses a new job whose memory stored jobs need, which are not recovered yet.
+    fn leave_room(&self, wanted: &StoredJob) -> Result<(), Fault> {
+        let awaited = |entry: &JobEntry| match entry {
+            JobEntry::Away(away) => Some(away.kept.as_ref()?.stored.need(&self.storage).ok()?.total()),
+            JobEntry::Open(_) => None,
+        };
+        let awaited: u64 = self.lock().values().filter_map(awaited).sum();
+        let (wants, free) =
+            (wanted.need(&self.storage)?.total(), self.budget.total() - self.budget.reserved());
+        if wants.saturating_add(awaited) <= free {
+            return Ok(());
+        }
+        let limit = format!("within {} bytes until stored jobs are recovered", free.saturating_sub(awaited));
+        let remedy = "wait: the server has just started, and its stored jobs come first";
+        Err(Fault::new(FaultKind::Unavailable, "memory", format!("{wants} bytes"), limit, remedy))
     }
 
     /// Returns a job whose recovery failed.
@@ -275,4 +330,62 @@ fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
 /// Returns all directories in which jobs are stored.
 fn directories(storage: &Storage) -> Vec<PathBuf> {
     storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_engine::kernels::Isa;
+    use longshore_proto::{JobSpec, Param, Placement, ServerId, limits::BLOCK_ELEMENTS};
+
+    use super::*;
+
+    fn wanted(name: &str, owner: Option<&str>) -> StoredJob {
+        let name = JobName::parse("name", name).unwrap();
+        let params = vec![Param { name: "a".into(), shape: vec![64], group: 0 }];
+        let spec = JobSpec { shard_elements: BLOCK_ELEMENTS, ..JobSpec::new(name, params) };
+        let placement = Placement::striped(vec!["here".into()], 1);
+        StoredJob { spec, placement, server: ServerId(0), owner: owner.map(str::to_string) }
+    }
+
+    struct OneJob;
+
+    impl Owners for OneJob {
+        fn quota(&self, _: &str) -> crate::quota::Quota {
+            crate::quota::Quota { jobs: Some(1), ..Default::default() }
+        }
+
+        fn list(&self) -> Vec<crate::quota::Listed> {
+            Vec::new()
+        }
+    }
+
+    fn jobs() -> Arc<Jobs> {
+        let compute = Arc::new(Compute::new(1, Isa::detect()).unwrap());
+        let owners = Some(Arc::new(OneJob) as Arc<dyn Owners>);
+        Arc::new(Jobs::new(Budget::new(1 << 28), Storage::default(), compute, owners).0)
+    }
+
+    #[tokio::test]
+    async fn a_job_that_takes_long_holds_up_no_other() {
+        let jobs = jobs();
+        let stuck = jobs.turns.take(&JobName::parse("job", "a").unwrap()).await.unwrap();
+        assert!(Arc::clone(&jobs).open(wanted("b", None)).await.unwrap().0);
+        assert!(Arc::clone(&jobs).delete("b", false).await.is_ok());
+        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None)));
+        tokio::task::yield_now().await;
+        assert!(!waits.is_finished());
+        drop(stuck);
+        assert!(waits.await.unwrap().unwrap().0);
+    }
+
+    #[tokio::test]
+    async fn jobs_that_are_opened_at_once_share_their_owners_quota() {
+        let jobs = jobs();
+        let admitted = jobs.admit(&wanted("a", Some("team"))).unwrap();
+        let refused = Arc::clone(&jobs).open(wanted("b", Some("team"))).await.err();
+        assert_eq!(refused.map(|fault| fault.field).as_deref(), Some("quota.jobs"));
+        assert!(jobs.admit(&wanted("c", Some("others"))).is_ok());
+        drop(admitted);
+        assert!(Arc::clone(&jobs).open(wanted("b", Some("team"))).await.is_ok());
+    }
 }

@@ -1,20 +1,21 @@
 //! Owners of jobs on this server: usage and quota checks.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::PoisonError};
 
 use longshore_engine::tier::StoredJob;
-use longshore_proto::Fault;
+use longshore_proto::{Fault, JobName};
 
 use super::{JobEntry, Jobs};
 use crate::quota::{Listed, Quota, Usage};
 
 impl Jobs {
-    /// Refuses a job that would exceed its owner's quota. Stored state of the job counts already.
-    pub(super) fn admit(&self, wanted: &StoredJob) -> Result<(), Fault> {
-        let Some(owner) = &wanted.owner else { return Ok(()) };
+    /// Refuses a job that would exceed its owner's quota. Stored state of the job counts already. The job counts as
+    /// admitted until drop: by then the job is open, or has failed to open.
+    pub(super) fn admit(&self, wanted: &StoredJob) -> Result<Option<Admitted<'_>>, Fault> {
+        let Some(owner) = &wanted.owner else { return Ok(None) };
         let quota = self.owners.as_ref().map(|owners| owners.quota(owner)).unwrap_or_default();
         if quota == Quota::default() {
-            return Ok(());
+            return Ok(None);
         }
         let need = wanted.need(&self.storage)?;
         let held = self.lock().get(&wanted.spec.name).map_or_else(Usage::default, JobEntry::usage);
@@ -23,8 +24,16 @@ impl Jobs {
             memory: need.total(),
             drives: need.disk.saturating_sub(held.drives),
         };
-        let has = self.usages().remove(owner).unwrap_or_default();
-        quota.admit(owner, has, wants)
+        let name = wanted.spec.name.clone();
+        let mut admitted = self.admitted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut has = self.usages().remove(owner).unwrap_or_default();
+        let is_open = |name| matches!(self.lock().get(name), Some(JobEntry::Open(_)));
+        for (_, (_, usage)) in admitted.iter().filter(|(name, (of, _))| of == owner && !is_open(*name)) {
+            has += *usage;
+        }
+        quota.admit(owner, has, wants)?;
+        admitted.insert(name.clone(), (owner.clone(), wants));
+        Ok(Some(Admitted { jobs: self, name }))
     }
 
     /// Returns the usage of each owner's jobs.
@@ -52,6 +61,18 @@ impl Jobs {
         all.extend(usages.into_iter().map(gone));
         all.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
         all
+    }
+}
+
+/// A job that its owner's quota has admitted.
+pub(super) struct Admitted<'a> {
+    jobs: &'a Jobs,
+    name: JobName,
+}
+
+impl Drop for Admitted<'_> {
+    fn drop(&mut self) {
+        self.jobs.admitted.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
     }
 }
 

@@ -59,7 +59,6 @@ impl Prepared {
             drives,
             draining: Draining::new(),
             checkpoints,
-            checkpoint_log: Arc::default(),
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             links,
             register: register.clone(),

@@ -18,7 +18,7 @@ use longshore_wire::{
 };
 use tonic::{Request, Response, Status};
 
-use super::{Services, blocking, convert, default_deadline, export, permitted::permitted, refuse, stand};
+use super::{Services, convert, default_deadline, export, permitted::permitted, refuse, stand};
 use crate::{
     jobs::{Hashes, JobHandle},
     trust::Caller,
@@ -160,8 +160,7 @@ impl Admin for Services {
         request: Request<v1::DeleteJobRequest>,
     ) -> Result<Response<v1::DeleteJobResponse>, Status> {
         let v1::DeleteJobRequest { job, discard_unreadable } = permitted(request)?;
-        let (jobs, name) = (self.jobs.clone(), job.clone());
-        let deleted = blocking(move || jobs.delete(&name, discard_unreadable)).await;
+        let deleted = Arc::clone(&self.jobs).delete(&job, discard_unreadable).await;
         deleted.map_err(|fault| refuse("DeleteJob", &job, fault))?;
         tracing::info!(job, "job deleted");
         Ok(Response::new(v1::DeleteJobResponse {}))
@@ -181,7 +180,7 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let mut answer = self.describe_open(&handle, request.brief);
         answer.drive_endurance_bytes = self.drive_endurance;
-        answer.checkpoints = self.checkpoint_log.of(&request.job);
+        answer.checkpoints = handle.checkpoints.last();
         if let Some(after) = request.steps_after {
             answer.steps = handle.history.after(after).into_iter().map(convert::decided).collect();
         }
@@ -206,10 +205,9 @@ impl Services {
 
     async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
         self.draining.refuse()?;
-        let (jobs, name) = (self.jobs.clone(), request.job.clone());
         let (incarnation, version) =
             (wire::incarnation_from_wire(request.incarnation)?, Version(request.version));
-        let handle = blocking(move || jobs.step_back(&name, incarnation, version)).await?;
+        let handle = Arc::clone(&self.jobs).step_back(&request.job, incarnation, version).await?;
         Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
     }
 

@@ -1,5 +1,7 @@
 //! Checkpoint, SealCheckpoint, DiscardCheckpoint and ListCheckpoints.
 
+use std::sync::Arc;
+
 use longshore_engine::{
     checkpoint::{Listed, Part},
     step::Phase,
@@ -14,19 +16,18 @@ impl Services {
         &self,
         request: &v1::CheckpointRequest,
     ) -> Result<v1::CheckpointResponse, Fault> {
-        let store = self.store()?;
-        let handle = self.jobs.get(&request.job)?;
         if request.check {
+            let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
             blocking(move || store.check_room(&handle.job)).await?;
             return Ok(v1::CheckpointResponse::default());
         }
         let name = wire::parse_name("name", &request.name)?;
+        let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
+        let job = Arc::clone(&handle.job);
         let expected = (request.version > 0).then_some(Version(request.version));
-        let written =
-            blocking(move || store.write(&handle.job, name.as_str(), expected, snapshot_deadline()));
-        let part = written.await.inspect_err(|fault| {
-            self.checkpoint_log.failed(&request.job, &request.name, fault);
-        })?;
+        let written = blocking(move || store.write(&job, name.as_str(), expected, snapshot_deadline()));
+        let failed = |fault: &Fault| handle.checkpoints.failed(&request.job, &request.name, fault);
+        let part = written.await.inspect_err(failed)?;
         Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
     }
 
@@ -34,19 +35,23 @@ impl Services {
         &self,
         request: v1::SealCheckpointRequest,
     ) -> Result<v1::SealCheckpointResponse, Fault> {
-        let store = self.store()?;
         let job = wire::parse_name("job", &request.job)?;
         let name = wire::parse_name("name", &request.name)?;
-        let keep = self.checkpoint_keep;
+        let (store, keep, parts) = (self.store()?, self.checkpoint_keep, request.parts);
         let sealed = blocking(move || {
-            let sealed = store.seal(&job, name.as_str(), &request.parts)?;
+            let sealed = store.seal(&job, name.as_str(), &parts)?;
             store.prune(&job, keep, name.as_str())?;
             Ok(sealed)
         });
-        let sealed = sealed.await.inspect_err(|fault| {
-            self.checkpoint_log.failed(&request.job, &request.name, fault);
-        })?;
-        self.checkpoint_log.sealed(&request.job, &request.name, sealed.version);
+        let sealed = sealed.await;
+        // A checkpoint of a job that is not open here may be sealed too. Nothing is kept of it.
+        if let Ok(handle) = self.jobs.get(&request.job) {
+            match &sealed {
+                Ok(sealed) => handle.checkpoints.sealed(&request.name, sealed.version),
+                Err(fault) => handle.checkpoints.failed(&request.job, &request.name, fault),
+            }
+        }
+        let sealed = sealed?;
         Ok(v1::SealCheckpointResponse {
             manifest: sealed.path.display().to_string(),
             parts: sealed.parts,
@@ -58,8 +63,8 @@ impl Services {
         &self,
         request: v1::DiscardCheckpointRequest,
     ) -> Result<v1::DiscardCheckpointResponse, Fault> {
-        let store = self.store()?;
         let name = wire::parse_name("name", &request.name)?;
+        let store = self.store()?;
         let handle = self.jobs.get(&request.job)?;
         blocking(move || {
             let job = &handle.job;

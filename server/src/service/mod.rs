@@ -20,12 +20,11 @@ use std::{sync::Arc, time::Duration};
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
 use longshore_proto::{Fault, FaultKind, Rank, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
-use tokio::time::Instant;
+use tokio::{task::JoinHandle, time::Instant};
 use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
 use crate::{
-    checkpoints::CheckpointLog,
     draining::Draining,
     jobs::{JobHandle, Jobs},
     memfd::Links,
@@ -39,7 +38,6 @@ pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
-    pub(crate) checkpoint_log: Arc<CheckpointLog>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
@@ -95,7 +93,12 @@ async fn stand(
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+    finished(tokio::task::spawn_blocking(work)).await
+}
+
+/// Waits for a task of its own, which continues if the waiting call is dropped.
+pub(crate) async fn finished<T>(task: JoinHandle<Result<T, Fault>>) -> Result<T, Fault> {
+    task.await.unwrap_or_else(|error| {
         Err(Fault::new(
             FaultKind::Internal,
             "task",

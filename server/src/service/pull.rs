@@ -30,7 +30,7 @@ use tokio::{
 };
 use tonic::{Status, body::Body};
 
-use super::{Services, refuse, room::Room};
+use super::{Services, permitted::permit, refuse, room::Room};
 use crate::{jobs::JobHandle, trust::Caller};
 
 /// Messages built ahead of the network: one in flight, one ready. The checksum brings a message into cache, and more of
@@ -50,7 +50,7 @@ pub(super) async fn answer(
 ) -> Result<Response<Body>, Status> {
     let (request, mark) = request(body).await?;
     let job = request.job.clone();
-    caller.permit(&job).map_err(|fault| refuse("Pull", &job, fault))?;
+    permit(caller, &request).map_err(|fault| refuse("Pull", &job, fault))?;
     // A rank may pull on a connection before it pushes there, and must not wait for readers that stall. TLS alone
     // identifies a rank. Without TLS a rank's weights are lent, and need no room.
     if let Some(taps) = taps.filter(|_| caller.trains(&job)) {

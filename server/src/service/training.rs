@@ -116,7 +116,7 @@ impl Services {
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
-        let (created, handle) = blocking(move || jobs.open(wanted)).await?;
+        let (created, handle) = jobs.open(wanted).await?;
         let job = &handle.job;
         if created {
             tracing::info!(

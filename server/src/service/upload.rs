@@ -5,7 +5,7 @@ use longshore_proto::{ChunkId, Fault, FaultKind, ShardId, checksum::crc32};
 use longshore_wire::{self as wire, v1};
 use tonic::{Status, Streaming};
 
-use super::{Services, blocking, refuse};
+use super::{Services, blocking, permitted::permit, refuse};
 use crate::trust::Caller;
 
 /// Stores chunks until the stream ends, and returns their number.
@@ -18,7 +18,7 @@ pub(super) async fn receive(
     while let Some(request) = requests.message().await? {
         let job = request.job.clone();
         let stored = async {
-            caller.permit(&job)?;
+            permit(caller, &request)?;
             store(services, request).await
         };
         stored.await.map_err(|fault| refuse("Upload", &job, fault))?;

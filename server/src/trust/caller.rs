@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use http::Extensions;
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::{Fault, FaultKind, JobName};
 use longshore_wire::direct::Connection;
 
 use super::{
@@ -63,7 +63,8 @@ impl Caller {
     }
 
     /// Checks, with the current identities, that the call may be made on this job.
-    pub(crate) fn permit(&self, job: &str) -> Result<(), Fault> {
+    pub(crate) fn permit(&self, job: &JobName) -> Result<(), Fault> {
+        let job = job.as_str();
         let mut asked = self.asked();
         if asked.job.as_deref() != Some(job) {
             (asked.job, asked.permitted) = (Some(job.to_string()), false);

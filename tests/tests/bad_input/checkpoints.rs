@@ -21,7 +21,10 @@ use longshore_tests::{
         synthetic::Synthetic,
     },
 };
-use longshore_wire::{Wire, v1::Phase};
+use longshore_wire::{
+    Wire,
+    v1::{self, Phase},
+};
 use longshore_worker::{Error, Session};
 
 use super::{BEFORE, Victim, finish, plan};
@@ -77,6 +80,33 @@ fn a_damaged_checkpoint_is_refused_and_a_whole_one_still_restores() {
     let pipeline = run::enter(cluster.options(&spec, 0), &Synthetic::default(), &plan());
     seen.outcomes.retain(|outcome| outcome.step.0 <= BEFORE);
     finish(&cluster, "restored", pipeline, seen);
+}
+
+/// A failure is kept with the open job, and names that are none never get as far.
+#[test]
+fn a_checkpoint_that_fails_before_its_job_is_open_is_not_the_jobs() {
+    let cluster = Cluster::start(1);
+    let server = cluster.raw(0);
+    let seal = |job: &str, name: &str| {
+        let (job, name) = (job.to_string(), name.to_string());
+        let request = v1::SealCheckpointRequest { job, name, parts: vec!["{\"\n".into()] };
+        server.call(server.admin.clone().seal_checkpoint(request))
+    };
+    let forged = "a\n2026-01-01T00:00:00Z  INFO audit: who=\"operator\"";
+    assert_fault(seal(forged, "last"), Invalid, "job", "\\n", "A-Z");
+    assert_fault(seal("ghost", forged), Invalid, "name", "\\n", "A-Z");
+    let mut admin = server.admin.clone();
+    let (job, name) = ("ghost".to_string(), forged.to_string());
+    let discard = v1::DiscardCheckpointRequest { job, name };
+    assert_fault(server.call(admin.discard_checkpoint(discard)), Invalid, "name", "\\n", "A-Z");
+    assert!(seal("ghost", "last").is_err());
+    let spec = plan().spec("ghost", &Synthetic::default());
+    let layout = spec.validate().expect("a spec");
+    server.open(spec.to_wire(), &placement(&cluster.addresses(), &layout), 0).expect("an open");
+    assert_eq!(server.describe("ghost").checkpoints, None);
+    let fault = seal("ghost", "last").expect_err("parts that are none");
+    let failure = server.describe("ghost").checkpoints.expect("the open job's").failure;
+    assert!(failure == fault.to_string() && !failure.contains('\n'), "{failure:?}");
 }
 
 fn lost_part(cluster: &Cluster, server: &Raw) {

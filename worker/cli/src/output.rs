@@ -2,17 +2,18 @@
 
 use std::io::{self, Write};
 
-use longshore_proto::Fault;
+use longshore_proto::{Fault, legible, legible_lines};
 use longshore_worker::error::Error;
 use serde_json::{Value, json};
 
 use crate::servers::Unanswered;
 
-/// Same as `println!`, but a closed stdout is no panic: a reader such as `head` may have seen enough.
+/// Same as `println!`, but a closed stdout is no panic: a reader such as `head` may have seen enough. Characters that
+/// command a terminal are escaped.
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write;
-        let _ = writeln!(std::io::stdout(), $($text)*);
+        let _ = writeln!(std::io::stdout(), "{}", longshore_proto::legible_lines(&format!($($text)*)));
     }};
 }
 
@@ -79,8 +80,8 @@ impl Output {
 pub(crate) fn fail(failed: &anyhow::Error, code: u8, as_json: bool) -> u8 {
     // If the terminal is gone, the exit code still tells of the failure.
     let _ = match as_json {
-        true => writeln!(io::stderr(), "{}", error(failed, code)),
-        false => writeln!(io::stderr(), "longshore: {failed:#}"),
+        true => writeln!(io::stderr(), "{}", legible(&error(failed, code).to_string())),
+        false => writeln!(io::stderr(), "longshore: {}", legible_lines(&format!("{failed:#}"))),
     };
     code
 }

@@ -22,7 +22,7 @@ use std::{
 };
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Fault, JobName, JobSpec, Layout, Placement, ServerId, ShardId};
+use longshore_proto::{JobName, JobSpec, Layout, Placement, ServerId, ShardId};
 use longshore_wire::{frame::keep_buffers, tls::Credentials};
 
 pub use self::{
@@ -55,14 +55,20 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Connects to every server, retrying until the deadline.
-    pub(crate) fn connect(options: Options) -> Result<Cluster> {
+    /// Connects to every server, retrying until the deadline. Servers without a shard would take part in no step,
+    /// so a job of few shards is placed on the first servers.
+    pub(crate) fn connect(mut options: Options) -> Result<Cluster> {
         let layout = options.validate()?;
+        let shards = layout.shards();
+        if options.servers.len() > shards as usize {
+            let (job, servers) = (&options.spec.name, options.servers.len());
+            tracing::warn!(%job, servers, shards, "the job has fewer shards than servers: the last servers are left out");
+            options.servers.truncate(shards as usize);
+        }
         keep_buffers();
         let runtime = Runtime::start(options.runtime.clone(), options.interrupt.clone())?;
-        let placement = Placement::striped(options.servers.clone(), layout.shards());
-        placement.validate(layout.shards())?;
-        check_every_server_owns(&placement)?;
+        let placement = Placement::striped(options.servers.clone(), shards);
+        placement.validate(shards)?;
         let start = Instant::now();
         let end = start + options.deadline;
         let pace = options.link_bytes_per_s.map(Pace::new);
@@ -116,16 +122,6 @@ impl Cluster {
         self.runtime.end_tasks();
         self.waits.fail(Misuse("the session has ended: connect a new one").into());
     }
-}
-
-/// Refuses a server without shards, which would take part in no step.
-fn check_every_server_owns(placement: &Placement) -> Result<(), Fault> {
-    let (servers, shards) = (placement.servers.len(), placement.owners.len());
-    if shards >= servers {
-        return Ok(());
-    }
-    let limit = format!("at most {shards}, the job's shards");
-    Err(Fault::invalid("options.servers", servers, limit, "use smaller shards, or fewer servers"))
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ use crate::{
     jobs::JobHandle,
     memfd::Payload,
     refusals,
-    service::Services,
+    service::{Services, permitted::permit},
     trust::{Caller, note_refused_message},
 };
 
@@ -161,7 +161,7 @@ impl Receiving {
     }
 
     fn identify(&mut self, request: &PushRequest, bytes: usize) -> Result<Waiting, Fault> {
-        self.caller.permit(&request.job).inspect_err(|fault| note_refused_message(&self.caller, fault))?;
+        permit(&self.caller, request).inspect_err(|fault| note_refused_message(&self.caller, fault))?;
         let mut chunk = wire::chunk_from_wire(request, bytes as u64)?;
         let handle = match self.held.upgrade() {
             Some(handle) if handle.job.spec().name.as_str() == request.job && !handle.is_closed() => handle,

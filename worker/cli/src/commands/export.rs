@@ -17,9 +17,9 @@ pub(super) struct Args {
     /// Folder to make: with model.safetensors, or several files and model.safetensors.index.json
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The format that the fp32 master weights are rounded to: bf16, f16 or f32
-    #[arg(long, default_value_t = Dtype::Bf16)]
-    dtype: Dtype,
+    /// The format that the fp32 master weights are rounded to: bf16, f16 or f32 [default: that of the model]
+    #[arg(long)]
+    dtype: Option<Dtype>,
     /// Largest safetensors file, as in 5GiB; a larger tensor has a file of its own [default: 5GiB]
     #[arg(long, value_name = "SIZE")]
     max_file_size: Option<ByteSize>,
@@ -46,7 +46,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let seconds = from.elapsed().as_secs_f64();
     if out.is_json() {
         let said = json!({
-            "job": settings.job, "version": exported.version.0, "dtype": args.dtype.to_string(), "out": args.out,
+            "job": settings.job, "version": exported.version.0, "dtype": exported.dtype.to_string(), "out": args.out,
             "bytes": exported.bytes, "files": exported.files, "seconds": seconds,
         });
         say!("{said}");
@@ -57,7 +57,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         exported.version.0,
         settings.job,
         human(exported.bytes),
-        args.dtype,
+        exported.dtype,
         args.out.display(),
         seconds
     );

@@ -7,7 +7,7 @@ mod steps;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use longshore_proto::remedies;
+use longshore_proto::{legible, remedies};
 use longshore_wire::v1;
 
 use self::{
@@ -83,7 +83,7 @@ const WORTH_A_WORD: Duration = Duration::from_secs(600);
 const LEFT_OUT: &str = "left out, as --no-hash says";
 
 fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<String>) {
-    say!("\njob {job}");
+    say!("\njob {}", legible(job));
     let first = answers.first().map(|(_, first)| first);
     if let Some(spec) = first.and_then(|first| first.spec.as_ref()) {
         let elements = first.map_or(0, |first| first.parameters);
@@ -113,25 +113,26 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             answer.isa
         );
         if let Some(idle) = idle(answer) {
-            say!("    {idle}");
+            say!("    {}", legible(&idle));
         }
         if answer.disk_bytes > 0 {
             say!("    {}", drives(answer));
         }
         if let Some(checkpoints) = &answer.checkpoints {
-            say!("    {}", last_checkpoint(checkpoints));
+            say!("    {}", legible(&last_checkpoint(checkpoints)));
         }
         if !progress.pause_reason.is_empty() {
-            say!("    paused: {}{}", progress.pause_reason, way_on(&progress.pause_reason));
+            say!("    paused: {}{}", legible(&progress.pause_reason), way_on(&progress.pause_reason));
         } else if !answer.waiting_for.is_empty() {
-            say!("    waits for {}", answer.waiting_for);
+            say!("    waits for {}", legible(&answer.waiting_for));
         }
     }
     for (address, reason) in without {
         say!("  {address}  {reason}");
     }
     if let Some(commit) = last_commit(answers) {
-        say!("  {}", decision(commit, first.and_then(|first| first.spec.as_ref())));
+        let spec = first.and_then(|first| first.spec.as_ref());
+        say!("  {}", legible(&decision(commit, spec)));
     }
     for rank in first.iter().flat_map(|first| &first.ranks) {
         let state = match (rank.incarnation, rank.left) {
@@ -148,7 +149,10 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
     }
     match combined_hash(answers) {
         Some((version, hash)) => say!("  state hash {hash} at version {version}"),
-        None => say!("  state hash: {}", unhashed.unwrap_or_else(|| no_hash(answers, without))),
+        None => {
+            let unhashed = unhashed.unwrap_or_else(|| no_hash(answers, without));
+            say!("  state hash: {}", legible(&unhashed));
+        }
     }
 }
 

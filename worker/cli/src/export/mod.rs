@@ -24,8 +24,8 @@ pub(crate) const MAX_FILE_BYTES: u64 = 5 << 30;
 pub(crate) struct Settings {
     pub(crate) job: String,
     pub(crate) out: PathBuf,
-    /// Element type to which the master weights are rounded.
-    pub(crate) dtype: Dtype,
+    /// Element type to which the master weights are rounded. None: that of the images, which the model has.
+    pub(crate) dtype: Option<Dtype>,
     /// The most bytes of tensors in a file.
     pub(crate) max_file_bytes: u64,
     /// The longest wait for a version that all servers can export.
@@ -38,6 +38,7 @@ pub(crate) struct Settings {
 
 pub(crate) struct Exported {
     pub(crate) version: Version,
+    pub(crate) dtype: Dtype,
     pub(crate) bytes: u64,
     pub(crate) files: Vec<String>,
 }
@@ -53,11 +54,12 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     let Described { spec, layout, placement } = describe(servers, &settings.job)?;
     check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
     let draft = Target { folder: settings.out.clone(), replace: settings.replace }.draft()?;
-    let files = Files::create(draft, &spec, &layout, settings.dtype, settings.max_file_bytes)?;
+    let dtype = settings.dtype.unwrap_or(spec.image_dtype);
+    let files = Files::create(draft, &spec, &layout, dtype, settings.max_file_bytes)?;
     let mut tried = 0;
     let version = loop {
         let version = Version(standing(servers, &settings.job)?.version + lead(tried));
-        match receive(servers, settings, version, (&layout, &placement), &files) {
+        match receive(servers, settings, (version, dtype), (&layout, &placement), &files) {
             Ok(()) => break version,
             Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
             Err(fault) => return Err(fault.into()),
@@ -65,7 +67,7 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     };
     let (bytes, names) = (files.bytes(), files.names().to_vec());
     files.publish()?;
-    Ok(Exported { version, bytes, files: names })
+    Ok(Exported { version, dtype, bytes, files: names })
 }
 
 /// Refuses a job whose Python ranks have a part of each tensor. Only those ranks know the tensors' shapes, and no

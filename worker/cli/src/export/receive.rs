@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use longshore_proto::{Fault, Layout, Placement, ServerId, Version};
+use longshore_proto::{Dtype, Fault, Layout, Placement, ServerId, Version};
 use longshore_worker::export::{Contents, Export};
 
 use super::{Settings, files::Files};
@@ -15,16 +15,16 @@ use crate::{progress::Progress, servers::Servers};
 pub(super) fn receive(
     servers: &Servers,
     settings: &Settings,
-    version: Version,
+    (version, dtype): (Version, Dtype),
     (layout, placement): (&Layout, &Placement),
     files: &Files,
 ) -> Result<(), Fault> {
     check_servers(servers, placement)?;
-    let contents = Contents::Weights(settings.dtype);
+    let contents = Contents::Weights(dtype);
     let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
     let received = Mutex::new(Ok(()));
     // Includes the padding between parameters, which is sent too.
-    let bytes = layout.elements() * settings.dtype.bytes();
+    let bytes = layout.elements() * dtype.bytes();
     let progress = Progress::bytes("exporting", bytes, settings.shown);
     let progress = &progress;
     thread::scope(|scope| {

@@ -1,5 +1,6 @@
 //! Draws a view. A terminal of 80x24 shows everything; more room shows more servers, ranks and taller charts.
 
+use longshore_proto::legible;
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
@@ -104,7 +105,7 @@ fn bar(share: f64) -> String {
 fn tab_line(view: &View, at: usize) -> Line<'_> {
     let tab = |(index, job): (usize, &JobView)| {
         let style = if index == at { Style::new().add_modifier(Modifier::REVERSED) } else { Style::new() };
-        Span::styled(format!(" {} ", printable(&job.job)), style)
+        Span::styled(format!(" {} ", legible(&job.job)), style)
     };
     Line::from(view.jobs.iter().enumerate().map(tab).collect::<Vec<_>>())
 }
@@ -164,7 +165,7 @@ fn state_line(job: &JobView) -> Line<'_> {
         // Without a rank, no process waits.
         "" => String::new(),
         _ if job.state == State::Idle => String::new(),
-        waits => format!("  waits for {}", printable(waits)),
+        waits => format!("  waits for {}", legible(waits)),
     };
     let counts = format!(
         "  version {} ({} applied)  {:.2} M parameters, {} tensors",
@@ -179,11 +180,11 @@ fn state_line(job: &JobView) -> Line<'_> {
 fn trouble_lines(job: &JobView) -> Vec<Line<'_>> {
     let style = if matches!(job.state, State::Failed | State::Away) { bad() } else { warn() };
     let line = |Trouble { what, remedy }: &Trouble| {
-        let what = Span::styled(printable(what), style);
+        let what = Span::styled(legible(what).into_owned(), style);
         if remedy.is_empty() {
             return Line::from(what);
         }
-        Line::from(vec![what, Span::styled(format!(". Remedy: {}", printable(remedy)), Style::new())])
+        Line::from(vec![what, Span::styled(format!(". Remedy: {}", legible(remedy)), Style::new())])
     };
     job.troubles.iter().map(line).collect()
 }
@@ -247,11 +248,6 @@ fn draw_help(frame: &mut Frame<'_>, area: Rect) {
     let place = Rect::new((area.width - width) / 2, (area.height - height) / 2, width, height);
     frame.render_widget(Clear, place);
     frame.render_widget(Paragraph::new(HELP).block(Block::bordered().title("keys")), place);
-}
-
-/// Replaces control characters of a server's text, which could move the cursor.
-fn printable(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }
 
 #[cfg(test)]

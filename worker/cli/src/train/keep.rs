@@ -155,7 +155,7 @@ impl<'a> Keeper<'a> {
         let settings = export::Settings {
             job: self.settings.job.to_string(),
             out: dir,
-            dtype: self.settings.export_dtype,
+            dtype: Some(self.settings.export_dtype),
             max_file_bytes: export::MAX_FILE_BYTES,
             deadline: self.settings.deadline,
             replace: true,

@@ -8,7 +8,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
-use longshore_proto::{Formats, Step};
+use longshore_proto::{Formats, Step, legible, legible_lines};
 use longshore_worker::pipeline::{StepInputs, StepOutcome};
 use serde_json::json;
 
@@ -242,6 +242,7 @@ impl Report {
 
     /// Shows a note to the user, on stderr if a program reads stdout.
     pub(super) fn note(&self, text: &str) {
+        let text = &*legible(text);
         match &self.output {
             Output::Json | Output::Silent => eprintln!("longshore: {text}"),
             _ => self.line(text),
@@ -335,6 +336,7 @@ impl Report {
     }
 
     fn line(&self, text: &str) {
+        let text = legible_lines(text);
         match &self.output {
             Output::Bar(bar) if !bar.is_finished() => bar.println(text),
             Output::Bar(_) | Output::Plain => {

@@ -1,7 +1,6 @@
-//! Result of each job's last checkpoint on this server. `longshore status` shows it without reading any disk.
+//! Result of a job's last checkpoint on this server. `longshore status` shows it without reading any disk.
 
 use std::{
-    collections::BTreeMap,
     sync::{Mutex, MutexGuard, PoisonError},
     time::UNIX_EPOCH,
 };
@@ -9,21 +8,19 @@ use std::{
 use longshore_proto::{Fault, FaultKind, Version};
 use longshore_wire::v1;
 
-/// Checkpoints since the server started.
+/// Checkpoints since the job was opened here; None until one was tried.
 #[derive(Default)]
-pub(crate) struct CheckpointLog {
-    jobs: Mutex<BTreeMap<String, v1::CheckpointStatus>>,
-}
+pub(crate) struct CheckpointLog(Mutex<Option<v1::CheckpointStatus>>);
 
 impl CheckpointLog {
-    pub(crate) fn sealed(&self, job: &str, name: &str, version: Version) {
+    pub(crate) fn sealed(&self, name: &str, version: Version) {
         let status = v1::CheckpointStatus {
             name: name.to_string(),
             version: version.0,
             sealed_unix_ms: now(),
             ..Default::default()
         };
-        self.lock().insert(job.to_string(), status);
+        *self.lock() = Some(status);
     }
 
     /// Records a failure. A passed version and a taken name do not count: the caller retries with another.
@@ -31,18 +28,19 @@ impl CheckpointLog {
         if fault.field == "version" || fault.kind == FaultKind::Conflict {
             return;
         }
+        let fault = fault.cut();
         tracing::warn!(job, name, %fault, "no checkpoint written");
-        let mut jobs = self.lock();
-        let status = jobs.entry(job.to_string()).or_default();
+        let mut status = self.lock();
+        let status = status.get_or_insert_default();
         (status.failure, status.failed_unix_ms) = (fault.to_string(), now());
     }
 
-    pub(crate) fn of(&self, job: &str) -> Option<v1::CheckpointStatus> {
-        self.lock().get(job).cloned()
+    pub(crate) fn last(&self) -> Option<v1::CheckpointStatus> {
+        self.lock().clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, v1::CheckpointStatus>> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<v1::CheckpointStatus>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
