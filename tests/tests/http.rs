@@ -97,11 +97,26 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(norms, expected);
         assert_eq!((job["name"].as_str(), job["servers"].as_u64()), (Some("default"), Some(2)));
         assert_eq!(job["pushed_bytes"], status.pushed_bytes);
+        let documented = include_str!("../../docs/observe.md");
+        for key in keys(&page) {
+            assert!(documented.contains(&format!("`{key}`")), "docs/observe.md does not list {key}");
+        }
     }
     // Together the servers own the whole flat space.
     let elements = |http| http::metrics(http)["longshore_job_elements{job=\"default\"}"];
     let parameters = run.said.start().unwrap().parameters as f64;
     assert!(elements(&http[0]) + elements(&http[1]) >= parameters);
+}
+
+/// Returns the keys of all objects within a value.
+fn keys(value: &serde_json::Value) -> Vec<String> {
+    match value {
+        serde_json::Value::Array(values) => values.iter().flat_map(keys).collect(),
+        serde_json::Value::Object(entries) => {
+            entries.iter().flat_map(|(key, value)| [vec![key.clone()], keys(value)].concat()).collect()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// A worker that dies between gradient and decision leaves servers that lack the decision alone.
