@@ -6,10 +6,9 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
 };
 
-use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::Region;
+use super::{Region, map::Map};
 
 /// A file without a name, mapped here. A process that gets it can map it and read, for as long as it likes,
 /// and cannot change its size.
@@ -21,7 +20,7 @@ pub struct SharedFile {
 impl SharedFile {
     /// A file that nobody else can write to. File seals forbid it once the file is mapped here, and the
     /// kernel keeps to them whatever a process's rights are.
-    pub(super) fn sealed(bytes: usize) -> io::Result<(MmapRaw, SharedFile)> {
+    pub(super) fn sealed(bytes: usize) -> io::Result<(Map, SharedFile)> {
         SharedFile::create("longshore-images", bytes, SealFlags::FUTURE_WRITE)
     }
 
@@ -33,11 +32,11 @@ impl SharedFile {
         Ok((Region::whole(map), file))
     }
 
-    fn create(name: &str, bytes: usize, seals: SealFlags) -> io::Result<(MmapRaw, SharedFile)> {
+    fn create(name: &str, bytes: usize, seals: SealFlags) -> io::Result<(Map, SharedFile)> {
         let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes as u64)?;
         let file = File::from(file);
-        let map = MmapOptions::new().len(bytes).map_raw(&file)?;
+        let map = Map::file(&file, bytes)?;
         fcntl_add_seals(&file, seals | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok((map, SharedFile { file, bytes }))
     }
@@ -60,9 +59,11 @@ mod tests {
         os::fd::{AsFd, AsRawFd},
     };
 
-    use memmap2::MmapMut;
-
-    use crate::{Foreign, SharedFile, Slab, slab::tests::Shares};
+    use crate::{
+        Foreign, SharedFile, Slab,
+        map::{HUGE_PAGE_BYTES, Map},
+        slab::tests::{Shares, bytes_of},
+    };
 
     #[test]
     fn others_see_what_is_written_and_cannot_write() {
@@ -80,11 +81,33 @@ mod tests {
         // The file is opened anew with all of the owner's rights, and the file itself refuses.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let again = OpenOptions::new().read(true).write(true).open(path).unwrap();
-        // SAFETY: it is refused.
-        assert!(unsafe { MmapMut::map_mut(&again) }.is_err());
+        assert!(Map::file(&again, 10_000).is_err());
         assert!(std::io::Write::write(&mut &again, &[1]).is_err());
         assert!(again.set_len(1).is_err());
         assert!(again.set_len(1 << 20).is_err());
+    }
+
+    /// The third huge page is only half of the region's.
+    #[test]
+    fn both_ends_map_huge_pages_where_the_kernel_has_them() {
+        let bytes = 3 * HUGE_PAGE_BYTES;
+        let (mut rest, file) = SharedFile::lendable(bytes).unwrap();
+        let mut region = rest.split_off_front(bytes - HUGE_PAGE_BYTES / 2);
+        let reader = Foreign::map(&file, bytes as u64, bytes as u64).unwrap();
+        region.bytes_mut()[HUGE_PAGE_BYTES - 1] = 7;
+        region.populate();
+        let blocks = rustix::fs::fstat(&file).unwrap().st_blocks as usize * 512;
+        assert_eq!(blocks, region.bytes().len(), "all of the region's pages and no others");
+        assert!(
+            region.bytes().iter().enumerate().all(|(at, &byte)| (byte == 7) == (at == HUGE_PAGE_BYTES - 1))
+        );
+        let mut seen = vec![0; bytes];
+        reader.source(0, bytes as u64).copy_to(&mut seen);
+        assert!(seen[HUGE_PAGE_BYTES - 1] == 7);
+        // Kernels before 6.1, or without a free huge page, leave small ones.
+        let huge =
+            [region.bytes().as_ptr().addr(), reader.address(0, 1)].map(|at| bytes_of("ShmemPmdMapped:", at));
+        assert!(huge == [2 * HUGE_PAGE_BYTES; 2] || huge == [0; 2], "{huge:?}");
     }
 
     #[test]

@@ -2,10 +2,9 @@
 
 use std::{os::fd::AsFd, sync::atomic::AtomicU64};
 
-use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
-use super::{Source, stamp::look};
+use super::{Source, map::Map, stamp::look};
 
 /// fstatfs's type of a memfd without huge pages of its own. A memfd of huge pages is refused: the host may
 /// have no huge page left, and a read would then kill the process.
@@ -16,7 +15,7 @@ const TMPFS_MAGIC: i64 = 0x0102_1994;
 /// bytes is ever made: see [`Source`]. An embedded server's owner is this very process, and nothing differs.
 /// Its writes go through another mapping, at other addresses.
 pub struct Foreign {
-    map: MmapRaw,
+    map: Map,
 }
 
 /// Fault of a descriptor that cannot be mapped safely.
@@ -54,9 +53,8 @@ impl Foreign {
         if size as u64 != bytes {
             return Err(invalid(format!("{size} bytes"), &format!("{bytes}, as announced")));
         }
-        let map = MmapOptions::new().len(bytes as usize).map_raw_read_only(&descriptor);
-        let map = map.map_err(|error| invalid(error.to_string(), "mapped"))?;
-        Ok(Foreign { map })
+        let map = Map::read_only(descriptor, bytes as usize);
+        Ok(Foreign { map: map.map_err(|error| invalid(error.to_string(), "mapped"))? })
     }
 
     pub fn len(&self) -> u64 {
@@ -64,7 +62,7 @@ impl Foreign {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.map.len() == 0
+        self.len() == 0
     }
 
     /// Returns true if `bytes` from `offset` lie inside.

@@ -20,6 +20,7 @@ mod file;
 pub mod float;
 mod foreign;
 pub mod lend;
+mod map;
 #[cfg(all(test, loom))]
 mod models;
 mod region;

@@ -6,9 +6,7 @@ use std::{
     sync::{Arc, atomic::AtomicU64},
 };
 
-use memmap2::{MmapRaw, UncheckedAdvice};
-
-use super::{SharedBytes, stamp::publish};
+use super::{SharedBytes, map::Map, stamp::publish};
 
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
@@ -18,7 +16,7 @@ use super::{SharedBytes, stamp::publish};
 pub struct Region {
     start: *mut u8,
     len: usize,
-    map: Arc<MmapRaw>,
+    map: Arc<Map>,
 }
 
 // SAFETY: a region is the only one to reach its bytes in this process (they come from `Region::new`, which `Slab::cut` calls
@@ -31,7 +29,7 @@ unsafe impl Sync for Region {}
 /// The whole mapping that a region is part of, kept alive. A ring registers it with the kernel.
 #[derive(Clone)]
 pub struct Mapping {
-    map: Arc<MmapRaw>,
+    map: Arc<Map>,
 }
 
 impl Mapping {
@@ -60,14 +58,14 @@ impl Region {
     }
 
     /// The caller gives each byte of the mapping to at most one region.
-    pub(super) fn new(map: Arc<MmapRaw>, start: usize, len: usize) -> Region {
+    pub(super) fn new(map: Arc<Map>, start: usize, len: usize) -> Region {
         assert!(start + len <= map.len());
         // SAFETY: start is inside the mapping, as just asserted.
         let start = unsafe { map.as_mut_ptr().add(start) };
         Region { start, len, map }
     }
 
-    pub(super) fn whole(map: MmapRaw) -> Region {
+    pub(super) fn whole(map: Map) -> Region {
         let len = map.len();
         Region::new(Arc::new(map), 0, len)
     }
@@ -89,7 +87,18 @@ impl Region {
     /// bytes are then 0 in every mapping of the file. Both ends must be ends of pages.
     pub fn give_back(&mut self) -> io::Result<()> {
         // SAFETY: &mut self makes the access exclusive, and zeros are valid bytes.
-        unsafe { self.map.unchecked_advise_range(UncheckedAdvice::Remove, self.offset(), self.len) }
+        unsafe { self.map.remove(self.place()) }
+    }
+
+    /// Touches the pages before their first use.
+    pub fn populate(&self) {
+        if let Err(error) = self.map.populate(self.place()) {
+            tracing::debug!(%error, "could not touch memory ahead of its use");
+        }
+    }
+
+    fn place(&self) -> Range<usize> {
+        self.offset()..self.offset() + self.len
     }
 
     pub fn mapping(&self) -> Mapping {

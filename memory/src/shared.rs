@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use memmap2::MmapRaw;
+use super::map::Map;
 
 /// A part of a [`Region`](super::Region) that is sent while the region's owner may write it.
 ///
@@ -25,7 +25,7 @@ pub struct SharedBytes {
     start: *const u8,
     len: usize,
     /// Keeps the bytes mapped.
-    map: Arc<MmapRaw>,
+    map: Arc<Map>,
     /// A further value that must live while the bytes are sent.
     held: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -37,7 +37,7 @@ unsafe impl Sync for SharedBytes {}
 
 impl SharedBytes {
     /// `start` and `len` must describe bytes inside the mapping.
-    pub(super) fn new(start: *const u8, len: usize, map: Arc<MmapRaw>) -> SharedBytes {
+    pub(super) fn new(start: *const u8, len: usize, map: Arc<Map>) -> SharedBytes {
         SharedBytes { start, len, map, held: None }
     }
 

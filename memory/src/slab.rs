@@ -8,14 +8,15 @@ use std::{
     sync::{Arc, Mutex, Once, PoisonError},
 };
 
-use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{Region, SharedFile};
+use super::{
+    Region, SharedFile,
+    map::{HUGE_PAGE_BYTES, Map},
+};
 
 /// Regions start on cache lines, so that no two regions share a line.
 const REGION_ALIGN: usize = 64;
-const HUGE_PAGE_BYTES: usize = 2 * 1024 * 1024;
 const HUGE_PAGE_SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
 #[derive(Debug, thiserror::Error)]
@@ -35,9 +36,7 @@ pub trait Near {
 
 /// A mapping that has not been cut yet.
 pub struct Slab {
-    map: MmapRaw,
-    /// Offset of the first region, at a multiple of a huge page. Old kernels do not map there by themselves.
-    start: usize,
+    map: Map,
 }
 
 impl Slab {
@@ -49,16 +48,11 @@ impl Slab {
     /// Maps zeroed memory.
     pub fn allocate(bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
-        // Address space is free, and the bytes before the aligned start are never touched.
-        let slack = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 0 };
-        let map = MmapOptions::new().len(bytes + slack).map_anon();
-        let map = MmapRaw::from(map.map_err(|source| AllocationError { bytes, source })?);
-        let mut start = 0;
-        if slack > 0 {
-            start = map.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        let map = Map::anonymous(bytes).map_err(|source| AllocationError { bytes, source })?;
+        if bytes >= HUGE_PAGE_BYTES {
             advise_huge_pages(&map);
         }
-        Ok(Slab { map, start })
+        Ok(Slab { map })
     }
 
     /// Maps zeroed memory that other processes can be given to read, through the file that is returned.
@@ -68,11 +62,7 @@ impl Slab {
     pub fn allocate_shared(bytes: usize) -> Result<(Slab, SharedFile), AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let (map, file) = SharedFile::sealed(bytes).map_err(|source| AllocationError { bytes, source })?;
-        if let Err(error) = map.advise(Advice::HugePage) {
-            tracing::debug!(%error, "no huge pages in shared memory");
-        }
-        // An offset in the mapping is the same offset in the file.
-        Ok((Slab { map, start: 0 }, file))
+        Ok((Slab { map }, file))
     }
 
     /// Maps the start of a file that outlives the process, and reserves its space. Without the space, a store
@@ -84,11 +74,7 @@ impl Slab {
         let bytes = bytes.max(REGION_ALIGN);
         let failed = |source: io::Error| AllocationError { bytes, source };
         fallocate(file, FallocateFlags::empty(), 0, bytes as u64).map_err(|error| failed(error.into()))?;
-        let map = MmapOptions::new().len(bytes).map_raw(file).map_err(failed)?;
-        if bytes >= HUGE_PAGE_BYTES && map.advise(Advice::HugePage).is_err() {
-            tracing::debug!("no huge pages in this file system");
-        }
-        Ok(Slab { map, start: 0 })
+        Ok(Slab { map: Map::file(file, bytes).map_err(failed)? })
     }
 
     /// Cuts the slab into exclusive regions, in order, and touches all of them. So no later step pays for a
@@ -112,7 +98,7 @@ impl Slab {
     /// that devices fill, whichever thread reads them.
     pub fn carve_here(self, sizes: &[usize]) -> Vec<Region> {
         let starts = self.starts(sizes);
-        if let Err(error) = self.map.advise(Advice::PopulateWrite) {
+        if let Err(error) = self.map.populate(0..self.map.len()) {
             tracing::debug!(%error, "could not touch memory ahead of its use");
         }
         self.cut(starts, sizes)
@@ -120,8 +106,8 @@ impl Slab {
 
     fn starts(&self, sizes: &[usize]) -> Vec<usize> {
         let bytes = Slab::bytes_for(sizes.iter().copied());
-        assert!(self.start + bytes <= self.map.len(), "regions need more than the slab has");
-        let mut start = self.start;
+        assert!(bytes <= self.map.len(), "regions need more than the slab has");
+        let mut start = 0;
         let place = |&size: &usize| {
             let here = start;
             start += size.next_multiple_of(REGION_ALIGN);
@@ -142,12 +128,16 @@ impl Slab {
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
             for (&start, &size) in starts.iter().zip(sizes) {
-                let at = |part: usize| start + (size as u128 * part as u128 / PARTS as u128) as usize;
+                // A huge page belongs to the share in which it begins.
+                let at = |part: usize| {
+                    let begin = start + (size as u128 * part as u128 / PARTS as u128) as usize;
+                    begin.next_multiple_of(HUGE_PAGE_BYTES).min(self.map.len())
+                };
                 let (from, to) = (at(share.start), at(share.end));
                 if from == to {
                     continue;
                 }
-                if let Err(error) = self.map.advise_range(Advice::PopulateWrite, from, to - from) {
+                if let Err(error) = self.map.populate(from..to) {
                     failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                     return;
                 }
@@ -165,9 +155,9 @@ impl Slab {
     }
 }
 
-fn advise_huge_pages(map: &MmapRaw) {
+fn advise_huge_pages(map: &Map) {
     static WARN: Once = Once::new();
-    let refused = map.advise(Advice::HugePage).err().map(|error| error.to_string());
+    let refused = map.prefer_huge_pages().err().map(|error| error.to_string());
     if let Some(reason) = refused.or_else(|| refusal(Path::new(HUGE_PAGE_SETTING))) {
         WARN.call_once(|| {
             tracing::warn!(
@@ -218,17 +208,21 @@ pub(crate) mod tests {
     #[test]
     fn large_slabs_start_on_a_huge_page_and_are_resident_before_their_first_use() {
         let sizes = [3 * HUGE_PAGE_BYTES + 4096, 100, HUGE_PAGE_BYTES];
-        for threads in [1, 3] {
-            let slab = Slab::allocate(Slab::bytes_for(sizes)).unwrap();
+        for (threads, is_shared) in [(1, false), (3, false), (1, true), (3, true)] {
+            let bytes = Slab::bytes_for(sizes);
+            let slab = match is_shared {
+                false => Slab::allocate(bytes).unwrap(),
+                true => Slab::allocate_shared(bytes).unwrap().0,
+            };
             let regions = slab.carve(&sizes, &Shares(threads)).unwrap();
             assert_eq!(regions[0].bytes().as_ptr().align_offset(HUGE_PAGE_BYTES), 0);
             let from = regions[0].bytes().as_ptr() as usize;
-            assert!(resident(from) >= Slab::bytes_for(sizes), "{} bytes", resident(from));
+            assert!(bytes_of("Rss:", from) >= bytes, "{threads} {is_shared}");
         }
     }
 
-    /// Returns the resident bytes of the mapping around an address.
-    fn resident(address: usize) -> usize {
+    /// Returns the bytes that smaps counts under `name` for the mapping around an address.
+    pub(crate) fn bytes_of(name: &str, address: usize) -> usize {
         let maps = fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;
         for line in maps.lines() {
@@ -238,7 +232,7 @@ pub(crate) mod tests {
                 if let (Ok(from), Ok(to)) = (number(from), number(to)) {
                     inside = (from..to).contains(&address);
                 }
-            } else if let Some(rest) = line.strip_prefix("Rss:").filter(|_| inside) {
+            } else if let Some(rest) = line.strip_prefix(name).filter(|_| inside) {
                 return rest.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024;
             }
         }

@@ -98,6 +98,8 @@ impl Arena {
                 (extent, region)
             }
         };
+        drop(space);
+        region.populate();
         Ok(Piece { extent, region: Some(region), bytes, arena: self.clone() })
     }
 
