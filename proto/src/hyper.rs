@@ -48,13 +48,14 @@ macro_rules! rules {
 }
 
 // Look-ahead needs momentum, which Adagrad lacks. Lion's steps all have one size, so its state does not show which
-// element is about to change sign.
+// element is about to change sign. NAdam's weights are ahead of its momentum already.
 rules! {
     AdamW = 1, "adamw", [Moment::Signed, Moment::Squares], true;
     Adam = 2, "adam", [Moment::Signed, Moment::Squares], true;
     Sgd = 3, "sgd", [Moment::Signed], true;
     Lion = 4, "lion", [Moment::Signed], false;
     Adagrad = 5, "adagrad", [Moment::Squares], false;
+    NAdam = 6, "nadam", [Moment::Signed, Moment::Squares], false;
 }
 
 /// Content of a state array.
@@ -113,10 +114,11 @@ pub struct Hyper {
     pub dampening: f64,
     pub nesterov: bool,
     pub lr_decay: f64,
+    pub momentum_decay: f64,
 }
 
 impl Default for Hyper {
-    /// The defaults of torch.optim.AdamW, without momentum or learning rate decay.
+    /// The defaults of torch.optim.AdamW and NAdam, without momentum or learning rate decay.
     fn default() -> Self {
         Hyper {
             lr: 1e-3,
@@ -128,6 +130,7 @@ impl Default for Hyper {
             dampening: 0.0,
             nesterov: false,
             lr_decay: 0.0,
+            momentum_decay: 4e-3,
         }
     }
 }
@@ -149,6 +152,7 @@ impl Hyper {
         check("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "finite and at least 0")?;
         check("momentum", self.momentum, (0.0..=1.0).contains(&self.momentum), "in [0, 1]")?;
         check("dampening", self.dampening, (0.0..=1.0).contains(&self.dampening), "in [0, 1]")?;
-        check("lr_decay", self.lr_decay, self.lr_decay >= 0.0, "finite and at least 0")
+        check("lr_decay", self.lr_decay, self.lr_decay >= 0.0, "finite and at least 0")?;
+        check("momentum_decay", self.momentum_decay, self.momentum_decay >= 0.0, "finite and at least 0")
     }
 }

@@ -25,6 +25,7 @@ pub fn hyper_from_wire(hyper: v1::Hyper) -> Hyper {
         dampening: hyper.dampening,
         nesterov: hyper.nesterov,
         lr_decay: hyper.lr_decay,
+        momentum_decay: hyper.momentum_decay,
     }
 }
 
@@ -39,6 +40,7 @@ fn hyper_to_wire(hyper: &Hyper) -> v1::Hyper {
         dampening: hyper.dampening,
         nesterov: hyper.nesterov,
         lr_decay: hyper.lr_decay,
+        momentum_decay: hyper.momentum_decay,
     }
 }
 

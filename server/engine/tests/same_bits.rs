@@ -97,6 +97,7 @@ fn random_hyper(noise: &mut Noise) -> Hyper {
         dampening: noise.pick(&[0.0, 0.5]),
         nesterov: noise.one_in(2),
         lr_decay: noise.pick(&[0.0, 0.01]),
+        momentum_decay: noise.pick(&[0.0, 0.004]),
     }
 }
 

@@ -68,6 +68,7 @@ macro_rules! hyper {
             dampening: setting("dampening"),
             nesterov: $case["settings"]["nesterov"].as_bool().unwrap_or(false),
             lr_decay: 0.0,
+            momentum_decay: setting("momentum_decay"),
         }
     }};
 }
@@ -114,6 +115,7 @@ fn replay(fixture: &Fixture, case: &Value, isa: Isa) {
         "adam" => Rule::Adam,
         "sgd" => Rule::Sgd,
         "adagrad" => Rule::Adagrad,
+        "nadam" => Rule::NAdam,
         other => panic!("no rule {other}"),
     };
     let count = fixture.initial.len();
@@ -138,7 +140,7 @@ fn replay(fixture: &Fixture, case: &Value, isa: Isa) {
 #[test]
 fn kernels_follow_torch() {
     let fixture = fixture();
-    assert_eq!(fixture.cases.len(), 7);
+    assert_eq!(fixture.cases.len(), 8);
     for case in &fixture.cases {
         for isa in Isa::available() {
             replay(&fixture, case, isa);

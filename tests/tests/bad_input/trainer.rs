@@ -113,7 +113,7 @@ fn a_delay_that_a_rule_cannot_look_ahead_of_is_refused_before_a_job_is_opened() 
     let victim = Victim::start(&cluster, "goes-on");
     let folder = gpt::text();
     let settings = settings(&cluster, "looks-ahead", folder.path());
-    for rule in [Rule::Lion, Rule::Adagrad] {
+    for rule in Rule::ALL.into_iter().filter(|rule| !rule.can_look_ahead()) {
         let delayed = Settings { rule, delay: 1, correction: DelayCorrection::LookAhead, ..settings.clone() };
         let error = train::run(&delayed).expect_err("nothing is known of the next step");
         let text = format!("{error:#}");

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longshore import accelerate, axolotl, checkpoint, client, engine, huggingface, jax, lightning, optim, schedules
     from longshore.client import Client, Shape
     from longshore.deepspeed.engine import Engine, initialize
-    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion
+    from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, NAdam
     from longshore.optim.shard import Sharded, shard
     from longshore.transfer.job import Hyper, StepReport
     from longshore.transfer.options import LossScale
@@ -38,6 +38,7 @@ __all__ = [
     "Init",
     "Lion",
     "LossScale",
+    "NAdam",
     "Progress",
     "SGD",
     "Server",
@@ -64,6 +65,7 @@ _PLACES = {
     "Init": "units.build",
     "Lion": "optim",
     "LossScale": "transfer.options",
+    "NAdam": "optim",
     "SGD": "optim",
     "Shape": "client",
     "Sharded": "optim.shard",

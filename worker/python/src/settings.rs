@@ -74,13 +74,23 @@ pub(crate) struct GivenHyper {
     dampening: f64,
     nesterov: bool,
     lr_decay: f64,
+    momentum_decay: f64,
 }
 
 impl From<GivenHyper> for Hyper {
     fn from(given: GivenHyper) -> Hyper {
-        let GivenHyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay } =
-            given;
-        Hyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay }
+        Hyper {
+            lr: given.lr,
+            beta1: given.beta1,
+            beta2: given.beta2,
+            eps: given.eps,
+            weight_decay: given.weight_decay,
+            momentum: given.momentum,
+            dampening: given.dampening,
+            nesterov: given.nesterov,
+            lr_decay: given.lr_decay,
+            momentum_decay: given.momentum_decay,
+        }
     }
 }
 

@@ -103,6 +103,7 @@ RULES = {
     "momentum": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
     "nesterov": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "adagrad": (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-3, "weight_decay": 1e-3}),
+    "nadam": (longshore.NAdam, torch.optim.NAdam, {"lr": 1e-3, "weight_decay": 0.01}),
 }
 
 

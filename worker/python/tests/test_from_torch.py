@@ -24,6 +24,7 @@ KINDS = [
     (longshore.Adam, torch.optim.Adam, {"lr": 1e-2}),
     (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
     (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
+    (longshore.NAdam, torch.optim.NAdam, {"lr": 1e-2, "momentum_decay": 0.1}),
 ]
 
 
@@ -70,6 +71,14 @@ def test_torchs_state_comes_and_goes_to_the_bit(kind: Any, reference: Any, argum
         step(ours, moved, number)
         step(theirs, plain, number)
     assert distance(ours, theirs) < 1e-6
+
+
+def test_a_product_of_other_momenta_is_refused() -> None:
+    ours, _, plain = trained(torch.optim.NAdam)
+    state = plain.state_dict()
+    state["param_groups"][0]["betas"] = (0.5, 0.999)
+    with pytest.raises(errors.StateError, match=r"mu_product is 0\.0.*, but must be 0\.0.*start from the weights"):
+        longshore.NAdam(ours.named_parameters()).load_state_dict(state)
 
 
 def test_it_comes_from_a_file_that_is_mapped(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
     "adam": (longshore.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
     "momentum": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
     "adagrad": (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-3}),
+    "nadam": (longshore.NAdam, torch.optim.NAdam, {"lr": 1e-3}),
 }
 
 
@@ -254,7 +255,7 @@ def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str,
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("rule", ["adamw", "adam", "adagrad"])
+@pytest.mark.parametrize("rule", ["adamw", "adam", "adagrad", "nadam"])
 def test_step_counts_of_torch_come_and_go_by_parameter(rule: str, streaming: bool) -> None:
     """A run that moves to Longshore and back equals the run that stays with torch."""
     kind, reference, arguments = RULES[rule]

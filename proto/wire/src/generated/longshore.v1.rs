@@ -134,6 +134,9 @@ pub struct Hyper {
     /// Adagrad
     #[prost(double, tag = "9")]
     pub lr_decay: f64,
+    /// NAdam
+    #[prost(double, tag = "10")]
+    pub momentum_decay: f64,
 }
 /// Images that are ahead of the master weights by the known part of the next step (docs/protocol.md). For adamw, adam and sgd.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -253,6 +256,7 @@ pub enum Rule {
     Sgd = 3,
     Lion = 4,
     Adagrad = 5,
+    Nadam = 6,
 }
 impl Rule {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -267,6 +271,7 @@ impl Rule {
             Self::Sgd => "RULE_SGD",
             Self::Lion => "RULE_LION",
             Self::Adagrad => "RULE_ADAGRAD",
+            Self::Nadam => "RULE_NADAM",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -278,6 +283,7 @@ impl Rule {
             "RULE_SGD" => Some(Self::Sgd),
             "RULE_LION" => Some(Self::Lion),
             "RULE_ADAGRAD" => Some(Self::Adagrad),
+            "RULE_NADAM" => Some(Self::Nadam),
             _ => None,
         }
     }
@@ -382,7 +388,7 @@ impl MasterFormat {
         }
     }
 }
-/// The arrays of a shard's state. Which moments there are follows from the rule: adamw and adam have both; sgd (momentum), lion and
+/// The arrays of a shard's state. Which moments there are follows from the rule: adamw, adam and nadam have both; sgd (momentum), lion and
 /// adagrad (sums of squares) have the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -68,12 +68,30 @@ struct HyperRecord {
     dampening: Exact,
     nesterov: bool,
     lr_decay: Exact,
+    /// Absent in older records, which have no rule that uses it.
+    #[serde(default = "none")]
+    momentum_decay: Exact,
+}
+
+fn none() -> Exact {
+    Exact(0.0)
 }
 
 impl From<&Hyper> for HyperRecord {
     fn from(hyper: &Hyper) -> HyperRecord {
         // The pattern names all fields, so that a new one cannot be forgotten here.
-        let Hyper { lr, beta1, beta2, eps, weight_decay, momentum, dampening, nesterov, lr_decay } = *hyper;
+        let Hyper {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            momentum,
+            dampening,
+            nesterov,
+            lr_decay,
+            momentum_decay,
+        } = *hyper;
         HyperRecord {
             lr: Exact(lr),
             beta1: Exact(beta1),
@@ -84,6 +102,7 @@ impl From<&Hyper> for HyperRecord {
             dampening: Exact(dampening),
             nesterov,
             lr_decay: Exact(lr_decay),
+            momentum_decay: Exact(momentum_decay),
         }
     }
 }
@@ -100,6 +119,7 @@ impl From<HyperRecord> for Hyper {
             dampening: record.dampening.0,
             nesterov: record.nesterov,
             lr_decay: record.lr_decay.0,
+            momentum_decay: record.momentum_decay.0,
         }
     }
 }

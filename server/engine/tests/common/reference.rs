@@ -306,6 +306,15 @@ fn update(rule: Rule, h: &Hyper, t: u64, g: f32, old: f32, first: &mut f32, seco
             *first = if t == 1 { g } else { *first * momentum + g * (1.0 - h.dampening) as f32 };
             old - lr * if h.nesterov { g + *first * momentum } else { *first }
         }
+        Rule::NAdam => {
+            let g = g + decay * old;
+            let mu = |i: u64| h.beta1 * (1.0 - 0.5 * 0.96f64.powf(i as f64 * h.momentum_decay));
+            let product: f64 = (1..=t).map(mu).product();
+            let of_gradient = (h.lr * (1.0 - mu(t)) / (1.0 - product)) as f32;
+            let of_mean = (h.lr * mu(t + 1) / (1.0 - product * mu(t + 1))) as f32;
+            let root = adam_root(h, t, g, first, second);
+            old - of_gradient * (g / root) - of_mean * (*first / root)
+        }
         Rule::Lion => {
             let direction = *first * h.beta1 as f32 + g * (1.0 - h.beta1) as f32;
             let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
@@ -322,12 +331,17 @@ fn update(rule: Rule, h: &Hyper, t: u64, g: f32, old: f32, first: &mut f32, seco
 }
 
 fn adam(h: &Hyper, t: u64, g: f32, master: f32, first: &mut f32, second: &mut f32) -> f32 {
-    let power = |base: f64| base.powi(t as i32);
+    let root = adam_root(h, t, g, first, second);
+    let rate = (h.lr / (1.0 - h.beta1.powi(t as i32))) as f32;
+    master - rate * (*first / root)
+}
+
+/// Updates Adam's moments and returns the denominator of a step.
+fn adam_root(h: &Hyper, t: u64, g: f32, first: &mut f32, second: &mut f32) -> f32 {
     *first += (g - *first) * (1.0 - h.beta1) as f32;
     *second = *second * h.beta2 as f32 + ((1.0 - h.beta2) as f32 * g) * g;
-    let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
-    let rate = (h.lr / (1.0 - power(h.beta1))) as f32;
-    master - rate * (*first / (second.sqrt() * inverse_root + h.eps as f32))
+    let inverse_root = (1.0 / (1.0 - h.beta2.powi(t as i32)).sqrt()) as f32;
+    second.sqrt() * inverse_root + h.eps as f32
 }
 
 /// Returns the look-ahead of an image: how far it precedes the new weight. The known part of the next step is
@@ -352,7 +366,9 @@ fn ahead(
             let known = if h.nesterov { h.momentum * h.momentum } else { h.momentum };
             (lr * known) as f32 * first + (lr * 2.0 * (1.0 - h.dampening)) as f32 * l2
         }
-        Rule::Lion | Rule::Adagrad => unreachable!("a commit that looks ahead is refused for {rule}"),
+        Rule::Lion | Rule::Adagrad | Rule::NAdam => {
+            unreachable!("a commit that looks ahead is refused for {rule}")
+        }
     }
 }
 

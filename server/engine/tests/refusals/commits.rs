@@ -58,6 +58,7 @@ const CASES: &[Case] = &[
     (|c| c.groups[0].dampening = f64::NAN, (Invalid, "commit.groups[0].dampening", &["in [0, 1]"])),
     (|c| c.groups[0].lr_decay = -1.0, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
     (|c| c.groups[0].lr_decay = f64::NAN, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
+    (|c| c.groups[0].momentum_decay = -1.0, (Invalid, "commit.groups[0].momentum_decay", AT_LEAST_0)),
     // Step 1 is decided: the same commit again is acknowledged, and a different one is refused.
     (
         |c| c.step = Step(1),

@@ -63,7 +63,7 @@ pub(super) struct Args {
     /// parameter of the worker's memory)
     #[arg(long, value_enum, default_value_t = Accumulator::Servers, help_heading = "Training")]
     accumulate: Accumulator,
-    /// adamw, adam, sgd, lion or adagrad
+    /// adamw, adam, sgd, lion, adagrad or nadam
     #[arg(long, default_value = "adamw", help_heading = "Training")]
     optimizer: Rule,
     /// Peak learning rate
@@ -99,7 +99,7 @@ pub(super) struct Args {
     /// Exact steps before the delay starts
     #[arg(long, default_value_t = longshore_worker::schedule::DEFAULT_WARMUP_STEPS, help_heading = "Offloading")]
     warmup_steps: u64,
-    /// The correction of the delay: look-ahead, or none (for lion and adagrad) [default: look-ahead]
+    /// The correction of the delay: look-ahead, or none (for lion, adagrad and nadam) [default: look-ahead]
     #[arg(long, help_heading = "Offloading")]
     correction: Option<DelayCorrection>,
     /// Gradients on the wire: bf16, f16 or f32

@@ -154,10 +154,15 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
     names = filling.NAMES[rule]
     with_step = rule != "sgd"
     groups = _groups(optimizer)
+    of_param = [optimizer.param_groups[index] for index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
 
     def content() -> dict[str, Any]:
         state = {
-            number: {**({_STEP: _files.blank()} if with_step else {}), **{name: _files.blank(param.shape) for name in names}}
+            number: {
+                **({_STEP: _files.blank()} if with_step else {}),
+                **{name: _files.blank() for name in optimizer._derived(of_param[number], 0)},
+                **{name: _files.blank(param.shape) for name in names},
+            }
             for number, param in zip(numbers, connection.params, strict=True)
         }
         return {"state": state, "param_groups": groups}
@@ -166,9 +171,11 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
         written = _files.mapped(folder / path.name, content)
         states = [written["state"][number] for number in numbers]
         steps = connection.export_state(rule, states, alone=True)
-        for state, applied in zip(states, steps, strict=True):
+        for number, state, applied in zip(numbers, states, steps, strict=True):
             if with_step:
                 state[_STEP].fill_(applied)
+            for name, value in optimizer._derived(of_param[number], applied).items():
+                state[name].copy_(value)
         del written, states, state
     drafted = path.with_name(f".{path.name}.draft")
     os.replace(drafted / path.name, path)

@@ -23,7 +23,7 @@ from longshore.optim import rules
 from longshore.transfer import params
 from longshore.transfer.options import Options
 
-_RULES = {"adamw": rules.AdamW, "adam": rules.Adam, "sgd": rules.SGD, "adagrad": rules.Adagrad, "lion": rules.Lion}
+_RULES = {"adamw": rules.AdamW, "adam": rules.Adam, "sgd": rules.SGD, "adagrad": rules.Adagrad, "lion": rules.Lion, "nadam": rules.NAdam}
 
 
 class LongshoreArgs(BaseModel):

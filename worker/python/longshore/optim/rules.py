@@ -2,8 +2,10 @@
 keyword.
 """
 
+import functools
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from longshore.errors import invalid
@@ -11,7 +13,7 @@ from longshore.optim.optimizer import Optimizer
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.options import JobOptions
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer", "StepReport"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "NAdam", "Optimizer", "StepReport"]
 
 
 def _number(value: Any) -> float:
@@ -26,6 +28,7 @@ def _refuse(**flags: Any) -> None:
         "maximize": "servers minimise: negate the loss",
         "capturable": "a step that waits for servers cannot be captured in a graph: leave it out",
         "differentiable": "backward does not reach servers: leave it out",
+        "decoupled_weight_decay": "servers add it to the gradient: leave it out, or use longshore.AdamW",
     }
     for name, value in flags.items():
         if value:
@@ -167,6 +170,81 @@ class Adam(_AdamFamily):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused, options
         )
+
+
+class NAdam(Optimizer):
+    """``torch.optim.NAdam`` with its arguments: weight decay is added to the gradient. See :class:`AdamW`.
+
+    torch keeps the product of all steps' momenta. Servers compute it from this step's ``betas`` and ``momentum_decay``, which stay as they are.
+
+    Raises:
+        InvalidError: for ``decoupled_weight_decay=True``.
+    """
+
+    rule = "nadam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum_decay=momentum_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+        )
+        super().__init__(params, defaults, dict(options))
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        _check_lr(group["lr"])
+        _check("epsilon value", group["eps"])
+        _check("weight_decay value", group["weight_decay"])
+        _check("momentum_decay value", group["momentum_decay"])
+        _check_betas(group["betas"])
+        _refuse(**{name: group.get(name) for name in ("decoupled_weight_decay", "maximize", "capturable", "differentiable")})
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=_number(group["lr"]),
+            beta1=_number(beta1),
+            beta2=_number(beta2),
+            eps=_number(group["eps"]),
+            weight_decay=_number(group["weight_decay"]),
+            momentum_decay=_number(group["momentum_decay"]),
+        )
+
+    def _derived(self, group: dict[str, Any], step: int) -> dict[str, Tensor]:
+        return {"mu_product": _mu_product(_number(group["betas"][0]), _number(group["momentum_decay"]), step).clone()}
+
+
+@functools.lru_cache
+def _mu_product(beta1: float, momentum_decay: float, step: int) -> Tensor:
+    """Returns the product of the momenta of all steps, rounded at each as torch does."""
+    product = torch.ones((), dtype=torch.float32)
+    for index in range(1, step + 1):
+        product *= beta1 * (1.0 - 0.5 * 0.96 ** (index * momentum_decay))
+        if product == 0:
+            break
+    return product
 
 
 class SGD(Optimizer):

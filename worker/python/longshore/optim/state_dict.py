@@ -5,6 +5,7 @@ A handle has plain containers and one tensor. :class:`Back` returns to the versi
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -466,11 +467,36 @@ class Stateful(torch.optim.Optimizer):
     def _full_state(self) -> dict[int, dict[str, Any]]:
         connection = self._opened()
         places = {id(tensor): place for place, tensor in enumerate(self._tensors())}
+        groups = {id(tensor): group for group in self.param_groups for tensor in group["params"]}
         steps, states = connection.full_state(self.rule)
         return {
-            places[id(param.tensor)]: {"step": torch.tensor(float(step)), **state}
+            places[id(param.tensor)]: {"step": torch.tensor(float(step)), **self._derived(groups[id(param.tensor)], step), **state}
             for param, step, state in zip(connection.params, steps, states, strict=True)
         }
+
+    def _derived(self, group: dict[str, Any], step: int) -> dict[str, Tensor]:
+        """Returns the numbers that torch keeps for a parameter and that follow from its step count."""
+        return {}
+
+    def _without_derived(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state without the numbers that follow from its step counts.
+
+        Raises:
+            StateError: for a number that does not follow.
+        """
+        states = dict(state_dict["state"])
+        for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number in saved["params"]:
+                state = dict(states.get(number, {}))
+                for name, value in self._derived({**mine, **saved}, int(state.get("step", 0))).items():
+                    found = float(state.pop(name, value))
+                    if not math.isclose(found, value, rel_tol=1e-3, abs_tol=1e-6):
+                        limit = f"{float(value)}, as the group's hyperparameters give it at step {state.get('step', 0)}"
+                        remedy = "servers know no earlier hyperparameters: start from the weights alone"
+                        raise invalid(f"state[{number}].{name}", found, limit, remedy, StateError)
+                if number in states:
+                    states[number] = state
+        return {**state_dict, "state": states}
 
     def _tensors(self) -> list[Tensor]:
         """Returns all parameters, in the order in which a state numbers them."""
@@ -541,6 +567,7 @@ class Stateful(torch.optim.Optimizer):
         check_is_whole(state_dict, has_moments=self._has_moments(state_dict))
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             self._check_hyper({**mine, **{key: value for key, value in saved.items() if key in mine}})
+        state_dict = self._without_derived(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         tensors = dict(zip(numbers, self._tensors(), strict=True))
         names = dict(zip(numbers, (name for name, _ in _params.named(self.param_groups)), strict=True))

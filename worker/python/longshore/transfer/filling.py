@@ -26,6 +26,7 @@ NAMES = {
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
     "adagrad": ("sum",),
+    "nadam": ("exp_avg", "exp_avg_sq"),
 }
 
 

@@ -175,10 +175,11 @@ class Hyper:
 
     Attributes:
         lr: the learning rate.
-        beta1, beta2, eps: of AdamW, Adam and Lion; Adagrad has ``eps`` too.
+        beta1, beta2, eps: of AdamW, Adam, NAdam and Lion; Adagrad has ``eps`` too.
         weight_decay: decoupled with AdamW and Lion, otherwise added to the gradient.
         momentum, dampening, nesterov: of SGD.
         lr_decay: of Adagrad.
+        momentum_decay: of NAdam.
     """
 
     # The fields are those of `GivenHyper` in settings.rs.
@@ -192,3 +193,4 @@ class Hyper:
     dampening: float = 0.0
     nesterov: bool = False
     lr_decay: float = 0.0
+    momentum_decay: float = 4e-3

@@ -112,7 +112,7 @@ class Options:
             these differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
         warmup_steps: number of exact steps before the delay starts. The first steps move the weights most.
-        correction: correction of the delay: ``"look-ahead"``, or ``"none"``, which Lion and Adagrad need.
+        correction: correction of the delay: ``"look-ahead"``, or ``"none"``, which Lion, Adagrad and NAdam need.
         tier: where servers keep the state.
         state, master: the servers' formats of moments and master weights.
         seed: seed of stochastic rounding, if state is not fp32.

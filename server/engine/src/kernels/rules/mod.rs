@@ -10,6 +10,7 @@
 mod adagrad;
 mod adam;
 mod lion;
+mod nadam;
 mod sgd;
 
 use longshore_proto::{Hyper, Rule as Kind};
@@ -183,6 +184,7 @@ rules! {
     Sgd: sgd::Sgd,
     Lion: lion::Lion,
     Adagrad: adagrad::Adagrad,
+    NAdam: nadam::NAdam,
 }
 
 /// Makes one step of one element. See [`Rule::step`].
@@ -288,6 +290,20 @@ fn power(base: f64, exponent: u64) -> f64 {
         rest >>= 1;
     }
     result
+}
+
+/// `e^x` for x up to 0, by a series. The bits are the same everywhere, as those of [`power`].
+fn exponential(x: f64) -> f64 {
+    let (mut x, mut times) = (x.max(-1024.0), 1);
+    while x < -1.0 {
+        (x, times) = (x / 2.0, 2 * times);
+    }
+    let (mut sum, mut term) = (1.0, 1.0);
+    for index in 1..20 {
+        term *= x / f64::from(index);
+        sum += term;
+    }
+    power(sum, times)
 }
 
 #[cfg(test)]

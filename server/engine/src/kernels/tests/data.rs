@@ -161,6 +161,7 @@ pub(super) fn hyper(noise: &mut Noise) -> Hyper {
         dampening: [0.0, 0.25][noise.below(2)],
         nesterov: noise.below(2) == 1,
         lr_decay: [0.0, 0.01][noise.below(2)],
+        momentum_decay: 0.01,
     }
 }
 

@@ -27,6 +27,15 @@ impl Oracle {
                 let square = self.second / (1.0 - h.beta2.powi(t as i32));
                 self.weight -= h.lr * mean / (square.sqrt() + h.eps);
             }
+            Rule::NAdam => {
+                let mu = |i: u64| h.beta1 * (1.0 - 0.5 * 0.96f64.powf(i as f64 * h.momentum_decay));
+                let product = (1..=t).map(mu).product::<f64>();
+                self.first = h.beta1 * self.first + (1.0 - h.beta1) * g;
+                self.second = h.beta2 * self.second + (1.0 - h.beta2) * g * g;
+                let denominator = (self.second / (1.0 - h.beta2.powi(t as i32))).sqrt() + h.eps;
+                self.weight -= h.lr * (1.0 - mu(t)) / (1.0 - product) * g / denominator;
+                self.weight -= h.lr * mu(t + 1) / (1.0 - product * mu(t + 1)) * self.first / denominator;
+            }
             Rule::Sgd => {
                 let mut direction = g;
                 if h.momentum != 0.0 {
@@ -89,6 +98,7 @@ fn rules_follow_the_formulas() {
         (Rule::Sgd, nesterov),
         (Rule::Lion, hyper),
         (Rule::Adagrad, hyper),
+        (Rule::NAdam, hyper),
     ] {
         let difference = run(rule, &hyper, 1000);
         assert!(difference < 1e-5, "{rule:?} {hyper:?}: {difference}");
@@ -123,12 +133,13 @@ fn bits_have_not_changed() {
     }
 }
 
-const GOLDEN: [u64; 5] = [
+const GOLDEN: [u64; 6] = [
     0x7613_7d26_2824_c117, // in the order of Rule::ALL
     0x90ae_2d45_f911_7f44,
     0x1384_6b67_df97_aabd,
     0xe16b_f844_c996_b0b9,
     0xe091_65d3_042c_fabf,
+    0x7191_1f29_465c_22b8,
 ];
 
 fn golden(isa: Isa, rule: Rule) -> u64 {
