@@ -1,6 +1,6 @@
 //! Specification of a job: the fields that stay fixed while it lives.
 
-use std::{fmt, ops::Range, str::FromStr};
+use std::{fmt, ops::Range};
 
 use crate::{
     dtype::Dtype,
@@ -13,6 +13,7 @@ use crate::{
         MAX_LEAVE_OUT_PARAMS, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS, MAX_WORLD_SIZE,
     },
     partition::{self, Partition},
+    properties::TierKind,
     state::{Formats, StateFormat},
 };
 
@@ -48,38 +49,6 @@ impl JobName {
 impl fmt::Display for JobName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
-    }
-}
-
-/// Place of a shard's master weights and optimizer state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TierKind {
-    Memory,
-    Shm,
-    Nvme,
-}
-
-impl fmt::Display for TierKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            TierKind::Memory => "memory",
-            TierKind::Shm => "shm",
-            TierKind::Nvme => "nvme",
-        })
-    }
-}
-
-impl FromStr for TierKind {
-    type Err = Fault;
-
-    fn from_str(text: &str) -> Result<Self, Fault> {
-        match text {
-            "memory" => Ok(TierKind::Memory),
-            "shm" => Ok(TierKind::Shm),
-            "nvme" => Ok(TierKind::Nvme),
-            _ => Err(Fault::invalid("tier", text, "one of memory, shm, nvme", "name one of them")),
-        }
     }
 }
 

@@ -1,7 +1,49 @@
-//! Properties that follow from a job's tier, for code that does not hold its state. Workers ask for these properties
-//! instead of the tier, to wait, retry or restore. A new tier is described to workers here alone.
+//! The table of tiers, and the properties that follow from a job's tier, for code that does not hold its state. Workers
+//! ask for these properties instead of the tier, to wait, retry or restore.
 
-use crate::job::{JobSpec, TierKind};
+use std::{fmt, str::FromStr};
+
+use crate::{fault::Fault, job::JobSpec};
+
+macro_rules! tiers {
+    ($($tier:ident = $number:literal, $name:literal, $lifetime:expr, durable_later: $durable_later:literal;)*) => {
+        /// Place of a shard's master weights and optimizer state.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+        #[serde(rename_all = "lowercase")]
+        pub enum TierKind {
+            $($tier,)*
+        }
+
+        impl TierKind {
+            pub const ALL: [TierKind; [$(TierKind::$tier,)*].len()] = [$(TierKind::$tier,)*];
+
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(TierKind::$tier => $name,)*
+                }
+            }
+
+            /// Returns the number in messages: `Tier` of common.proto.
+            pub fn number(self) -> i32 {
+                match self {
+                    $(TierKind::$tier => $number,)*
+                }
+            }
+
+            pub fn properties(self) -> JobProperties {
+                match self {
+                    $(TierKind::$tier => JobProperties { lifetime: $lifetime, durable_later: $durable_later },)*
+                }
+            }
+        }
+    };
+}
+
+tiers! {
+    Memory = 1, "memory", Lifetime::Process, durable_later: false;
+    Shm = 2, "shm", Lifetime::Host, durable_later: false;
+    Nvme = 3, "nvme", Lifetime::Drive, durable_later: true;
+}
 
 /// Lifetime of a job's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,13 +72,24 @@ impl JobProperties {
 }
 
 impl TierKind {
-    pub fn properties(self) -> JobProperties {
-        let (lifetime, durable_later) = match self {
-            TierKind::Memory => (Lifetime::Process, false),
-            TierKind::Shm => (Lifetime::Host, false),
-            TierKind::Nvme => (Lifetime::Drive, true),
-        };
-        JobProperties { lifetime, durable_later }
+    pub fn from_number(number: i32) -> Option<TierKind> {
+        TierKind::ALL.into_iter().find(|tier| tier.number() == number)
+    }
+}
+
+impl fmt::Display for TierKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TierKind {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Self, Fault> {
+        let found = TierKind::ALL.into_iter().find(|tier| tier.name() == text);
+        let names = || format!("one of {}", TierKind::ALL.map(TierKind::name).join(", "));
+        found.ok_or_else(|| Fault::invalid("tier", text, names(), "name one of them"))
     }
 }
 

@@ -8,11 +8,12 @@ use longshore_proto::{
     fault::Fault,
     hyper::Rule,
     ids::{ChunkId, Epoch, Incarnation, MicroStep, Rank, ServerId, ShardId, Step, Version},
-    job::{JobName, JobSpec, TierKind},
+    job::{JobName, JobSpec},
     layout::Param,
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
     partition::Partition,
     placement::Placement,
+    properties::TierKind,
     state::{Formats, MasterFormat, StateArray, StateFormat},
 };
 
@@ -95,23 +96,6 @@ pub fn array_to_wire(array: StateArray) -> i32 {
     }) as i32
 }
 
-fn tier_from_wire(value: i32) -> Result<TierKind, Fault> {
-    match v1::Tier::try_from(value) {
-        Ok(v1::Tier::Memory) => Ok(TierKind::Memory),
-        Ok(v1::Tier::Shm) => Ok(TierKind::Shm),
-        Ok(v1::Tier::Nvme) => Ok(TierKind::Nvme),
-        _ => Err(unknown("spec.tier", value)),
-    }
-}
-
-fn tier_to_wire(tier: TierKind) -> i32 {
-    (match tier {
-        TierKind::Memory => v1::Tier::Memory,
-        TierKind::Shm => v1::Tier::Shm,
-        TierKind::Nvme => v1::Tier::Nvme,
-    }) as i32
-}
-
 /// Returns the formats of a spec. A client without format fields gets fp32.
 fn formats_from_wire(spec: &v1::JobSpec) -> Result<Formats, Fault> {
     let state = match v1::StateFormat::try_from(spec.state_format) {
@@ -176,7 +160,7 @@ impl Wire for JobSpec {
             micro_steps: spec.micro_steps,
             max_delay: spec.max_delay,
             shard_elements: spec.shard_elements,
-            tier: tier_from_wire(spec.tier)?,
+            tier: TierKind::from_number(spec.tier).ok_or_else(|| unknown("spec.tier", spec.tier))?,
             formats,
             partitions: partitions_from_wire(spec.partitions)?,
             leave_out: spec.leave_out,
@@ -197,7 +181,7 @@ impl Wire for JobSpec {
             micro_steps: self.micro_steps,
             max_delay: self.max_delay,
             shard_elements: self.shard_elements,
-            tier: tier_to_wire(self.tier),
+            tier: self.tier.number(),
             state_format: state_format_to_wire(self.formats.state),
             master_format: master_format_to_wire(self.formats.master),
             rounding_seed: self.formats.seed,

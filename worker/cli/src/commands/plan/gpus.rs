@@ -1,7 +1,7 @@
 //! The GPUs' side of a plan: memory of a GPU, time of a step, and its bottleneck.
 
 use anyhow::ensure;
-use longshore_proto::{JobSpec, TierKind};
+use longshore_proto::JobSpec;
 use serde_json::{Value, json};
 
 use crate::{
@@ -255,9 +255,9 @@ fn retained(spec: &JobSpec, frozen: f64, sliced: bool) -> (u64, &'static str) {
     let elements: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
     let trained = elements as f64 * (1.0 - frozen) / if sliced { f64::from(spec.world_size) } else { 1.0 };
     let step = (trained * spec.gradient_dtype.bytes() as f64).ceil() as u64 * u64::from(spec.micro_steps);
-    let on_drives = spec.tier == TierKind::Nvme;
-    let steps = 1 + u64::from(spec.max_delay) + u64::from(on_drives);
-    (steps * step, if on_drives { "durable, at most" } else { "decided, at most" })
+    let durable_later = spec.properties().durable_later;
+    let steps = 1 + u64::from(spec.max_delay) + u64::from(durable_later);
+    (steps * step, if durable_later { "durable, at most" } else { "decided, at most" })
 }
 
 fn run(
