@@ -12,9 +12,10 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 pub use error::ConfigError;
 pub use flags::Flags;
+pub use longshore_engine::tier::Spill;
 pub use names::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
-pub use storage::{Spill, StorageConfig, StorageIo};
+pub use storage::{StorageConfig, StorageIo};
 
 use crate::log::LogFormat;
 

@@ -1,9 +1,11 @@
 //! Storage of jobs whose tier outlives the server's process.
 
-use std::{path::PathBuf, str::FromStr};
+use std::path::PathBuf;
 
-use longshore_engine::{io::Engine, tier};
-use longshore_proto::Fault;
+use longshore_engine::{
+    io::Engine,
+    tier::{self, Spill},
+};
 
 use super::error::ConfigError;
 
@@ -32,49 +34,6 @@ pub enum StorageIo {
     Auto,
     IoUring,
     Threads,
-}
-
-/// Parts of an `nvme` job that live on the drives.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
-#[serde(try_from = "String")]
-pub enum Spill {
-    #[default]
-    State,
-    /// The 16-bit weights and the gradients too.
-    All,
-}
-
-impl FromStr for Spill {
-    type Err = Fault;
-
-    fn from_str(text: &str) -> Result<Spill, Fault> {
-        match text {
-            "state" => Ok(Spill::State),
-            "all" => Ok(Spill::All),
-            "images" => {
-                let remedy = "choose all: gradients go to the drives too, and folders made with images open";
-                Err(Fault::invalid("spill", text, "state or all", remedy))
-            }
-            _ => Err(Fault::invalid("spill", text, "state or all", "name one of them")),
-        }
-    }
-}
-
-impl TryFrom<String> for Spill {
-    type Error = Fault;
-
-    fn try_from(text: String) -> Result<Spill, Fault> {
-        text.parse()
-    }
-}
-
-impl From<Spill> for tier::Spill {
-    fn from(spill: Spill) -> tier::Spill {
-        match spill {
-            Spill::State => tier::Spill::State,
-            Spill::All => tier::Spill::All,
-        }
-    }
 }
 
 impl Default for StorageConfig {
@@ -113,7 +72,7 @@ impl StorageConfig {
             },
             resident_bytes: self.resident,
             buffers: self.buffers,
-            spill: self.spill.into(),
+            spill: self.spill,
             ..tier::Storage::default()
         }
     }

@@ -1,8 +1,8 @@
 //! The settings by which a server stores jobs, and the inputs of a tier's opening.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, str::FromStr, sync::Arc};
 
-use longshore_proto::{JobSpec, Layout, Placement, ServerId, ShardId, Version};
+use longshore_proto::{Fault, JobSpec, Layout, Placement, ServerId, ShardId, Version};
 
 use crate::io::{Drives, Engine, Metered, OpenDisk, OpenFile};
 
@@ -47,7 +47,8 @@ pub struct Inputs<'a> {
 }
 
 /// The parts of an `nvme` job that live on the drives.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(try_from = "String")]
 pub enum Spill {
     #[default]
     State,
@@ -64,6 +65,30 @@ impl Spill {
             Spill::State => "state",
             Spill::All => "all",
         }
+    }
+}
+
+impl FromStr for Spill {
+    type Err = Fault;
+
+    fn from_str(text: &str) -> Result<Spill, Fault> {
+        match text {
+            "state" => Ok(Spill::State),
+            "all" => Ok(Spill::All),
+            "images" => {
+                let remedy = "choose all: gradients go to the drives too, and folders made with images open";
+                Err(Fault::invalid("spill", text, "state or all", remedy))
+            }
+            _ => Err(Fault::invalid("spill", text, "state or all", "name one of them")),
+        }
+    }
+}
+
+impl TryFrom<String> for Spill {
+    type Error = Fault;
+
+    fn try_from(text: String) -> Result<Spill, Fault> {
+        text.parse()
     }
 }
 

@@ -83,7 +83,7 @@ fn on_drives(args: &Args, spec: &JobSpec) -> anyhow::Result<DriveTraffic> {
     }
     let layout = spec.validate()?;
     let owned = Placement::striped(vec!["bench".into()], layout.shards()).owned(ServerId(0));
-    let storage = tier::Storage { spill: args.spill.into(), ..tier::Storage::default() };
+    let storage = tier::Storage { spill: args.spill, ..tier::Storage::default() };
     Ok(DriveTraffic::of(spec, &layout, &owned, &storage))
 }
 

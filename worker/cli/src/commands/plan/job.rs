@@ -158,7 +158,7 @@ impl Args {
             dirs: (0..self.state_dirs).map(|index| index.to_string().into()).collect(),
             resident_bytes: self.resident.map_or(0, |size| size.0),
             buffers: self.storage_buffers,
-            spill: self.spill.into(),
+            spill: self.spill,
             ..tier::Storage::default()
         }
     }
