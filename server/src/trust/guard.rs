@@ -163,16 +163,23 @@ fn neighbour(members: Members, connection: Option<&Connection>) -> Result<Who, F
         Some(Origin::Neighbour { user, .. }) => user,
         _ => None,
     };
-    let (kind, value) = match user {
-        // The table names no group, and this trust has none.
-        Some(user) if members.admit(user, u32::MAX) => return Ok(Who::User),
-        Some(user) => (FaultKind::Forbidden, format!("user {user} of this host, over unencrypted TCP")),
-        None => (FaultKind::Unauthenticated, "on loopback, and the kernel names no user of it".to_string()),
-    };
+    // The table names no group, and this trust has none.
+    if user.is_some_and(|user| members.admit(user, u32::MAX)) {
+        return Ok(Who::User);
+    }
     let limit = format!("user {}, whose server this is, or root", members.own());
     let remedy = "connect as that user or over --listen-unix with --unix-group, or start the server with --tls-dir, or with --insecure \
                   to trust every user of its host";
-    Err(Fault::new(kind, "caller", value, limit, remedy))
+    Err(match user {
+        Some(user) => {
+            let value = format!("user {user} of this host, over unencrypted TCP");
+            Fault::new(FaultKind::Forbidden, "caller", value, limit, remedy)
+        }
+        None => {
+            let value = "on loopback, and the kernel names no user of it";
+            Fault::new(FaultKind::Unauthenticated, "caller", value, limit, remedy)
+        }
+    })
 }
 
 fn nothing_shown() -> Fault {
