@@ -257,7 +257,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("number", "bf16"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("number", "bf16"), [(1, True), (2, False)])
 def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, servers: str, number: int, bf16: bool) -> None:
     """Under torchrun Accelerate wraps other models in DistributedDataParallel, also for one rank."""
     pytest.importorskip("transformers", reason="transformers is not installed")
