@@ -18,8 +18,8 @@ import tempfile
 import threading
 import time
 
-# End-to-end tests that measure memory, CPU time or speed.
-MEASURING = ("bench::", "floods::", "large::", "memory::", "readers::")
+# End-to-end tests that measure CPU time or speed, which tests beside them would change.
+MEASURING = ("bench::", "floods::beside", "large::", "readers::")
 # End-to-end tests of packages, of the page in a browser, and of large jobs: `--all` or their name runs them.
 ONLY_WITH_ALL = ("chart", "container", "floods::beside", "large", "monitoring", "packages", "page", "slurm")
 # Longer than any test takes on a busy machine. Soak tests take hours.

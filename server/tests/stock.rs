@@ -1,5 +1,4 @@
-//! A stock client of generated stubs trains over TCP and over a Unix socket. The server refuses requests that
-//! no client should send, without harm.
+//! A server refuses the requests of a stock client that no client should send, without harm.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -10,8 +9,8 @@ use longshore_wire::{
     fault_from_status,
     frame::{self, Piece},
     v1::{
-        self, CommitRequest, JoinRequest, OpenJobRequest, PullRequest, PushRequest, PushResponse, PushResult,
-        StatsRequest, UploadRequest, tensors_client::TensorsClient, training_client::TrainingClient,
+        self, JoinRequest, OpenJobRequest, PushRequest, PushResponse, PushResult, UploadRequest,
+        tensors_client::TensorsClient, training_client::TrainingClient,
     },
 };
 use tokio::sync::mpsc;
@@ -22,21 +21,15 @@ const ELEMENTS: u64 = 12 * 65536;
 
 struct Stock {
     channel: Channel,
-    training: TrainingClient<Channel>,
     tensors: TensorsClient<Channel>,
 }
 
-async fn start(folder: &tempfile::TempDir) -> (Server, [String; 2]) {
-    let socket = folder.path().join("longshored.sock");
-    let config = Config {
-        listen_unix: Some(socket.clone()),
-        memory: 1 << 30,
-        threads: 1,
-        ..Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)))
-    };
+async fn start() -> (Server, String) {
+    let config =
+        Config { memory: 1 << 30, threads: 1, ..Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0))) };
     let server = Server::start(config).await.unwrap();
-    let addresses = [format!("http://{}", server.address()), format!("unix:{}", socket.display())];
-    (server, addresses)
+    let address = format!("http://{}", server.address());
+    (server, address)
 }
 
 fn spec(job: &str) -> v1::JobSpec {
@@ -84,7 +77,7 @@ impl Stock {
             })
             .collect();
         tensors.upload(tokio_stream::iter(chunks)).await.unwrap();
-        Stock { channel, training, tensors }
+        Stock { channel, tensors }
     }
 
     async fn push(&mut self, requests: Vec<PushRequest>) -> Vec<PushResult> {
@@ -94,24 +87,6 @@ impl Stock {
             results.extend(answer.results);
         }
         results
-    }
-
-    async fn pull(&mut self, job: &str, version: u64) -> Vec<u8> {
-        let slices = vec![
-            v1::Slice { shard: 0, offset: 3, elements: ELEMENTS - 3 },
-            v1::Slice { shard: 0, offset: 0, elements: 3 },
-        ];
-        let dtype = v1::Dtype::Bf16.into();
-        let (job, deadline_ms) = (job.into(), 10_000);
-        let request = PullRequest { job, version, dtype, slices, deadline_ms, ..Default::default() };
-        let mut answers = self.tensors.pull(request).await.unwrap().into_inner();
-        let mut image = vec![0; ELEMENTS as usize * 2];
-        while let Some(answer) = answers.message().await.unwrap() {
-            assert_eq!((answer.shard, answer.crc32), (0, crc32(&answer.payload)));
-            let start = answer.offset as usize * 2;
-            image[start..start + answer.payload.len()].copy_from_slice(&answer.payload);
-        }
-        image
     }
 }
 
@@ -135,59 +110,6 @@ fn gradient(job: &str) -> Vec<PushRequest> {
     flat.chunks(CHUNK_BYTES).enumerate().map(request).collect()
 }
 
-fn kinds(results: &[PushResult]) -> Vec<(u32, bool, &str)> {
-    let kind =
-        |result: &PushResult| result.refusal.as_ref().map_or("", |fault| fault.kind.as_str()).to_owned();
-    let kinds = ["", "CORRUPT", "INVALID", "NOT_FOUND"];
-    let known = |result| kinds.into_iter().find(|known| *known == kind(result)).unwrap();
-    results.iter().map(|result| (result.chunk, result.duplicate, known(result))).collect()
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stock_client_trains_over_every_transport() {
-    let folder = tempfile::tempdir().unwrap();
-    let (server, addresses) = start(&folder).await;
-    for (address, job) in addresses.iter().zip(["over-tcp", "over-unix"]) {
-        let mut stock = Stock::train(address, job).await;
-        let sound = gradient(job);
-        let damaged = PushRequest { crc32: 1, ..sound[0].clone() };
-        let short = PushRequest { payload: sound[0].payload.slice(2..), ..sound[0].clone() };
-        let elsewhere = PushRequest { job: "nowhere".into(), ..sound[0].clone() };
-        let requests = vec![damaged, short, elsewhere, sound[0].clone(), sound[0].clone(), sound[1].clone()];
-        let expected = [
-            (0, false, "CORRUPT"),
-            (0, false, "INVALID"),
-            (0, false, "NOT_FOUND"),
-            (0, false, ""),
-            (0, true, ""),
-            (1, false, ""),
-        ];
-        assert_eq!(kinds(&stock.push(requests).await), expected);
-        let stats = StatsRequest { job: job.into(), step: 1, deadline_ms: 10_000 };
-        let mut stats = stock.training.stats(stats).await.unwrap().into_inner();
-        let blocks = stats.message().await.unwrap().unwrap().blocks;
-        assert_eq!(blocks.iter().map(|block| block.sum_squares).sum::<f64>(), 4.0 * ELEMENTS as f64);
-        let commit = v1::Commit {
-            step: 1,
-            gradient_scale: 1.0,
-            clip_coefficient: 1.0,
-            loss_scale: 1.0,
-            groups: vec![v1::Hyper { lr: 0.25, ..Default::default() }],
-            ..Default::default()
-        };
-        let commit =
-            CommitRequest { job: job.into(), incarnation: 1, commit: Some(commit), origin: 0, report: None };
-        stock.training.commit(commit).await.unwrap();
-        // 1 - 0.25 * 2 as bf16.
-        let expected: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect();
-        assert!(stock.pull(job, 1).await == expected);
-        let unknown = stock.tensors.pull(PullRequest { job: "nowhere".into(), ..Default::default() }).await;
-        assert_eq!(fault_from_status(&unknown.unwrap_err(), "here").field, "job");
-    }
-    server.drain().await.unwrap();
-    assert!(!folder.path().join("longshored.sock").exists());
-}
-
 /// Sends raw bytes as a push. Returns the field that the server blames.
 async fn blamed(stock: &mut Stock, bytes: &[u8]) -> String {
     let (pieces, requests) = mpsc::channel(1);
@@ -207,8 +129,7 @@ async fn blamed(stock: &mut Stock, bytes: &[u8]) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_malformed_push_ends_its_stream_and_nothing_else() {
-    let folder = tempfile::tempdir().unwrap();
-    let (_server, [address, _]) = start(&folder).await;
+    let (_server, address) = start().await;
     let mut stock = Stock::train(&address, "job").await;
     assert_eq!(blamed(&mut stock, &[1, 0, 0, 0, 0]).await, "message.compressed");
     assert_eq!(blamed(&mut stock, &[0, 0x7F, 0, 0, 0]).await, "message");
@@ -220,5 +141,5 @@ async fn a_malformed_push_ends_its_stream_and_nothing_else() {
     let half = [&piece.head[..], &piece.payload[..CHUNK_BYTES / 2]].concat();
     assert_eq!(blamed(&mut stock, &half).await, "message");
     let results = tokio::time::timeout(Duration::from_secs(10), stock.push(sound)).await.unwrap();
-    assert_eq!(kinds(&results), [(0, false, ""), (1, false, "")]);
+    assert!(results.len() == 2 && results.iter().all(|result| result.refusal.is_none()), "{results:?}");
 }

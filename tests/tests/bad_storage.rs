@@ -174,26 +174,6 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(refused.stderr.contains("check its path"), "{refused:?}");
 }
 
-/// An unnoticed loss would let training end well, with its result stored nowhere.
-#[test]
-fn files_that_vanish_under_a_running_server_end_training() {
-    let roots = [TempDir::new().unwrap(), TempDir::new_in("/dev/shm").unwrap()];
-    for (root, tier, flag) in [(&roots[0], "nvme", "--state-dir"), (&roots[1], "shm", "--shm-dir")] {
-        let dir = root.path().to_str().unwrap();
-        let server = drained_soon().args([flag, dir]).allow("under the running server").start();
-        let train = Train::new(1_000_000).args(["--tier", tier]).servers(&[server.address().to_string()]);
-        let mut worker = train.start();
-        worker.until_step(HALFWAY);
-        fs::remove_dir_all(root.path().join("default")).unwrap();
-        let (stderr, _) = worker.fails(PATIENCE);
-        for part in ["under the running server", dir, server.address()] {
-            assert!(stderr.contains(part), "{part} is missing in: {stderr}");
-        }
-        let deleted = longshore(["delete", "--job", "default", "--servers", server.address()]);
-        assert_eq!(deleted.code, 0, "{deleted:?}");
-    }
-}
-
 /// Returns the fault of a version that the server will never make durable.
 fn await_durable(address: &str, deadline: Duration) -> Fault {
     let request = AwaitDurableRequest {
@@ -307,20 +287,6 @@ fn a_directory_serves_one_server() {
     let said = &refused.stderr;
     assert!(said.contains("in use by another server") && said.contains(dir.to_str().unwrap()), "{said}");
     train().servers(&[server.address().to_string()]).run();
-}
-
-#[test]
-fn a_directory_of_another_job_is_left_alone() {
-    let expected = hash();
-    let root = TempDir::new().unwrap();
-    let mut server = server(&[root.path().join("a")]);
-    let train = train().servers(&[server.address().to_string()]);
-    train_halfway(&train, &mut server);
-    server.restart();
-    let other = self::train().args(["--width", "64"]).servers(&[server.address().to_string()]);
-    let (stderr, _) = other.start().fails(PATIENCE);
-    assert!(stderr.contains("(CONFLICT)") && stderr.contains(server.address()), "{stderr}");
-    assert_eq!(train.run().end.state_hash, expected);
 }
 
 /// Starts a server that replaces `shell`, whose last argument is the server's command line.

@@ -72,11 +72,6 @@ fn drains(job: &[&str], told: Told) {
 }
 
 #[test]
-fn a_signal_during_an_exact_job_loses_nothing() {
-    drains(&[], Told::Signal);
-}
-
-#[test]
 fn a_signal_during_a_delayed_job_loses_nothing() {
     drains(&["--delay", "1", "--warmup-steps", "5"], Told::Signal);
 }

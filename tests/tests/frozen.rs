@@ -64,14 +64,10 @@ struct Trainer {
 }
 
 impl Trainer {
-    fn enter(options: Options, restored: Option<&str>) -> Trainer {
+    fn enter(options: Options) -> Trainer {
         let spec = options.spec.clone();
         let delay = spec.max_delay;
         let mut session = Session::connect(options).expect("a session");
-        if let Some(name) = restored {
-            session.open().expect("an open job");
-            session.restore(name).expect("a restored job");
-        }
         let sizes: Vec<u64> = spec.params.iter().map(|param| param.shape[0]).collect();
         let joined = session.start(&|param| given(param, sizes[param])).expect("a job");
         let params = 0..spec.params.len();
@@ -127,7 +123,7 @@ impl Trainer {
 }
 
 fn trained(servers: &[Longshored], spec: &JobSpec, transport: Transport) -> String {
-    let mut trainer = Trainer::enter(options(servers, spec, transport), None);
+    let mut trainer = Trainer::enter(options(servers, spec, transport));
     (0..STEPS).for_each(|_| trainer.step());
     let hash = trainer.hash();
     trainer.leave();
@@ -142,33 +138,11 @@ fn root(tier: TierKind) -> TempDir {
     .expect("a folder for the servers' state")
 }
 
-fn server_options(tier: TierKind, root: &TempDir, spill: &str) -> ServerOptions {
+fn server_options(tier: TierKind, root: &TempDir) -> ServerOptions {
     match tier {
         TierKind::Memory => ServerOptions::new(),
         TierKind::Shm => ServerOptions::new().shm_root(root.path()),
-        TierKind::Nvme => ServerOptions::new().state_root(root.path()).args(["--spill", spill]),
-    }
-}
-
-#[test]
-fn any_servers_tier_and_transport_give_the_same_hash() {
-    for max_delay in [0, 1] {
-        let known = trained(
-            &server::servers(1, &ServerOptions::new()),
-            &spec(TierKind::Memory, max_delay),
-            Transport::Tcp,
-        );
-        for (tier, spill, count, transport) in [
-            (TierKind::Memory, "", 3, Transport::Auto),
-            (TierKind::Shm, "", 3, Transport::Auto),
-            (TierKind::Nvme, "state", 1, Transport::Auto),
-            (TierKind::Nvme, "all", 3, Transport::Tcp),
-        ] {
-            let root = root(tier);
-            let servers = server::servers(count, &server_options(tier, &root, spill));
-            let hash = trained(&servers, &spec(tier, max_delay), transport);
-            assert_eq!(hash, known, "{tier} {spill} on {count} servers, delay {max_delay}");
-        }
+        TierKind::Nvme => ServerOptions::new().state_root(root.path()),
     }
 }
 
@@ -183,11 +157,11 @@ fn they_outlive_killed_servers() {
             Transport::Tcp,
         );
         let root = root(tier);
-        let options_of_servers = server_options(tier, &root, "state").allow("stepping back");
+        let options_of_servers = server_options(tier, &root).allow("stepping back");
         let options_of_servers = options_of_servers.allow("a damaged record is replaced");
         let mut servers = server::servers(3, &options_of_servers);
         let spec = spec(tier, max_delay);
-        let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto), None);
+        let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto));
         for step in 0..STEPS {
             trainer.step();
             // Server 0 has trained shards, and the others only frozen ones.
@@ -198,40 +172,13 @@ fn they_outlive_killed_servers() {
     }
 }
 
-#[test]
-fn a_checkpoint_of_them_goes_on_elsewhere() {
-    let checkpoints = TempDir::new().expect("a folder for checkpoints");
-    let with = |options: ServerOptions| options.checkpoint_dir(checkpoints.path());
-    let spec_of = |tier| spec(tier, 0);
-    let known =
-        trained(&server::servers(1, &ServerOptions::new()), &spec_of(TierKind::Memory), Transport::Tcp);
-    let half = {
-        let servers = server::servers(3, &with(ServerOptions::new()));
-        let mut trainer =
-            Trainer::enter(options(&servers, &spec_of(TierKind::Memory), Transport::Auto), None);
-        (0..STEPS / 2).for_each(|_| trainer.step());
-        let hash = trainer.hash();
-        trainer.pipeline.session().checkpoint("half").expect("a checkpoint");
-        hash
-    };
-    for (tier, count) in [(TierKind::Memory, 1), (TierKind::Nvme, 2), (TierKind::Shm, 4)] {
-        let root = root(tier);
-        let servers = server::servers(count, &with(server_options(tier, &root, "state")));
-        let mut trainer = Trainer::enter(options(&servers, &spec_of(tier), Transport::Auto), Some("half"));
-        assert_eq!(trainer.hash(), half, "{tier} on {count} servers");
-        (STEPS / 2..STEPS).for_each(|_| trainer.step());
-        assert_eq!(trainer.hash(), known, "{tier} on {count} servers");
-        trainer.leave();
-    }
-}
-
 /// A checkpoint cannot fill a job that trains the frozen parameters, so the job gives up no state for it.
 #[test]
 fn a_job_that_froze_others_keeps_its_state() {
     let checkpoints = TempDir::new().expect("a folder for checkpoints");
     let servers = server::servers(2, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
     let mut spec = spec(TierKind::Memory, 0);
-    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto), None);
+    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto));
     trainer.step();
     trainer.hash();
     trainer.pipeline.session().checkpoint("first").expect("a checkpoint");
@@ -254,7 +201,7 @@ fn a_job_that_froze_others_keeps_its_state() {
 fn exports_have_their_weights_and_no_moments_of_them() {
     let servers = server::servers(2, &ServerOptions::new());
     let spec = spec(TierKind::Memory, 0);
-    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto), None);
+    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto));
     (0..2).for_each(|_| trainer.step());
     trainer.hash();
     let layout = spec.validate().expect("a layout");
@@ -286,7 +233,7 @@ fn exports_have_their_weights_and_no_moments_of_them() {
 fn a_gradient_of_them_is_refused_by_name() {
     let servers = server::servers(1, &ServerOptions::new());
     let spec = spec(TierKind::Memory, 0);
-    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto), None);
+    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto));
     trainer.pipeline.begin().expect("a step");
     let mut assembler = trainer.pipeline.assembler(0).expect("a micro-step");
     let error = assembler.put(1, &given(1, 3 * BLOCK + 5)).expect_err("frozen");
@@ -305,7 +252,7 @@ fn servers_hold_two_bytes_an_element() {
     spec.shard_elements = 1 << 22;
     let servers = server::servers(1, &ServerOptions::new());
     let start = |spec: &JobSpec| {
-        let trainer = Trainer::enter(options(&servers, spec, Transport::Tcp), None);
+        let trainer = Trainer::enter(options(&servers, spec, Transport::Tcp));
         let reserved = job_status(&server::addresses(&servers)).servers[0].memory_bytes;
         let (resident, _) = memory_of(servers[0].process.id());
         trainer.pipeline.session().delete_job().expect("deleted");

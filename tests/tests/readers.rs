@@ -3,9 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use longshore_proto::{
-    Dtype, Fault, FaultKind, Hyper, JobName, JobSpec, Param, TierKind, limits::MAX_EXPORTS_AT_ONCE,
-};
+use longshore_proto::{Dtype, Fault, FaultKind, Hyper, JobName, JobSpec, Param, limits::MAX_EXPORTS_AT_ONCE};
 use longshore_tests::conformance::{
     cluster::{Cluster, eventually},
     raw::{Raw, assert_fault},
@@ -22,17 +20,16 @@ const ELEMENTS: u64 = 1 << 20;
 const STALL: Duration = Duration::from_secs(10);
 
 /// A job of 48 MiB as fp32: more than fits between a server and a stalled reader.
-fn spec(tier: TierKind) -> JobSpec {
+fn spec() -> JobSpec {
     let param = |index| Param { name: format!("p{index}"), shape: vec![ELEMENTS], group: 0 };
     JobSpec {
         shard_elements: ELEMENTS,
-        tier,
         ..JobSpec::new(JobName::parse("name", JOB).expect("a name"), (0..PARAMS).map(param).collect())
     }
 }
 
-fn enter(cluster: &Cluster, tier: TierKind) -> Pipeline {
-    let options = Options { transport: Transport::Tcp, ..cluster.options(&spec(tier), 0) };
+fn enter(cluster: &Cluster) -> Pipeline {
+    let options = Options { transport: Transport::Tcp, ..cluster.options(&spec(), 0) };
     let mut session = Session::connect(options).expect("a session");
     let joined = session.start(&|_| vec![0.5; ELEMENTS as usize]).expect("a job");
     let scaler = LossScaler::fixed(1.0).expect("a scale");
@@ -57,9 +54,11 @@ fn export(raw: &Raw, version: u64) -> Result<Streaming<v1::ExportResponse>, Faul
     raw.call(raw.admin.clone().export(request))
 }
 
-fn stuck_readers(cluster: &Cluster, tier: TierKind) {
+#[test]
+fn readers_who_take_nothing_hold_neither_training_nor_each_other() {
+    let cluster = Cluster::start(1);
     // The readers have their own connection, since their unread bytes fill its window.
-    let (mut pipeline, raw, stuck) = (enter(cluster, tier), cluster.raw(0), cluster.raw(0));
+    let (mut pipeline, raw, stuck) = (enter(&cluster), cluster.raw(0), cluster.raw(0));
     let gradient: Vec<f32> = (0..ELEMENTS).map(|index| (index % 97) as f32 * 1e-3).collect();
     step(&mut pipeline, &gradient);
     let begun = Instant::now();
@@ -71,7 +70,7 @@ fn stuck_readers(cluster: &Cluster, tier: TierKind) {
     let request = v1::DescribeRequest { job: JOB.to_string(), state_hash: true, ..Default::default() };
     let described = raw.call(raw.admin.clone().describe(request)).expect("a hash");
     let took = begun.elapsed();
-    eprintln!("{tier:?}: three steps and a hash beside {} stuck readers took {took:?}", readers.len());
+    eprintln!("three steps and a hash beside {} stuck readers took {took:?}", readers.len());
     assert!(took < STALL, "the readers held something: {took:?}");
     assert!(described.hash_version >= 3, "hash of version {}", described.hash_version);
     assert_fault(export(&raw, 0).map(drop), FaultKind::Exhausted, "exports", "4", "fewer than 4");
@@ -80,25 +79,9 @@ fn stuck_readers(cluster: &Cluster, tier: TierKind) {
 }
 
 #[test]
-fn readers_who_take_nothing_hold_neither_training_nor_each_other() {
-    stuck_readers(&Cluster::start(1), TierKind::Memory);
-}
-
-#[test]
-fn nor_where_the_state_is_on_drives() {
-    let root = tempfile::tempdir().expect("a folder for state");
-    let dirs = vec![root.path().to_owned()];
-    let cluster = Cluster::start_with(1, |mut config| {
-        config.storage.state_dirs = dirs.clone();
-        config
-    });
-    stuck_readers(&cluster, TierKind::Nvme);
-}
-
-#[test]
 fn an_export_of_a_version_to_come_holds_no_deleted_job() {
     let cluster = Cluster::start(1);
-    let (pipeline, raw) = (enter(&cluster, TierKind::Memory), cluster.raw(0));
+    let (pipeline, raw) = (enter(&cluster), cluster.raw(0));
     let mut waiting = export(&raw, 1_000_000).expect("an export");
     let gone: Vec<_> = (1..MAX_EXPORTS_AT_ONCE).map(|_| export(&raw, 1_000_000).expect("another")).collect();
     assert_fault(export(&raw, 0).map(drop), FaultKind::Exhausted, "exports", "4", "fewer than 4");

@@ -5,7 +5,6 @@ use longshore_tests::{
     status::job_status,
     train::{Running, Train},
 };
-use longshore_worker::DelayCorrection;
 use tempfile::TempDir;
 
 const STEPS: u64 = 50;
@@ -59,17 +58,13 @@ fn compare(setups: &[Setup], job: &[&str]) {
 
 #[test]
 fn one_rank_has_the_same_bits_on_any_servers() {
-    let mut setups = vec![PLAIN];
-    for servers in [1, 2, 3] {
-        for shard_elements in [65536, 131072] {
-            setups.push(Setup { servers, shard_elements, ..PLAIN });
-        }
-    }
-    setups.push(Setup { threads: 2, ..PLAIN });
-    setups.push(Setup { servers: 2, threads: 2, ..PLAIN });
-    setups.push(Setup { isa: Some("scalar"), ..PLAIN });
-    setups.push(Setup { servers: 1, isa: Some("scalar"), ..PLAIN });
-    setups.push(Setup { servers: 3, shard_elements: 131072, threads: 2, isa: Some("scalar") });
+    let setups = [
+        PLAIN,
+        Setup { isa: Some("scalar"), ..PLAIN },
+        Setup { servers: 1, shard_elements: 131072, threads: 2, ..PLAIN },
+        Setup { servers: 2, ..PLAIN },
+        Setup { servers: 3, shard_elements: 131072, threads: 2, isa: Some("scalar") },
+    ];
     compare(&setups, &[]);
 }
 
@@ -87,24 +82,18 @@ fn a_delayed_job_has_the_same_bits_on_any_servers() {
 
 /// A delayed step reads images in the server's memory, or through a socket.
 #[test]
-fn every_correction_has_the_same_bits_over_every_transport() {
+fn a_delayed_job_has_the_same_bits_over_every_transport() {
     const SHORT: u64 = 16;
     let folder = TempDir::new().expect("a folder for a socket");
     let socket = folder.path().join("longshored.sock").display().to_string();
     let server = ServerOptions::new().args(["--listen-unix", &socket]).start();
     let (tcp, unix) = (server.address().to_string(), format!("unix:{socket}"));
-    let corrections = [DelayCorrection::None, DelayCorrection::LookAhead];
-    for (index, correction) in corrections.iter().enumerate() {
-        let correction = correction.to_string();
-        let train =
-            Train::new(SHORT).args(["--delay", "1", "--warmup-steps", "4", "--correction", &correction]);
-        let expected = train.clone().run().end.state_hash;
-        for (address, transport) in [(&tcp, "tcp"), (&unix, "unix"), (&unix, "memfd")] {
-            let job = format!("{transport}-{index}");
-            let train = train.clone().args(["--transport", transport, "--job", &job]);
-            let found = train.servers(std::slice::from_ref(address)).run().end.state_hash;
-            assert_eq!(found, expected, "{correction} over {transport}");
-        }
+    let train = Train::new(SHORT).args(["--delay", "1", "--warmup-steps", "4"]);
+    let expected = train.clone().run().end.state_hash;
+    for (address, transport) in [(&tcp, "tcp"), (&unix, "unix"), (&unix, "memfd")] {
+        let train = train.clone().args(["--transport", transport, "--job", transport]);
+        let found = train.servers(std::slice::from_ref(address)).run().end.state_hash;
+        assert_eq!(found, expected, "over {transport}");
     }
 }
 
@@ -147,7 +136,6 @@ fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
         Setup { servers: 3, shard_elements: 131072, threads: 2, ..PLAIN },
         Setup { servers: 2, isa: Some("scalar"), ..PLAIN },
     ];
-    compare(&setups, &["--state", "bf16"]);
     compare(&setups, &["--state", "block8", "--master", "bf16", "--delay", "1", "--warmup-steps", "5"]);
 }
 
@@ -159,12 +147,8 @@ fn other_jobs_have_other_bits() {
         &["--seed", "2"],
         &["--delay", "1", "--warmup-steps", "5"],
         &["--delay", "1", "--warmup-steps", "5", "--correction", "none"],
-        &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"],
         &["--micro-steps", "2"],
-        &["--micro-steps", "2", "--accumulate", "worker"],
-        &["--state", "bf16"],
         &["--state", "block8"],
-        &["--master", "bf16"],
     ];
     let hashes = jobs.map(|job| hash(PLAIN, job));
     let distinct: std::collections::BTreeSet<_> = hashes.iter().collect();

@@ -86,11 +86,6 @@ fn times_stepped_back(server: &Longshored) -> usize {
 }
 
 #[test]
-fn an_nvme_job_survives_kills_of_rank_zero_with_a_server() {
-    survives_without(0, 2, &[]);
-}
-
-#[test]
 fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
     survives_without(0, 2, DELAYED);
 }
@@ -103,11 +98,6 @@ fn an_nvme_job_on_three_servers_survives_kills_of_rank_zero_with_a_server() {
 #[test]
 fn an_nvme_job_survives_kills_of_rank_one_with_a_server() {
     survives_without(1, 2, &[]);
-}
-
-#[test]
-fn a_delayed_nvme_job_on_three_servers_survives_kills_of_rank_one_with_a_server() {
-    survives_without(1, 3, DELAYED);
 }
 
 #[test]

@@ -68,16 +68,6 @@ fn check_resumed(first_step: u64) {
 }
 
 #[test]
-fn an_exact_job_resumes_after_its_server_was_killed() {
-    resumes(&[], 1, 0);
-}
-
-#[test]
-fn a_delayed_job_resumes_after_its_server_was_killed() {
-    resumes(&["--delay", "1", "--warmup-steps", "5"], 1, 0);
-}
-
-#[test]
 fn a_job_resumes_after_one_of_its_two_servers_was_killed() {
     resumes(&[], 2, 1);
 }

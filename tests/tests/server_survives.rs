@@ -110,7 +110,6 @@ fn strike(
 /// DRAM holds two of a server's two or three images. Gradients are on the drives too, except lent ones.
 const ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
-const PLAIN: &[&str] = &["--delay", "1", "--warmup-steps", "5", "--correction", "none"];
 
 #[test]
 fn a_server_that_does_not_come_back_is_named_in_time() {
@@ -256,11 +255,6 @@ fn a_shm_job_survives_kills_of_everything() {
 #[test]
 fn a_delayed_shm_job_survives_kills_of_both_servers() {
     survives(&Case { tier: "shm", victims: Victims::BothServers, job: DELAYED, server: &[] });
-}
-
-#[test]
-fn an_nvme_job_without_a_correction_survives_kills_of_everything() {
-    survives(&Case { tier: "nvme", victims: Victims::All, job: PLAIN, server: &[] });
 }
 
 /// On a slow network the upload of first weights takes seconds. A server that dies meanwhile forgets the

@@ -1,7 +1,7 @@
 //! `kill -9` of a worker at any moment costs nothing: the same command continues from the last version, to
 //! the same bits.
 
-use std::time::Duration;
+use std::{thread, time::Duration};
 
 use longshore_tests::{
     conformance::cluster::eventually,
@@ -131,21 +131,27 @@ fn a_delayed_job_survives_kills_of_either_rank() {
 /// Once it is gone, the wait names it soon.
 #[test]
 fn a_rank_that_is_slow_is_waited_for_past_the_deadline() {
-    let known = undisturbed(&["--world-size", "2"]);
-    for slow in [0, 1] {
+    const STEPS: u64 = 30;
+    let known = Train::new(STEPS).args(["--world-size", "2"]).undisturbed();
+    let waited_for = |slow: usize| {
         let server = ServerOptions::new().start();
         let train = Train::new(STEPS).args(["--world-size", "2", "--deadline-s", "2"]);
         let train = train.servers(&[server.address().to_string()]);
         let mut ranks = ["0", "1"].map(|rank| train.start_with(["--rank", rank]));
         ranks[0].until_step(5);
         ranks[slow].process.stop();
-        let waits_on = |rank: &Running| rank.process.stderr().contains("of at most 1800 s").then_some(());
-        eventually("a wait past the deadline", || waits_on(&ranks[1 - slow]));
+        let named = [server.address(), "shard ", &format!("from rank {slow}"), "of at most 1800 s"];
+        let waits = |said: String| named.iter().all(|word| said.contains(word)).then_some(());
+        eventually("a wait past the deadline", || waits(ranks[1 - slow].process.stderr()));
         ranks[slow].process.go_on();
         let [rank0, mut rank1] = ranks;
         assert_eq!(rank0.finish().end.state_hash, known.hash, "rank {slow} was slow");
         assert_eq!(rank1.process.code(), 0, "rank 1 failed: {}", rank1.process.stderr());
-    }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| waited_for(0));
+        waited_for(1);
+    });
 }
 
 #[test]

@@ -11,7 +11,7 @@ use longshore_proto::{
 use proptest::prelude::*;
 
 use crate::common::{
-    self, BLOCK, Noise, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
+    self, BLOCK, Noise, cases, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
 };
 
 /// A job of four shards with parameters across their borders.
@@ -70,7 +70,7 @@ fn formats() -> impl Strategy<Value = Formats> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(12), ..ProptestConfig::default() })]
 
     /// Steps 4 to 6 of the first job and steps 1 to 3 of the second, on other servers, get the same
     /// gradients.

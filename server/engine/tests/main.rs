@@ -11,4 +11,3 @@ mod same_bits;
 mod snapshots;
 mod storage;
 mod tiers;
-mod torch;

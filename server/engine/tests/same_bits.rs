@@ -16,7 +16,7 @@ use longshore_proto::{
 use proptest::prelude::*;
 
 use crate::common::{
-    BLOCK, Noise,
+    BLOCK, Noise, cases,
     cluster::{Cluster, compute},
     encode,
     reference::{Reference, block_squares, flat_elements, param_ranges, sum},
@@ -510,7 +510,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(40), max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_split_and_order_gives_the_reference_bits(

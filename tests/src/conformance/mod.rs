@@ -1,6 +1,5 @@
 //! Shared by conformance tests: servers in the test's process, runs through the worker library, and a
-//! reference loop. The loop shares no code with the engine, so a test passes wrongly only if both are wrong
-//! in the same way.
+//! reference loop. The loop shares only the scalar kernels with the engine.
 
 pub mod cluster;
 pub mod files;

@@ -1,9 +1,13 @@
-//! The expected result of a run: one loop without servers, in scalar arithmetic from the documented formulas.
+//! The expected result of a run: one loop without servers. Updates and sums of squares come from the engine's scalar
+//! kernels, which the engine's tests compare with formulas of their own.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
-use longshore_proto::{Dtype, Hyper, Param};
+use longshore_engine::kernels::{
+    Gradient, ImageMut, Isa, Rule, Scalars, State as Arrays, statistics, update,
+};
+use longshore_proto::{Dtype, Param};
 use longshore_worker::{DelayCorrection, LossScalerOptions};
 
 use super::{
@@ -104,7 +108,8 @@ impl<'a> Reference<'a> {
         let bad = gradient.iter().position(|x| !x.is_finite());
         let contributions = if self.plan.on_worker { 1 } else { self.plan.micro_steps };
         let divisor = scale * f64::from(self.plan.world) * f64::from(contributions);
-        let norm = block_squares(&gradient).iter().sum::<f64>().sqrt() / divisor;
+        let squares = |block| statistics(Isa::Scalar, Gradient::f32(block)).sum_squares;
+        let norm = gradient.chunks(BLOCK).map(squares).sum::<f64>().sqrt() / divisor;
         let clip_coefficient = match self.plan.clip {
             Some(clip) if bad.is_none() => (clip / (norm + 1e-6)).min(1.0),
             _ => 1.0,
@@ -193,20 +198,23 @@ impl<'a> Reference<'a> {
 
     fn update(&mut self, step: u64, gradient: &[f32], multiplier: f32, correction: DelayCorrection) {
         self.applied += 1;
-        let hypers = Scenario::hypers(step);
+        let scalars = Scenario::hypers(step).into_iter().map(|hyper| {
+            let scalars = Scalars::new(Rule::AdamW, &hyper, self.applied, multiplier);
+            match correction {
+                DelayCorrection::None => scalars,
+                DelayCorrection::LookAhead => scalars.looking_ahead(&hyper, self.applied, hyper.lr),
+            }
+        });
+        let scalars: Vec<Scalars> = scalars.collect();
+        let mut state = Arrays { master: &mut self.master, first: &mut self.first, second: &mut self.second };
         let mut emitted = vec![0.0; gradient.len()];
-        for (index, &raw) in gradient.iter().enumerate() {
-            let group = self.groups[index];
-            let hyper = &hypers[group];
-            let (old, g) = (self.master[index], raw * multiplier);
-            let moments = (&mut self.first[index], &mut self.second[index]);
-            let new = adamw(hyper, self.applied, g, old, moments);
-            self.master[index] = new;
-            let moments = (self.first[index], self.second[index]);
-            emitted[index] = match correction {
-                DelayCorrection::None => new,
-                DelayCorrection::LookAhead => new - ahead(hyper, hyper.lr, self.applied, g, new, moments),
-            };
+        let mut start = 0;
+        for run in self.groups.chunk_by(|a, b| a == b) {
+            let range = start..start + run.len();
+            start = range.end;
+            let part = Gradient::f32(&gradient[range.clone()]);
+            let image = ImageMut::F32(&mut emitted[range.clone()]);
+            update(Isa::Scalar, &scalars[run[0]], part, state.slice(range), image);
         }
         self.images.push(encode(&emitted, self.plan.image));
     }
@@ -255,68 +263,6 @@ fn reads(step: u64, delay: Option<Delay>) -> u64 {
 
 fn reads_of_next(step: u64, delay: Delay) -> u64 {
     reads(step + 1, Some(delay))
-}
-
-/// PyTorch's AdamW: decay first, moments, then the bias-corrected step with eps after the root. A step's scalars are
-/// formed in f64 and rounded once.
-fn adamw(hyper: &Hyper, t: u64, g: f32, old: f32, (first, second): (&mut f32, &mut f32)) -> f32 {
-    let decayed = old * (1.0 - hyper.lr * hyper.weight_decay) as f32;
-    *first += (g - *first) * (1.0 - hyper.beta1) as f32;
-    *second = *second * hyper.beta2 as f32 + ((1.0 - hyper.beta2) as f32 * g) * g;
-    let correction1 = 1.0 - hyper.beta1.powi(t as i32);
-    decayed - (hyper.lr / correction1) as f32 * (*first / root(hyper, t, *second))
-}
-
-fn root(hyper: &Hyper, t: u64, second: f32) -> f32 {
-    let correction2 = 1.0 - hyper.beta2.powi(t as i32);
-    second.sqrt() * (1.0 / correction2.sqrt()) as f32 + hyper.eps as f32
-}
-
-/// Returns the look-ahead: master weight minus image. The terms are the first moment's part of the next step,
-/// the newest gradient twice, and decay.
-fn ahead(hyper: &Hyper, lr: f64, t: u64, g: f32, new: f32, (first, second): (f32, f32)) -> f32 {
-    let correction1 = 1.0 - hyper.beta1.powi(t as i32);
-    let of_first = (lr * hyper.beta1 / correction1) as f32 * first;
-    let of_gradient = (lr * 2.0 * (1.0 - hyper.beta1)) as f32 * g;
-    let decay = (lr * hyper.beta1 * hyper.weight_decay) as f32 * new;
-    (of_first + of_gradient) / root(hyper, t, second) + decay
-}
-
-/// Returns the sum of squares of each block. Lane i mod 32 takes element i. A lane adds the squares of 512
-/// elements in f32 by fused multiply-add, and those sums in f64. The lanes are then folded in halves. A sum
-/// below 2^-96 or beyond f32 is formed again in 16 lanes of f64.
-fn block_squares(gradient: &[f32]) -> Vec<f64> {
-    let block = |block: &[f32]| {
-        let mut lanes = [0.0f64; 32];
-        for tile in block.chunks(512) {
-            let mut squares = [0.0f32; 32];
-            for (index, &x) in tile.iter().enumerate() {
-                squares[index % 32] = x.mul_add(x, squares[index % 32]);
-            }
-            lanes.iter_mut().zip(squares).for_each(|(lane, squares)| *lane += f64::from(squares));
-        }
-        let sum = folded(lanes);
-        if sum.is_finite() && sum >= 2f64.powi(-96) {
-            return sum;
-        }
-        let mut lanes = [0.0f64; 16];
-        for (index, &x) in block.iter().enumerate() {
-            lanes[index % 16] += f64::from(x) * f64::from(x);
-        }
-        folded(lanes)
-    };
-    gradient.chunks(BLOCK).map(block).collect()
-}
-
-fn folded<const N: usize>(mut lanes: [f64; N]) -> f64 {
-    let mut half = N / 2;
-    while half > 0 {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
 }
 
 /// DeepSpeed's rule, except that an overflow at the floor leaves the scale as it is.
@@ -374,7 +320,7 @@ impl Scaler {
 }
 
 /// Encodes values as little-endian, rounded to nearest even.
-pub fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
+fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
@@ -382,7 +328,7 @@ pub fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
     }
 }
 
-pub fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     let two = |bytes: &[u8]| [bytes[0], bytes[1]];
     match dtype {
         Dtype::F32 => bytes.chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect(),

@@ -7,16 +7,12 @@ use std::{
     path::Path,
 };
 
-use longshore_proto::{
-    FaultKind::{self, Conflict, Corrupt, Invalid, NotFound, Precondition},
-    Formats, JobSpec, Rule, StateFormat,
-};
+use longshore_proto::FaultKind::{self, Corrupt, Invalid, NotFound};
 use longshore_tests::{
     command::longshore,
     conformance::{
         cluster::Cluster,
-        files,
-        raw::{Raw, assert_fault, placement},
+        raw::{assert_fault, placement},
         run,
         synthetic::Synthetic,
     },
@@ -34,22 +30,10 @@ type Damage = (&'static str, fn(&Path), FaultKind, &'static str, &'static str);
 
 const PART: &str = "server-00001-of-00001.safetensors";
 
-const DAMAGES: [Damage; 8] = [
-    ("cut", |folder| resize(&folder.join(PART), -1), Corrupt, PART, ""),
-    ("cut-to-nothing", |folder| resize(&folder.join(PART), i64::MIN), Corrupt, PART, ""),
+/// The engine's tests alter every byte.
+const DAMAGES: [Damage; 3] = [
     ("longer", |folder| resize(&folder.join(PART), 1), Corrupt, PART, ""),
-    // The first byte lies behind the header, in the weights. The second is the last byte, in the table of
-    // hashes.
-    (
-        "altered-state",
-        |folder| flip(&folder.join(PART), 65_536),
-        Corrupt,
-        "weights and optimizer state",
-        "BLAKE3",
-    ),
-    ("altered-tail", |folder| flip(&folder.join(PART), -1), Corrupt, PART, ""),
-    ("altered-header", |folder| flip(&folder.join(PART), 12), Corrupt, PART, ""),
-    ("altered-manifest", |folder| flip(&folder.join("manifest.json"), -40), Corrupt, "manifest.json", ""),
+    ("altered", |folder| flip(&folder.join(PART), 65_536), Corrupt, "weights and optimizer state", "BLAKE3"),
     ("unsealed", |folder| remove(&folder.join("manifest.json")), NotFound, "manifest.json", "never sealed"),
 ];
 
@@ -69,7 +53,6 @@ fn a_damaged_checkpoint_is_refused_and_a_whole_one_still_restores() {
         assert_fault(server.restore("restored", name), kind, "checkpoint", value, limit);
         assert_eq!(server.progress("restored").phase(), Phase::Loading, "{name}");
     }
-    lost_part(&cluster, server);
     assert_fault(server.restore("restored", "nowhere"), NotFound, "checkpoint", "nowhere", "there");
     assert_fault(server.restore("restored", "../whole"), Invalid, "name", "../whole", "A-Z");
     let restored = server.restore("restored", "whole").expect("the whole one");
@@ -107,61 +90,6 @@ fn a_checkpoint_that_fails_before_its_job_is_open_is_not_the_jobs() {
     let fault = seal("ghost", "last").expect_err("parts that are none");
     let failure = server.describe("ghost").checkpoints.expect("the open job's").failure;
     assert!(failure == fault.to_string() && !failure.contains('\n'), "{failure:?}");
-}
-
-fn lost_part(cluster: &Cluster, server: &Raw) {
-    let folder = cluster.checkpoint("restored", "without-a-part");
-    copy(&cluster.checkpoint("restored", "whole"), &folder);
-    remove(&files::parts(&folder)[0]);
-    let fault = server.restore("restored", "without-a-part").expect_err("a part is missing");
-    assert!(matches!(fault.kind, NotFound | Corrupt) && fault.value.contains(PART), "{fault:?}");
-}
-
-#[test]
-fn another_jobs_checkpoint_is_refused_with_what_differs() {
-    let cluster = Cluster::start(1);
-    let victim = Victim::start(&cluster, "original");
-    victim.pipeline.session().checkpoint("two").expect("a checkpoint");
-    let server = &victim.servers[0];
-    let mut shape = victim.spec.clone();
-    shape.params[0].shape = vec![331, 252];
-    let block8 = Formats { state: StateFormat::Block8, ..Formats::default() };
-    let others = [
-        ("spec.params[0]", "[331, 252]", "[331, 251]", shape),
-        ("spec.rule", "lion", "adamw", JobSpec { rule: Rule::Lion, ..victim.spec.clone() }),
-        ("spec.state_format", "block8", "fp32", JobSpec { formats: block8, ..victim.spec.clone() }),
-        (
-            "spec.groups",
-            "third",
-            "no decay",
-            JobSpec {
-                groups: ["decay", "no decay", "third"].map(String::from).to_vec(),
-                ..victim.spec.clone()
-            },
-        ),
-    ];
-    for (index, (field, value, limit, other)) in others.into_iter().enumerate() {
-        let name = format!("other-{index}");
-        let mut wire = other.to_wire();
-        wire.name = name.clone();
-        let layout = other.validate().expect("a spec");
-        server.open(wire, &placement(&cluster.addresses(), &layout), 0).expect("an open");
-        copy(&cluster.checkpoint("original", "two"), &cluster.checkpoint(&name, "two"));
-        assert_fault(server.restore(&name, "two"), Conflict, field, value, limit);
-        assert_eq!(server.progress(&name).phase(), Phase::Loading);
-    }
-    let mut victim = victim;
-    run::steps(&mut victim.pipeline, &Synthetic::default(), &plan(), BEFORE + 1, &mut victim.seen)
-        .expect("a step");
-    victim.pipeline.drain().expect("a drain");
-    assert_fault(
-        victim.servers[0].restore("original", "two"),
-        Precondition,
-        "job.phase",
-        "training",
-        "loading",
-    );
-    victim.finish();
 }
 
 /// A server of two cannot read its part. The other server must end with neither a half-restored job nor none

@@ -94,7 +94,7 @@ fn ranks_that_compute_with_different_versions_are_told_and_change_nothing() {
     let spec = plan.spec(job, &model);
     let alone = |rank: u32| {
         let mut options = cluster.options(&spec, rank);
-        options.deadline = Duration::from_secs(10);
+        options.deadline = Duration::from_secs(3);
         let mut session = Session::connect(options).expect("a connection");
         let joined = session.start(&|param| model.initial(param)).expect("a start");
         let mut options = plan.pipeline();

@@ -5,7 +5,6 @@
 //! two cores.
 
 mod operators;
-mod pairs;
 mod perturbed;
 mod resume;
 mod slow;

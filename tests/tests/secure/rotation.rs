@@ -57,7 +57,7 @@ fn a_certificate_is_rotated_while_a_job_trains() {
 }
 
 /// Long enough for a worker to start on a busy host.
-const SHORT: Duration = Duration::from_secs(15);
+const SHORT: Duration = Duration::from_secs(8);
 /// More steps than any run makes until then.
 const ENDLESS: u64 = 1_000_000;
 const ENDED: &str = "since their certificates have expired";
@@ -84,7 +84,7 @@ fn a_worker_whose_certificate_expires_is_told_so() {
     let worker = folders.client("worker");
     folders.authority.write_client(&worker, "worker", Life::For(SHORT));
     // A rank that cannot reach a server gives up at its deadline, or as long again after it.
-    let mut running = train(ENDLESS, &server, &worker).args(["--deadline-s", "10"]).start();
+    let mut running = train(ENDLESS, &server, &worker).args(["--deadline-s", "3"]).start();
     running.until_step(5);
     let (stderr, _) = running.fails(DEADLINE);
     assert!(stderr.contains("the client's certificate has expired"), "{stderr}");

@@ -11,6 +11,11 @@ use longshore_proto::{
 
 pub(crate) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 
+/// Returns the number of random cases: `PROPTEST_CASES` where it is set, otherwise `quick`.
+pub(crate) fn cases(quick: u32) -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(quick)
+}
+
 /// SplitMix64. Each test's numbers follow from one seed, which proptest prints and shrinks.
 #[derive(Clone)]
 pub(crate) struct Noise(pub(crate) u64);

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use longshore_proto::{
-    Commit, Correction, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
+    Commit, Correction, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
 };
 
 use super::{BLOCK, decode, encode, low::Low};
@@ -185,10 +185,10 @@ impl Reference {
                     return low.hash(block);
                 }
                 let mut hasher = blake3::Hasher::new();
-                for array in [&self.master, &self.first, &self.second] {
-                    for x in array.iter().skip(block * BLOCK).take(BLOCK) {
-                        hasher.update(&x.to_le_bytes());
-                    }
+                for array in
+                    [&self.master, &self.first, &self.second].into_iter().filter(|array| !array.is_empty())
+                {
+                    hasher.update(&encode(&array[block * BLOCK..][..BLOCK], Dtype::F32));
                 }
                 *hasher.finalize().as_bytes()
             })
