@@ -25,10 +25,9 @@ impl Directories {
     /// Locks the directories. Named directories must exist. The default folder of the `shm` tier contains `port` in
     /// its path, so a restart finds it again. Without a fixed port there is no default.
     pub(crate) fn claim(config: &StorageConfig, port: Option<u16>) -> Result<Directories, Fault> {
-        let state_dirs = config.state_dirs.iter().map(|dir| (dir, "state_dir"));
-        let named = state_dirs.chain(config.shm_dir.iter().map(|dir| (dir, "shm_dir")));
-        let mut claims =
-            named.map(|(dir, field)| Claim::take(dir, field)).collect::<Result<Vec<_>, Fault>>()?;
+        let state_dirs = config.state_dirs.iter().map(|dir| Claim::take_state_dir(dir));
+        let named = state_dirs.chain(config.shm_dir.iter().map(|dir| Claim::take(dir, "shm_dir")));
+        let mut claims = named.collect::<Result<Vec<_>, Fault>>()?;
         let Some(port) = port.filter(|&port| port != 0 && config.shm_dir.is_none()) else {
             return Ok(Directories { shm: config.shm_dir.clone(), _claims: claims });
         };

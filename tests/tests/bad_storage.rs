@@ -172,6 +172,15 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.stderr.contains(dirs[0].to_str().unwrap()), "{refused:?}");
     assert!(refused.stderr.contains("check its path"), "{refused:?}");
+    // The folders below unused mount points are empty. No job begins in them until the missing one is given up.
+    fs::rename(&dirs[1], root.path().join("gone-too")).unwrap();
+    dirs.iter().for_each(|dir| fs::create_dir(dir).unwrap());
+    server.restart();
+    let (stderr, _) = train.start().fails(PATIENCE);
+    assert!(stderr.contains("mount its drive") && stderr.contains("had jobs: default"), "{stderr}");
+    let delete = ["delete", "--job", "default", "--servers", server.address(), "--discard-unreadable"];
+    assert_eq!(longshore(delete).code, 0);
+    assert_eq!(train.run().end.state_hash, expected);
 }
 
 /// Returns the fault of a version that the server will never make durable.

@@ -126,7 +126,7 @@ impl Job {
         Some(Restoring { checkpoint: origin.name.clone(), shards: load.shards, held })
     }
 
-    fn unload(&self) {
+    pub(super) fn unload(&self) {
         self.forget();
         let mut load = lock(&self.load);
         let closed = load.closed;

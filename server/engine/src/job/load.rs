@@ -277,8 +277,9 @@ impl Job {
         let record = load.uploaded.clone().unwrap_or(Uploaded::Weights).record();
         load.finish();
         drop(load);
-        self.make_images(Version(0), StoredImages::None)?;
-        self.start(&record)
+        let started = self.make_images(Version(0), StoredImages::None).and_then(|()| self.start(&record));
+        // The job waits for weights again.
+        started.inspect_err(|_| self.unload())
     }
 
     /// Keeps the loaded state in the tier, and opens the job for steps.
@@ -347,7 +348,7 @@ impl Job {
     /// the end, from the contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         for owned in self.trained() {
-            self.images.found(owned, &kept.shards[owned.index()]);
+            self.images.found(owned, &kept.shards[owned.index()], self.tier.kept.as_ref())?;
         }
         lock(&self.load).finish();
         let mut machine = self.protocol.machine();

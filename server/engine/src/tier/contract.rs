@@ -210,6 +210,9 @@ pub trait KeptMemory: Send + Sync {
 
     /// Runs `carry`, which makes `version` of a shard in a skipped step: the image is copied and the state stays.
     fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut());
+
+    /// Compares a kept image with its checksums.
+    fn check_image(&self, owned: OwnedShard, version: Version, image: &[u8]) -> Result<(), Fault>;
 }
 
 /// The age of a shard's image.

@@ -12,7 +12,10 @@ use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, T
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use super::fault::{FIELD, conflict, corrupt, internal, io, named};
+use super::{
+    fault::{FIELD, conflict, corrupt, internal, io},
+    record::newer,
+};
 use crate::record::retired;
 
 pub(super) const HEADER_FILE: &str = "header.json";
@@ -66,38 +69,6 @@ pub(super) struct Folder {
     _lock: File,
 }
 
-/// A state directory that no other server may use while this lives. After a crash each server must find its
-/// own jobs and no other's.
-pub struct Claim {
-    _lock: File,
-}
-
-impl Claim {
-    /// `field` is the setting that names the directory.
-    pub fn take(dir: &Path, field: &'static str) -> Result<Claim, Fault> {
-        Claim::lock(dir).map_err(named(field))
-    }
-
-    fn lock(dir: &Path) -> Result<Claim, Fault> {
-        let file = File::open(dir).map_err(io("open", dir))?;
-        if !dir.is_dir() {
-            return Err(io("open", dir)(ErrorKind::NotADirectory.into()));
-        }
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Claim { _lock: file }),
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let value = format!("{} (in use by another server)", dir.display());
-                Err(conflict(
-                    value,
-                    "one server's own",
-                    "give each server of this host a directory of its own",
-                ))
-            }
-            Err(error) => Err(io("lock", dir)(error.into())),
-        }
-    }
-}
-
 impl Header {
     pub(super) fn read(folder: &Path) -> Result<Option<Header>, Fault> {
         let path = folder.join(HEADER_FILE);
@@ -106,12 +77,28 @@ impl Header {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(io("read", &path)(error)),
         };
+        if let Some(format) = Header::newer_format(&text) {
+            let fault = newer("header", format);
+            return Err(Fault { value: format!("{} ({})", path.display(), fault.value), ..fault });
+        }
         let (header, body) = Header::decode(&text).map_err(|why| {
             corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
         })?;
         retired::check(body)?;
         retired::check_header(body)?;
         Ok(Some(header))
+    }
+
+    /// Returns the format of a header that a newer version of this program wrote. Later formats keep these two fields.
+    fn newer_format(text: &[u8]) -> Option<u32> {
+        #[derive(Deserialize)]
+        struct Format {
+            format: String,
+            format_version: u32,
+        }
+        let first = text.split(|&byte| byte == b'\n').next()?;
+        let found: Format = serde_json::from_slice(first).ok()?;
+        (found.format == FORMAT && found.format_version > FORMAT_VERSION).then_some(found.format_version)
     }
 
     /// Returns the header, and the JSON that it was read from.

@@ -1,6 +1,7 @@
 //! Tiers: storage of a job's state. The step protocol is the same on every tier, and only `factory` knows the
 //! kind.
 
+mod claim;
 mod contract;
 mod factory;
 mod fault;
@@ -19,12 +20,13 @@ mod storage;
 mod stored;
 mod watch;
 
+pub use claim::{Claim, give_up_missing};
 pub use contract::{
     Durable, Guard, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store,
     Taken, Tier, Together, Turn, Unguarded, WriteBehind,
 };
 pub use factory::{keeps_buffers, need, open};
-pub use folder::{Claim, Header};
+pub use folder::Header;
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use need::StoreNeed;
 pub use removal::{delete_stored, finish_interrupted};

@@ -1,15 +1,17 @@
 //! A small record that is written whole or not at all: a frame around JSON, in sectors of its own.
 
-use longshore_proto::{Commit, Fault, LeftOut, Version};
+use longshore_proto::{Commit, Fault, FaultKind, LeftOut, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::fault::FIELD;
 use crate::record::{Record, Standing, exact, retired};
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;
 /// The room for one frame: 1 MiB of trainer state is 2 MiB of hex, and 1024 param groups are 300 KiB.
 pub(super) const RECORD_BYTES: usize = 4 * 1024 * 1024;
-const MAGIC: [u8; 8] = *b"LONGSREC";
+const MAGIC: [u8; MAGIC_BYTES] = *b"LONGSREC";
+pub(super) const MAGIC_BYTES: usize = 8;
 const FORMAT: u32 = 1;
 const HEAD: usize = 32;
 
@@ -48,8 +50,8 @@ pub(super) enum Found<T> {
     Valid(T),
     /// The record was torn by a crash, or damaged since.
     Broken(String),
-    /// The record is whole, and has a field that is not read any more.
-    Retired(Fault),
+    /// The record has a field that is not read any more, or a newer version of this program wrote it.
+    Refused(Fault),
 }
 
 /// Returns the CRC-64/NVME of all the bytes in order. At 8 bytes a block a missed error is out of reach. With
@@ -82,6 +84,18 @@ fn checksum(frame: &[u8]) -> u64 {
     crc64([&frame[..16], &frame[24..]])
 }
 
+/// Returns the frame as if its format were the known one: damage of the format's bytes is damage, and no newer format.
+fn known_format(frame: &[u8]) -> Vec<u8> {
+    [&frame[..8], &FORMAT.to_le_bytes(), &frame[12..]].concat()
+}
+
+/// Returns the fault of state that a newer version of this program wrote.
+pub(super) fn newer(kind: &str, format: u32) -> Fault {
+    let limit = format!("of format {FORMAT} at most, as this version reads");
+    let remedy = "start the newer version of longshored, which wrote it; nothing was changed or deleted";
+    Fault::new(FaultKind::Precondition, FIELD, format!("a {kind} of format {format}"), limit, remedy)
+}
+
 /// Reads the frame at the start of `area`.
 pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     let broken = |why: &str| Found::Broken(why.to_string());
@@ -94,20 +108,24 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     if area[..8] != MAGIC {
         return broken("no magic");
     }
+    let format = u32::from_le_bytes([area[8], area[9], area[10], area[11]]);
     let word = |at: usize| u32::from_le_bytes([area[at], area[at + 1], area[at + 2], area[at + 3]]);
     let json = word(12) as usize;
-    let Some(frame) = area.get(..(HEAD + json).next_multiple_of(SECTOR)) else { return broken("bad length") };
-    let mut stored = [0; 8];
-    stored.copy_from_slice(&frame[16..24]);
-    if checksum(frame) != u64::from_le_bytes(stored) {
-        return broken("its checksum differs");
+    let frame = area.get(..(HEAD + json).next_multiple_of(SECTOR));
+    let is_whole = |frame: &[u8]| frame[16..24] == checksum(frame).to_le_bytes();
+    match frame {
+        Some(frame) if is_whole(frame) && format == FORMAT => {}
+        // Only magic and format are the same in every format.
+        _ if format > FORMAT && !frame.is_some_and(|frame| is_whole(&known_format(frame))) => {
+            return Found::Refused(newer("record", format));
+        }
+        None => return broken("bad length"),
+        Some(_) => return broken("its checksum differs"),
     }
-    if word(8) != FORMAT {
-        return Found::Broken(format!("format {}, and this program knows {FORMAT}", word(8)));
-    }
+    let Some(frame) = frame else { return broken("bad length") };
     let body = &frame[HEAD..HEAD + json];
     if let Err(fault) = retired::check(body) {
-        return Found::Retired(fault);
+        return Found::Refused(fault);
     }
     match serde_json::from_slice(body) {
         Ok(body) => Found::Valid(body),
@@ -130,5 +148,10 @@ mod tests {
             frame[bit / 8] ^= 1 << (bit % 8);
         }
         assert!(matches!(decode::<Vec<u32>>(&vec![0; SECTOR]), Found::Blank));
+        // Of a newer format only magic and format are known.
+        frame[8] = 2;
+        frame[12..].fill(0xAB);
+        let Found::Refused(fault) = decode::<Vec<u32>>(&frame) else { panic!("a newer format is no damage") };
+        assert!(fault.remedy.starts_with("start the newer version"), "{fault}");
     }
 }

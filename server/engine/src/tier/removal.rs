@@ -11,6 +11,7 @@ use std::{
 use longshore_proto::{Fault, JobName};
 
 use super::{
+    claim,
     fault::io,
     folder::{DELETED, FOLDER, Folder, Header, NEW, beside, entries, holds_files, name_of, settle, sync},
 };
@@ -64,6 +65,10 @@ fn remove(folder: &Path) -> Result<(), Fault> {
         _ => {}
     }
     let _ = folder.parent().map(fs::remove_dir);
+    let job = folder.parent().and_then(|job| JobName::parse("job", &name_of(job)).ok());
+    if let (Some(dir), Some(job)) = (folder.ancestors().nth(2), job) {
+        claim::forget(dir, &job);
+    }
     Ok(())
 }
 
@@ -120,6 +125,7 @@ pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
     // not empty stays.
     for dir in dirs {
         let _ = fs::remove_dir(dir.join(job.as_str()));
+        claim::forget(dir, job);
     }
 }
 

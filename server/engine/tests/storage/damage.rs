@@ -4,7 +4,7 @@ use std::{fs, os::unix::fs::FileExt, path::Path, sync::Arc};
 
 use longshore_engine::admission::Need;
 use longshore_engine::tier::{Spill, Storage, inspect::inspect};
-use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Version};
+use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, ShardId, StateFormat, TierKind, Version};
 
 use super::{
     BLOCK, Dirs, check,
@@ -219,4 +219,47 @@ fn a_store_is_not_opened_with_images_elsewhere() {
     assert_eq!(fault.kind, FaultKind::Conflict);
     assert!(fault.to_string().contains("made with --spill all"), "{fault}");
     assert!(open(&spec, &dirs.storage).is_ok());
+}
+
+/// Files of tier `shm` at rest: damage and a newer format are named, and nothing is deleted.
+#[test]
+fn state_of_tier_shm_that_cannot_be_read_is_refused_and_left_as_it_is() {
+    let spec = JobSpec { tier: TierKind::Shm, ..small(1) };
+    let root = tempfile::tempdir_in("/dev/shm").unwrap();
+    let storage = Storage { shm_dir: Some(root.path().to_path_buf()), ..Storage::default() };
+    let mut cluster = started(&spec, &storage);
+    run_steps(&mut cluster, 1..=4);
+    let hash = cluster.hash();
+    drop(cluster);
+    let home = root.path().join("test/server-0-of-1");
+    let block = 4 * BLOCK as u64;
+    // The newest record is of version 4. Images come first among the buffers.
+    let cases = [
+        ("progress", vec![40], "progress"),
+        ("progress", vec![RECORDS + 40], "progress"),
+        ("progress", vec![40, RECORDS + 40], "progress"),
+        ("progress", vec![2 * RECORDS + 7], "progress"),
+        ("state", vec![99], "state (block 0 of it)"),
+        ("state", vec![3 * block + 5], "state (block 1 of it)"),
+        ("buffers", vec![99], "buffers (an image of block 0 of it)"),
+    ];
+    for (file, places, named) in cases {
+        places.iter().for_each(|&at| flip_file(&home.join(file), at));
+        let fault = open(&spec, &storage).err().unwrap();
+        assert_eq!(fault.kind, FaultKind::Corrupt, "{file}: {fault}");
+        assert!(fault.value.contains(named) && fault.remedy.contains("nothing was deleted"), "{fault}");
+        let report = inspect(&home).unwrap();
+        let is_found = report.damage.len() + report.broken_records.len() > 0;
+        assert_eq!(is_found, file != "buffers", "{file}: {report:?}");
+        places.iter().for_each(|&at| flip_file(&home.join(file), at));
+    }
+    let newer = [b"LONGSREC".as_slice(), &2u32.to_le_bytes(), &[7; 100]].concat();
+    let progress = fs::OpenOptions::new().read(true).write(true).open(home.join("progress")).unwrap();
+    let mut before = vec![0; newer.len()];
+    progress.read_exact_at(&mut before, 0).unwrap();
+    progress.write_all_at(&newer, 0).unwrap();
+    let fault = open(&spec, &storage).err().unwrap();
+    assert!(fault.remedy.starts_with("start the newer version"), "{fault}");
+    progress.write_all_at(&before, 0).unwrap();
+    assert_eq!(open(&spec, &storage).unwrap().hash(), hash);
 }

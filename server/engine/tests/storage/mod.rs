@@ -45,7 +45,8 @@ struct Dirs {
 impl Dirs {
     fn new(count: usize) -> Dirs {
         let roots: Vec<_> = (0..count).map(|_| tempfile::tempdir().unwrap()).collect();
-        let dirs: Vec<PathBuf> = roots.iter().map(|root| root.path().to_path_buf()).collect();
+        let dirs: Vec<PathBuf> = roots.iter().map(|root| root.path().join("state")).collect();
+        dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
         Dirs { _roots: roots, storage: Storage { dirs, buffers: 2, ..Storage::default() } }
     }
 

@@ -19,7 +19,7 @@ pub(super) use self::{
 use crate::{
     ids::OwnedShard,
     memory::SharedFile,
-    tier::{ImageAge, ImageStore, KeptShard},
+    tier::{ImageAge, ImageStore, KeptMemory, KeptShard},
 };
 
 /// The images of the owned shards. Each has a lock of its own.
@@ -170,14 +170,19 @@ impl Images {
 
     /// Notes which of a shard's images in memory are valid after the tier has recovered them. The image of
     /// the shard's version is, and the older one is if it is whole.
-    pub(super) fn found(&self, owned: OwnedShard, shard: &KeptShard) {
-        let found = |version: Version| {
-            self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner).set(Some(version));
-        };
-        found(shard.version);
-        if shard.older_image {
-            found(Version(shard.version.0 - 1));
+    pub(super) fn found(
+        &self,
+        owned: OwnedShard,
+        shard: &KeptShard,
+        kept: Option<&Arc<dyn KeptMemory>>,
+    ) -> Result<(), Fault> {
+        let older = shard.older_image.then(|| Version(shard.version.0 - 1));
+        for version in [shard.version].into_iter().chain(older) {
+            let mut image = self.place(owned, version).write().unwrap_or_else(PoisonError::into_inner);
+            kept.map_or(Ok(()), |kept| kept.check_image(owned, version, &image.bytes()[..self.len(owned)]))?;
+            image.set(Some(version));
         }
+        Ok(())
     }
 
     /// Forgets the versions of all images.

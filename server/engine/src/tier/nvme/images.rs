@@ -207,17 +207,23 @@ impl ImageStore for NvmeTier {
         for (block, checksum) in checksummed_blocks(image, checksums, slot) {
             checksums.images[slot][block].store(checksum, Ordering::Relaxed);
         }
-        let mut buffer = one_buffer(image.len())?;
-        buffer.bytes_mut().copy_from_slice(image);
-        self.transfer_image(owned, Direction::Write, part.offset, image.len(), buffer)?;
+        let mut buffer = one_buffer(image.len().min(PART_BYTES))?;
+        for (index, piece) in image.chunks(PART_BYTES).enumerate() {
+            buffer.bytes_mut()[..piece.len()].copy_from_slice(piece);
+            let offset = part.offset + (index * PART_BYTES) as u64;
+            buffer = self.transfer_image(owned, Direction::Write, offset, piece.len(), buffer)?;
+        }
         Ok(())
     }
 
     fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault> {
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(false) };
-        let buffer = one_buffer(image.len())?;
-        let buffer = self.transfer_image(owned, Direction::Read, part.offset, image.len(), buffer)?;
-        image.copy_from_slice(buffer.bytes());
+        let mut buffer = one_buffer(image.len().min(PART_BYTES))?;
+        for (index, piece) in image.chunks_mut(PART_BYTES).enumerate() {
+            let offset = part.offset + (index * PART_BYTES) as u64;
+            buffer = self.transfer_image(owned, Direction::Read, offset, piece.len(), buffer)?;
+            piece.copy_from_slice(&buffer.bytes()[..piece.len()]);
+        }
         match self.damaged_block(owned, slot, 0, image) {
             Some((block, found)) => Err(self.image_damage(owned, slot, block, found)),
             None => Ok(true),
@@ -272,6 +278,7 @@ fn parts_of(bytes: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> 
     })
 }
 
+/// Allocates a buffer of a part, which no job's admission counts.
 fn one_buffer(bytes: usize) -> Result<Region, Fault> {
     let slab = Slab::allocate(bytes).map_err(|error| internal(error, "allocated"))?;
     Ok(slab.carve_here(&[bytes]).remove(0))

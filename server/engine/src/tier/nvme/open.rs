@@ -9,6 +9,7 @@ use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
 
 use super::{
     super::{
+        claim,
         fault::{conflict, exhausted, io},
         folder::{Folder, HEADER_FILE, Header, vanished},
         need::StoreNeed,
@@ -300,8 +301,12 @@ fn open_disks(
 /// Makes a store under temporary names, which become the job's once the store is complete.
 fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &StorePlan) -> Result<u64, Fault> {
     let store = Header::unique_store();
-    let made =
-        fill(inputs, folders, plan, store).and_then(|()| folders.iter_mut().try_for_each(Folder::settle));
+    let dirs = &inputs.storage.dirs;
+    let checked = dirs.iter().try_for_each(|dir| claim::check(dir));
+    let made = checked.and_then(|()| fill(inputs, folders, plan, store)).and_then(|()| {
+        dirs.iter().for_each(|dir| claim::note(dir, &inputs.spec.name));
+        folders.iter_mut().try_for_each(Folder::settle)
+    });
     made.inspect_err(|_| left_behind(remove(folders))).map(|()| store)
 }
 

@@ -126,7 +126,7 @@ impl Ranks {
                 }
                 Found::Valid(_) => broken = Some("of another store".to_string()),
                 Found::Broken(why) => broken = Some(why),
-                Found::Retired(fault) => return Err(fault),
+                Found::Refused(fault) => return Err(fault),
             }
         }
         if let Some(StoredRanks { generation, ranks, .. }) = newest {

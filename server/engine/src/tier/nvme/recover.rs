@@ -55,7 +55,7 @@ impl Records {
     ) -> Result<(), Fault> {
         match found {
             Found::Blank => {}
-            Found::Retired(fault) => return Err(fault),
+            Found::Refused(fault) => return Err(fault),
             Found::Broken(why) => self.broken.push(format!("{place}: {why}")),
             Found::Valid(record) => {
                 let version = record.record.version;

@@ -1,7 +1,7 @@
 //! Inspection of a job's folder in a tmpfs: would a server go on from it? Files, records and words are read
 //! as recovery reads them.
 //!
-//! A tmpfs is memory, and needs no block checksums; the records have their own.
+//! Blocks of the state are compared with their checksums, as a server does when it recovers them.
 
 use std::{
     fs::{self, File},
@@ -19,9 +19,10 @@ use super::{
         record::RECORD_BYTES,
         report::{Report, VersionReport},
     },
-    SHARD_WORDS, UNDO_SLOTS, UNDO_WORDS,
+    SHARD_WORDS, SUM_WORDS, UNDO_SLOTS, UNDO_WORDS,
     records::records_of,
     sizes::Sizes,
+    sum,
 };
 use crate::{ids::OwnedShards, memory::Slab};
 
@@ -32,7 +33,7 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
     header.placement.validate(layout.shards())?;
     let owned = header.placement.owned(header.server);
     let sizes = Sizes::new(&header.spec, &layout, &owned, 0);
-    let progress = Slab::bytes_for(sizes.progress.iter().copied());
+    let progress = sizes.least_progress();
     let mut report = Report {
         folder: folder.path.clone(),
         header,
@@ -54,9 +55,12 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
     take_records(&mut report, &file, &path)?;
     if !report.versions.is_empty() {
         let words = read_words(&file, &path, &sizes)?;
-        report.damage.extend(
-            check_words(&words, &sizes, &report.versions).map(|why| format!("{} ({why})", path.display())),
-        );
+        let versions: Vec<Version> = report.versions.iter().map(|version| version.version).collect();
+        let why = check_words(&words, &sizes, &versions);
+        report.damage.extend(why.map(|why| format!("{} ({why})", path.display())));
+        if report.damage.is_empty() {
+            report.damage.extend(damaged_block(&folder.path.join("state"), &file, &sizes, &words)?);
+        }
     }
     Ok(report)
 }
@@ -108,14 +112,56 @@ fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault
     Ok(bytes.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word)).collect())
 }
 
+/// Returns the first block of the state that differs from its checksum. Blocks in the middle of an update have a copy.
+fn damaged_block(
+    path: &Path,
+    progress: &File,
+    sizes: &Sizes,
+    words: &[u64],
+) -> Result<Option<String>, Fault> {
+    let (shards, blocks) = (sizes.lengths.len(), sizes.blocks[sizes.lengths.len()]);
+    let (versions, undo) = words[shards * SHARD_WORDS..].split_at(blocks);
+    let copied =
+        |block: usize| undo.chunks_exact(UNDO_WORDS).take(UNDO_SLOTS).any(|slot| slot[0] == block as u64 + 1);
+    let start = Slab::bytes_for(sizes.progress[..sizes.progress.len() - 1].iter().copied()) as u64;
+    let mut sums = vec![0; blocks * SUM_WORDS * WORD];
+    if progress.read_exact_at(&mut sums, start).is_err() {
+        // Release 0.1 kept no checksums.
+        return Ok(None);
+    }
+    let state = File::open(path).map_err(io("open", path))?;
+    let mut at = 0;
+    for (owned, shape) in OwnedShards::all(shards).zip(&sizes.shapes) {
+        let range = sizes.blocks[owned.index()]..sizes.blocks[owned.next().index()];
+        let arrays = shape.arrays(sizes.lengths[owned.index()]);
+        let starts = arrays.map(|bytes| {
+            at += Slab::bytes_for([bytes]);
+            (at - Slab::bytes_for([bytes])) as u64
+        });
+        for (index, block) in range.enumerate() {
+            let word = block * SUM_WORDS + (versions[block] % 2) as usize;
+            let kept = u64::from_ne_bytes(sums.as_chunks::<WORD>().0[word]);
+            let mut parts = shape.block().map(|bytes| vec![0; bytes]);
+            for (part, start) in parts.iter_mut().zip(starts) {
+                let offset = start + (index * part.len()) as u64;
+                state.read_exact_at(part, offset).map_err(io("read", path))?;
+            }
+            if kept != 0 && !copied(block) && kept != sum(parts.iter().map(Vec::as_slice)) {
+                return Ok(Some(format!("{} (block {block} of it)", path.display())));
+            }
+        }
+    }
+    Ok(None)
+}
+
 /// Returns the first word with a value that a server cannot have left behind, wherever it died.
-fn check_words(words: &[u64], sizes: &Sizes, versions: &[VersionReport]) -> Option<String> {
+pub(super) fn check_words(words: &[u64], sizes: &Sizes, versions: &[Version]) -> Option<String> {
     let shards = sizes.blocks.len() - 1;
     let blocks = sizes.blocks[shards];
     let (of_shards, rest) = words.split_at(shards * SHARD_WORDS);
     let (of_blocks, rest) = rest.split_at(blocks);
-    let newest = versions.last().map_or(0, |version| version.version.0);
-    let known = |version: u64| versions.iter().any(|known| known.version == Version(version));
+    let newest = versions.last().map_or(0, |version| version.0);
+    let known = |version: u64| versions.contains(&Version(version));
     for (owned, shard) in OwnedShards::all(shards).zip(of_shards.chunks_exact(SHARD_WORDS)) {
         let (begun, done) = (shard[0], shard[1]);
         if begun < done || begun > done + 1 || begun > newest {

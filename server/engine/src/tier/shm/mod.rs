@@ -10,20 +10,24 @@ mod records;
 mod sizes;
 mod undo;
 
-use std::sync::{
-    Condvar, Mutex,
-    atomic::{AtomicBool, AtomicU64, Ordering, fence},
+use std::{
+    ops::Range,
+    sync::{
+        Condvar, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering, fence},
+    },
 };
 
 use longshore_proto::{Fault, Incarnation, Rank, Step, Version, limits::BLOCK_ELEMENTS};
 
 pub use self::inspect::too_short;
-use self::undo::Undo;
 pub(super) use self::{inspect::inspect, sizes::overhead};
+use self::{records::damaged, undo::Undo};
 use super::{
     contract::{Durable, Guard, KeptMemory, Tier},
     folder::Folder,
     memory::MemoryTier,
+    record::crc64,
     removal::remove_all,
     state::{StateMut, StateRef},
     watch::Watch,
@@ -42,6 +46,10 @@ const UNDO_SLOTS: usize = 32;
 const SHARD_WORDS: usize = 5;
 /// Index of the first word of the summed steps.
 const SUMMED: usize = 3;
+/// Number of checksums of a block: of its state and of its image, by version parity.
+const SUM_WORDS: usize = 4;
+/// Index of the first checksum of an image.
+const IMAGE_SUM: usize = 2;
 /// Number of words of an undo slot: 1 + the block (0 when unused), and the version that its update makes.
 const UNDO_WORDS: usize = 2;
 
@@ -59,18 +67,19 @@ const UNDO_WORDS: usize = 2;
 ///              words of 8 bytes: 5 for each shard, 1 for each block (its version), 2 for each undo slot,
 ///              1 for each rank (its incarnation);
 ///              undo slots: one block's state each;
-///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced)
+///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced);
+///              4 words for each block: CRC-64 of its state and of its image, each by version parity; 0 where unknown
 /// ```
 ///
 /// **Deciding** a step writes its record over the record of two versions before, and only then is anyone
 /// told.
 ///
 /// **Updating** a shard stores the version begun first and the version done last. For each block in between
-/// it stores a copy into an undo slot and the slot's words. Then follow the block in place, the block's
-/// version, and the slot's words back to 0.
+/// it stores a copy into an undo slot and the slot's words. Then follow the block in place, its checksums, the
+/// block's version, and the slot's words back to 0.
 ///
 /// **Recovery** puts back each block that an undo slot holds and whose version was not reached. The
-/// newest whole record is taken, and blocks that are not done yet are updated. A block whose version is reached is
+/// newest record is taken, and blocks that are not done yet are updated. A block whose version is reached is
 /// left: its update happened once. A shard whose version begun is not done has lost its older image, over
 /// which the new one was being written. A step that is summed and not decided stays summed: another server
 /// may know its decision. Perhaps nobody is left who could send the gradients again.
@@ -78,6 +87,7 @@ pub(super) struct ShmTier {
     memory: MemoryTier,
     words: AtomicWords,
     joined_at: AtomicWords,
+    sums: AtomicWords,
     records: Mutex<Region>,
     /// Copies that no thread uses, with their slot.
     undo: Mutex<Vec<(usize, Region)>>,
@@ -95,6 +105,25 @@ pub(super) struct ShmTier {
 impl ShmTier {
     fn shards(&self) -> OwnedShards {
         OwnedShards::all(self.blocks.len() - 1)
+    }
+
+    /// Checksums of a block, see [`SUM_WORDS`].
+    fn block_sums(&self, block: usize) -> &[AtomicU64] {
+        &self.sums.get()[block * SUM_WORDS..][..SUM_WORDS]
+    }
+
+    fn blocks_of(&self, owned: OwnedShard) -> Range<usize> {
+        self.blocks[owned.index()]..self.blocks[owned.next().index()]
+    }
+
+    /// Runs `change` between the words that say that the shard's version is begun and done.
+    fn between(&self, owned: OwnedShard, version: Version, change: &mut dyn FnMut()) {
+        let words = self.shard(owned);
+        words[0].store(version.0, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        change();
+        fence(Ordering::SeqCst);
+        words[1].store(version.0, Ordering::SeqCst);
     }
 
     /// A shard's words: version begun, version done, oldest image, steps summed.
@@ -118,6 +147,11 @@ impl ShmTier {
     }
 }
 
+/// Returns a checksum that is not 0.
+fn sum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    crc64(parts).max(1)
+}
+
 impl Tier for ShmTier {
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         self.memory.load(owned, load)
@@ -135,7 +169,7 @@ impl Tier for ShmTier {
     ) -> Result<(), Fault> {
         let guard = Undo { tier: self, first_block: self.blocks[owned.index()], version };
         let mut result = Ok(());
-        self.carry(owned, version, &mut || {
+        self.between(owned, version, &mut || {
             result = self.memory.load(owned, &mut |state| update(state, &guard));
         });
         result
@@ -154,12 +188,30 @@ impl KeptMemory for ShmTier {
     }
 
     fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut()) {
-        let words = self.shard(owned);
-        words[0].store(version.0, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        carry();
-        fence(Ordering::SeqCst);
-        words[1].store(version.0, Ordering::SeqCst);
+        let parity = (version.0 % 2) as usize;
+        self.between(owned, version, &mut || {
+            carry();
+            for block in self.blocks_of(owned) {
+                let sums = self.block_sums(block);
+                let before = sums[IMAGE_SUM + 1 - parity].load(Ordering::Relaxed);
+                sums[IMAGE_SUM + parity].store(before, Ordering::Relaxed);
+            }
+        });
+    }
+
+    fn check_image(&self, owned: OwnedShard, version: Version, image: &[u8]) -> Result<(), Fault> {
+        let range = self.blocks_of(owned);
+        let bytes = image.len() / range.len().max(1);
+        for (block, image) in range.zip(image.chunks(bytes.max(1))) {
+            let kept = self.block_sums(block)[IMAGE_SUM + (version.0 % 2) as usize].load(Ordering::Relaxed);
+            if kept != 0 && kept != sum([image]) {
+                return Err(damaged(
+                    &self.folder.path.join("buffers"),
+                    &format!("an image of block {block} of it"),
+                ));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -168,6 +220,13 @@ impl Durable for ShmTier {
         let version = record.version.0;
         let older = u64::from(self.older_loaded.load(Ordering::Relaxed) && version > 0);
         for owned in self.shards() {
+            self.memory.read(owned, &mut |state| {
+                for (index, block) in self.blocks_of(owned).enumerate() {
+                    let sums = self.block_sums(block);
+                    sums[(version % 2) as usize].store(sum(state.block(index).arrays), Ordering::Relaxed);
+                    sums[IMAGE_SUM..].iter().for_each(|image| image.store(0, Ordering::Relaxed));
+                }
+            })?;
             for (word, value) in self.shard(owned).iter().zip([version, version, version - older, 0, 0]) {
                 word.store(value, Ordering::SeqCst);
             }

@@ -9,13 +9,13 @@ use std::{
 
 use longshore_proto::{Fault, FaultKind, TierKind};
 
-use super::{ShmTier, UNDO_SLOTS, sizes::Sizes};
+use super::{ShmTier, UNDO_SLOTS, records::damaged, sizes::Sizes};
 use crate::{
     memory::{AtomicWords, Slab},
     threads::ThreadPool,
     tier::{
         contract::Interrupted,
-        fault::{FIELD, SHM_FIELD, corrupt, io, named},
+        fault::{FIELD, SHM_FIELD, io, named},
         folder::{Folder, HEADER_FILE, Header},
         memory::MemoryTier,
         removal::{finish_job, remove_all},
@@ -75,7 +75,7 @@ impl ShmTier {
         {
             found.check_same(&header, &folder.path)?;
             let (mut tier, buffers) = ShmTier::map(folder, &sizes, pool, false)?;
-            if let Some(kept) = tier.recover()? {
+            if let Some(kept) = tier.recover(&sizes, pool)? {
                 return Ok((tier, buffers, Some(kept)));
             }
             // The job was never loaded to the end, so there is nothing to go on from.
@@ -112,22 +112,21 @@ impl ShmTier {
         };
         let state = file("state", sizes.state, sizes.state)?;
         let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
-        // Earlier versions of this program did not keep the versions at which ranks had joined; such a rank
-        // reads as version 0.
-        let (_, before) = sizes.progress.split_last().expect("there are always records");
-        let least = Slab::bytes_for(before.iter().copied());
-        let progress = file("progress", Slab::bytes_for(sizes.progress.iter().copied()), least)?;
+        let bytes = Slab::bytes_for(sizes.progress.iter().copied());
+        let progress = file("progress", bytes, sizes.least_progress())?;
         let mut regions = progress.carve_here(&sizes.progress).into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), AtomicWords::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
         let joined_at = AtomicWords::new(next());
+        let sums = AtomicWords::new(next());
         let memory = MemoryTier::over(state, &sizes.lengths, sizes.shapes.clone(), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,
             words,
             joined_at,
+            sums,
             records,
             undo: Mutex::new(undo),
             undo_freed: Condvar::new(),
@@ -164,8 +163,7 @@ fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
     let file = opened.map_err(io("open", path))?;
     let length = file.metadata().map_err(io("look at", path))?.len();
     if length < least as u64 {
-        let value = format!("{} ({length} bytes)", path.display());
-        return Err(corrupt(value, format!("{least} bytes"), "remove the folder and restore a checkpoint"));
+        return Err(damaged(path, &format!("{length} of {least} bytes")));
     }
     Slab::over_file(&file, bytes).map_err(|error| io("reserve", path)(error.source))
 }

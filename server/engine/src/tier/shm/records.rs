@@ -1,19 +1,25 @@
 //! Records of decided versions in a tmpfs, and notes on their standing since.
 
-use std::{fs::File, os::unix::fs::FileExt, path::Path, sync::atomic::Ordering};
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering, fence},
+};
 
 use longshore_proto::{Fault, Step, Version};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::ShmTier;
+use super::{SUMMED, ShmTier, inspect::check_words, sizes::Sizes};
 use crate::{
     ids::OwnedShard,
     lock,
     record::{Record, Standing, exact},
+    threads::ThreadPool,
     tier::{
         contract::{Interrupted, KeptShard},
-        fault::{internal, io},
-        record::{Found, RECORD_BYTES, RecordJson, decode, encode},
+        fault::{corrupt, internal, io},
+        record::{Found, MAGIC_BYTES, RECORD_BYTES, RecordJson, decode, encode},
     },
 };
 
@@ -36,13 +42,39 @@ fn note_at(place: usize) -> usize {
     RECORD_BYTES - (NOTES - place) * NOTE_BYTES
 }
 
-fn newest_note(area: &[u8], version: Version) -> Option<Note> {
-    let notes = (0..NOTES).filter_map(|place| match decode::<Note>(&area[note_at(place)..][..NOTE_BYTES]) {
-        Found::Valid(note) if note.version == version => Some(note),
-        // The note is torn or belongs to another version: nobody was told of it.
-        _ => None,
-    });
-    notes.max_by_key(|note| note.number)
+/// Returns the newest note on a version.
+///
+/// # Errors
+/// The reason why a note is damaged.
+fn newest_note(area: &[u8], version: Version) -> Result<Option<Note>, String> {
+    let mut newest = None::<Note>;
+    for place in 0..NOTES {
+        match read_frame::<Note>(&area[note_at(place)..][..NOTE_BYTES]) {
+            Found::Valid(note) if note.version == version => {
+                newest = newest.into_iter().chain([note]).max_by_key(|note| note.number);
+            }
+            // A note of another version.
+            Found::Valid(_) | Found::Blank => {}
+            Found::Broken(why) => return Err(why),
+            Found::Refused(fault) => return Err(fault.to_string()),
+        }
+    }
+    Ok(newest)
+}
+
+/// Writes a frame over another one. Its magic is taken away first and set last. So a process that dies meanwhile
+/// leaves no frame, and a frame with magic and another checksum is damaged.
+fn write_frame(area: &mut [u8], frame: &[u8]) {
+    let (magic, rest) = area[..frame.len()].split_at_mut(MAGIC_BYTES);
+    magic.fill(0);
+    fence(Ordering::SeqCst);
+    rest.copy_from_slice(&frame[MAGIC_BYTES..]);
+    fence(Ordering::SeqCst);
+    magic.copy_from_slice(&frame[..MAGIC_BYTES]);
+}
+
+fn read_frame<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
+    if area[..MAGIC_BYTES].iter().all(|&byte| byte == 0) { Found::Blank } else { decode(area) }
 }
 
 impl ShmTier {
@@ -52,7 +84,7 @@ impl ShmTier {
             return Err(internal(format!("{} bytes of record", frame.len()), "in its place"));
         }
         let start = (record.version.0 % 2) as usize * RECORD_BYTES;
-        lock(&self.records).bytes_mut()[start..start + frame.len()].copy_from_slice(&frame);
+        write_frame(&mut lock(&self.records).bytes_mut()[start..], &frame);
         Ok(())
     }
 
@@ -61,37 +93,49 @@ impl ShmTier {
         let start = (record.version.0 % 2) as usize * RECORD_BYTES;
         let mut records = lock(&self.records);
         let area = &mut records.bytes_mut()[start..start + RECORD_BYTES];
-        let number = newest_note(area, record.version).map_or(0, |note| note.number + 1);
+        let newest = newest_note(area, record.version).map_err(|why| self.damaged(&why))?;
+        let number = newest.map_or(0, |note| note.number + 1);
         let note = Note { version: record.version, number, standing: record.standing.clone() };
         let frame = encode(&note).map_err(|why| internal(why, "encodable"))?;
         if frame.len() > NOTE_BYTES {
             return Err(internal(format!("{} bytes of note", frame.len()), "in its place"));
         }
         let place = note_at((number % NOTES as u64) as usize);
-        area[place..place + frame.len()].copy_from_slice(&frame);
+        write_frame(&mut area[place..], &frame);
         Ok(())
     }
 
-    /// Restores the blocks that were being changed. Returns None if the job was never loaded to the end.
-    pub(super) fn recover(&mut self) -> Result<Option<Interrupted>, Fault> {
+    /// Restores the blocks that were being changed, and compares all blocks with their checksums. Returns None if the
+    /// job was never loaded to the end.
+    ///
+    /// # Errors
+    /// If anything is damaged, or written by a newer version of this program. Nothing is changed then.
+    pub(super) fn recover(&mut self, sizes: &Sizes, pool: &ThreadPool) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
-            // The process died while it wrote a broken record, and nobody was told of it.
-            match decode::<RecordJson>(area) {
+            match read_frame::<RecordJson>(area) {
                 Found::Valid(json) => {
                     let record = Record::from(json);
-                    let standing = newest_note(area, record.version).and_then(|note| note.standing);
-                    records.push(Record { standing, ..record });
+                    let note = newest_note(area, record.version).map_err(|why| self.damaged(&why))?;
+                    records.push(Record { standing: note.and_then(|note| note.standing), ..record });
                 }
-                Found::Retired(fault) => return Err(fault),
-                Found::Blank | Found::Broken(_) => {}
+                Found::Refused(fault) => return Err(fault),
+                Found::Broken(why) => return Err(self.damaged(&why)),
+                Found::Blank => {}
             }
         }
         records.sort_by_key(|record| record.version);
+        let words: Vec<u64> = self.words.get().iter().map(|word| word.load(Ordering::Acquire)).collect();
         if records.is_empty() {
-            return Ok(None);
+            return match self.shards().any(|owned| self.shard(owned)[SUMMED..].iter().any(is_set)) {
+                true => Err(self.damaged("it has no record, and steps were summed")),
+                false => Ok(None),
+            };
         }
+        let versions: Vec<Version> = records.iter().map(|record| record.version).collect();
+        check_words(&words, sizes, &versions).map_or(Ok(()), |why| Err(self.damaged(&why)))?;
         self.undo_blocks()?;
+        self.check_blocks(pool)?;
         let shard = |owned: OwnedShard| {
             let [begun, done, oldest, even, odd] =
                 [0, 1, 2, 3, 4].map(|word| self.shard(owned)[word].load(Ordering::Acquire));
@@ -100,6 +144,21 @@ impl ShmTier {
         };
         Ok(Some(Interrupted { shards: self.shards().map(shard).collect(), records }))
     }
+
+    fn damaged(&self, why: &str) -> Fault {
+        damaged(&self.folder.path.join("progress"), why)
+    }
+}
+
+fn is_set(word: &AtomicU64) -> bool {
+    word.load(Ordering::Acquire) != 0
+}
+
+/// Returns the fault of a file that differs from the written one.
+pub(super) fn damaged(path: &Path, why: &str) -> Fault {
+    let remedy = "nothing was deleted: go back to a checkpoint with --resume --discard-state, or give the state up with \
+                  `longshore delete --discard-unreadable`";
+    corrupt(format!("{} ({why})", path.display()), "as it was written", remedy)
 }
 
 /// Returns the records of a `progress` file: the whole ones, and why others are broken.
@@ -108,11 +167,11 @@ pub(in crate::tier) fn records_of(file: &File, path: &Path) -> Result<Vec<Result
     let mut records = Vec::new();
     for parity in 0..2 {
         file.read_exact_at(&mut area, parity * RECORD_BYTES as u64).map_err(io("read", path))?;
-        match decode::<RecordJson>(&area) {
+        match read_frame::<RecordJson>(&area) {
             Found::Blank => {}
             Found::Valid(json) => records.push(Ok(json.into())),
             Found::Broken(why) => records.push(Err(why)),
-            Found::Retired(fault) => return Err(fault),
+            Found::Refused(fault) => return Err(fault),
         }
     }
     Ok(records)

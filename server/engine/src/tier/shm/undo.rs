@@ -8,11 +8,12 @@ use std::sync::{
 
 use longshore_proto::{Fault, Version};
 
-use super::ShmTier;
+use super::{IMAGE_SUM, ShmTier, records::damaged, sum};
 use crate::{
     ids::OwnedShard,
     lock,
     memory::Region,
+    threads::ThreadPool,
     tier::{
         contract::{Guard, Tier, Turn},
         state::StateRef,
@@ -44,6 +45,25 @@ impl ShmTier {
                 })?;
             }
             self.undo_words(*slot)[0].store(0, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Compares all blocks with their checksums.
+    pub(super) fn check_blocks(&self, pool: &ThreadPool) -> Result<(), Fault> {
+        for owned in self.shards() {
+            let mut found = Vec::new();
+            self.memory.read(owned, &mut |state| {
+                let blocks = self.blocks_of(owned).enumerate().collect();
+                found = pool.blocks(blocks, |(index, block): (usize, usize)| {
+                    let version = self.block(block).load(Ordering::Acquire);
+                    let kept = self.block_sums(block)[(version % 2) as usize].load(Ordering::Acquire);
+                    (kept != 0 && kept != sum(state.block(index).arrays)).then_some(block)
+                });
+            })?;
+            if let Some(block) = found.into_iter().flatten().next() {
+                return Err(damaged(&self.folder.path.join("state"), &format!("block {block} of it")));
+            }
         }
         Ok(())
     }
@@ -81,7 +101,10 @@ impl Guard for Undo<'_> {
         Turn::Go(slot)
     }
 
-    fn end(&self, block: usize, slot: usize, _: StateRef<'_>, _: &[u8]) {
+    fn end(&self, block: usize, slot: usize, state: StateRef<'_>, image: &[u8]) {
+        let (sums, parity) = (self.tier.block_sums(self.first_block + block), (self.version.0 % 2) as usize);
+        sums[parity].store(sum(state.arrays), Ordering::Relaxed);
+        sums[IMAGE_SUM + parity].store(sum([image]), Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.tier.block(self.first_block + block).store(self.version.0, Ordering::SeqCst);
         self.tier.undo_words(slot)[0].store(0, Ordering::SeqCst);
