@@ -117,6 +117,10 @@ fn tensors_that_do_not_fit_are_named_and_nothing_is_opened() {
     fs::write(&file, &whole[..whole.len() - 100]).unwrap();
     let cut = import(&addresses, &out, &["--job", "new", "--like", "default"]);
     assert!(cut.code == 1 && cut.stderr.contains("copy it again"), "{cut:?}");
+    let index = folder.path().join("other.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map": {"a": "../model.safetensors"}}"#).unwrap();
+    let outside = import(&addresses, &index, &["--job", "new", "--like", "default"]);
+    assert!(outside.code == 1 && outside.stderr.contains("is not in its folder"), "{outside:?}");
     let absent = import(&addresses, folder.path(), &["--job", "new", "--like", "default"]);
     assert!(absent.stderr.contains("has neither model.safetensors nor"), "{absent:?}");
     let unlike = import(&addresses, &out, &["--job", "new"]);

@@ -1,5 +1,6 @@
 //! The transport: generated messages and stubs, their conversion to domain types, and gRPC below the codec.
 
+mod author;
 mod channel;
 mod commit;
 mod convert;
@@ -14,6 +15,7 @@ pub mod sink;
 mod status;
 pub mod tls;
 
+pub use author::Author;
 pub use channel::Channel;
 pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{

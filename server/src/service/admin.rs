@@ -13,7 +13,7 @@ use longshore_engine::{
 };
 use longshore_proto::{Fault, FaultKind, Param, Version, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::{
-    self as wire, Wire,
+    self as wire, Author, Wire,
     v1::{self, admin_server::Admin},
 };
 use tonic::{Request, Response, Status};
@@ -76,8 +76,9 @@ impl Admin for Services {
         &self,
         request: Request<v1::CheckpointRequest>,
     ) -> Result<Response<v1::CheckpointResponse>, Status> {
+        let author = Author::of(request.metadata());
         let request = permitted(request)?;
-        let answer = self.write_checkpoint(&request).await;
+        let answer = self.write_checkpoint(&request, author).await;
         answer.map(Response::new).map_err(|fault| refuse("Checkpoint", &request.job, fault))
     }
 
@@ -85,9 +86,10 @@ impl Admin for Services {
         &self,
         request: Request<v1::SealCheckpointRequest>,
     ) -> Result<Response<v1::SealCheckpointResponse>, Status> {
+        let author = Author::of(request.metadata());
         let request = permitted(request)?;
         let job = request.job.clone();
-        let answer = self.seal(request).await;
+        let answer = self.seal(request, author).await;
         answer.map(Response::new).map_err(|fault| refuse("SealCheckpoint", &job, fault))
     }
 
@@ -95,9 +97,10 @@ impl Admin for Services {
         &self,
         request: Request<v1::DiscardCheckpointRequest>,
     ) -> Result<Response<v1::DiscardCheckpointResponse>, Status> {
+        let author = Author::of(request.metadata());
         let request = permitted(request)?;
         let job = request.job.clone();
-        let answer = self.discard(request).await;
+        let answer = self.discard(request, author).await;
         answer.map(Response::new).map_err(|fault| refuse("DiscardCheckpoint", &job, fault))
     }
 

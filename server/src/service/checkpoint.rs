@@ -6,15 +6,17 @@ use longshore_engine::{
     checkpoint::{Listed, Part},
     step::Phase,
 };
-use longshore_proto::{Fault, Version};
-use longshore_wire::{self as wire, v1};
+use longshore_proto::{Fault, Incarnation, Rank, Version};
+use longshore_wire::{self as wire, Author, v1};
 
 use super::{Services, admin::snapshot_deadline, blocking};
+use crate::jobs::JobHandle;
 
 impl Services {
     pub(super) async fn write_checkpoint(
         &self,
         request: &v1::CheckpointRequest,
+        author: Author,
     ) -> Result<v1::CheckpointResponse, Fault> {
         if request.check {
             let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
@@ -23,9 +25,12 @@ impl Services {
         }
         let name = wire::parse_name("name", &request.name)?;
         let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
+        check_author(&handle, author)?;
         let job = Arc::clone(&handle.job);
         let expected = (request.version > 0).then_some(Version(request.version));
-        let written = blocking(move || store.write(&job, name.as_str(), expected, snapshot_deadline()));
+        let written = blocking(move || {
+            store.write_for(id(author), &job, name.as_str(), expected, snapshot_deadline())
+        });
         let failed = |fault: &Fault| handle.checkpoints.failed(&request.job, &request.name, fault);
         let part = written.await.inspect_err(failed)?;
         Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
@@ -34,9 +39,14 @@ impl Services {
     pub(super) async fn seal(
         &self,
         request: v1::SealCheckpointRequest,
+        author: Author,
     ) -> Result<v1::SealCheckpointResponse, Fault> {
         let job = wire::parse_name("job", &request.job)?;
         let name = wire::parse_name("name", &request.name)?;
+        // A checkpoint of drained servers is sealed before the job is opened again.
+        if let Ok(handle) = self.jobs.get(&request.job) {
+            check_author(&handle, author)?;
+        }
         let (store, keep, parts) = (self.store()?, self.checkpoint_keep, request.parts);
         let sealed = blocking(move || {
             let sealed = store.seal(&job, name.as_str(), &parts)?;
@@ -62,14 +72,16 @@ impl Services {
     pub(super) async fn discard(
         &self,
         request: v1::DiscardCheckpointRequest,
+        author: Author,
     ) -> Result<v1::DiscardCheckpointResponse, Fault> {
         let name = wire::parse_name("name", &request.name)?;
         let store = self.store()?;
         let handle = self.jobs.get(&request.job)?;
+        check_author(&handle, author)?;
         blocking(move || {
             let job = &handle.job;
             let servers = job.placement().servers.len() as u32;
-            store.discard(&job.spec().name, name.as_str(), job.server().0, servers)
+            store.discard_for(id(author), &job.spec().name, name.as_str(), job.server().0, servers)
         })
         .await?;
         Ok(v1::DiscardCheckpointResponse {})
@@ -85,6 +97,21 @@ impl Services {
         let checkpoints = found.into_iter().map(|listed| info(listed, reached)).collect();
         let unsealed = parts.into_iter().map(|(name, part)| unsealed(name, &part));
         Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed.collect::<Result<_, _>>()? })
+    }
+}
+
+/// Refuses a rank 0 that a newer process has fenced.
+fn check_author(handle: &JobHandle, author: Author) -> Result<(), Fault> {
+    match author {
+        Author::Rank(incarnation) => handle.job.check_newest(Rank(0), incarnation),
+        Author::Operator(_) | Author::Unknown => Ok(()),
+    }
+}
+
+fn id(author: Author) -> u64 {
+    match author {
+        Author::Unknown => 0,
+        Author::Operator(number) | Author::Rank(Incarnation(number)) => number,
     }
 }
 

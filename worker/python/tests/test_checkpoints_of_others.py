@@ -255,7 +255,7 @@ def test_written_safetensors_are_read_by_their_own_library(tmp_path: Path, dtype
         checkpoint.save_safetensors(optimizer, tmp_path / "one")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../model.safetensors"}}'])
 def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     optimizer = longshore.AdamW(pair("mlp")[0].named_parameters())

@@ -3,17 +3,20 @@
 use std::time::{Duration, Instant};
 
 use longshore_proto::{Fault, FaultKind, JobName, Version};
-use longshore_wire::v1::{
-    CheckpointRequest, CheckpointResponse, DiscardCheckpointRequest, ListCheckpointsRequest,
-    ListCheckpointsResponse, SealCheckpointRequest, SealCheckpointResponse,
+use longshore_wire::{
+    Author,
+    v1::{
+        CheckpointRequest, CheckpointResponse, DiscardCheckpointRequest, ListCheckpointsRequest,
+        ListCheckpointsResponse, SealCheckpointRequest, SealCheckpointResponse,
+    },
 };
 
 use super::{
     checkpoints::{Checkpoint, common, numbered, unsealed_but_whole},
-    version::{TRIES, has_passed, lead},
+    version::{TRIES, has_passed, is_busy, lead},
 };
 use crate::{
-    cluster::Cluster,
+    cluster::{Backoff, Cluster},
     error::{Error, Result, TimedOut},
 };
 
@@ -23,7 +26,7 @@ pub(super) async fn list_checkpoints(cluster: &Cluster, deadline: Duration) -> R
     let mut lists = listed(cluster, deadline).await?;
     let whole = unsealed_but_whole(lists.iter().flat_map(|list| &list.unsealed));
     for (name, parts) in &whole {
-        if let Err(error) = seal(cluster, name, parts.clone()).await {
+        if let Err(error) = seal(cluster, Author::Unknown, name, parts.clone()).await {
             tracing::debug!(job = %cluster.job(), name, %error, "parts of all servers were not sealed");
         }
     }
@@ -48,41 +51,47 @@ async fn listed(cluster: &Cluster, deadline: Duration) -> Result<Vec<ListCheckpo
 /// Checks that every server could write its part now.
 pub(super) async fn check_room(cluster: &Cluster) -> Result<()> {
     let request = CheckpointRequest { job: cluster.job().to_string(), check: true, ..Default::default() };
-    parts_of(cluster, &request).await?;
+    parts_of(cluster, Author::Unknown, &request).await?;
     Ok(())
 }
 
 /// Writes a checkpoint under `name`. If another state has taken that name, as after the job went back, the first
 /// free name of name.2, name.3, ... is used.
-pub(super) async fn checkpoint_numbered(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
+pub(super) async fn checkpoint_numbered(cluster: &Cluster, author: Author, name: &str) -> Result<Checkpoint> {
     let mut names = numbered(name);
     loop {
-        let Some(name) = names.next() else { return checkpoint(cluster, name).await };
-        match checkpoint(cluster, &name).await {
+        let Some(name) = names.next() else { return checkpoint(cluster, author, name).await };
+        match checkpoint(cluster, author, &name).await {
             Err(Error::Call(failed)) if is_taken(&failed.fault) => {}
             written => return written,
         }
     }
 }
 
-pub(super) async fn checkpoint(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
+pub(super) async fn checkpoint(cluster: &Cluster, author: Author, name: &str) -> Result<Checkpoint> {
     let name = JobName::parse("checkpoint.name", name)?;
-    let written = write_and_seal(cluster, name.as_str()).await;
+    let written = write_and_seal(cluster, author, name.as_str()).await;
     match &written {
         // An unreachable server cannot discard its part either.
         Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {}
-        Err(Error::Call(_) | Error::TimedOut(_)) => discard(cluster, name.as_str()).await,
+        Err(Error::Call(_) | Error::TimedOut(_)) => discard(cluster, author, name.as_str()).await,
         _ => {}
     }
     written
 }
 
-async fn write_and_seal(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
+async fn write_and_seal(cluster: &Cluster, author: Author, name: &str) -> Result<Checkpoint> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
     let mut tried = 0;
+    let mut backoff = Backoff::new();
     let parts = loop {
-        match parts(cluster, name, lead(tried)).await {
+        match parts(cluster, author, name, lead(tried)).await {
+            Err(Error::Call(failed)) if is_busy(&failed.fault) => {
+                if !backoff.pause(end).await {
+                    return Err(Error::Call(failed));
+                }
+            }
             // A commit came between, and the named version is no longer the current one.
             Err(Error::Call(failed)) if has_passed(&failed.fault) => {
                 tried += 1;
@@ -94,13 +103,13 @@ async fn write_and_seal(cluster: &Cluster, name: &str) -> Result<Checkpoint> {
         }
     };
     let version = Version(parts.first().map_or(0, |part| part.version));
-    let sealed = seal(cluster, name, parts.into_iter().map(|part| part.part).collect()).await?;
+    let sealed = seal(cluster, author, name, parts.into_iter().map(|part| part.part).collect()).await?;
     let shared = sealed.iter().all(|sealed| sealed.visible_parts == sealed.parts);
     Ok(Checkpoint { name: name.to_string(), version, shared, stale: false, damage: None })
 }
 
 /// Writes every server's part of one version: the newest, or the version `lead` steps later.
-async fn parts(cluster: &Cluster, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
+async fn parts(cluster: &Cluster, author: Author, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let version = answers
         .values()
@@ -114,26 +123,35 @@ async fn parts(cluster: &Cluster, name: &str, lead: u64) -> Result<Vec<Checkpoin
         version: version + lead,
         check: false,
     };
-    parts_of(cluster, &request).await
+    parts_of(cluster, author, &request).await
 }
 
 /// Calls all servers, and waits for each: a server goes on writing whether its caller waits or not.
-async fn parts_of(cluster: &Cluster, request: &CheckpointRequest) -> Result<Vec<CheckpointResponse>> {
+async fn parts_of(
+    cluster: &Cluster,
+    author: Author,
+    request: &CheckpointRequest,
+) -> Result<Vec<CheckpointResponse>> {
     let write = |server| {
         cluster.call(server, "Checkpoint", None, cluster.options.slow_deadline, move |peer| {
-            let request = request.clone();
+            let request = author.sign(request.clone());
             async move { peer.admin().checkpoint(request).await }
         })
     };
     cluster.on_each(write).await.into_vec().into_iter().collect()
 }
 
-async fn seal(cluster: &Cluster, name: &str, parts: Vec<String>) -> Result<Vec<SealCheckpointResponse>> {
+async fn seal(
+    cluster: &Cluster,
+    author: Author,
+    name: &str,
+    parts: Vec<String>,
+) -> Result<Vec<SealCheckpointResponse>> {
     let request = SealCheckpointRequest { job: cluster.job().to_string(), name: name.to_string(), parts };
     let seal = |server| {
         let request = &request;
         cluster.call(server, "SealCheckpoint", None, cluster.options.slow_deadline, move |peer| {
-            let request = request.clone();
+            let request = author.sign(request.clone());
             async move { peer.admin().seal_checkpoint(request).await }
         })
     };
@@ -142,12 +160,12 @@ async fn seal(cluster: &Cluster, name: &str, parts: Vec<String>) -> Result<Vec<S
 
 /// Frees the room of written parts, since some part is missing. If that fails, the next sealed checkpoint frees
 /// it.
-async fn discard(cluster: &Cluster, name: &str) {
+async fn discard(cluster: &Cluster, author: Author, name: &str) {
     let request = DiscardCheckpointRequest { job: cluster.job().to_string(), name: name.to_string() };
     let discard = |server| {
         let request = &request;
         cluster.call(server, "DiscardCheckpoint", None, cluster.options.deadline, move |peer| {
-            let request = request.clone();
+            let request = author.sign(request.clone());
             async move { peer.admin().discard_checkpoint(request).await }
         })
     };

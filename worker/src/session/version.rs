@@ -20,3 +20,8 @@ pub fn lead(tried: u32) -> u64 {
 pub fn has_passed(fault: &Fault) -> bool {
     fault.kind == FaultKind::Precondition && fault.field == "version"
 }
+
+/// Returns true if a server makes as many checkpoints as it can at once: another try has room soon.
+pub fn is_busy(fault: &Fault) -> bool {
+    fault.kind == FaultKind::Exhausted && fault.field == "checkpoints"
+}

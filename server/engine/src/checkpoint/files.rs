@@ -13,13 +13,16 @@ use std::{
     },
 };
 
-use longshore_proto::Fault;
+use longshore_proto::{Fault, FaultKind};
 use rustix::{
     fs::{FallocateFlags, fallocate},
     io::Errno,
 };
 
 use super::fault::io;
+
+/// Tries to put a file into a folder that others remove while it is empty.
+const MOST_TRIES: u32 = 1000;
 
 /// Separates the final name from the suffix that makes a temporary name unique.
 const TEMPORARY: &str = ".tmp-";
@@ -44,18 +47,17 @@ impl Draft {
         temporary.push(unique);
         let temporary = PathBuf::from(temporary);
         let folder = parent(&target);
-        create_folder(folder)?;
         // Weights are as private as the training data.
         let open = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
-        let opened = match open() {
-            // Another server has just removed the folder after a failure of its own.
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                create_folder(folder)?;
-                open()
+        let mut tries = 0;
+        let file = loop {
+            let opened = create_folder(folder).and_then(|()| open().map_err(io("create", &temporary)));
+            match opened {
+                // Other servers remove the folder whenever they find it empty.
+                Err(fault) if fault.kind == FaultKind::NotFound && tries < MOST_TRIES => tries += 1,
+                opened => break Arc::new(opened?),
             }
-            opened => opened,
         };
-        let file = Arc::new(opened.map_err(io("create", &temporary))?);
         Ok(Draft { file, temporary, target, settled: AtomicBool::new(false) })
     }
 

@@ -6,7 +6,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, ShardId};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, ShardId, limits::BLOCK_ELEMENTS};
 
 use super::{
     Store,
@@ -101,9 +101,15 @@ impl Store {
 }
 
 impl Source {
-    /// Reads one shard into scratch memory, and compares it with its hashes.
+    /// Reads one shard and compares it with its hashes. A block at a time is in memory, since no job's admission counts
+    /// it.
     fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
-        let elements = job.layout().shard_len(shard);
+        let mut starts = job.layout().shard_range(shard).step_by(BLOCK_ELEMENTS as usize);
+        starts.try_for_each(|start| self.verify_block(job, shard, start))
+    }
+
+    fn verify_block(&self, job: &Job, shard: ShardId, start: u64) -> Result<(), Fault> {
+        let elements = BLOCK_ELEMENTS;
         let shape = Shape::of_shard(job.spec(), job.layout(), shard);
         let frozen = job.layout().is_frozen(shard);
         let mut arrays = shape.arrays(elements as usize).map(|bytes| vec![0; bytes]);
@@ -116,7 +122,7 @@ impl Source {
             older_image: older.as_deref_mut(),
             image: current.as_deref_mut(),
         };
-        self.fill(job, shard, loaded)
+        self.fill_blocks(job, shard, start..start + elements, loaded)
     }
 
     /// Refuses a job that has begun, unless its state is this checkpoint's to the last bit.

@@ -11,7 +11,22 @@ impl Store {
     /// Removes this server's part of a checkpoint that will not be sealed, for example because another server
     /// could not write its own. A sealed part stays, and a missing one is no error.
     pub fn discard(&self, job: &JobName, name: &str, server: u32, servers: u32) -> Result<(), Fault> {
+        self.discard_for(0, job, name, server, servers)
+    }
+
+    /// The same for one author of several: the part stays for the others.
+    pub fn discard_for(
+        &self,
+        author: u64,
+        job: &JobName,
+        name: &str,
+        server: u32,
+        servers: u32,
+    ) -> Result<(), Fault> {
         let folder = self.folder(job, name)?;
+        if !self.writers.leave(&folder.join(Part::file_name(server, servers)), author) {
+            return Ok(());
+        }
         // A server that seals the checkpoint now has seen this part.
         let Some(_lock) = whole::try_lock(&folder) else { return Ok(()) };
         if folder.join(manifest::FILE).exists() {

@@ -72,8 +72,8 @@ pub(super) fn commit_json(commit: &Option<Commit>) -> serde_json::Result<Vec<u8>
     serde_json::to_vec(&CommitJson { commit: commit.clone() })
 }
 
-pub(super) fn parse_commit(json: &[u8]) -> serde_json::Result<Option<Commit>> {
-    Ok(serde_json::from_slice::<CommitJson>(json)?.commit)
+pub(super) fn parse_commit(json: impl Read) -> serde_json::Result<Option<Commit>> {
+    Ok(serde_json::from_reader::<_, CommitJson>(json)?.commit)
 }
 
 /// Readable fields of a damaged manifest. A list places the checkpoint by them; they serve nothing else.
@@ -151,7 +151,18 @@ impl Manifest {
             return Err(Fault::new(FaultKind::Precondition, FIELD, value, limit, remedy));
         }
         retired::check(&bytes)?;
-        serde_json::from_slice(&bytes).map_err(bad)
+        let manifest: Manifest = serde_json::from_slice(&bytes).map_err(bad)?;
+        let servers = manifest.parts.len() as u32;
+        for (server, part) in (0..).zip(&manifest.parts) {
+            // A name with a path would lead out of the folder.
+            if (part.server, part.servers) != (server, servers)
+                || part.file != Part::file_name(server, servers)
+            {
+                let limit = format!("{:?} at this place", Part::file_name(server, servers));
+                return Err(corrupt(format!("{place} (part {:?})", part.file), limit));
+            }
+        }
+        Ok(manifest)
     }
 }
 

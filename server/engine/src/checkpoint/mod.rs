@@ -32,10 +32,16 @@ mod seal;
 mod tests;
 mod whole;
 mod write;
+mod writers;
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use longshore_proto::{Fault, JobName};
+
+use self::writers::Writers;
 
 pub use list::Listed;
 pub use manifest::{FORMAT_VERSION, Manifest};
@@ -47,11 +53,12 @@ pub use seal::Sealed;
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
+    writers: Arc<Writers>,
 }
 
 impl Store {
     pub fn new(dir: impl Into<PathBuf>) -> Store {
-        Store { dir: dir.into() }
+        Store { dir: dir.into(), writers: Arc::default() }
     }
 
     pub fn dir(&self) -> &Path {

@@ -1,8 +1,12 @@
 //! A part opened for reading, with header and tail verified and tensors found by name.
+//!
+//! A length in a file is a claim: a sparse file of a few bytes claims any. So memory is allocated for the header alone,
+//! up to its limit, and for what was read.
 
 use std::{
     collections::HashMap,
     fs::File,
+    io::{self, BufReader, Read},
     ops::Range,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -12,7 +16,7 @@ use longshore_proto::{Fault, FaultKind, JobSpec, ShardId, checksum::BlockHash, l
 use safetensors::tensor::Metadata;
 
 use super::{
-    fault::{FIELD, corrupt, io},
+    fault::{FIELD, corrupt, io as io_error},
     part::{Array, COMMIT, HASH_BYTES, Part, SPEC, Table},
     plan::MAX_HEADER_BYTES,
 };
@@ -20,6 +24,7 @@ use super::{
 /// The largest single read. At this size, a reader of many parts can be interrupted soon, and the page cache
 /// does not fill far ahead.
 const PIECE: usize = 8 * 1024 * 1024;
+const TAIL_PIECE: usize = 1024 * 1024;
 
 pub(super) struct PartReader {
     path: PathBuf,
@@ -27,9 +32,6 @@ pub(super) struct PartReader {
     metadata: Metadata,
     /// Offset of the data in the file.
     data_start: u64,
-    /// The tail's bytes: 32 for each block and array, 1/8192 of the state.
-    tail: Vec<u8>,
-    tail_start: u64,
     /// The first row of each shard in the tables.
     rows: HashMap<ShardId, u64>,
 }
@@ -39,19 +41,11 @@ impl PartReader {
         let path = folder.join(&part.file);
         let file = open(&path, part)?;
         let (prefix, metadata) = read_header(&file, &path, part)?;
-        let mut reader = PartReader {
-            data_start: prefix,
-            tail: Vec::new(),
-            tail_start: 0,
-            rows: rows(part),
-            path,
-            file,
-            metadata,
-        };
+        let reader = PartReader { data_start: prefix, rows: rows(part), path, file, metadata };
         if reader.data_start + reader.metadata.data_len() as u64 != part.bytes {
             return Err(reader.corrupt("header", "as long as the file"));
         }
-        reader.read_tail(part)?;
+        reader.check_tail(part)?;
         Ok(reader)
     }
 
@@ -59,43 +53,47 @@ impl PartReader {
         &self.path
     }
 
-    fn read_tail(&mut self, part: &Part) -> Result<(), Fault> {
-        let start = self.range(Table::State.name())?.start;
-        let length = part.bytes - self.data_start - start;
-        // The header is verified, so damage cannot have changed this length.
-        self.tail = vec![0; length as usize];
-        self.tail_start = start;
-        let mut tail = std::mem::take(&mut self.tail);
-        self.read_at(start, &mut tail)?;
-        self.tail = tail;
-        let found = blake3::hash(&self.tail).to_hex().to_string();
-        if found != part.tail {
-            return Err(self.corrupt(format_args!("block hashes and job, BLAKE3 {found}"), &part.tail));
-        }
-        let blocks: u64 = part.shards.iter().map(|shard| shard.elements / BLOCK_ELEMENTS).sum();
+    fn check_tail(&self, part: &Part) -> Result<(), Fault> {
+        let blocks =
+            part.shards.iter().map(|shard| u128::from(shard.elements / BLOCK_ELEMENTS)).sum::<u128>();
         for table in Table::stored(part.images) {
-            if self.small(table.name())?.len() as u64 != blocks * HASH_BYTES {
+            let range = self.range(table.name())?;
+            if u128::from(range.end - range.start) != blocks * u128::from(HASH_BYTES) {
                 return Err(self.corrupt(table.name(), "one row for each block"));
             }
+        }
+        let start = self.range(Table::State.name())?.start;
+        let mut hasher = blake3::Hasher::new();
+        let tail = self.reader(start..part.bytes - self.data_start);
+        io::copy(&mut BufReader::with_capacity(TAIL_PIECE, tail), &mut hasher)
+            .map_err(io_error("read", &self.path))?;
+        let found = hasher.finalize().to_hex().to_string();
+        if found != part.tail {
+            return Err(self.corrupt(format_args!("block hashes and job, BLAKE3 {found}"), &part.tail));
         }
         Ok(())
     }
 
-    /// The job's spec and last commit, as JSON.
-    pub(super) fn spec(&self) -> Result<&[u8], Fault> {
-        self.small(SPEC)
+    /// The job's spec, as JSON.
+    pub(super) fn spec(&self) -> Result<impl Read, Fault> {
+        Ok(BufReader::new(self.reader(self.range(SPEC)?)))
     }
 
-    pub(super) fn commit(&self) -> Result<&[u8], Fault> {
-        self.small(COMMIT)
+    /// The last commit, as JSON.
+    pub(super) fn commit(&self) -> Result<impl Read, Fault> {
+        Ok(BufReader::new(self.reader(self.range(COMMIT)?)))
     }
 
     /// The hash that a block of a shard was written with.
     pub(super) fn hash(&self, table: Table, shard: ShardId, block: u64) -> Result<BlockHash, Fault> {
-        let row = self.rows.get(&shard).map(|first| ((first + block) * HASH_BYTES) as usize);
-        let bytes = row.and_then(|row| Some((row, self.small(table.name()).ok()?)));
-        let hash = bytes.and_then(|(row, bytes)| bytes.get(row..)?.first_chunk::<{ HASH_BYTES as usize }>());
-        hash.copied().ok_or_else(|| self.corrupt(format_args!("{shard}, its block {block}"), "with a hash"))
+        let table = self.range(table.name())?;
+        let row = self.rows.get(&shard).map(|first| table.start + (first + block) * HASH_BYTES);
+        let Some(row) = row.filter(|row| row + HASH_BYTES <= table.end) else {
+            return Err(self.corrupt(format_args!("{shard}, its block {block}"), "with a hash"));
+        };
+        let mut hash = [0; HASH_BYTES as usize];
+        self.read_at(row, &mut hash)?;
+        Ok(hash)
     }
 
     /// Checks that an array is there with the type and length that the spec gives it.
@@ -135,7 +133,7 @@ impl PartReader {
     fn read_at(&self, data_offset: u64, target: &mut [u8]) -> Result<(), Fault> {
         let mut at = self.data_start + data_offset;
         for piece in target.chunks_mut(PIECE) {
-            self.file.read_exact_at(piece, at).map_err(io("read", &self.path))?;
+            self.file.read_exact_at(piece, at).map_err(io_error("read", &self.path))?;
             at += piece.len() as u64;
         }
         Ok(())
@@ -146,12 +144,9 @@ impl PartReader {
         Ok(info.data_offsets.0 as u64..info.data_offsets.1 as u64)
     }
 
-    fn small(&self, name: &str) -> Result<&[u8], Fault> {
-        let range = self.range(name)?;
-        let within = |at: u64| at.checked_sub(self.tail_start).map(|at| at as usize);
-        let bytes =
-            within(range.start).zip(within(range.end)).and_then(|(start, end)| self.tail.get(start..end));
-        bytes.ok_or_else(|| self.corrupt(name, "in the tail"))
+    /// Reads bytes of the data in order.
+    fn reader(&self, range: Range<u64>) -> Bytes<'_> {
+        Bytes { file: &self.file, at: self.data_start + range.start, end: self.data_start + range.end }
     }
 
     fn corrupt(&self, what: impl std::fmt::Display, limit: impl std::fmt::Display) -> Fault {
@@ -159,17 +154,32 @@ impl PartReader {
     }
 }
 
+struct Bytes<'a> {
+    file: &'a File,
+    at: u64,
+    end: u64,
+}
+
+impl Read for Bytes<'_> {
+    fn read(&mut self, target: &mut [u8]) -> io::Result<usize> {
+        let most = usize::try_from(self.end - self.at).unwrap_or(usize::MAX).min(target.len());
+        let read = self.file.read_at(&mut target[..most], self.at)?;
+        self.at += read as u64;
+        Ok(read)
+    }
+}
+
 fn open(path: &Path, part: &Part) -> Result<File, Fault> {
     let opened = File::open(path).and_then(|file| file.metadata().map(|metadata| (file, metadata.len())));
     let (file, length) = opened.map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => {
+        io::ErrorKind::NotFound => {
             let value =
                 format!("{} (the part of server {} of {})", path.display(), part.server + 1, part.servers);
             let remedy = "this server needs it: restore onto the servers that wrote the checkpoint, in their order, or copy \
                           their parts into this folder, or let the servers share one";
             Fault::new(FaultKind::NotFound, FIELD, value, "beside the manifest", remedy)
         }
-        _ => io("open", path)(error),
+        _ => io_error("open", path)(error),
     })?;
     if length != part.bytes {
         return Err(corrupt(format!("{} ({length} bytes)", path.display()), format!("{} bytes", part.bytes)));
@@ -181,13 +191,13 @@ fn open(path: &Path, part: &Part) -> Result<File, Fault> {
 fn read_header(file: &File, path: &Path, part: &Part) -> Result<(u64, Metadata), Fault> {
     let bad = |what: String, limit: String| Err(corrupt(format!("{} ({what})", path.display()), limit));
     let mut prefix = [0; 8];
-    file.read_exact_at(&mut prefix, 0).map_err(io("read", path))?;
+    file.read_exact_at(&mut prefix, 0).map_err(io_error("read", path))?;
     let length = u64::from_le_bytes(prefix);
     if length > MAX_HEADER_BYTES.min(part.bytes) {
         return bad(format!("a header of {length} bytes"), "inside the file".to_string());
     }
     let mut bytes = vec![0; 8 + length as usize];
-    file.read_exact_at(&mut bytes, 0).map_err(io("read", path))?;
+    file.read_exact_at(&mut bytes, 0).map_err(io_error("read", path))?;
     let found = blake3::hash(&bytes).to_hex().to_string();
     if found != part.header {
         return bad(format!("header, BLAKE3 {found}"), part.header.clone());

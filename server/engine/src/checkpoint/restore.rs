@@ -5,7 +5,7 @@
 //! its element ranges from the old shards that have them. Both are whole blocks, and hashes are of blocks.
 //! Each byte that is read is verified, and no byte is read that is not needed.
 
-use std::path::Path;
+use std::{ops::Range, path::Path};
 
 use longshore_proto::{
     Commit, Fault, FaultKind, Formats, JobSpec, Layout, ShardId, Slice, Version, checksum::BlockHash,
@@ -113,8 +113,19 @@ impl Source {
     /// Fills one new shard. Its bytes are read into its own memory, hashed there, and compared with the
     /// stored hashes.
     pub(super) fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
+        self.fill_blocks(job, shard, job.layout().shard_range(shard), loaded)
+    }
+
+    /// The same for some blocks of a shard, by their range in the flat space.
+    pub(super) fn fill_blocks(
+        &self,
+        job: &Job,
+        shard: ShardId,
+        range: Range<u64>,
+        loaded: LoadedShard<'_>,
+    ) -> Result<(), Fault> {
         let LoadedShard { mut state, older_image, image } = loaded;
-        let slices = self.layout.slices(job.layout().shard_range(shard));
+        let slices = self.layout.slices(range);
         let arrays = match job.layout().is_frozen(shard) {
             true => &[Array::Frozen][..],
             false => &[Array::Master, Array::First, Array::Second],

@@ -39,6 +39,12 @@ impl Store {
     /// writes the manifest. Sealing again with the same parts is no error. So a client may retry when a reply
     /// was lost, and servers that share the folder may all seal.
     pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
+        let _lock = whole::lock(&self.folder(job, name)?);
+        self.seal_locked(job, name, parts)
+    }
+
+    /// The same under the folder's lock, which keeps parts from being discarded meanwhile.
+    pub(super) fn seal_locked(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
         let folder = self.folder(job, name)?;
         let parts = parse(job, parts)?;
         let Some(first) = parts.first() else {
@@ -64,6 +70,7 @@ impl Store {
             return Err(Fault::new(FaultKind::Conflict, "name", name, "not sealed with other parts", remedy));
         }
         files::publish(path.clone(), &bytes)?;
+        self.writers.sealed(&folder);
         for part in &manifest.parts {
             // The manifest has them now; a file that stays does no harm.
             let _ = fs::remove_file(whole::entry_path(&folder.join(&part.file)));
@@ -158,7 +165,7 @@ fn job_of(own: &PartReader) -> Result<(JobSpec, Option<longshore_proto::Commit>)
     let bad =
         |error: serde_json::Error| corrupt(format!("{} (job: {error})", own.path().display()), "readable");
     Ok((
-        serde_json::from_slice(own.spec()?).map_err(bad)?,
+        serde_json::from_reader(own.spec()?).map_err(bad)?,
         manifest::parse_commit(own.commit()?).map_err(bad)?,
     ))
 }

@@ -27,7 +27,7 @@ pub(super) fn is_entry(path: &Path) -> bool {
 /// Locks a checkpoint's parts against removal while it is sealed. Waits for others that seal or remove parts,
 /// for as long as they read or remove files. None where the file system has no locks: servers that seal and
 /// remove at once are then not kept apart.
-fn lock(folder: &Path) -> Option<File> {
+pub(super) fn lock(folder: &Path) -> Option<File> {
     let folder = File::open(folder).ok()?;
     flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)
 }
@@ -61,7 +61,7 @@ impl Store {
                 Err(error) => return Err(io("read", &path)(error)),
             }
         }
-        self.seal(job, name, &parts)?;
+        self.seal_locked(job, name, &parts)?;
         Ok(true)
     }
 }

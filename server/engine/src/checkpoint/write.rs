@@ -54,17 +54,30 @@ impl Store {
         expected: Option<Version>,
         deadline: Instant,
     ) -> Result<Part, Fault> {
+        self.write_for(0, job, name, expected, deadline)
+    }
+
+    /// The same for one author of several. A part stays until the last of its authors [gives it up](Store::discard_for).
+    pub fn write_for(
+        &self,
+        author: u64,
+        job: &Arc<Job>,
+        name: &str,
+        expected: Option<Version>,
+        deadline: Instant,
+    ) -> Result<Part, Fault> {
         let folder = self.folder(&job.spec().name, name)?;
         if job.progress().phase == Phase::Loading {
             let remedy = "upload the weights or restore a checkpoint first";
             return Err(Fault::new(FaultKind::Precondition, "job.phase", "loading", "training", remedy));
         }
+        let servers = job.placement().servers.len() as u32;
+        let target = folder.join(Part::file_name(job.server().0, servers));
+        let _turn = self.writers.enter(&target, author, deadline)?;
         if folder.join(manifest::FILE).exists() {
             return again::sealed_part(job, &folder, name, expected, deadline);
         }
-        let servers = job.placement().servers.len() as u32;
         let sequence = self.make_way(&job.spec().name)?;
-        let target = folder.join(Part::file_name(job.server().0, servers));
         remove_drafts(&target);
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let plan = plan(job, &spec);

@@ -1,16 +1,24 @@
 //! Commands that call every server of a job: checkpoint, resume, delete, drain.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    hash::{BuildHasher, RandomState},
+    thread,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
 
 use anyhow::Context;
 use longshore_proto::FaultKind;
-use longshore_wire::v1;
+use longshore_wire::{Author, v1};
 use longshore_worker::session::{
-    Checkpoint, TRIES, checkpoint_name, common, has_passed, is_taken, lead, numbered, paused_at,
+    Checkpoint, TRIES, checkpoint_name, common, has_passed, is_busy, is_taken, lead, numbered, paused_at,
 };
 use serde_json::json;
 
 use crate::{access::Access, output::Output, progress::Progress, servers::Servers};
+
+/// Longest wait for the checkpoints of others, and the pause between two tries.
+const PATIENCE: Duration = Duration::from_secs(600);
+const PAUSE: Duration = Duration::from_millis(250);
 
 #[derive(clap::Args)]
 pub(super) struct ServersArgs {
@@ -88,7 +96,8 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
     };
     let what = format!("writing a checkpoint of job {job}");
     let waiting = Progress::followed(&what, out, servers.follow(&job, written));
-    let (mut tried, mut taken) = (0, 0);
+    let author = Author::Operator(RandomState::new().hash_one(std::process::id()));
+    let (mut tried, mut taken, begun) = (0, 0, Instant::now());
     let (name, parts) = loop {
         let described = describe(&mut servers, &job)?;
         let newest = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
@@ -100,14 +109,19 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
         let request =
             v1::CheckpointRequest { job: job.clone(), name: name.clone(), version, ..Default::default() };
         let parts = servers.each(|mut admin| {
-            let request = request.clone();
+            let request = author.sign(request.clone());
             async move { admin.checkpoint(request).await }
         });
         match parts {
             Err(error) if tried < TRIES && error.downcast_ref().is_some_and(has_passed) => tried += 1,
+            // Others make their checkpoints now.
+            Err(error) if error.downcast_ref().is_some_and(is_busy) && begun.elapsed() < PATIENCE => {
+                discard(&mut servers, author, &job, &name);
+                thread::sleep(PAUSE);
+            }
             Err(error) if args.name.is_none() && error.downcast_ref().is_some_and(is_taken) => taken += 1,
             Err(error) => {
-                discard(&mut servers, &job, &name);
+                discard(&mut servers, author, &job, &name);
                 return Err(error);
             }
             Ok(parts) => break (name, parts),
@@ -119,13 +133,13 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
         parts: parts.iter().map(|(_, answer)| answer.part.clone()).collect(),
     };
     let sealed = servers.each(|mut admin| {
-        let seal = seal.clone();
+        let seal = author.sign(seal.clone());
         async move { admin.seal_checkpoint(seal).await }
     });
     let sealed = match sealed {
         Ok(sealed) => sealed,
         Err(error) => {
-            discard(&mut servers, &job, &name);
+            discard(&mut servers, author, &job, &name);
             return Err(error);
         }
     };
@@ -152,10 +166,10 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
 }
 
 /// Frees the room of written parts. If that fails, the next checkpoint frees it.
-fn discard(servers: &mut Servers, job: &str, name: &str) {
+fn discard(servers: &mut Servers, author: Author, job: &str, name: &str) {
     let request = v1::DiscardCheckpointRequest { job: job.to_string(), name: name.to_string() };
     let _ = servers.answers(|mut admin| {
-        let request = request.clone();
+        let request = author.sign(request.clone());
         async move { admin.discard_checkpoint(request).await }
     });
 }

@@ -1,7 +1,7 @@
 //! Lists the tensors of Hugging Face's safetensors, and the places of their values.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fs::File,
     path::{Path, PathBuf},
 };
@@ -9,10 +9,9 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use longshore_proto::Dtype;
 use safetensors::tensor::Metadata;
-use serde::Deserialize;
 
 use super::tensors::{Files, Kind, Tensor};
-use crate::plan::safetensors_header;
+use crate::plan::{files_of_index, safetensors_header};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
@@ -49,10 +48,6 @@ fn add(path: &Path, files: &mut Files, found: &mut BTreeMap<String, Tensor>) -> 
 }
 
 fn paths(from: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    #[derive(Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
-    }
     let (index, single) = (from.join(INDEX), from.join(SINGLE));
     let index = match from.is_dir() {
         true if index.exists() => index,
@@ -64,10 +59,5 @@ fn paths(from: &Path) -> anyhow::Result<Vec<PathBuf>> {
         false if from.extension().is_some_and(|extension| extension == "json") => from.to_path_buf(),
         false => return Ok(vec![from.to_path_buf()]),
     };
-    let text = std::fs::read_to_string(&index).with_context(|| format!("cannot read {}", index.display()))?;
-    let Index { weight_map } = serde_json::from_str(&text)
-        .with_context(|| format!("{} has no weight_map of names", index.display()))?;
-    let names: BTreeSet<String> = weight_map.into_values().collect();
-    let folder = index.parent().unwrap_or(Path::new("."));
-    Ok(names.into_iter().map(|name| folder.join(name)).collect())
+    files_of_index(&index)
 }

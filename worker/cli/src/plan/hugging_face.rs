@@ -72,15 +72,27 @@ fn transformer(config: &Value) -> Option<Transformer> {
     of_config(config).ok()?.transformer
 }
 
-fn of_index(index: &Path, described: Option<&Value>) -> anyhow::Result<Model> {
+/// Returns the paths of an index's files. An index comes from strangers, and names files of its own folder alone.
+pub(crate) fn files_of_index(index: &Path) -> anyhow::Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
     let Index { weight_map } = json(index)?;
-    let names: BTreeSet<&String> = weight_map.values().collect();
+    let names: BTreeSet<String> = weight_map.into_values().collect();
+    let is_here = |name: &str| Path::new(name).file_name().is_some_and(|file| file == name);
+    if let Some(name) = names.iter().find(|name| !is_here(name)) {
+        bail!(
+            "{} names the file {name:?}, which is not in its folder: fetch the index again",
+            index.display()
+        );
+    }
     let folder = index.parent().unwrap_or(Path::new("."));
-    let files: Vec<PathBuf> = names.into_iter().map(|name| folder.join(name)).collect();
+    Ok(names.into_iter().map(|name| folder.join(name)).collect())
+}
+
+fn of_index(index: &Path, described: Option<&Value>) -> anyhow::Result<Model> {
+    let files = files_of_index(index)?;
     let Some(missing) = files.iter().find(|file| !file.exists()) else {
         return of_files(&files, described.and_then(transformer));
     };

@@ -10,7 +10,7 @@ mod traffic;
 
 pub(crate) use device::{Peak, Stage, WIDTH, Workload, largest};
 pub(crate) use hardware::HardwareArgs;
-pub(crate) use hugging_face::{header as safetensors_header, read};
+pub(crate) use hugging_face::{files_of_index, header as safetensors_header, read};
 pub(crate) use model::{Division, Model, Tensor, Transformer};
 pub(crate) use schedule::{Hardware, Run, Step, Traffic, Unit, enough_servers};
 pub(crate) use traffic::{DriveTraffic, update_bytes};

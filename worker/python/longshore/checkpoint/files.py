@@ -200,6 +200,9 @@ def _names_in(index: Path) -> list[str]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a file's name is no text")
+        if any(name != Path(name).name for name in names):
+            # An index comes from strangers.
+            raise ValueError("it names a file outside of its folder")
         return names
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"not readable ({type(error).__name__}: {error})"

@@ -199,3 +199,43 @@ fn a_failed_restore_leaves_nothing_on_the_drives() {
         assert_eq!((again.version(), again.image(Version(0)).unwrap()), (Version(0), image));
     }
 }
+
+/// Writes a manifest with other contents and the right digest, as a crafted checkpoint has.
+fn craft(fixture: &Fixture, change: impl FnOnce(&mut crate::checkpoint::Manifest)) {
+    let folder = fixture.store.dir().join("run/good");
+    let mut manifest = crate::checkpoint::Manifest::read(&folder).unwrap();
+    change(&mut manifest);
+    let bytes = manifest.encode(&folder).unwrap();
+    fs::write(folder.join("manifest.json"), bytes).unwrap();
+}
+
+#[test]
+fn a_crafted_checkpoint_reads_no_other_folder_and_takes_no_memory_by_its_word() {
+    let elsewhere = fixture();
+    craft(&elsewhere, |manifest| manifest.parts[1].file = format!("../good/{PART}"));
+    let fault = elsewhere.target.restore(&elsewhere.store, "good").unwrap_err();
+    assert!(fault.kind == FaultKind::Corrupt && fault.value.contains("../good"), "{fault}");
+
+    // A sparse file whose header claims a table of 8 TiB: file systems take no larger file.
+    let sparse = fixture();
+    let path = sparse.path(PART);
+    let good = fs::read(&path).unwrap();
+    let length = u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
+    let mut header: serde_json::Value = serde_json::from_slice(&good[8..8 + length]).unwrap();
+    let data = 1u64 << 43;
+    let mut table = header["hashes.state"].take();
+    (table["data_offsets"], table["shape"]) =
+        (serde_json::json!([0, data]), serde_json::json!([data / 32, 32]));
+    let header = serde_json::json!({"hashes.state": table});
+    let header = serde_json::to_vec(&header).unwrap();
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], &header].concat();
+    fs::write(&path, &bytes).unwrap();
+    let whole = bytes.len() as u64 + data;
+    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(whole).unwrap();
+    craft(&sparse, |manifest| {
+        manifest.parts[1].header = blake3::hash(&bytes).to_hex().to_string();
+        manifest.parts[1].bytes = whole;
+    });
+    let fault = sparse.target.restore(&sparse.store, "good").unwrap_err();
+    assert!(fault.kind == FaultKind::Corrupt && fault.limit.contains("one row for each block"), "{fault}");
+}

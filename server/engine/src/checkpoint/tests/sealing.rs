@@ -403,3 +403,51 @@ fn a_folder_that_takes_no_checkpoint_is_found_before_one_is_wanted() {
 fn names(store: &Store) -> Vec<String> {
     store.list(&run()).unwrap().into_iter().map(|listed| listed.name).collect()
 }
+
+#[test]
+fn authors_of_one_name_write_in_turn_and_discard_nothing_of_each_other() {
+    let (root, store) = store();
+    let cluster = Cluster::trained(&spec(1, 0), 1, 1);
+    let (store, job) = (&store, &cluster.jobs[0]);
+    let write = |name: &'static str| -> Vec<String> {
+        std::thread::scope(|scope| {
+            let write = |author| {
+                scope.spawn(move || {
+                    store.write_for(author, job, name, None, soon()).unwrap().to_json().unwrap()
+                })
+            };
+            let writers: Vec<_> = (1..=4).map(write).collect();
+            writers.into_iter().map(|writer| writer.join().unwrap()).collect()
+        })
+    };
+    let parts = write("sealed");
+    assert!(parts.iter().all(|part| *part == parts[0]));
+    store.discard_for(2, &run(), "sealed", 0, 1).unwrap();
+    store.seal(&run(), "sealed", &parts[..1]).unwrap();
+    write("given-up");
+    for author in 1..=4 {
+        assert!(root.path().join("run/given-up").exists(), "{author} is no author alone");
+        store.discard_for(author, &run(), "given-up", 0, 1).unwrap();
+    }
+    assert_eq!(files(&root.path().join("run")), ["sealed"]);
+}
+
+/// Servers that share a folder remove it when they find it empty.
+#[test]
+fn a_file_begins_in_a_folder_that_others_remove_while_it_is_empty() {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join("run/name");
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                crate::checkpoint::files::remove_empty(&folder);
+            }
+        });
+        let drafts =
+            (0..2000).map(|_| crate::checkpoint::files::Draft::create(folder.join("part")).map(drop));
+        let drafts = drafts.collect::<Result<Vec<()>, Fault>>();
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        drafts.unwrap();
+    });
+}

@@ -93,6 +93,11 @@ impl Job {
         self.protocol.machine().check_rank(rank, incarnation).map_err(Fault::from)
     }
 
+    /// Refuses a caller whose rank a newer process has taken.
+    pub fn check_newest(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
+        self.protocol.machine().check_newest(rank, incarnation).map_err(Fault::from)
+    }
+
     pub fn leave(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.protocol.machine().leave(rank, incarnation)?;
         self.notify();

@@ -1,0 +1,60 @@
+//! The author of a checkpoint's calls, in their metadata. A name alone does not tell apart two authors of one
+//! checkpoint: the discard of one would remove the part of the other.
+
+use longshore_proto::Incarnation;
+use tonic::{
+    Request,
+    metadata::{Ascii, MetadataMap, MetadataValue},
+};
+
+const KEY: &str = "longshore-author";
+
+/// The author of Checkpoint, SealCheckpoint and DiscardCheckpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Author {
+    /// A client that names no author.
+    Unknown,
+    /// A command, by a random number.
+    Operator(u64),
+    /// Rank 0's process. Its calls are refused once a newer process has fenced it.
+    Rank(Incarnation),
+}
+
+impl Author {
+    pub fn sign<T>(self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        let value = match self {
+            Author::Unknown => return request,
+            Author::Operator(number) => format!("operator {number}"),
+            Author::Rank(incarnation) => format!("rank {}", incarnation.0),
+        };
+        if let Ok(value) = value.parse::<MetadataValue<Ascii>>() {
+            request.metadata_mut().insert(KEY, value);
+        }
+        request
+    }
+
+    pub fn of(metadata: &MetadataMap) -> Author {
+        let value = metadata.get(KEY).and_then(|value| value.to_str().ok()).unwrap_or_default();
+        match value.split_once(' ').and_then(|(kind, number)| Some((kind, number.parse().ok()?))) {
+            Some(("operator", number)) => Author::Operator(number),
+            Some(("rank", number)) => Author::Rank(Incarnation(number)),
+            _ => Author::Unknown,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_author_is_read_as_it_was_signed() {
+        for author in [Author::Unknown, Author::Operator(7), Author::Rank(Incarnation(u64::MAX))] {
+            assert_eq!(Author::of(author.sign(()).metadata()), author);
+        }
+        let mut foreign = MetadataMap::new();
+        foreign.insert(KEY, MetadataValue::from_static("rank of nobody"));
+        assert_eq!(Author::of(&foreign), Author::Unknown);
+    }
+}
