@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_engine::tier::{Storage, StoredJob, delete_stored};
+use longshore_engine::tier::{Storage, StoredJob, delete_stored, give_up_missing};
 use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
 use tokio::{
     sync::watch,
@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    JobHandle, Jobs,
+    JobEntry, JobHandle, Jobs,
     away::{Away, Kept},
     directories, not_found, recovering,
     turns::Turn,
@@ -65,10 +65,14 @@ impl Jobs {
         .await
     }
 
-    fn delete_open(&self, handle: &JobHandle) -> Result<(), Fault> {
+    fn delete_open(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
         let stored = handle.stored();
-        self.lock().remove(&stored.spec.name);
-        handle.close(not_found(stored.spec.name.as_str()));
+        // Another call may have deleted or reopened this job since, and opened a later one of the name.
+        let name = stored.spec.name.as_str();
+        if !self.take_out(handle) {
+            return Err(self.get(name).err().unwrap_or_else(|| not_found(name)));
+        }
+        handle.close(not_found(name));
         handle.job.discard().inspect_err(|fault| {
             // A failed deletion leaves an away entry, so that another call can retry. The name may belong to another
             // job by now.
@@ -76,6 +80,13 @@ impl Jobs {
             let away = Away::entry(fault.clone(), Some(kept));
             self.lock().entry(stored.spec.name).or_insert(away);
         })
+    }
+
+    /// Removes the entry of this very job. Returns false if the name has another entry, or none.
+    fn take_out(&self, handle: &Arc<JobHandle>) -> bool {
+        let (mut jobs, name) = (self.lock(), &handle.job.spec().name);
+        let is_same = |entry: &JobEntry| matches!(entry, JobEntry::Open(open) if Arc::ptr_eq(open, handle));
+        jobs.get(name).is_some_and(is_same) && jobs.remove(name).is_some()
     }
 
     /// Deletes a job that is not open. `fault` is the reason.
@@ -86,7 +97,11 @@ impl Jobs {
         discard_unreadable: bool,
         _: &Turn,
     ) -> Result<(), Fault> {
-        if !self.lock().contains_key(name) || fault.kind == FaultKind::Unavailable {
+        if !self.lock().contains_key(name) {
+            let is_given_up = discard_unreadable && give_up_missing(&directories(&self.storage), name);
+            return if is_given_up { Ok(()) } else { Err(fault) };
+        }
+        if fault.kind == FaultKind::Unavailable {
             return Err(fault);
         }
         if !discard_unreadable {
@@ -155,4 +170,21 @@ impl Jobs {
 /// Returns when the job is dropped, which drops the sender of `changes`.
 async fn gone(mut changes: watch::Receiver<u64>) {
     while changes.changed().await.is_ok() {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use crate::jobs::tests::{jobs, wanted};
+
+    #[tokio::test]
+    async fn a_late_deletion_leaves_a_later_job_of_the_name() {
+        let jobs = jobs();
+        let (_, first) = Arc::clone(&jobs).open(wanted("run", None)).await.unwrap();
+        Arc::clone(&jobs).delete("run", false).await.unwrap();
+        Arc::clone(&jobs).open(wanted("run", None)).await.unwrap();
+        assert!(jobs.delete_open(&first).is_err(), "a call that had found the first job deletes nothing more");
+        assert!(jobs.get("run").is_ok());
+    }
 }

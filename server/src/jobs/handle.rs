@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -104,8 +105,8 @@ impl JobHandle {
         let seen = Seen { busy: Arc::clone(&busy), stages: Arc::clone(&stages) };
         let worker = Arc::clone(&job);
         let name = format!("job-{}", job.spec().name.as_str());
-        let thread = thread::Builder::new().name(name).spawn(move || perform_all(&worker, &inbox, &seen));
-        thread.map_err(|error| {
+        let run = move || fail_if_panics(&worker, || perform_all(&worker, &inbox, &seen));
+        thread::Builder::new().name(name).spawn(run).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
         let unfinished = job.take_unfinished();
@@ -254,6 +255,18 @@ fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, seen: &Seen) -> Result<(
     Ok(())
 }
 
+/// Runs the compute thread's body. Whoever waits for the work of a thread that has panicked gets the job's failure.
+fn fail_if_panics(job: &Job, body: impl FnOnce() -> Result<(), Fault>) {
+    let ended = catch_unwind(AssertUnwindSafe(body));
+    if let Err(panic) = ended {
+        let said =
+            panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        let value = format!("panicked ({})", said.unwrap_or("without a message"));
+        let remedy = "report this as a defect of Longshore, with the server's log; then restart the server, or restore a checkpoint";
+        job.fail(Fault::new(FaultKind::Internal, "job.compute", value, "running", remedy));
+    }
+}
+
 fn accept(job: &Job, task: Task, works: &mut VecDeque<Work>, busy: &Busy) -> Result<(), Fault> {
     works.extend(match task {
         Task::Perform(work) => {
@@ -263,4 +276,17 @@ fn accept(job: &Job, task: Task, works: &mut VecDeque<Work>, busy: &Busy) -> Res
         Task::Collect => job.collect()?,
     });
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::jobs::tests::{jobs, wanted};
+
+    #[tokio::test]
+    async fn a_compute_thread_that_panics_fails_its_job() {
+        let (_, handle) = jobs().open(wanted("run", None)).await.unwrap();
+        super::fail_if_panics(&handle.job, || panic!("in block 3"));
+        let fault = handle.job.check_alive().unwrap_err();
+        assert!(fault.field == "job.compute" && fault.value.contains("in block 3"), "{fault}");
+    }
 }

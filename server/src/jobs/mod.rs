@@ -174,11 +174,11 @@ impl Jobs {
                 self.lock().insert(name, JobEntry::Open(Arc::clone(handle)));
             }
             Err(fault) => {
-                let kept = Kept::new(job, &self.storage);
-                let mut jobs = self.lock();
                 // A job without stored state leaves no entry.
-                if let Some(entry) = jobs.get_mut(&name) {
-                    *entry = Away::entry(fault.clone(), Some(kept));
+                let is_stored = || stored_jobs(&directories(&self.storage)).jobs.contains(&job);
+                if self.lock().contains_key(&name) || is_stored() {
+                    let kept = Kept::new(job, &self.storage);
+                    self.lock().insert(name, Away::entry(fault.clone(), Some(kept)));
                 }
             }
         }
@@ -339,7 +339,7 @@ mod tests {
 
     use super::*;
 
-    fn wanted(name: &str, owner: Option<&str>) -> StoredJob {
+    pub(super) fn wanted(name: &str, owner: Option<&str>) -> StoredJob {
         let name = JobName::parse("name", name).unwrap();
         let params = vec![Param { name: "a".into(), shape: vec![64], group: 0 }];
         let spec = JobSpec { shard_elements: BLOCK_ELEMENTS, ..JobSpec::new(name, params) };
@@ -359,7 +359,7 @@ mod tests {
         }
     }
 
-    fn jobs() -> Arc<Jobs> {
+    pub(super) fn jobs() -> Arc<Jobs> {
         let compute = Arc::new(Compute::new(1, Isa::detect()).unwrap());
         let owners = Some(Arc::new(OneJob) as Arc<dyn Owners>);
         Arc::new(Jobs::new(Budget::new(1 << 28), Storage::default(), compute, owners).0)

@@ -18,7 +18,7 @@ use crate::{
     admission::{Budget, Need},
     memory::AllocationError,
     step::Machine,
-    tier::{self, Header, Inputs, Opened, Recovered, Storage},
+    tier::{self, Durable, Header, Inputs, Opened, Recovered, Storage},
 };
 
 impl Job {
@@ -54,6 +54,8 @@ impl Job {
         let kept_bytes = if space.is_none() { Space::bytes(&spec, &shapes) } else { 0 };
         let opened = tier::open(&inputs, kept_bytes, compute.pool(), Box::new(move || waker.send()))?;
         let Opened { store: mut tier, buffers, recovered } = opened;
+        let made = tier.durable.clone().filter(|_| matches!(recovered, Recovered::Nothing));
+        let mut unopened = Unopened(made);
         let space = space.or_else(|| Some(Space::of_tier(buffers?, &spec)));
         let space = space.expect("a tier that keeps the buffers gives their memory");
         let Buffers { images, gradients, shared } =
@@ -102,7 +104,19 @@ impl Job {
             Recovered::Version(record) => job.recover(record)?,
             Recovered::Interrupted(interrupted) => job.resume_updates(interrupted)?,
         }
+        unopened.0 = None;
         Ok(job)
+    }
+}
+
+/// A store without state, which is removed if the job's opening fails.
+struct Unopened(Option<Arc<dyn Durable>>);
+
+impl Drop for Unopened {
+    fn drop(&mut self) {
+        if let Some(Err(fault)) = self.0.take().map(|store| store.discard()) {
+            tracing::warn!(%fault, "the store of a job that could not be opened stays behind");
+        }
     }
 }
 
