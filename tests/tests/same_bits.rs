@@ -1,5 +1,7 @@
 //! A job has the same bits over any servers, shards, threads and instruction sets.
 
+use std::time::Duration;
+
 use longshore_tests::{
     server::{self, ServerOptions},
     status::job_status,
@@ -102,6 +104,7 @@ fn a_delayed_job_has_the_same_bits_over_every_transport() {
 #[test]
 fn a_run_that_goes_on_with_other_settings_says_which() {
     const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "3"];
+    const OTHERS: &[&str] = &["--lr", "0.002", "--clip", "0.5", "--heads", "4"];
     let server = ServerOptions::new().start();
     // No process reaches the end.
     let train = Train::new(1_000_000).args(DELAYED).servers(&[server.address().to_string()]);
@@ -117,15 +120,33 @@ fn a_run_that_goes_on_with_other_settings_says_which() {
     let other = lives(&train.clone().args(["--warmup-steps", "2"]));
     let expected = "this job was trained so far with --warmup-steps 3, and goes on with --warmup-steps 2";
     assert!(other.contains(expected), "{other}");
-    let none =
-        lives(&train.clone().args(["--warmup-steps", "2", "--correction", "none", "--steps", "2000000"]));
+    let none = lives(
+        &train
+            .clone()
+            .args(["--warmup-steps", "2", "--correction", "none", "--steps", "2000000"])
+            .args(OTHERS),
+    );
     for expected in [
+        "--lr 0.003, and goes on with --lr 0.002",
+        "--clip 1, and goes on with --clip 0.5",
+        "--heads 2, and goes on with --heads 4",
         "--correction look-ahead, and goes on with --correction none",
         "--steps 1000000, and goes on with --steps 2000000",
     ] {
         assert!(none.contains(expected), "{none}");
     }
     assert!(!none.contains("so far with --warmup-steps"), "only what differs is said: {none}");
+}
+
+/// Ranks make one gradient together.
+#[test]
+fn a_rank_with_other_settings_than_rank_0s_ends_and_names_them() {
+    let server = ServerOptions::new().start();
+    let train = Train::new(1_000_000).args(["--world-size", "2"]).servers(&[server.address().to_string()]);
+    let _rank_0 = train.start_with(["--rank", "0"]);
+    let other = train.clone().args(["--batch", "2"]).start_with(["--rank", "1"]);
+    let (stderr, _) = other.fails(Duration::from_secs(30));
+    assert!(stderr.contains("rank 0 trains with --batch 4, and rank 1 with --batch 2"), "{stderr}");
 }
 
 /// Random numbers of stochastic rounding depend only on the element and the step.

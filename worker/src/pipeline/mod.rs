@@ -16,7 +16,7 @@ mod step;
 mod watch;
 
 use std::{
-    sync::{Arc, Mutex, atomic::AtomicU32},
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicU32},
     time::Instant,
 };
 
@@ -95,7 +95,12 @@ impl Pipeline {
         let accumulator = options.accumulate.accumulator(&session)?;
         let resume = Resume::from(joined, &options)?;
         let (board, resumed) = (Board::new(resume.scales), Board::new([]));
-        let shared = Arc::new(PipelineInner { board, resumed, outcomes: Outcomes::default() });
+        let shared = Arc::new(PipelineInner {
+            board,
+            resumed,
+            outcomes: Outcomes::default(),
+            trainer: Mutex::default(),
+        });
         let (cluster, gradients) = (session.cluster.clone(), session.gradients.clone());
         session.rank.begin_training();
         if let Some(reason) = &joined.paused {
@@ -157,6 +162,11 @@ impl Pipeline {
     /// The trainer's own bytes in the commit of the version that this rank joined at. None in a fresh job.
     pub fn resumed(&self) -> Option<&[u8]> {
         self.resumed.as_deref()
+    }
+
+    /// Returns rank 0's `trainer_state` of the newest step that was decided since this rank joined. None on rank 0.
+    pub fn of_rank_0(&self) -> Option<Vec<u8>> {
+        self.shared.trainer.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Begins the next step. Waits until the version that the step reads is decided, also while the job is paused,

@@ -1,5 +1,7 @@
 //! State that the trainer, the driver and the watcher of a pipeline share.
 
+use std::sync::Mutex;
+
 use super::{board::Board, outcome::Outcomes};
 
 pub(super) struct PipelineInner {
@@ -8,4 +10,6 @@ pub(super) struct PipelineInner {
     /// watcher posts them. The driver waits for a version after a decision at the smallest loss scale.
     pub(super) resumed: Board,
     pub(super) outcomes: Outcomes,
+    /// Trainer's bytes in the newest commit that a rank other than 0 has seen since it joined.
+    pub(super) trainer: Mutex<Option<Vec<u8>>>,
 }

@@ -1,7 +1,11 @@
 //! Listens to server 0 in a background task. Ranks other than 0 learn of commits, and all ranks learn of pauses
 //! and resumes.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError},
+    time::Instant,
+};
 
 use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, ServerId, Step, Version, fault::READS};
 use longshore_wire::{
@@ -16,6 +20,7 @@ use crate::{
     error::Result,
     push::Gradients,
     rank::RankState,
+    session::resume_on,
 };
 
 /// The server whose order of events counts.
@@ -193,6 +198,8 @@ impl Watcher {
             overflow: None,
             scaler: None,
         };
+        let trainer = Envelope::decode(&commit.trainer_state)?.trainer;
+        *self.shared.trainer.lock().unwrap_or_else(PoisonError::into_inner) = Some(trainer);
         self.gradients.committed(commit.step);
         if paused {
             self.held = Some(decided);
@@ -224,9 +231,28 @@ impl Watcher {
         Err(self.cluster.explain(SERVER, "Watch", Some(commit.step), fault))
     }
 
+    /// Resumes the other servers on rank 0: an operator's call may have reached server 0 alone. After a pause by a
+    /// commit the driver does so.
+    fn spread_resume(&self) {
+        if self.cluster.options.rank != Rank(0) {
+            return;
+        }
+        for server in self.cluster.servers().filter(|server| *server != SERVER) {
+            let cluster = Arc::clone(&self.cluster);
+            self.cluster.runtime.spawn_for_session(async move {
+                if let Err(error) = resume_on(&cluster, server, None, 0.0).await {
+                    tracing::warn!(server = cluster.address(server), %error, "not resumed: `longshore resume` again");
+                }
+            });
+        }
+    }
+
     /// Notes a resume. A `loss_scale` of 0 keeps the old scale. Servers accept a new scale only in a pause that
     /// came with a decision: in any other pause ranks would apply the scale at different steps.
     fn resumed(&mut self, loss_scale: f64) {
+        if self.floor.is_none() {
+            self.spread_resume();
+        }
         if let Some((version, old)) = self.floor.take() {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };
             if let Some(decided) = self.held.take() {

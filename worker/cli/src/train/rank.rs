@@ -34,6 +34,8 @@ struct Run<'a> {
     settings: &'a Settings,
     model: Gpt,
     corpus: Corpus,
+    /// Digest of the corpus.
+    text: String,
     validation: Vec<Batch>,
     layout: Layout,
     device: Arc<dyn Device>,
@@ -94,7 +96,8 @@ impl<'a> Run<'a> {
             device_budget: settings.device_budget,
         };
         check_room(&model, &layout, &work, device.budget())?;
-        Ok(Run { settings, model, corpus, validation, layout, device, rank, stop })
+        let text = corpus.digest();
+        Ok(Run { settings, model, corpus, text, validation, layout, device, rank, stop })
     }
 
     /// Trains from the connection to the servers to the last step.
@@ -182,11 +185,11 @@ impl<'a> Run<'a> {
     fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
         let mut session = Session::connect(options)?;
         if self.rank != 0 {
-            let joined = session.start(&|_| Vec::new())?;
+            let joined = session.follow(self.settings.resume.as_ref())?;
             return Ok((session, joined));
         }
         let opened = session.open();
-        if let Some(how) = self.goes_back(&opened, report) {
+        if let Some(how) = self.goes_back(&session, &opened, report)? {
             let restored = session.go_back(&how)?;
             if let Err(Error::StateLost(lost)) = &opened {
                 report.note(&format!("server {} lost its part of the job: {}", lost.server, lost.detail));
@@ -215,9 +218,14 @@ impl<'a> Run<'a> {
 
     /// Returns how to fill the job from a checkpoint, or None. A restore that was begun is completed, whoever
     /// began it. A job with state continues from that state.
-    fn goes_back(&self, opened: &Result<Opened, Error>, report: &Report) -> Option<GoBack> {
+    fn goes_back(
+        &self,
+        session: &Session,
+        opened: &Result<Opened, Error>,
+        report: &Report,
+    ) -> anyhow::Result<Option<GoBack>> {
         let asked = self.settings.resume.clone();
-        match opened {
+        Ok(match opened {
             Ok(Opened::Running { version, .. }) => {
                 if let Some(name) = asked.and_then(|how| how.checkpoint) {
                     report.note(&format!(
@@ -231,8 +239,9 @@ impl<'a> Run<'a> {
                 Some(GoBack { checkpoint: how.checkpoint.or_else(|| Some(checkpoint.clone())), ..how })
             }
             Ok(Opened::Fresh) | Err(Error::StateLost(_)) => asked,
+            Err(_) if asked.is_some() && session.is_elsewhere()? => asked,
             Err(_) => None,
-        }
+        })
     }
 
     fn allocate(&self) -> anyhow::Result<DeviceBuffers> {
@@ -261,7 +270,10 @@ impl<'a> Run<'a> {
         }
         report.loss(plan.step, loss);
         pipeline.report_loss(loss.into())?;
-        pipeline.finish(recorded::state(self.settings))?;
+        pipeline.finish(recorded::state(self.settings, &self.text))?;
+        if let Some(state) = pipeline.of_rank_0() {
+            recorded::check_rank(self.rank, &state, self.settings, &self.text)?;
+        }
         report.decided(pipeline.outcomes());
         Ok(())
     }
@@ -313,7 +325,7 @@ impl<'a> Run<'a> {
     fn check_resumed(&self, pipeline: &Pipeline, report: &Report) {
         let before = pipeline.resumed().into_iter();
         before
-            .flat_map(|state| recorded::differences(state, self.settings))
+            .flat_map(|state| recorded::differences(state, self.settings, &self.text))
             .for_each(|text| report.note(&text));
     }
 }

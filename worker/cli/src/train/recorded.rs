@@ -1,37 +1,56 @@
 //! Records on each commit the settings that decide a run's bits. A process that continues the run reports
-//! different settings.
+//! different settings, and a rank with other settings than rank 0's ends.
 
 use serde_json::{Value, json};
 
 use super::Settings;
 
 /// The JSON pointer of each setting in the record, and its flag.
-const FLAGS: [(&str, &str); 8] = [
+const FLAGS: [(&str, &str); 20] = [
+    ("/data", "--data"),
     ("/seed", "--seed"),
+    ("/heads", "--heads"),
     ("/batch", "--batch"),
+    ("/lr", "--lr"),
+    ("/lr_warmup_steps", "--lr-warmup-steps"),
+    ("/lr_floor", "--lr-floor"),
+    ("/weight_decay", "--weight-decay"),
+    ("/beta1", "--beta1"),
+    ("/beta2", "--beta2"),
+    ("/eps", "--eps"),
+    ("/momentum", "--momentum"),
+    ("/clip", "--clip"),
     ("/micro_steps", "--micro-steps"),
     ("/accumulate_on_worker", "--accumulate"),
     ("/steps", "--steps"),
     ("/delay/steps", "--delay"),
     ("/delay/warmup_steps", "--warmup-steps"),
     ("/delay/correction", "--correction"),
+    ("/delay/eval_every", "--eval-every"),
 ];
 
 /// Returns the settings that must stay the same for a continued run to have the bits of an uninterrupted one.
-pub(super) fn state(settings: &Settings) -> Vec<u8> {
-    of(settings).to_string().into_bytes()
+/// `text` stands for the training text, see [`Corpus::digest`](super::text::Corpus::digest).
+pub(super) fn state(settings: &Settings, text: &str) -> Vec<u8> {
+    of(settings, text).to_string().into_bytes()
 }
 
-fn of(settings: &Settings) -> Value {
-    let Settings { seed, batch, micro_steps, accumulate_on_worker, steps, .. } = *settings;
+fn of(settings: &Settings, text: &str) -> Value {
+    let Settings { seed, batch, micro_steps, accumulate_on_worker, steps, hyper, .. } = *settings;
+    let Settings { lr_warmup_steps, lr_floor, clip, .. } = *settings;
+    // Numbers with fractions are text, which is read back to the bit.
     let mut state = json!({
-        "seed": seed, "batch": batch, "micro_steps": micro_steps, "accumulate_on_worker": accumulate_on_worker,
-        "steps": steps,
+        "data": text, "seed": seed, "heads": settings.model.heads, "batch": batch, "micro_steps": micro_steps,
+        "accumulate_on_worker": accumulate_on_worker, "steps": steps, "lr": hyper.lr.to_string(),
+        "lr_warmup_steps": lr_warmup_steps, "lr_floor": lr_floor.to_string(), "weight_decay": hyper.weight_decay.to_string(),
+        "beta1": hyper.beta1.to_string(), "beta2": hyper.beta2.to_string(), "eps": hyper.eps.to_string(), "momentum": hyper.momentum.to_string(),
+        "clip": clip.unwrap_or(0.0).to_string(),
     });
     if settings.delay > 0 {
-        let Settings { delay, delay_warmup_steps, correction, .. } = *settings;
+        let Settings { delay, delay_warmup_steps, correction, eval_every, .. } = *settings;
         state["delay"] = json!({
             "steps": delay, "warmup_steps": delay_warmup_steps, "correction": correction.to_string(),
+            "eval_every": eval_every,
         });
     }
     state
@@ -39,20 +58,37 @@ fn of(settings: &Settings) -> Value {
 
 /// Returns the differences from the settings recorded in `before`, in sentences. A difference is reported, not
 /// refused: a user may want more steps or another delay from now on.
-pub(super) fn differences(before: &[u8], settings: &Settings) -> Vec<String> {
+pub(super) fn differences(before: &[u8], settings: &Settings, text: &str) -> Vec<String> {
     let Ok(before) = serde_json::from_slice::<Value>(before) else {
         return vec!["this job was trained so far by another program, whose settings are not known".into()];
     };
-    let now = of(settings);
-    let said = |(place, flag): (&str, &str)| {
-        let (before, now) = (given(&before, place)?, given(&now, place)?);
-        (before != now).then(|| {
-            format!(
-                "this job was trained so far with {flag} {before}, and goes on with {flag} {now}: its bits are those of neither"
-            )
-        })
+    let said = |[before, now]: [String; 2]| {
+        format!(
+            "this job was trained so far with {before}, and goes on with {now}: its bits are those of neither"
+        )
     };
-    FLAGS.into_iter().filter_map(said).chain(newer_from(&before)).collect()
+    let differing = differing(&before, &of(settings, text));
+    differing.into_iter().map(said).chain(newer_from(&before)).collect()
+}
+
+/// Refuses settings that differ from rank 0's in `state`: the batches of both make one gradient.
+pub(super) fn check_rank(rank: u32, state: &[u8], settings: &Settings, text: &str) -> anyhow::Result<()> {
+    let Ok(of_rank_0) = serde_json::from_slice::<Value>(state) else { return Ok(()) };
+    let Some([theirs, ours]) = differing(&of_rank_0, &of(settings, text)).into_iter().next() else {
+        return Ok(());
+    };
+    anyhow::bail!(
+        "rank 0 trains with {theirs}, and rank {rank} with {ours}: start every rank with the same settings"
+    )
+}
+
+/// Returns each differing setting of `one` and of `other`, as flags.
+fn differing(one: &Value, other: &Value) -> Vec<[String; 2]> {
+    let differs = |(place, flag): (&str, &str)| {
+        let (one, other) = (given(one, place)?, given(other, place)?);
+        (one != other).then(|| [one, other].map(|value| format!("{flag} {value}")))
+    };
+    FLAGS.into_iter().filter_map(differs).collect()
 }
 
 /// Reports a setting of earlier versions, if it had an effect.

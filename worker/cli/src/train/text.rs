@@ -114,6 +114,12 @@ impl Corpus {
         Summary { files: self.files, bytes: self.bytes.len(), train_bytes, validation_bytes }
     }
 
+    /// Returns the text's length and checksum, as in "1768532 bytes of CRC-64 84f0c1d2e3a4b596".
+    pub fn digest(&self) -> String {
+        let checksum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &self.bytes);
+        format!("{} bytes of CRC-64 {checksum:016x}", self.bytes.len())
+    }
+
     /// Checks that both parts of the split hold a sequence of `context` bytes, and the byte after it.
     pub fn check_context(&self, context: usize) -> Result<(), Error> {
         let longest = |pieces: &[Range<usize>]| pieces.iter().map(Range::len).max().unwrap_or(0);
