@@ -78,7 +78,8 @@ impl Placement {
         if self.owners == other.owners {
             return Ok(());
         }
-        let remedy = "name the same servers in the same order, or restore a checkpoint onto the new ones";
+        let remedy = "name the same servers in the same order; or take the job to these: `longshore checkpoint` on the servers that hold \
+                      it, then `longshore restore`, or the trainer's --resume, on these";
         let conflict =
             |value, limit| Fault::new(FaultKind::Conflict, "placement.owners", value, limit, remedy);
         let (ours, theirs) = (self.servers.len(), other.servers.len());

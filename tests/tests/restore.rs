@@ -460,3 +460,45 @@ fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     });
     assert_eq!(patient.expect("a start").version.0, 2);
 }
+
+#[test]
+fn a_job_goes_to_another_number_of_servers_by_its_checkpoint() {
+    let checkpoints = TempDir::new().unwrap();
+    let servers = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let addresses = server::addresses(&servers);
+    let mut running = Train::new(STEPS).servers(&addresses[..2]).start();
+    running.until_step(CUT_AT);
+    running.kill();
+    let on_three = Train::new(STEPS).servers(&addresses);
+    // The job's own state counts, until a checkpoint has it.
+    let (stderr, _) = on_three.start().fails(DEADLINE);
+    says(&stderr, &["over 3 servers", "over 2 servers", "longshore checkpoint"]);
+    let (stderr, _) = on_three.start_with(["--resume"]).fails(DEADLINE);
+    says(&stderr, &["no checkpoint to resume from"]);
+    let two = addresses[..2].join(",");
+    assert_eq!(longshore(["checkpoint", "--servers", &two]).code, 0);
+    let run = on_three.start_with(["--resume"]).finish();
+    assert!(run.start.first_step > CUT_AT, "{:?}", run.start);
+    assert_eq!(run.end.state_hash, hash());
+    // And back, from the command line. The third server keeps nothing.
+    assert_eq!(longshore(["checkpoint", "--servers", &addresses.join(",")]).code, 0);
+    let back = longshore(["restore", "--job", "default", "--servers", &two]);
+    assert_eq!((back.code, back.stdout.as_str()), (0, restored(STEPS).as_str()), "{back:?}");
+    let left = longshore(["status", "--servers", &addresses[2]]);
+    assert!(!left.stdout.contains("default"), "{left:?}");
+}
+
+/// Rank 0 is refused, and no other rank waits for it.
+#[test]
+fn a_rank_other_than_0_is_refused_on_another_number_of_servers() {
+    let servers = server::servers(3, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let train = Train::new(2).args(["--world-size", "2"]);
+    train.clone().servers(&addresses[..2]).run();
+    let train = train.servers(&addresses);
+    let (stderr, _) = train.start_with(["--rank", "1"]).fails(DEADLINE);
+    says(&stderr, &["over 3 servers", "over 2 servers"]);
+    // With --resume rank 0 needs a checkpoint, and the servers have no folder for one.
+    let (stderr, _) = train.start_with(["--rank", "1", "--resume"]).fails(DEADLINE);
+    says(&stderr, &["checkpoint"]);
+}

@@ -105,6 +105,8 @@ impl Job {
     /// job, None also means that a server still lacks a part.
     fn find(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.session(py, |session| match session.describe() {
+            // A checkpoint brings a job from another number of servers.
+            Ok(_) if session.is_elsewhere()? => Ok(None),
             Ok(servers) => {
                 let lacks = session.rank().0 == 0 && servers.iter().any(is_loading);
                 let versions =

@@ -76,6 +76,25 @@ pub(super) async fn delete_job(cluster: &Cluster, again: bool) -> Result<()> {
 
 pub(super) async fn delete_job_on(cluster: &Cluster, server: ServerId, again: bool) -> Result<()> {
     let request = DeleteJobRequest { job: cluster.job().to_string(), discard_unreadable: false };
+    delete_by(cluster, server, request, again).await
+}
+
+/// Gives up the job's part on a server that lacks it, as when its drive is not mounted. Without that word the server
+/// does not create the job in an empty folder.
+pub(super) async fn give_up_on(cluster: &Cluster, server: ServerId) -> Result<()> {
+    let request = DeleteJobRequest { job: cluster.job().to_string(), discard_unreadable: true };
+    match delete_by(cluster, server, request, false).await {
+        Err(Error::Call(failed)) if failed.fault.kind == FaultKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+async fn delete_by(
+    cluster: &Cluster,
+    server: ServerId,
+    request: DeleteJobRequest,
+    again: bool,
+) -> Result<()> {
     let attempts = AtomicUsize::new(usize::from(again));
     let deleted = cluster.call(server, "DeleteJob", None, cluster.options.deadline, |peer| {
         let request = request.clone();

@@ -6,14 +6,14 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{FaultKind, JobName, JobSpec, ServerId, Version};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, ServerId, Version};
 use longshore_wire::{
     Wire,
     v1::{JobProgress, Phase, RestoreResponse},
 };
 
 use super::{
-    admin::delete_job_on,
+    admin::{delete_job_on, give_up_on},
     checkpoint::list_checkpoints,
     checkpoints::Checkpoint,
     open::{find, open_everywhere},
@@ -86,11 +86,63 @@ pub(super) async fn go_back(cluster: &Cluster, how: &GoBack) -> Result<Checkpoin
     }))
 }
 
+/// Chooses the checkpoint that brings a job from other servers to these. Changes nothing.
+///
+/// # Errors
+/// `StateKept` if the other servers are past the checkpoint and their state may not be deleted; `NoCheckpoint`.
+pub(super) async fn choose(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
+    let there = Whereabouts { progress: cluster.on_all(|server| find(cluster, server)).await? };
+    let listed = list_checkpoints(cluster, cluster.options.deadline).await?;
+    let is_wanted = |found: &Checkpoint| {
+        how.checkpoint.as_ref().map_or(found.damage.is_none(), |name| *name == found.name)
+    };
+    let (holders, lost) = holders_and_lost(cluster, &there);
+    let Some(found) = listed.into_iter().rev().find(is_wanted) else {
+        return Err(
+            NoCheckpoint { job: cluster.job().clone(), tier: cluster.spec().tier, lost, holders }.into()
+        );
+    };
+    // Names the fault of a damaged one.
+    check_checkpoint(cluster, &found.name).await?;
+    if !found.shared {
+        let limit = "with every part in each server's checkpoint folder, as for any other number of servers";
+        let remedy =
+            "let the servers share a folder (--checkpoint-dir), or copy all parts into each server's";
+        return Err(Fault::new(FaultKind::Precondition, "checkpoint", &found.name, limit, remedy).into());
+    }
+    if !how.discard_state && there.holders().iter().any(|&server| there.version(server) != found.version) {
+        return Err(kept(cluster, &found, &there));
+    }
+    Ok(found)
+}
+
+/// Brings a job from the servers of `old` to those of `cluster`, by a checkpoint.
+pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
+    let found = choose(cluster, how).await?;
+    if !how.discard_state {
+        // Every old server is asked again, those too that the job leaves.
+        let there = Whereabouts { progress: old.on_all(|server| find(old, server)).await? };
+        if there.holders().iter().any(|&server| there.version(server) != found.version) {
+            return Err(kept(old, &found, &there));
+        }
+    }
+    verify_checkpoint(old, &found.name).await?;
+    tracing::info!(job = %cluster.job(), checkpoint = found.name, "a job goes to other servers");
+    old.on_all(|server| discard_on(old, server)).await?;
+    open_again(cluster).await?;
+    restore(cluster, &found.name).await?;
+    Ok(found)
+}
+
 async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard: bool) -> Result<Checkpoint> {
     let known = check_checkpoint(cluster, name).await?;
     let version = Version(known.version);
     let checkpoint = Checkpoint { name: name.into(), version, shared: true, stale: false, damage: None };
     let holders = there.holders();
+    if discard {
+        let lost = there.progress.ids().filter(|&server| there.progress[server].is_none());
+        try_join_all(lost.map(|server| give_up_on(cluster, server))).await?;
+    }
     // A restore was cut off, or a part was lost at the checkpoint's own version: nothing has to be given up.
     if holders.iter().all(|&server| there.version(server) == checkpoint.version) {
         match open_and_restore(cluster, name).await {

@@ -26,8 +26,8 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Dtype, JobSpec, Layout, Placement, Rank, Version};
-use longshore_wire::v1;
+use longshore_proto::{Dtype, Incarnation, JobSpec, Layout, Placement, Rank, Version};
+use longshore_wire::{Author, v1};
 
 use self::filling::ByParam;
 pub(crate) use self::resume::resume_on;
@@ -42,7 +42,7 @@ pub use self::{
     open::{Opened, is_loading},
     probe::Probe,
     resume::paused_at,
-    version::{TRIES, has_passed, lead},
+    version::{TRIES, has_passed, is_busy, lead},
 };
 pub use crate::cluster::{Address, Interrupt, Options, Transport, untrusted, whole, with_sources};
 use crate::{
@@ -131,7 +131,13 @@ impl Session {
     /// Waits until every server trains: rank 0 has opened the job, and uploaded or restored. Bounded by
     /// `slow_deadline`.
     pub fn wait_training(&self) -> Result<()> {
-        let training = open::wait_training(&self.cluster);
+        self.wait_training_from(None)
+    }
+
+    /// The same for a run whose rank 0 may go back to a checkpoint. Other ranks then wait no longer than rank 0 has
+    /// something to restore.
+    pub fn wait_training_from(&self, how: Option<&GoBack>) -> Result<()> {
+        let training = open::wait_training(&self.cluster, how);
         self.block_on(self.cluster.watched_at_work("the initial weights", training))
     }
 
@@ -164,7 +170,12 @@ impl Session {
         }
         // A rank that joined first would not see the result of a restore. The `open` after that compares the job,
         // and never creates it.
-        self.wait_training()?;
+        self.follow(None)
+    }
+
+    /// Starts a rank other than 0 behind rank 0, which may go back to a checkpoint as `how` says.
+    pub fn follow(&mut self, how: Option<&GoBack>) -> Result<Joined> {
+        self.wait_training_from(how)?;
         self.open()?;
         self.join()
     }
@@ -227,7 +238,7 @@ impl Session {
     /// Same as `checkpoint`. If another state has taken the name, as after the job went back, the first free name
     /// of name.2, name.3, ... is used.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
-        self.block_unless_failed(checkpoint::checkpoint_numbered(&self.cluster, name))
+        self.block_unless_failed(checkpoint::checkpoint_numbered(&self.cluster, self.author(), name))
     }
 
     /// Writes a checkpoint of the current version: every server writes its part, then the manifest beside it. A
@@ -236,7 +247,16 @@ impl Session {
     /// # Errors
     /// `Call` with a `Conflict` of `name`, if another state has taken it.
     pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
-        self.block_unless_failed(checkpoint::checkpoint(&self.cluster, name))
+        self.block_unless_failed(checkpoint::checkpoint(&self.cluster, self.author(), name))
+    }
+
+    /// Author of this process's checkpoints. Servers refuse a fenced rank 0.
+    fn author(&self) -> Author {
+        match (self.cluster.options.rank, self.rank.incarnation()) {
+            (_, Incarnation(0)) => Author::Unknown,
+            (Rank(0), incarnation) => Author::Rank(incarnation),
+            (_, incarnation) => Author::Operator(incarnation.0),
+        }
     }
 
     /// Fills a job that waits for weights from a sealed checkpoint, made by any number of servers. Either all
@@ -246,13 +266,23 @@ impl Session {
         self.block_on(restore::restore(&self.cluster, name))
     }
 
-    /// Opens the job and fills it from a checkpoint, whichever servers have lost their part. State on servers is
+    /// Opens the job and fills it from a checkpoint, whichever servers have lost their part. A job that is open on
+    /// another number of servers comes from there, if they are at the checkpoint's version. State on servers is otherwise
     /// deleted only if the caller allows it, or if the `memory` tier has lost the rest of it.
     ///
     /// # Errors
     /// `StateKept` if state would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
     pub fn go_back(&self, how: &GoBack) -> Result<Checkpoint> {
-        self.block_on(go_back::go_back(&self.cluster, how))
+        let Some((_, elsewhere)) = self.block_on(open::elsewhere(&self.cluster))? else {
+            return self.block_on(go_back::go_back(&self.cluster, how));
+        };
+        let old = Cluster::connect(Options { servers: elsewhere.servers, ..self.cluster.options.clone() })?;
+        self.block_on(go_back::move_from(&old, &self.cluster, how))
+    }
+
+    /// Returns true if the job is open on another number of servers, from which [`Session::go_back`] brings it.
+    pub fn is_elsewhere(&self) -> Result<bool> {
+        Ok(self.block_on(open::elsewhere(&self.cluster))?.is_some())
     }
 
     /// Deletes the job on every server, and frees its memory. Checkpoints stay. A failed call may be repeated.

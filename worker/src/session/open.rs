@@ -2,12 +2,16 @@
 
 use std::time::Instant;
 
-use longshore_proto::{FaultKind, LeftOut, Rank, ServerId, ShardId, Version};
+use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
     Wire, left_outs_from_wire,
-    v1::{DescribeResponse, JobProgress, OpenJobRequest, Phase},
+    v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, OpenJobResponse, Phase},
 };
 
+use super::{
+    admin::delete_job_on,
+    go_back::{self, GoBack},
+};
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
     error::{Error, Result, StateLost, TimedOut},
@@ -50,8 +54,44 @@ pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
     judge_all(cluster, &there.map(|progress| progress.unwrap_or_else(nothing)))
 }
 
+/// Opens the job on all servers. If a server refuses, those that have just created the job delete it: an empty part
+/// would stand in the way of a job on other servers.
 pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobProgress>> {
-    cluster.on_all(|server| open_on(cluster, server)).await
+    let answers = cluster.on_each(|server| open_on(cluster, server)).await;
+    let is_refused = |answer: &Result<OpenJobResponse>| matches!(answer, Err(Error::Call(failed)) if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline));
+    if answers.values().any(is_refused) {
+        for (server, answer) in answers.iter() {
+            if answer.as_ref().is_ok_and(|answer| answer.created)
+                && let Err(error) = delete_job_on(cluster, server, true).await
+            {
+                tracing::warn!(server = cluster.address(server), %error, "an empty part of a refused job stays");
+            }
+        }
+    }
+    answers.into_vec().into_iter().collect::<Result<Vec<_>>>().map(|answers| {
+        ByServer::from_iter(answers.into_iter().map(|answer| answer.progress.unwrap_or_default()))
+    })
+}
+
+/// Returns the servers that hold the job if their number is another one than here.
+pub(super) async fn elsewhere(cluster: &Cluster) -> Result<Option<(ServerId, Placement)>> {
+    for server in cluster.servers() {
+        if find(cluster, server).await?.is_none() {
+            continue;
+        }
+        let request = DescribeRequest { job: cluster.job().to_string(), ..Default::default() };
+        let answer = cluster.call(server, "Describe", None, cluster.options.deadline, |peer| {
+            let request = request.clone();
+            async move { peer.admin().describe(request).await }
+        });
+        // A description that is too large for one message counts as no other placement.
+        let Ok(answer) = answer.await else { continue };
+        let placement = Placement::from_wire(answer.placement).map_err(Error::from)?;
+        if placement.servers.len() != cluster.placement.servers.len() {
+            return Ok(Some((server, placement)));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns true if a server's part of the job is not complete yet.
@@ -86,10 +126,10 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
             if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) => {}
         Err(error) => return Err(error),
     }
-    open_on(cluster, server).await.map(Some)
+    Ok(open_on(cluster, server).await?.progress)
 }
 
-pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<JobProgress> {
+async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJobResponse> {
     let request = OpenJobRequest {
         spec: Some(cluster.spec().to_wire()),
         placement: Some(cluster.placement.to_wire()),
@@ -100,7 +140,7 @@ pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<JobPr
         let request = request.clone();
         async move { peer.training().open_job(request).await }
     });
-    Ok(answer.await?.progress.unwrap_or_default())
+    answer.await
 }
 
 pub(super) fn judge_all(cluster: &Cluster, progress: &ByServer<JobProgress>) -> Result<Opened> {
@@ -149,8 +189,9 @@ fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Open
 }
 
 /// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0
-/// replaces one state by another.
-pub(super) async fn wait_training(cluster: &Cluster) -> Result<()> {
+/// replaces one state by another. A rank that knows rank 0's refusal does not wait for it: `how` is how rank 0 may go
+/// back to a checkpoint.
+pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
     let mut backoff = Backoff::new();
@@ -167,12 +208,28 @@ pub(super) async fn wait_training(cluster: &Cluster) -> Result<()> {
         let known: Vec<_> =
             there.iter().filter_map(|(server, progress)| Some((server, progress.as_ref()?))).collect();
         let whole = known.len() == there.len();
-        if matches!(judge(cluster, &known)?, Opened::Running { .. }) && whole {
+        let runs = matches!(judge(cluster, &known)?, Opened::Running { .. });
+        if runs && whole {
             return Ok(());
+        }
+        if runs && !known.is_empty() {
+            check_coming(cluster, how).await?;
         }
         if !backoff.pause(end).await {
             return Err(not_training(cluster, &there, start));
         }
+    }
+}
+
+/// Refuses, as rank 0 does, a job that other servers hold and that cannot come to these.
+async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
+    let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
+    match how {
+        Some(how) => go_back::choose(cluster, how).await.map(drop),
+        None => match theirs.same_owners(&cluster.placement) {
+            Err(fault) => Err(cluster.explain(server, "OpenJob", None, fault)),
+            Ok(()) => Ok(()),
+        },
     }
 }
 
