@@ -184,7 +184,10 @@ mod tests {
         let (_, first) = Arc::clone(&jobs).open(wanted("run", None)).await.unwrap();
         Arc::clone(&jobs).delete("run", false).await.unwrap();
         Arc::clone(&jobs).open(wanted("run", None)).await.unwrap();
-        assert!(jobs.delete_open(&first).is_err(), "a call that had found the first job deletes nothing more");
+        assert!(
+            jobs.delete_open(&first).is_err(),
+            "a call that had found the first job deletes nothing more"
+        );
         assert!(jobs.get("run").is_ok());
     }
 }

@@ -28,9 +28,8 @@ impl Services {
         check_author(&handle, author)?;
         let job = Arc::clone(&handle.job);
         let expected = (request.version > 0).then_some(Version(request.version));
-        let written = blocking(move || {
-            store.write_for(id(author), &job, name.as_str(), expected, snapshot_deadline())
-        });
+        let written =
+            blocking(move || store.write_for(id(author), &job, name.as_str(), expected, snapshot_deadline()));
         let failed = |fault: &Fault| handle.checkpoints.failed(&request.job, &request.name, fault);
         let part = written.await.inspect_err(failed)?;
         Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })

@@ -58,8 +58,11 @@ pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
 /// would stand in the way of a job on other servers.
 pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobProgress>> {
     let answers = cluster.on_each(|server| open_on(cluster, server)).await;
-    let is_refused = |answer: &Result<OpenJobResponse>| matches!(answer, Err(Error::Call(failed)) if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline));
-    if answers.values().any(is_refused) {
+    let is_refused = |error: &Error| match error {
+        Error::Call(failed) => !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline),
+        _ => false,
+    };
+    if answers.values().any(|answer| answer.as_ref().is_err_and(is_refused)) {
         for (server, answer) in answers.iter() {
             if answer.as_ref().is_ok_and(|answer| answer.created)
                 && let Err(error) = delete_job_on(cluster, server, true).await
@@ -129,7 +132,7 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
     Ok(open_on(cluster, server).await?.progress)
 }
 
-async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJobResponse> {
+pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJobResponse> {
     let request = OpenJobRequest {
         spec: Some(cluster.spec().to_wire()),
         placement: Some(cluster.placement.to_wire()),

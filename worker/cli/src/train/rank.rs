@@ -4,7 +4,7 @@ mod evaluate;
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_proto::{Layout, Rank, Version};
+use longshore_proto::{FaultKind, Layout, Rank, Version};
 use longshore_worker::{
     Feed,
     device::{Budget, Device},
@@ -239,7 +239,13 @@ impl<'a> Run<'a> {
                 Some(GoBack { checkpoint: how.checkpoint.or_else(|| Some(checkpoint.clone())), ..how })
             }
             Ok(Opened::Fresh) | Err(Error::StateLost(_)) => asked,
-            Err(_) if asked.is_some() && session.is_elsewhere()? => asked,
+            Err(Error::Call(failed))
+                if asked.is_some()
+                    && failed.fault.kind == FaultKind::Conflict
+                    && session.is_elsewhere()? =>
+            {
+                asked
+            }
             Err(_) => None,
         })
     }
