@@ -178,28 +178,6 @@ fn what_was_read_ahead_is_never_served_for_a_newer_version() {
     }
 }
 
-/// A version's image reuses the slot of three versions before, of which the read window still has parts.
-#[test]
-fn a_slot_is_read_again_for_its_next_version() {
-    const STEPS: u64 = 9;
-    for ahead in [false, true] {
-        let (spec, dirs) = (wide(1), spilled());
-        let references = references(&spec, STEPS);
-        let mut cluster = started(&spec, &dirs.storage);
-        let job = Arc::clone(&cluster.jobs[0]);
-        // The image window has two images. The first shard's image is on the drive alone.
-        let slice = chunks(&job)[0];
-        for step in 1..=STEPS {
-            run_steps(&mut cluster, step..=step);
-            if ahead {
-                job.read_ahead(&slice, Version(step));
-            }
-            let right = part_of(&job, &references[step as usize].image, &slice);
-            assert!(pulled(&job, &slice, step).unwrap() == right, "version {step}");
-        }
-    }
-}
-
 #[test]
 fn frozen_weights_are_read_ahead_as_they_were_given() {
     let mut spec = wide(0);
