@@ -48,6 +48,10 @@ pub const CONNECTIONS_PER_RANK: usize = DATA_CONNECTIONS + 2;
 
 /// Connections that a server accepts beside those of its jobs' ranks.
 pub const SPARE_CONNECTIONS: usize = 1024;
+/// Connections that one identity, or one address, leaves to others; or a quarter of all, if those are fewer.
+pub const OTHERS_CONNECTIONS: usize = 256;
+/// Connections of the Unix socket beside the limit. Root's and the server's own user's are always taken.
+pub const LOCAL_CONNECTIONS: usize = 16;
 /// Open calls on one connection. A worker has a dozen; gRPC's own guidance is 100.
 pub const MAX_CONNECTION_CALLS: u32 = 128;
 /// Open calls on all connections. Beyond the limit, the server closes a connection with more than [`CALLS_SHARE`]
@@ -60,9 +64,16 @@ pub const CALLS_SHARE: usize = 4;
 pub const MAX_HEADER_BLOCK_BYTES: usize = 32 * 1024;
 /// Largest headers of a call once unpacked; gRPC libraries allow 8 to 16 KiB.
 pub const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
-/// Bytes of unfinished frames and messages that all strangers' connections may hold together: four of the largest
-/// control messages. [`UNFINISHED_SHARE_BYTES`] a connection and [`SMALL_MESSAGE_BYTES`] a call come on top.
+/// Bytes of frames, messages, and answers without a taker that all connections may make a server hold together: four of
+/// the largest control messages. [`UNFINISHED_SHARE_BYTES`] a connection, [`SMALL_MESSAGE_BYTES`] a call and
+/// [`RANK_SHARE_BYTES`] a rank's connection come on top.
 pub const MAX_UNFINISHED_BYTES: usize = 4 * MAX_CONTROL_MESSAGE_BYTES;
+/// Most of those bytes that one identity, or one address, may hold. The largest description of a job fits.
+pub const SHARE_BYTES: usize = MAX_UNFINISHED_BYTES / 4 * 3;
+/// Bytes that a rank's connection may hold beside the shared room. Admission has counted them in [`CONNECTION_BYTES`].
+pub const RANK_SHARE_BYTES: usize = 4 * CHUNK_BYTES;
+/// Time in which an answer's reader has to take it, as [`MESSAGE_DEADLINE`] for a message's sender.
+pub const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 pub const UNFINISHED_SHARE_BYTES: usize = 64 * 1024;
 /// Control messages are smaller, except a job's description, a commit with trainer state, and uploads.
 pub const SMALL_MESSAGE_BYTES: usize = 4 * 1024;
@@ -135,8 +146,8 @@ pub const MAX_SHARDS: u64 = 1 << 20;
 /// Largest resume data that a trainer may attach to a commit: random states and loader positions, not tensors.
 pub const MAX_TRAINER_STATE_BYTES: usize = 1024 * 1024;
 pub const MAX_PAUSE_REASON_BYTES: usize = 4096;
-/// Most slices of one pull: a whole large model layer by layer.
-pub const MAX_PULL_SLICES: usize = 1 << 20;
+/// Most slices of one pull. A pull keeps them while it waits, up to a day; at 4 Mi elements each they are 64 Gi.
+pub const MAX_PULL_SLICES: usize = 1 << 14;
 /// Images kept of each shard, by version parity.
 pub const IMAGES: u64 = 2;
 /// Steps that a worker may be ahead of the decided version beyond one exact step.
@@ -156,6 +167,7 @@ const _: () = {
         MAX_HEADER_BLOCK_BYTES >= MAX_HEADER_LIST_BYTES as usize,
         "headers that are small enough must fit their block"
     );
+    assert!(WINDOW_BYTES + RANK_SHARE_BYTES < CONNECTION_BYTES, "admission must count a rank's own share");
     assert!(CHUNK_BYTES.is_multiple_of(4096), "chunks must stay page aligned inside a shard");
     assert!(BLOCK_ELEMENTS.is_multiple_of(ALIGN_ELEMENTS), "blocks must start on aligned elements");
     assert!(DEFAULT_SHARD_ELEMENTS.is_multiple_of(BLOCK_ELEMENTS), "shards are whole blocks");

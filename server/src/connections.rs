@@ -6,11 +6,14 @@ use std::{
     convert::Infallible,
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError, Weak},
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
-use longshore_proto::limits::{CONNECTIONS_PER_RANK, SPARE_CONNECTIONS};
-use longshore_wire::direct::{Bounds, Direct, Kept, Socket, Standing};
+use longshore_proto::limits::{
+    CONNECTIONS_PER_RANK, LOCAL_CONNECTIONS, OTHERS_CONNECTIONS, SPARE_CONNECTIONS,
+};
+use longshore_wire::direct::{Bounds, Direct, Kept, Socket, Standing, network};
+use rustix::process::geteuid;
 
 use crate::{jobs::Jobs, log::Seldom, trust::Register};
 
@@ -23,16 +26,29 @@ pub(crate) enum Origin {
         address: IpAddr,
         user: Option<u32>,
     },
-    /// The Unix socket.
-    Local,
+    /// A user of the Unix socket.
+    Local(u32),
 }
 
 impl Origin {
     fn address(self) -> Option<IpAddr> {
         match self {
             Origin::Host(address) | Origin::Neighbour { address, .. } => Some(address),
-            Origin::Local => None,
+            Origin::Local(_) => None,
         }
+    }
+
+    /// Returns the origin by which connections are counted: a host has all addresses of its network.
+    fn of_host(self) -> Origin {
+        match self {
+            Origin::Host(address) => Origin::Host(network(address)),
+            Origin::Neighbour { .. } | Origin::Local(_) => self,
+        }
+    }
+
+    /// Returns whether the peer is root or the server's own user, whose connections are always taken.
+    fn is_operator(self) -> bool {
+        matches!(self, Origin::Local(user) if user == 0 || user == geteuid().as_raw())
     }
 }
 
@@ -87,9 +103,14 @@ impl Connections {
 
     /// Registers a new connection. None if there is no room.
     pub(crate) fn welcome<S: Socket>(&self, socket: S, origin: Origin) -> Option<Direct<S>> {
+        let origin = origin.of_host();
         let (now, most) = (self.bounds.connections(), self.most());
-        if now >= most {
-            let ended = self.make_room(most);
+        let share = most - OTHERS_CONNECTIONS.min(most / 4);
+        self.bounds.allow(share);
+        let beside = if matches!(origin, Origin::Local(_)) { LOCAL_CONNECTIONS } else { 0 };
+        let of_origin = self.of(origin);
+        if (now >= most + beside || of_origin >= share) && !origin.is_operator() {
+            let ended = self.make_room(most, (of_origin >= share).then_some(origin));
             self.full.say(|| {
                 tracing::warn!(
                     most,
@@ -99,7 +120,8 @@ impl Connections {
                 );
             });
             // Closed connections may still hold their sockets.
-            if ended == 0 || now >= most + (most / SHARE_ENDED).max(1) {
+            let grace = (most / SHARE_ENDED).max(1);
+            if ended == 0 || now >= most + beside + grace || of_origin >= share + grace {
                 return None;
             }
         }
@@ -116,9 +138,15 @@ impl Connections {
         Some(direct)
     }
 
-    /// Closes connections, with their calls, as their certificates expire or their credentials are taken back. Clients
-    /// with new ones reconnect.
-    pub(crate) async fn watch_credentials(self: Arc<Self>, register: Option<Arc<Register>>) -> Infallible {
+    /// Returns the open connections of an origin.
+    fn of(&self, origin: Origin) -> usize {
+        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.iter().filter(|entry| entry.origin == origin && entry.standing.strong_count() > 0).count()
+    }
+
+    /// Closes connections, with their calls, as their certificates expire, their credentials are taken back, or answers
+    /// wait for their readers too long. Clients with new credentials reconnect.
+    pub(crate) async fn watch(self: Arc<Self>, register: Option<Arc<Register>>) -> Infallible {
         loop {
             tokio::time::sleep(LOOK).await;
             let ended = self.end_expired(SystemTime::now());
@@ -128,6 +156,10 @@ impl Connections {
             let ended = register.as_deref().map_or(0, |register| self.end_lost(register));
             if ended > 0 {
                 tracing::info!(ended, "connections were ended, since their credentials were taken back");
+            }
+            let ended = self.end_overdue(Instant::now());
+            if ended > 0 {
+                tracing::info!(ended, "connections were ended, since their answers were not taken in time");
             }
         }
     }
@@ -149,10 +181,16 @@ impl Connections {
         lost.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
+    fn end_overdue(&self, now: Instant) -> usize {
+        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = entries.iter().filter_map(|entry| entry.standing.upgrade());
+        open.filter(|standing| standing.is_overdue(now)).map(|standing| standing.cut()).count()
+    }
+
     /// Logs that the host lacks a descriptor or memory for another connection, and closes some.
     pub(crate) fn run_short(&self, error: &std::io::Error) {
         let connections = self.bounds.connections();
-        let ended = self.make_room(connections);
+        let ended = self.make_room(connections, None);
         self.short.say(|| {
             tracing::warn!(
                 %error,
@@ -171,15 +209,17 @@ impl Connections {
         wanted.min(self.possible)
     }
 
-    /// Closes some of `all` connections and returns their number.
-    fn make_room(&self, all: usize) -> usize {
+    /// Closes some of `all` connections, or of one origin's, and returns their number.
+    fn make_room(&self, all: usize, of: Option<Origin>) -> usize {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.retain(|entry| entry.standing.strong_count() > 0);
         let mut of_origin = HashMap::new();
         let mut found = Vec::new();
         for Entry { origin, standing, .. } in &*entries {
             *of_origin.entry(*origin).or_insert(0_usize) += 1;
-            if let Some(standing) = standing.upgrade()
+            if of.unwrap_or(*origin) == *origin
+                && !origin.is_operator()
+                && let Some(standing) = standing.upgrade()
                 && let Some(turn) = turn(&standing)
             {
                 found.push((*origin, turn, standing));

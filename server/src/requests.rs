@@ -1,7 +1,7 @@
 //! Incoming request messages: memory for large ones, and a deadline for incomplete ones.
 //!
-//! Generated code buffers a message until it is complete. A rank's messages are counted when its job is
-//! admitted; strangers' messages share a common limit.
+//! Generated code buffers a message until it is complete, and keeps an answer until its reader takes it. Both count in
+//! the account of their connection.
 
 use std::{
     convert::Infallible,
@@ -11,14 +11,16 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::Request;
+use futures_util::future::BoxFuture;
+use http::{Request, Response};
 use http_body::Frame;
 use longshore_proto::{
     Fault, FaultKind,
-    limits::{MAX_UNFINISHED_BYTES, MESSAGE_DEADLINE, SMALL_MESSAGE_BYTES},
+    limits::{MESSAGE_DEADLINE, SMALL_MESSAGE_BYTES},
 };
 use longshore_wire::{
-    direct::{Bounds, Connection, Held, Taps},
+    self as wire, Scope,
+    direct::{Account, Connection, Held},
     frame::PUSH,
 };
 use tokio::time::{Sleep, sleep};
@@ -29,17 +31,19 @@ use crate::refusals;
 
 /// Length of gRPC's message prefix: a compression flag and the message's length.
 const PREFIX_BYTES: usize = 5;
+/// Services of reflection, and the memory of a call there: its answers quote whole descriptors.
+const REFLECTION: &str = "/grpc.reflection.";
+const REFLECTION_BYTES: usize = 256 * 1024;
 
-/// A service whose request bodies are metered on arrival.
+/// A service whose messages and answers count in the account of their connection.
 #[derive(Clone)]
 pub(crate) struct Metered<S> {
     service: S,
-    bounds: Arc<Bounds>,
 }
 
 impl<S> Metered<S> {
-    pub(crate) fn new(service: S, bounds: &Arc<Bounds>) -> Metered<S> {
-        Metered { service, bounds: Arc::clone(bounds) }
+    pub(crate) fn new(service: S) -> Metered<S> {
+        Metered { service }
     }
 }
 
@@ -47,31 +51,90 @@ impl<S: NamedService> NamedService for Metered<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S: Service<Request<Body>, Error = Infallible>> Service<Request<Body>> for Metered<S> {
-    type Response = S::Response;
+impl<S> Service<Request<Body>> for Metered<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
     type Error = Infallible;
-    type Future = S::Future;
+    type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         self.service.poll_ready(context)
     }
 
-    fn call(&mut self, request: Request<Body>) -> S::Future {
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let connection = Connection::of(request.extensions()).map(|of| Arc::clone(&of.account));
         // Push payloads are not buffered, and the stream may wait for the next one indefinitely.
-        if request.uri().path() == PUSH {
-            return self.service.call(request);
+        let Some(account) = connection.filter(|_| request.uri().path() != PUSH) else {
+            return Box::pin(self.service.call(request));
+        };
+        let mut room = None;
+        if request.uri().path().starts_with(REFLECTION) {
+            room = account.hold(REFLECTION_BYTES).map(|held| Arc::new(held.as_answer()));
+            if room.is_none() {
+                let refused = refusals::status(&wire::no_room("answer", REFLECTION_BYTES)).into_http();
+                return Box::pin(std::future::ready(Ok(refused)));
+            }
         }
-        let connection = Connection::of(request.extensions()).map(|of| of.taps.clone());
-        let bounds = Arc::clone(&self.bounds);
-        self.service.call(request.map(|body| Body::new(Metering::new(body, bounds, connection))))
+        let scope = Scope::new(Arc::clone(&account));
+        let call = self.service.call(request.map(|body| Body::new(Metering::new(body, account))));
+        Box::pin(async move {
+            let mut answer = scope.run(call).await?;
+            Ok(match room.or_else(|| answer.extensions_mut().remove::<Arc<Held>>()) {
+                Some(room) => answer.map(|body| Body::new(Roomed { body, room })),
+                None => answer,
+            })
+        })
+    }
+}
+
+/// An answer whose room is released once its last bytes are sent, or dropped.
+struct Roomed {
+    body: Body,
+    room: Arc<Held>,
+}
+
+/// Bytes of such an answer.
+struct Bytewise {
+    bytes: Bytes,
+    _room: Arc<Held>,
+}
+
+impl AsRef<[u8]> for Bytewise {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl http_body::Body for Roomed {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        let room = &self.room;
+        let counted = |bytes| Bytes::from_owner(Bytewise { bytes, _room: Arc::clone(room) });
+        polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(counted))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        self.body.size_hint()
     }
 }
 
 /// A request body with its metering.
 struct Metering {
     body: Body,
-    bounds: Arc<Bounds>,
-    connection: Option<Taps>,
+    account: Arc<Account>,
     message: Message,
     room: Option<Held>,
     timer: Option<Pin<Box<Sleep>>>,
@@ -118,8 +181,8 @@ impl Message {
 }
 
 impl Metering {
-    fn new(body: Body, bounds: Arc<Bounds>, connection: Option<Taps>) -> Metering {
-        Metering { body, bounds, connection, message: Message::default(), room: None, timer: None }
+    fn new(body: Body, account: Arc<Account>) -> Metering {
+        Metering { body, account, message: Message::default(), room: None, timer: None }
     }
 
     fn take(&mut self, bytes: &[u8]) -> Result<(), Status> {
@@ -127,19 +190,18 @@ impl Metering {
         if !self.message.is_waited_for() {
             self.timer = None;
         }
-        let vouched = self.connection.as_ref().is_some_and(Taps::is_vouched);
-        if unfinished <= SMALL_MESSAGE_BYTES || vouched {
+        if unfinished <= SMALL_MESSAGE_BYTES {
             self.room = None;
             return Ok(());
         }
         let held = match &mut self.room {
             Some(room) => room.resize(unfinished),
             None => {
-                self.room = self.bounds.hold(unfinished);
+                self.room = self.account.hold(unfinished);
                 self.room.is_some()
             }
         };
-        if held { Ok(()) } else { Err(no_room(unfinished)) }
+        if held { Ok(()) } else { Err(refusals::status(&wire::no_room("request", unfinished))) }
     }
 
     /// Ready once the awaited message has passed its deadline.
@@ -159,18 +221,6 @@ impl Metering {
             ))
         })
     }
-}
-
-fn no_room(bytes: usize) -> Status {
-    let value = format!("{bytes} bytes of a message, among others that are not whole");
-    let limit = format!("within {MAX_UNFINISHED_BYTES} bytes with them");
-    refusals::status(&Fault::new(
-        FaultKind::Unavailable,
-        "request",
-        value,
-        limit,
-        "try again when they have come",
-    ))
 }
 
 impl http_body::Body for Metering {
@@ -206,6 +256,9 @@ impl http_body::Body for Metering {
 
 #[cfg(test)]
 mod tests {
+    use longshore_proto::limits::{CHUNK_BYTES, RANK_SHARE_BYTES, SHARE_BYTES};
+    use longshore_wire::direct::{Bounds, Owner};
+
     use super::*;
 
     fn message(len: usize) -> Vec<u8> {
@@ -228,20 +281,27 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_no_room_for_is_refused() {
-        let bounds = Arc::new(Bounds::default());
-        let metering = |connection| Metering::new(Body::empty(), Arc::clone(&bounds), connection);
+    fn what_there_is_no_room_for_is_refused_to_ranks_too() {
+        let bounds = Bounds::default();
+        let account = bounds.account(Owner::Local);
+        let metering = |account: &Arc<Account>| Metering::new(Body::empty(), Arc::clone(account));
         let large = message(10_000);
-        let mut first = metering(None);
+        let mut first = metering(&account);
         first.take(&large[..9000]).unwrap();
-        let rest = bounds.hold(MAX_UNFINISHED_BYTES - 9000).unwrap();
+        let rest = account.hold(SHARE_BYTES - 9000).unwrap();
         assert_eq!(first.take(&large[9000..9500]).unwrap_err().code(), tonic::Code::Unavailable);
-        assert_eq!(metering(None).take(&large[..9000]).unwrap_err().code(), tonic::Code::Unavailable);
-        let known = Taps::default();
-        known.vouch();
-        assert!(metering(Some(known)).take(&large[..9000]).is_ok());
-        assert!(metering(None).take(&message(1000)).is_ok());
-        drop((first, rest));
-        assert!(bounds.hold(MAX_UNFINISHED_BYTES).is_some());
+        assert_eq!(metering(&account).take(&large[..9000]).unwrap_err().code(), tonic::Code::Unavailable);
+        assert!(metering(&account).take(&message(1000)).is_ok());
+        let rank = bounds.account(Owner::Local);
+        rank.vouch();
+        let parts: Vec<Metering> = (0..64)
+            .map_while(|_| {
+                let mut part = metering(&rank);
+                part.take(&message(CHUNK_BYTES)[..CHUNK_BYTES]).is_ok().then_some(part)
+            })
+            .collect();
+        assert_eq!(parts.len() * CHUNK_BYTES, RANK_SHARE_BYTES, "what admission has counted");
+        drop((first, rest, parts));
+        assert!(account.hold(SHARE_BYTES).is_some());
     }
 }

@@ -90,7 +90,7 @@ impl Accept for Local {
             let peer = socket.peer_cred()?;
             let (user, group) = (peer.uid(), peer.gid());
             if self.members.admit(user, group) {
-                return Ok((socket, Origin::Local));
+                return Ok((socket, Origin::Local(user)));
             }
             // Rate-limited, since strangers could fill the log.
             self.strangers.say(|| {

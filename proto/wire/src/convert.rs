@@ -169,10 +169,9 @@ impl Wire for JobSpec {
 
     #[expect(deprecated, reason = "the fields of earlier versions are named, so that none is forgotten")]
     fn to_wire(&self) -> v1::JobSpec {
-        let param = |p: &Param| v1::Param { name: p.name.clone(), shape: p.shape.clone(), group: p.group };
         v1::JobSpec {
             name: self.name.to_string(),
-            params: self.params.iter().map(param).collect(),
+            params: self.params.iter().map(param_to_wire).collect(),
             groups: self.groups.clone(),
             rule: self.rule.number(),
             gradient_dtype: dtype_to_wire(self.gradient_dtype),
@@ -191,6 +190,10 @@ impl Wire for JobSpec {
             leave_out: self.leave_out,
         }
     }
+}
+
+pub fn param_to_wire(param: &Param) -> v1::Param {
+    v1::Param { name: param.name.clone(), shape: param.shape.clone(), group: param.group }
 }
 
 /// Converts partitions. An empty list of ranks freezes parameters only with `frozen` set, so a mistake

@@ -2,6 +2,7 @@
 
 mod author;
 mod channel;
+mod codec;
 mod commit;
 mod convert;
 mod dialled;
@@ -17,12 +18,14 @@ pub mod tls;
 
 pub use author::Author;
 pub use channel::Channel;
+pub use codec::{Codec, Scope, no_room, weigh};
 pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
-    incarnation_from_wire, missing, parse_name,
+    incarnation_from_wire, missing, param_to_wire, parse_name,
 };
 pub use dialled::Dialled;
+pub use parts::pieces;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 
 /// Generated from the .proto files by `tests/generated.rs`, which also says how to regenerate it.

@@ -57,5 +57,10 @@ fn generate(protos: &Path, out: &Path) {
     let descriptors = protox::compile(FILES, [protos]).unwrap();
     fs::write(out.join(DESCRIPTORS), descriptors.encode_to_vec()).unwrap();
     // `bytes` fields are `Bytes`: a `Vec<u8>` would copy each payload once more.
-    tonic_prost_build::configure().bytes(".").out_dir(out).compile_fds(descriptors).unwrap();
+    tonic_prost_build::configure()
+        .bytes(".")
+        .codec_path("crate::Codec")
+        .out_dir(out)
+        .compile_fds(descriptors)
+        .unwrap();
 }

@@ -31,6 +31,7 @@ use super::{
     idle::Idle,
     pace::Pace,
     restores::Restores,
+    seats::Seats,
     stages::Stages,
     traffic::Traffic,
     waits::Decisions,
@@ -66,6 +67,7 @@ pub(crate) struct JobHandle {
     pub(crate) stages: Arc<Stages>,
     hashing: Hashing,
     pub(crate) restores: Restores,
+    pub(crate) seats: Seats,
     pub(crate) checkpoints: CheckpointLog,
 }
 
@@ -110,7 +112,8 @@ impl JobHandle {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
         let unfinished = job.take_unfinished();
-        let traffic = Traffic::new(job.spec().world_size);
+        let world_size = job.spec().world_size;
+        let (traffic, seats) = (Traffic::new(world_size), Seats::new(world_size));
         let handle = JobHandle {
             idle: Idle::new(&job),
             decisions: Decisions::new(job.progress().version),
@@ -129,6 +132,7 @@ impl JobHandle {
             stages,
             hashing: Hashing::default(),
             restores: Restores::default(),
+            seats,
             checkpoints: CheckpointLog::default(),
         };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
@@ -208,6 +212,7 @@ impl JobHandle {
         self.job.end_snapshots(&fault);
         self.closed.send_if_modified(|closed| closed.is_none() && closed.replace(fault).is_none());
         self.job.close_load();
+        self.seats.close();
         // Woken waiters find the job closed and drop it.
         self.job.nudge();
     }

@@ -11,6 +11,7 @@ mod idle;
 mod owned;
 mod pace;
 mod restores;
+mod seats;
 mod stages;
 pub(crate) mod traffic;
 mod turns;
@@ -35,7 +36,7 @@ use longshore_proto::{Fault, FaultKind, JobName};
 
 use self::{
     away::{Away, Kept},
-    turns::{Turn, Turns},
+    turns::Turn,
 };
 pub(crate) use self::{
     handle::JobHandle,
@@ -43,6 +44,7 @@ pub(crate) use self::{
     history::Decided,
     restores::{Act, Stage},
     stages::StepStage,
+    turns::Turns,
     watchers::Watchers,
 };
 use crate::{

@@ -1,4 +1,4 @@
-//! Turns of calls that open, reopen or delete one job. Calls on other jobs do not wait, and waiting takes no thread.
+//! Turns of calls that open, reopen or delete one job, or use its checkpoints. Calls on other jobs do not wait, and waiting takes no thread.
 
 use std::{
     collections::BTreeMap,
@@ -13,21 +13,21 @@ use tokio::{
 };
 
 /// A call's turn on a job, until drop.
-pub(super) type Turn = OwnedMutexGuard<()>;
+pub(crate) type Turn = OwnedMutexGuard<()>;
 
 /// Jobs with a turn under way or waited for.
 #[derive(Default)]
-pub(super) struct Turns(Mutex<BTreeMap<JobName, Weak<Waiting<()>>>>);
+pub(crate) struct Turns(Mutex<BTreeMap<JobName, Weak<Waiting<()>>>>);
 
 impl Turns {
     /// Takes the next turn on a job.
     ///
     /// # Errors
     /// `Unavailable` at the deadline: workers repeat the call.
-    pub(super) async fn take(&self, name: &JobName) -> Result<Turn, Fault> {
+    pub(crate) async fn take(&self, name: &JobName) -> Result<Turn, Fault> {
         let patience = Duration::from_millis(DEFAULT_DEADLINE_MS);
         timeout(patience, self.of(name).lock_owned()).await.map_err(|_| {
-            let remedy = "wait: another call opens, steps back or deletes this job";
+            let remedy = "wait: another call opens, steps back or deletes this job, or reads its checkpoints";
             Fault::new(FaultKind::Unavailable, "job", format!("{name}, in use"), "free", remedy)
         })
     }

@@ -59,6 +59,7 @@ impl Prepared {
             drives,
             draining: Draining::new(),
             checkpoints,
+            folders: Arc::default(),
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             links,
             register: register.clone(),

@@ -1,13 +1,12 @@
 //! The services of one listener, and its HTTP/2 settings.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use longshore_proto::limits::{
     MAX_CONNECTION_CALLS, MAX_CONTROL_MESSAGE_BYTES, MAX_HEADER_LIST_BYTES, WINDOW_BYTES,
 };
 use longshore_wire::{
     self as wire,
-    direct::Bounds,
     v1::{admin_server::AdminServer, training_server::TrainingServer},
 };
 
@@ -27,7 +26,6 @@ const KEEPALIVE: Duration = Duration::from_secs(20);
 const MAX_REFUSED_CALLS: usize = 1024;
 pub(super) fn router(
     services: Services,
-    bounds: &Arc<Bounds>,
     trust: &Trust,
 ) -> Result<tonic::transport::server::Router, ServerError> {
     let descriptors = || {
@@ -52,9 +50,9 @@ pub(super) fn router(
         .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
     let admin = AdminServer::new(services.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
     Ok(builder
-        .add_service(Guard::new(Metered::new(training, bounds), trust))
-        .add_service(Guard::new(Metered::new(DataPlane::new(services), bounds), trust))
-        .add_service(Guard::new(Metered::new(admin, bounds), trust))
-        .add_service(Guard::new(Metered::new(reflection, bounds), trust))
-        .add_service(Guard::new(Metered::new(older_reflection, bounds), trust)))
+        .add_service(Guard::new(Metered::new(training), trust))
+        .add_service(Guard::new(Metered::new(DataPlane::new(services)), trust))
+        .add_service(Guard::new(Metered::new(admin), trust))
+        .add_service(Guard::new(Metered::new(reflection), trust))
+        .add_service(Guard::new(Metered::new(older_reflection), trust)))
 }

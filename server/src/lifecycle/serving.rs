@@ -51,8 +51,8 @@ impl Serving {
         let connections = Connections::new(&bounds, config.max_connections, most, Arc::clone(&jobs));
         let routes = |transport: &'static str, trust: &Trust| {
             let services = Services { transport, ..services.clone() };
-            let health = Guard::new(Metered::new(health_service.clone(), &bounds), trust);
-            Ok::<_, ServerError>(router(services, &bounds, trust)?.add_service(health))
+            let health = Guard::new(Metered::new(health_service.clone()), trust);
+            Ok::<_, ServerError>(router(services, trust)?.add_service(health))
         };
         let stopping = stop_of(stopped);
         let listen = http::Listen { address: shown(listening.address(), config), tls: register.is_some() };
@@ -76,7 +76,7 @@ impl Serving {
         };
         let tcp = OptionFuture::from(tcp).map(Option::transpose);
         let readers = register.as_ref().filter(|_| config.http_tls).map(|of| Readers::new(Arc::clone(of)));
-        let expiring = Arc::clone(&connections).watch_credentials(register.clone());
+        let expiring = Arc::clone(&connections).watch(register.clone());
         let unix = match listening.unix.map(|socket| accept::incoming(socket, connections)) {
             Some(incoming) => {
                 let routes = routes("unix", &Trust::User)?;

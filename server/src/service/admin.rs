@@ -3,26 +3,24 @@
 use std::{
     sync::Arc,
     time::{Duration, Instant, UNIX_EPOCH},
-    vec::IntoIter,
 };
 
-use longshore_engine::{
-    checkpoint::Store,
-    step::{Phase, RankProgress},
-    tier::Spill,
-};
-use longshore_proto::{Fault, FaultKind, Param, Version, limits::DEFAULT_DEADLINE_MS};
+use longshore_engine::checkpoint::Store;
+use longshore_proto::{Fault, FaultKind, Version, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::{
-    self as wire, Author, Wire,
+    self as wire, Author,
     v1::{self, admin_server::Admin},
 };
 use tonic::{Request, Response, Status};
 
-use super::{Services, convert, default_deadline, export, permitted::permitted, refuse, stand};
-use crate::{
-    jobs::{Hashes, JobHandle},
-    trust::Caller,
+use super::{
+    Services, convert, default_deadline, describe, export,
+    permitted::permitted,
+    refuse,
+    room::{Answers, Kept, Room},
+    stand,
 };
+use crate::trust::Caller;
 
 /// Returns the deadline of a snapshot's wait for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
@@ -36,50 +34,41 @@ impl Admin for Services {
         request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("ListJobs", "", fault))?;
-        let jobs = self.jobs.names().into_iter().filter(|job| caller.sees(job)).collect();
-        let budget = self.jobs.budget();
-        let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
-        let owners = self.jobs.owners().into_iter().filter(|(owner, _)| caller.sees_owner(&owner.name));
-        let identities = owners.map(|(owner, usage)| convert::identity(owner, usage)).collect();
-        Ok(Response::new(v1::ListJobsResponse {
-            identities,
-            jobs,
-            memory_budget,
-            memory_reserved,
-            release: env!("CARGO_PKG_VERSION").into(),
-            unix_micros: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_micros() as u64),
-        }))
+        let answer = || Ok(self.list_for(&caller));
+        let answer = Room::of(request.extensions()).make(default_deadline(), answer).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("ListJobs", "", fault))
     }
 
     async fn describe(
         &self,
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<v1::DescribeResponse>, Status> {
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
-        let answer = self.describe_job(&request).await.map(v1::DescribeResponse::fit);
-        answer.map(Response::new).map_err(|fault| refuse("Describe", &request.job, fault))
+        let answer = describe::whole(self, &request, &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("Describe", &request.job, fault))
     }
 
-    type DescribeInPartsStream = tokio_stream::Iter<IntoIter<Result<v1::DescribeResponse, Status>>>;
+    type DescribeInPartsStream = Answers<v1::DescribeResponse>;
 
     async fn describe_in_parts(
         &self,
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<Self::DescribeInPartsStream>, Status> {
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
-        let answer = self.describe_job(&request).await.map(v1::DescribeResponse::into_parts);
-        let parts = answer.map_err(|fault| refuse("DescribeInParts", &request.job, fault))?;
-        Ok(Response::new(tokio_stream::iter(parts.into_iter().map(Ok).collect::<Vec<_>>())))
+        let parts = describe::in_parts(self, &request, room).await;
+        parts.map(Response::new).map_err(|fault| refuse("DescribeInParts", &request.job, fault))
     }
 
     async fn checkpoint(
         &self,
         request: Request<v1::CheckpointRequest>,
     ) -> Result<Response<v1::CheckpointResponse>, Status> {
-        let author = Author::of(request.metadata());
+        let (author, room) = (Author::of(request.metadata()), Room::of(request.extensions()));
         let request = permitted(request)?;
-        let answer = self.write_checkpoint(&request, author).await;
-        answer.map(Response::new).map_err(|fault| refuse("Checkpoint", &request.job, fault))
+        let answer = self.write_checkpoint(&request, author, &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("Checkpoint", &request.job, fault))
     }
 
     async fn seal_checkpoint(
@@ -108,18 +97,20 @@ impl Admin for Services {
         &self,
         request: Request<v1::ListCheckpointsRequest>,
     ) -> Result<Response<v1::ListCheckpointsResponse>, Status> {
+        let room = Room::of(request.extensions());
         let job = permitted(request)?.job;
-        let answer = self.list(&job).await;
-        answer.map(Response::new).map_err(|fault| refuse("ListCheckpoints", &job, fault))
+        let answer = self.list(&job, &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("ListCheckpoints", &job, fault))
     }
 
     async fn restore(
         &self,
         request: Request<v1::RestoreRequest>,
     ) -> Result<Response<v1::RestoreResponse>, Status> {
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
-        let answer = self.restore_job(&request).await;
-        answer.map(Response::new).map_err(|fault| refuse("Restore", &request.job, fault))
+        let answer = self.restore_job(&request, &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("Restore", &request.job, fault))
     }
 
     type ExportStream = export::Messages;
@@ -129,12 +120,13 @@ impl Admin for Services {
         request: Request<v1::ExportRequest>,
     ) -> Result<Response<Self::ExportStream>, Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Export", "", fault))?;
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
         let job = request.job.clone();
         if request.state {
             caller.permit_state().map_err(|fault| refuse("Export", &job, fault))?;
         }
-        let messages = export::start(self, request).map_err(|fault| refuse("Export", &job, fault))?;
+        let messages = export::start(self, request, &room).map_err(|fault| refuse("Export", &job, fault))?;
         Ok(Response::new(messages))
     }
 
@@ -153,9 +145,10 @@ impl Admin for Services {
         &self,
         request: Request<v1::StepBackRequest>,
     ) -> Result<Response<v1::StepBackResponse>, Status> {
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
-        let answer = self.step_job_back(&request).await;
-        answer.map(Response::new).map_err(|fault| refuse("StepBack", &request.job, fault))
+        let answer = self.step_job_back(&request, &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("StepBack", &request.job, fault))
     }
 
     async fn delete_job(
@@ -179,25 +172,20 @@ impl Admin for Services {
 }
 
 impl Services {
-    async fn describe_job(&self, request: &v1::DescribeRequest) -> Result<v1::DescribeResponse, Fault> {
-        let handle = self.jobs.get(&request.job)?;
-        let mut answer = self.describe_open(&handle, request.brief);
-        answer.drive_endurance_bytes = self.drive_endurance;
-        answer.checkpoints = handle.checkpoints.last();
-        if let Some(after) = request.steps_after {
-            answer.steps = handle.history.after(after).into_iter().map(convert::decided).collect();
+    fn list_for(&self, caller: &Caller) -> v1::ListJobsResponse {
+        let jobs = self.jobs.names().into_iter().filter(|job| caller.sees(job)).collect();
+        let budget = self.jobs.budget();
+        let (memory_budget, memory_reserved) = (budget.total(), budget.reserved());
+        let owners = self.jobs.owners().into_iter().filter(|(owner, _)| caller.sees_owner(&owner.name));
+        let identities = owners.map(|(owner, usage)| convert::identity(owner, usage)).collect();
+        v1::ListJobsResponse {
+            identities,
+            jobs,
+            memory_budget,
+            memory_reserved,
+            release: env!("CARGO_PKG_VERSION").into(),
+            unix_micros: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_micros() as u64),
         }
-        // A job that waits for weights has no state yet.
-        if request.state_hash && handle.job.progress().phase != Phase::Loading {
-            let Hashes { info, blocks } = handle.hashes(default_deadline()).await?;
-            answer.hash_version = info.version.0;
-            answer.hash_applied = info.applied;
-            answer.hashes = blocks
-                .iter()
-                .map(|(block, hash)| v1::BlockHash { block: block.0, hash: hash.to_vec().into() })
-                .collect();
-        }
-        Ok(answer)
     }
 
     async fn resume_job(&self, request: &v1::ResumeRequest) -> Result<(), Fault> {
@@ -206,12 +194,17 @@ impl Services {
         stand(&handle, move |job| job.resume(version, loss_scale)).await
     }
 
-    async fn step_job_back(&self, request: &v1::StepBackRequest) -> Result<v1::StepBackResponse, Fault> {
+    async fn step_job_back(
+        &self,
+        request: &v1::StepBackRequest,
+        room: &Room,
+    ) -> Result<Kept<v1::StepBackResponse>, Fault> {
         self.draining.refuse()?;
         let (incarnation, version) =
             (wire::incarnation_from_wire(request.incarnation)?, Version(request.version));
         let handle = Arc::clone(&self.jobs).step_back(&request.job, incarnation, version).await?;
-        Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) })
+        let answer = || Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) });
+        room.make(default_deadline(), answer).await
     }
 
     pub(crate) fn store(&self) -> Result<Arc<Store>, Fault> {
@@ -219,53 +212,5 @@ impl Services {
             let remedy = "start the server with --checkpoint-dir";
             Fault::new(FaultKind::Precondition, "checkpoint_dir", "not set", "a folder", remedy)
         })
-    }
-
-    fn describe_open(&self, handle: &Arc<JobHandle>, brief: bool) -> v1::DescribeResponse {
-        let job = &handle.job;
-        let (pushed_bytes, pulled_bytes) = job.traffic();
-        let rank = |rank: RankProgress| {
-            let transport = self.transport_of(handle, rank.rank);
-            let watches = rank.incarnation.is_some_and(|process| handle.watchers.has(rank.rank, process));
-            convert::rank(rank, transport, watches)
-        };
-        let span = handle.pace.span();
-        let (written_of_checkpoints, bytes_of_checkpoints) = job.checkpoint_progress().unwrap_or_default();
-        v1::DescribeResponse {
-            owner: handle.owner.clone().unwrap_or_default(),
-            idle_ms: handle.look().as_millis() as u64,
-            spec: (!brief).then(|| job.spec().to_wire()),
-            placement: (!brief).then(|| job.placement().to_wire()),
-            server: job.server().0,
-            progress: Some(convert::progress(job.progress())),
-            ranks: job.ranks().into_iter().map(rank).collect(),
-            memory_bytes: job.memory_bytes(),
-            hashes: Vec::new(),
-            hash_version: 0,
-            hash_applied: 0,
-            pushed_bytes,
-            pulled_bytes,
-            waiting_for: job.waiting_for().unwrap_or_default(),
-            isa: job.compute().isa().to_string(),
-            threads: job.compute().threads() as u32,
-            disk_bytes: job.disk_bytes(),
-            disk_written_bytes: job.written_bytes(),
-            paced_steps: span.steps,
-            paced_seconds: span.time.as_secs_f64(),
-            paced_written_bytes: span.written,
-            drive_endurance_bytes: 0,
-            lists_left_out: false,
-            tensors: job.spec().params.len() as u32,
-            parameters: job.spec().params.iter().filter_map(Param::elements).sum(),
-            spill: job.spill().map_or("", Spill::name).into(),
-            checkpoints: None,
-            steps: Vec::new(),
-            failure: job.check_alive().err().map(|fault| fault.to_string()).unwrap_or_default(),
-            update_seconds: handle.busy.updates().as_secs_f64(),
-            elements: handle.elements(),
-            update_bytes: job.update_bytes(),
-            checkpoint_bytes: bytes_of_checkpoints,
-            checkpoint_written_bytes: written_of_checkpoints,
-        }
     }
 }

@@ -8,8 +8,14 @@ use longshore_engine::{
 };
 use longshore_proto::{Fault, Incarnation, Rank, Version};
 use longshore_wire::{self as wire, Author, v1};
+use tokio::time::Instant;
 
-use super::{Services, admin::snapshot_deadline, blocking};
+use super::{
+    Services,
+    admin::snapshot_deadline,
+    blocking, default_deadline,
+    room::{Kept, Room},
+};
 use crate::jobs::JobHandle;
 
 impl Services {
@@ -17,11 +23,12 @@ impl Services {
         &self,
         request: &v1::CheckpointRequest,
         author: Author,
-    ) -> Result<v1::CheckpointResponse, Fault> {
+        room: &Room,
+    ) -> Result<Kept<v1::CheckpointResponse>, Fault> {
         if request.check {
             let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
             blocking(move || store.check_room(&handle.job)).await?;
-            return Ok(v1::CheckpointResponse::default());
+            return room.make(default_deadline(), || Ok(v1::CheckpointResponse::default())).await;
         }
         let name = wire::parse_name("name", &request.name)?;
         let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
@@ -32,7 +39,8 @@ impl Services {
             blocking(move || store.write_for(id(author), &job, name.as_str(), expected, snapshot_deadline()));
         let failed = |fault: &Fault| handle.checkpoints.failed(&request.job, &request.name, fault);
         let part = written.await.inspect_err(failed)?;
-        Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? })
+        let answer = || Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? });
+        room.make(default_deadline(), answer).await
     }
 
     pub(super) async fn seal(
@@ -47,7 +55,9 @@ impl Services {
             check_author(&handle, author)?;
         }
         let (store, keep, parts) = (self.store()?, self.checkpoint_keep, request.parts);
+        let turn = self.folders.take(&job).await?;
         let sealed = blocking(move || {
+            let _turn = turn;
             let sealed = store.seal(&job, name.as_str(), &parts)?;
             store.prune(&job, keep, name.as_str())?;
             Ok(sealed)
@@ -86,16 +96,28 @@ impl Services {
         Ok(v1::DiscardCheckpointResponse {})
     }
 
-    pub(super) async fn list(&self, job: &str) -> Result<v1::ListCheckpointsResponse, Fault> {
+    /// Lists the checkpoints, one list of a job at a time: a folder may have many.
+    pub(super) async fn list(
+        &self,
+        job: &str,
+        room: &Room,
+    ) -> Result<Kept<v1::ListCheckpointsResponse>, Fault> {
         let store = self.store()?;
         let name = wire::parse_name("job", job)?;
+        let _turn = self.folders.take(&name).await?;
         let (found, parts) = blocking(move || Ok((store.list(&name)?, store.unsealed(&name)))).await?;
         let progress = self.jobs.get(job).ok().map(|handle| handle.job.progress());
         let reached = progress.filter(|progress| progress.phase != Phase::Loading);
         let reached = reached.map(|progress| progress.version);
-        let checkpoints = found.into_iter().map(|listed| info(listed, reached)).collect();
-        let unsealed = parts.into_iter().map(|(name, part)| unsealed(name, &part));
-        Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed.collect::<Result<_, _>>()? })
+        let unsealed = || {
+            parts.iter().map(|(name, part)| unsealed(name.clone(), part)).collect::<Result<Vec<_>, Fault>>()
+        };
+        let answer = || {
+            let checkpoints = found.iter().map(|listed| info(listed, reached)).collect();
+            Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed()? })
+        };
+        // Without room the list is not kept for a wait: it may be asked for again.
+        room.make(Instant::now(), answer).await
     }
 }
 
@@ -121,16 +143,16 @@ fn unsealed(name: String, part: &Part) -> Result<v1::UnsealedPart, Fault> {
 
 /// Converts a listed checkpoint. `reached` is the job's version; a checkpoint beyond it is stale
 /// since a step back.
-fn info(listed: Listed, reached: Option<Version>) -> v1::CheckpointInfo {
+fn info(listed: &Listed, reached: Option<Version>) -> v1::CheckpointInfo {
     let beyond = reached.is_some_and(|version| listed.version > version);
     v1::CheckpointInfo {
-        name: listed.name,
+        name: listed.name.clone(),
         version: listed.version.0,
         sequence: listed.sequence,
         parts: listed.parts,
-        visible_parts: listed.visible,
+        visible_parts: listed.visible.clone(),
         stale: listed.damage.is_none() && (listed.stale || beyond),
-        damage: listed.damage.map(|fault| fault.to_string()).unwrap_or_default(),
-        state_hash: listed.state_hash.unwrap_or_default(),
+        damage: listed.damage.as_ref().map(|fault| fault.cut().to_string()).unwrap_or_default(),
+        state_hash: listed.state_hash.clone().unwrap_or_default(),
     }
 }

@@ -24,11 +24,13 @@ use tokio::{
 use tokio_stream::Stream;
 use tonic::Status;
 
-use super::{Services, blocking, refuse};
+use super::{Services, blocking, refuse, room::Room};
 use crate::jobs::JobHandle;
 
 /// Messages built ahead of the network: 4 MiB for each export.
 const MESSAGES_AHEAD: usize = 4;
+/// Memory of those, of the one being built and of two that are encoded.
+const EXPORT_BYTES: usize = (MESSAGES_AHEAD + 3) * CHUNK_BYTES;
 /// Longest wait for a reader to take one message. Training does not wait for the reader, but the copies for it stay in
 /// memory.
 const STALL: Duration = Duration::from_secs(10);
@@ -59,16 +61,17 @@ impl Stream for Messages {
 }
 
 /// Starts an export. Later failures are the stream's last message.
-pub(super) fn start(services: &Services, request: v1::ExportRequest) -> Result<Messages, Fault> {
+pub(super) fn start(services: &Services, request: v1::ExportRequest, room: &Room) -> Result<Messages, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let exported = exported(&request)?;
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let version = (request.version > 0).then_some(Version(request.version));
+    let room = room.hold_now("export", EXPORT_BYTES)?;
     let snapshot = handle.job.begin_export(version, exported)?;
     let (sender, parts) = mpsc::channel(MESSAGES_AHEAD);
     let (end, last) = oneshot::channel();
     tokio::spawn(async move {
-        let reader = sender.clone();
+        let (_room, reader) = (room, sender.clone());
         let exported = tokio::select! {
             exported = export(handle, snapshot, exported, deadline, sender) => exported,
             // Returning drops all that the export holds. A message in flight is still sent.

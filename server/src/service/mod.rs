@@ -3,6 +3,7 @@
 mod admin;
 mod checkpoint;
 mod convert;
+mod describe;
 mod export;
 mod permitted;
 mod pull;
@@ -26,7 +27,7 @@ use tonic::Status;
 pub(crate) use self::tensors::DataPlane;
 use crate::{
     draining::Draining,
-    jobs::{JobHandle, Jobs},
+    jobs::{JobHandle, Jobs, Turns},
     memfd::Links,
     refusals,
     trust::Register,
@@ -38,6 +39,8 @@ pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
+    /// Turns of calls that read or seal a job's checkpoints. Such a call takes a thread.
+    pub(crate) folders: Arc<Turns>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,

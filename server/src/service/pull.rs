@@ -19,7 +19,7 @@ use longshore_proto::{
 };
 use longshore_wire::{
     self as wire,
-    direct::{Held, Mark, Payloads, Taps, blank},
+    direct::{Connection, Held, Mark, Payloads, blank},
     dtype_from_wire,
     frame::{self, Event, Incoming, Piece, Pieces},
     v1,
@@ -41,27 +41,38 @@ const MESSAGES_AHEAD: usize = 2;
 /// a MiB.
 const READS_AHEAD: usize = 4;
 
-/// Answers a Pull call. `taps` are those of the call's connection.
+/// Memory of a pull's slices, each as received and as kept.
+const SLICE_BYTES: usize = 2 * size_of::<Slice>();
+
+/// Answers a Pull call, whose connection has this `room`.
 pub(super) async fn answer(
     services: &Services,
     caller: &Caller,
-    taps: Option<&Taps>,
+    connection: Option<&Connection>,
+    room: Room,
     body: Body,
 ) -> Result<Response<Body>, Status> {
     let (request, mark) = request(body).await?;
+    let taps = connection.map(|of| &of.taps);
     let job = request.job.clone();
     permit(caller, &request).map_err(|fault| refuse("Pull", &job, fault))?;
+    let slices = room.hold_now("pull.slices", SLICE_BYTES * request.slices.len());
+    let slices = slices.map_err(|fault| refuse("Pull", &job, fault))?;
+    let pull = Pull::new(services, request, room, slices).map_err(|fault| refuse("Pull", &job, fault))?;
     // A rank may pull on a connection before it pushes there, and must not wait for readers that stall. TLS alone
     // identifies a rank. Without TLS a rank's weights are lent, and need no room.
-    if let Some(taps) = taps.filter(|_| caller.trains(&job)) {
-        taps.vouch();
+    if caller.trains(&job) {
+        connection.iter().for_each(|connection| pull.handle.seats.take(connection));
     }
-    let room = Room::new(&services.bounds, taps);
-    let pull = Pull::new(services, request, room).map_err(|fault| refuse("Pull", &job, fault))?;
     let (sender, pieces) = mpsc::channel(MESSAGES_AHEAD);
     let payloads = taps.zip(mark).and_then(|(taps, mark)| Payloads::claim(taps, mark));
-    tokio::spawn(pull.send(sender, payloads));
-    Ok(frame::answer(pieces))
+    let (response, wanted) = frame::answer_wanted(pieces);
+    tokio::spawn(async move {
+        // Nothing is read or copied for a reader whose window is closed.
+        let _ = wanted.await;
+        pull.send(sender, payloads).await;
+    });
+    Ok(response)
 }
 
 async fn request(body: Body) -> Result<(v1::PullRequest, Option<Mark>), Status> {
@@ -86,10 +97,12 @@ struct Pull {
     in_place: bool,
     /// Room for copied payloads.
     room: Room,
+    _slices: Held,
 }
 
 impl Pull {
-    fn new(services: &Services, request: v1::PullRequest, room: Room) -> Result<Pull, Fault> {
+    fn new(services: &Services, request: v1::PullRequest, room: Room, slices: Held) -> Result<Pull, Fault> {
+        let _slices = slices;
         let handle = services.jobs.get(&request.job)?;
         let dtype = dtype_from_wire("pull.dtype", request.dtype)?;
         let wait = wire::deadline(request.deadline_ms)?;
@@ -110,7 +123,7 @@ impl Pull {
             handle.job.shared_images().is_some()
         };
         let (version, rank, transport) = (Version(request.version), Rank(request.rank), services.transport);
-        Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room })
+        Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room, _slices })
     }
 
     /// Sends all slices. With `payloads`, bytes of images bypass HTTP/2 if possible.
@@ -208,7 +221,7 @@ impl Pull {
 
     async fn lend(&self, slices: &[Slice]) -> Result<Outgoing, Fault> {
         let slice = slices[0];
-        let room = if self.reads_drives(slice) { self.room_for(slice).await? } else { None };
+        let room = if self.reads_drives(slice) { Some(self.room_for(slice).await?) } else { None };
         let lend = || self.handle.job.lend_image(&slice, self.version);
         let Pulled { bytes, crc32 } = self.read(slices, lend).await?;
         self.count(slice, self.transport);
@@ -226,7 +239,7 @@ impl Pull {
 
     async fn copy(&self, slices: &[Slice]) -> Result<Outgoing, Fault> {
         let slice = slices[0];
-        let room = self.room_for(slice).await?;
+        let room = Some(self.room_for(slice).await?);
         let copy = || self.handle.job.copy_image(&slice, self.version);
         let Pulled { bytes, crc32 } = self.read(slices, copy).await?;
         self.count(slice, self.transport);
@@ -256,13 +269,16 @@ impl Pull {
         self.once_ready(slice, || if waits { tokio::task::block_in_place(read) } else { read() }).await
     }
 
-    async fn room_for(&self, slice: Slice) -> Result<Option<Held>, Fault> {
+    /// Reserves room for a copied payload, once the version is decided: the wait for a version may take a day.
+    async fn room_for(&self, slice: Slice) -> Result<Held, Fault> {
+        let decided = || Ok((self.handle.job.progress().version >= self.version).then_some(()));
+        self.once_ready(slice, decided).await?;
         let bytes = slice.elements * self.dtype.bytes();
-        self.room.hold(bytes as usize, Instant::now() + self.wait).await
+        Ok(self.room.hold(bytes as usize, Instant::now() + self.wait).await?.as_answer())
     }
 
     fn owned(&self, head: &v1::PullResponse, bytes: Vec<u8>, room: Option<Held>) -> Outgoing {
-        let (taking, taken) = room.is_some().then(oneshot::channel).unzip();
+        let (taking, taken) = (!self.room.is_ranks()).then(oneshot::channel).unzip();
         let copied = Copied { bytes, _handle: Arc::clone(&self.handle), _room: room, _taking: taking };
         Outgoing { taken, ..Outgoing::whole(frame::encode_with(head, Bytes::from_owner(copied))) }
     }

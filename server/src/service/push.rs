@@ -17,7 +17,7 @@ use http::Response;
 use http_body::Body as _;
 use longshore_proto::Fault;
 use longshore_wire::{
-    direct::{Claim, Mark, Taps},
+    direct::{Claim, Connection, Mark, Taps},
     frame::{self, Pieces, SharedIntake},
     v1::{PushRequest, PushResponse},
 };
@@ -41,10 +41,16 @@ const RESULTS_DELAY: Duration = Duration::from_millis(1);
 /// chunk's rank.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
-/// Answers a Push call. `taps` are those of the call's connection.
-pub(super) fn answer(services: Services, caller: Caller, taps: Option<Taps>, body: Body) -> Response<Body> {
+/// Answers a Push call.
+pub(super) fn answer(
+    services: Services,
+    caller: Caller,
+    connection: Option<Connection>,
+    body: Body,
+) -> Response<Body> {
     let (answers, pieces) = mpsc::channel(2);
-    let receiving = Receiving::new(services, caller, taps.clone());
+    let taps = connection.as_ref().map(|of| of.taps.clone());
+    let receiving = Receiving::new(services, caller, connection);
     let stream = Stream {
         intake: SharedIntake::new(receiving),
         body,

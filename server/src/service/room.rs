@@ -1,88 +1,183 @@
-//! Memory for payloads that a call keeps until its reader takes them.
+//! Room for messages and answers: reserved in the account of their call's connection before they are kept.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
 
-use longshore_proto::{Fault, FaultKind, limits::MAX_UNFINISHED_BYTES};
-use longshore_wire::direct::{Bounds, Held, Taps};
-use tokio::time::{Instant, sleep, timeout_at};
+use http::Extensions;
+use longshore_proto::{
+    Fault,
+    limits::{SHARE_BYTES, SMALL_MESSAGE_BYTES},
+};
+use longshore_wire::{
+    direct::{Account, Bounds, Connection, Held, Owner},
+    no_room,
+};
+use prost::Message;
+use tokio::{
+    sync::mpsc,
+    time::{Instant, timeout_at},
+};
+use tokio_stream::Stream;
+use tonic::{Response, Status};
 
-/// Polling interval of the call whose turn it is. A reader takes 1 MiB in a millisecond, so room frees up meanwhile.
-/// Without turns, 4096 polling calls took a core.
-const PAUSE: Duration = Duration::from_millis(5);
+/// Memory of an answer of many elements, by its encoded size: the message itself and its encoding.
+const COPIES: usize = 3;
 
-/// Memory that strangers share. A rank's connection has memory of its own, counted when its job was admitted.
-pub(super) struct Room {
-    bounds: Arc<Bounds>,
-    connection: Option<Taps>,
-}
+/// A call's room.
+#[derive(Clone)]
+pub(super) struct Room(Arc<Account>);
 
 impl Room {
-    /// `connection` is the call's connection.
-    pub(super) fn new(bounds: &Arc<Bounds>, connection: Option<&Taps>) -> Room {
-        Room { bounds: Arc::clone(bounds), connection: connection.cloned() }
+    /// Returns the room of the call with these extensions. A call without a connection has a room of its own.
+    pub(super) fn of(extensions: &Extensions) -> Room {
+        let connection = Connection::of(extensions).map(|of| Arc::clone(&of.account));
+        Room(connection.unwrap_or_else(|| Bounds::default().account(Owner::Local)))
     }
 
-    /// Reserves room for a payload once available. None on a rank's connection.
+    /// Returns whether the connection is a rank's.
+    pub(super) fn is_ranks(&self) -> bool {
+        self.0.is_vouched()
+    }
+
+    /// Reserves room once there is some.
     ///
     /// # Errors
-    /// `Unavailable` at the deadline.
-    pub(super) async fn hold(&self, bytes: usize, deadline: Instant) -> Result<Option<Held>, Fault> {
-        let room = async {
-            tokio::select! {
-                biased;
-                () = self.vouched() => None,
-                held = self.in_turn(bytes) => Some(held),
-            }
-        };
-        timeout_at(deadline, room).await.map_err(|_| {
-            let value = format!("{bytes} bytes, among others that their readers do not take");
-            let limit = format!("within {MAX_UNFINISHED_BYTES} bytes with them");
-            Fault::new(FaultKind::Unavailable, "pull", value, limit, "try again")
-        })
-    }
-
-    async fn vouched(&self) {
-        match &self.connection {
-            Some(connection) => connection.vouched().await,
-            None => std::future::pending().await,
+    /// `Unavailable` at the deadline, and `Exhausted` at once if it never fits.
+    pub(super) async fn hold(&self, bytes: usize, deadline: Instant) -> Result<Held, Fault> {
+        if bytes > SHARE_BYTES {
+            return Err(no_room("answer", bytes));
         }
+        timeout_at(deadline, self.0.room(bytes)).await.map_err(|_| no_room("answer", bytes))
     }
 
-    async fn in_turn(&self, bytes: usize) -> Held {
-        let _turn = self.bounds.turn().await;
+    /// Reserves room if there is some now.
+    pub(super) fn hold_now(&self, field: &str, bytes: usize) -> Result<Held, Fault> {
+        self.0.hold(bytes).ok_or_else(|| no_room(field, bytes))
+    }
+
+    /// Builds an answer that is kept within the call's room. Without room the message is built again once there is
+    /// some: no waiting call keeps one.
+    pub(super) async fn make<T: Message>(
+        &self,
+        deadline: Instant,
+        build: impl Fn() -> Result<T, Fault>,
+    ) -> Result<Kept<T>, Fault> {
         loop {
-            if let Some(held) = self.bounds.hold(bytes) {
-                return held;
-            }
-            sleep(PAUSE).await;
+            let bytes = {
+                let message = build()?;
+                let bytes = COPIES * message.encoded_len();
+                if bytes <= SMALL_MESSAGE_BYTES {
+                    return Ok(Kept { message, room: None });
+                }
+                if let Some(held) = self.0.hold(bytes) {
+                    return Ok(Kept { message, room: Some(held.as_answer()) });
+                }
+                bytes
+            };
+            drop(self.hold(bytes, deadline).await?);
         }
+    }
+}
+
+/// An answer's message and its room.
+pub(super) struct Kept<T> {
+    pub(super) message: T,
+    pub(super) room: Option<Held>,
+}
+
+impl<T> Kept<T> {
+    /// Returns the answer. [`crate::requests::Metered`] releases its room once the reader has taken it.
+    pub(super) fn answer(self) -> Response<T> {
+        let mut response = Response::new(self.message);
+        if let Some(room) = self.room {
+            response.extensions_mut().insert(Arc::new(room));
+        }
+        response
+    }
+}
+
+/// A stream of answers. The room of one is released as the next one is asked for: by then the reader takes bytes.
+pub(super) struct Answers<T> {
+    receiver: mpsc::Receiver<Result<Kept<T>, Status>>,
+    last: Option<Held>,
+}
+
+/// Creates a stream with room for one answer ahead of its reader.
+pub(super) fn answers<T>() -> (mpsc::Sender<Result<Kept<T>, Status>>, Answers<T>) {
+    let (sender, receiver) = mpsc::channel(1);
+    (sender, Answers { receiver, last: None })
+}
+
+impl<T> Unpin for Answers<T> {}
+
+impl<T> Stream for Answers<T> {
+    type Item = Result<T, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.last = None;
+        let answer = ready!(self.receiver.poll_recv(context));
+        Poll::Ready(answer.map(|answer| {
+            answer.map(|Kept { message, room }| {
+                self.last = room;
+                message
+            })
+        }))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use longshore_proto::{FaultKind, limits::MAX_UNFINISHED_BYTES};
+    use longshore_wire::v1::ListJobsResponse;
+    use tokio_stream::StreamExt;
+
     use super::*;
 
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_millis(20)
+    }
+
+    fn jobs(bytes: usize) -> Result<ListJobsResponse, Fault> {
+        Ok(ListJobsResponse { jobs: vec!["j".repeat(bytes)], ..Default::default() })
+    }
+
     #[tokio::test]
-    async fn strangers_wait_for_room_and_ranks_do_not() {
-        let bounds = Arc::new(Bounds::default());
-        let known = Taps::default();
-        let room = Room::new(&bounds, Some(&known));
-        let deadline = Instant::now() + Duration::from_millis(20);
-        let all = room.hold(MAX_UNFINISHED_BYTES, deadline).await.unwrap();
-        let refused = room.hold(1, deadline).await.err().map(|fault| fault.kind);
-        assert_eq!(refused, Some(FaultKind::Unavailable));
-        assert!(Instant::now() >= deadline, "it did not wait");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let waits = tokio::spawn(async move { room.hold(1, deadline).await.unwrap().is_none() });
-        // The rank waits behind another stranger by now, and must not wait for that stranger's room.
-        let stranger = Room::new(&bounds, None);
-        let behind = tokio::spawn(async move { stranger.hold(1, deadline).await.is_ok() });
+    async fn an_answer_waits_for_room_and_is_refused_without() {
+        let bounds = Bounds::default();
+        let [first, other] = [1, 2].map(|host| Room(bounds.account(Owner::Address([10, 0, 0, host].into()))));
+        let flood = first.hold(SHARE_BYTES, soon()).await.unwrap();
+        assert_eq!(first.hold(1, soon()).await.err().map(|fault| fault.kind), Some(FaultKind::Unavailable));
+        let small = first.make(soon(), || jobs(100)).await.unwrap();
+        assert!(small.room.is_none(), "small answers are counted with their call");
+        assert!(first.make(soon(), || jobs(10_000)).await.is_err());
+        let kept = other.make(soon(), || jobs(10_000)).await.unwrap();
+        assert!((30_000..31_000).contains(&kept.room.unwrap().bytes()));
+        let never = other.make(soon(), || jobs(MAX_UNFINISHED_BYTES)).await.err();
+        assert_eq!(never.map(|fault| fault.kind), Some(FaultKind::Exhausted));
+        let waits = tokio::spawn(async move {
+            first.make(Instant::now() + Duration::from_secs(60), || jobs(10_000)).await.is_ok()
+        });
         tokio::task::yield_now().await;
-        known.vouch();
-        assert!(waits.await.unwrap(), "a rank's connection needed room");
-        drop(all);
-        assert!(behind.await.unwrap(), "it was not its turn when there was room");
-        assert!(Room::new(&bounds, None).hold(MAX_UNFINISHED_BYTES, deadline).await.unwrap().is_some());
+        drop(flood);
+        assert!(waits.await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn a_stream_keeps_the_room_of_what_is_being_sent() {
+        let room = Room(Bounds::default().account(Owner::Local));
+        let (sender, mut answers) = answers();
+        for _ in 0..2 {
+            let kept = room.make(soon(), || jobs(SHARE_BYTES / 7)).await;
+            sender.send(Ok(kept.unwrap())).await.ok().unwrap();
+            assert!(answers.next().await.unwrap().is_ok());
+        }
+        assert!(room.hold_now("answer", SHARE_BYTES).is_err());
+        drop((answers, sender));
+        assert!(room.hold_now("answer", SHARE_BYTES).is_ok());
     }
 }

@@ -4,26 +4,28 @@ use std::sync::Arc;
 
 use longshore_proto::{Fault, ShardId, Step};
 use longshore_wire::{self as wire, v1};
-use tokio::{sync::mpsc, time::Instant};
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::Status;
+use tokio::time::Instant;
 
-use super::{Services, refuse};
+use super::{
+    Services, refuse,
+    room::{Answers, Kept, Room, answers},
+};
 use crate::jobs::JobHandle;
 
 pub(super) fn stream(
     services: &Services,
     request: &v1::StatsRequest,
-) -> Result<ReceiverStream<Result<v1::ShardStats, Status>>, Fault> {
+    room: Room,
+) -> Result<Answers<v1::ShardStats>, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let step = Step(request.step);
-    let (sender, receiver) = mpsc::channel(4);
+    let (sender, answers) = answers();
     tokio::spawn(async move {
         // Backward computes the last shards first. Frozen shards have no gradient.
         let trained = |shard: &&longshore_proto::ShardId| !handle.job.layout().is_frozen(**shard);
         for &shard in handle.job.owned().iter().rev().filter(trained) {
-            let stats = shard_stats(&handle, shard, step, deadline).await;
+            let stats = shard_stats(&handle, shard, step, deadline, &room).await;
             let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));
             let failed = stats.is_err();
             if sender.send(stats).await.is_err() || failed {
@@ -31,7 +33,7 @@ pub(super) fn stream(
             }
         }
     });
-    Ok(ReceiverStream::new(receiver))
+    Ok(answers)
 }
 
 async fn shard_stats(
@@ -39,15 +41,20 @@ async fn shard_stats(
     shard: ShardId,
     step: Step,
     deadline: Instant,
-) -> Result<v1::ShardStats, Fault> {
+    room: &Room,
+) -> Result<Kept<v1::ShardStats>, Fault> {
     let check = || handle.job.statistics(shard, step);
-    let statistics =
-        handle.until(deadline, check, || handle.late("stats", format!("{step}, {shard}"))).await?;
-    let blocks = statistics.into_iter().map(|statistics| v1::BlockStats {
-        sum_squares: statistics.sum_squares,
-        first_nonfinite: statistics.first_nonfinite,
-    });
-    let origin = handle.job.origin(shard, step)?.0;
-    let left_out = handle.job.left_out(shard, step)?;
-    Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin, left_out })
+    let late = || handle.late("stats", format!("{step}, {shard}"));
+    handle.until(deadline, || Ok(check()?.map(drop)), late).await?;
+    let stats = || {
+        let statistics = check()?.ok_or_else(late)?;
+        let blocks = statistics.into_iter().map(|statistics| v1::BlockStats {
+            sum_squares: statistics.sum_squares,
+            first_nonfinite: statistics.first_nonfinite,
+        });
+        let origin = handle.job.origin(shard, step)?.0;
+        let left_out = handle.job.left_out(shard, step)?;
+        Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin, left_out })
+    };
+    room.make(deadline, stats).await
 }

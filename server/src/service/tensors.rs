@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming, body::Body, server::NamedService};
 use tower_service::Service;
 
-use super::{Services, pull, push, refuse, upload};
+use super::{Services, pull, push, refuse, room::Room, upload};
 use crate::trust::Caller;
 
 /// Service `longshore.v1.Tensors`. Push and Pull are served by hand, and look to callers like the generated calls.
@@ -55,20 +55,22 @@ impl Service<Request<Body>> for DataPlane {
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         match request.uri().path() {
             PUSH => {
-                let taps = Connection::of(request.extensions()).map(|of| of.taps.clone());
-                let answer = Caller::of(request.extensions())
-                    .map(|caller| push::answer(self.services.clone(), caller, taps, request.into_body()));
+                let connection = Connection::of(request.extensions()).cloned();
+                let answer = Caller::of(request.extensions()).map(|caller| {
+                    push::answer(self.services.clone(), caller, connection, request.into_body())
+                });
                 let answer = answer.unwrap_or_else(|fault| refuse("Push", "", fault).into_http());
                 Box::pin(std::future::ready(Ok(answer)))
             }
             PULL => {
                 let services = self.services.clone();
                 Box::pin(async move {
-                    let taps = Connection::of(request.extensions()).map(|of| of.taps.clone());
+                    let connection = Connection::of(request.extensions()).cloned();
+                    let room = Room::of(request.extensions());
                     let answer = async {
                         let caller =
                             Caller::of(request.extensions()).map_err(|fault| refuse("Pull", "", fault))?;
-                        pull::answer(&services, &caller, taps.as_ref(), request.into_body()).await
+                        pull::answer(&services, &caller, connection.as_ref(), room, request.into_body()).await
                     };
                     Ok(answer.await.unwrap_or_else(Status::into_http))
                 })

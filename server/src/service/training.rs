@@ -2,21 +2,27 @@
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_engine::{step::Phase, tier::StoredJob};
+use longshore_engine::{
+    step::{Phase, Progress},
+    tier::StoredJob,
+};
 use longshore_proto::{
     Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version,
 };
 use longshore_wire::{
     self as wire, Wire,
-    direct::{Connection, Taps},
+    direct::Connection,
     v1::{self, training_server::Training},
 };
 use tokio::time::Instant;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{
-    Services, blocking, convert, default_deadline, permitted::permitted, refuse, stand, stats, watch,
+    Services, blocking, convert, default_deadline,
+    permitted::permitted,
+    refuse,
+    room::{Answers, Kept, Room},
+    stand, stats, watch,
 };
 use crate::{
     jobs::{Decided, JobHandle},
@@ -34,24 +40,28 @@ impl Training for Services {
         request: Request<v1::OpenJobRequest>,
     ) -> Result<Response<v1::OpenJobResponse>, Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("OpenJob", "", fault))?;
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
         let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-        let answer = self.open(request, caller.owner()).await;
-        answer.map(Response::new).map_err(|fault| refuse("OpenJob", &name, fault))
+        let answer = self.open(request, caller.owner(), &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("OpenJob", &name, fault))
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
-        let connection = Connection::of(request.extensions()).map(|of| of.taps.clone());
+        let connection = Connection::of(request.extensions()).cloned();
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
-        let answer = self.join_job(&request).await.inspect(|_| connection.iter().for_each(Taps::vouch));
-        answer.map(Response::new).map_err(|fault| refuse("Join", &request.job, fault))
+        let answer = self.join_job(&request, connection.as_ref(), &room).await;
+        answer.map(Kept::answer).map_err(|fault| refuse("Join", &request.job, fault))
     }
 
-    type StatsStream = ReceiverStream<Result<v1::ShardStats, Status>>;
+    type StatsStream = Answers<v1::ShardStats>;
 
     async fn stats(&self, request: Request<v1::StatsRequest>) -> Result<Response<Self::StatsStream>, Status> {
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
-        let stream = stats::stream(self, &request).map_err(|fault| refuse("Stats", &request.job, fault))?;
+        let stream =
+            stats::stream(self, &request, room).map_err(|fault| refuse("Stats", &request.job, fault))?;
         Ok(Response::new(stream))
     }
 
@@ -75,14 +85,15 @@ impl Training for Services {
         Ok(Response::new(v1::AwaitDurableResponse {}))
     }
 
-    type WatchStream = ReceiverStream<Result<v1::Event, Status>>;
+    type WatchStream = Answers<v1::Event>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Watch", "", fault))?;
+        let room = Room::of(request.extensions());
         let request = permitted(request)?;
         let is_rank = caller.may_train(&request.job);
-        let stream =
-            watch::stream(self, &request, is_rank).map_err(|fault| refuse("Watch", &request.job, fault))?;
+        let stream = watch::stream(self, &request, is_rank, room)
+            .map_err(|fault| refuse("Watch", &request.job, fault))?;
         Ok(Response::new(stream))
     }
 
@@ -109,7 +120,8 @@ impl Services {
         &self,
         request: v1::OpenJobRequest,
         owner: Option<String>,
-    ) -> Result<v1::OpenJobResponse, Fault> {
+        room: &Room,
+    ) -> Result<Kept<v1::OpenJobResponse>, Fault> {
         self.draining.refuse()?;
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
@@ -130,7 +142,9 @@ impl Services {
                 "job opened"
             );
         }
-        Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) })
+        let answer =
+            || Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) });
+        room.make(default_deadline(), answer).await
     }
 
     /// Refuses a job without state here if an earlier release evicted its state to a checkpoint.
@@ -150,7 +164,12 @@ impl Services {
         })
     }
 
-    async fn join_job(&self, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
+    async fn join_job(
+        &self,
+        request: &v1::JoinRequest,
+        connection: Option<&Connection>,
+        room: &Room,
+    ) -> Result<Kept<v1::JoinResponse>, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
         if request.fence_only {
@@ -159,7 +178,7 @@ impl Services {
             blocking(move || job.keep_joined()).await?;
             let progress = handle.job.progress();
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
-            return Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: None });
+            return joined(connection, &handle, room, progress, None).await;
         }
         // Join is busy only while a last chunk of the previous process is copied, which takes microseconds.
         let join = || {
@@ -176,7 +195,7 @@ impl Services {
         handle.stages.joined();
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
-        Ok(v1::JoinResponse { progress: Some(convert::progress(progress)), memfd: self.links.offer() })
+        joined(connection, &handle, room, progress, self.links.offer()).await
     }
 
     async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
@@ -221,4 +240,20 @@ impl Services {
         tracing::warn!(job = request.job, reason = request.reason, "job paused");
         Ok(v1::PauseResponse {})
     }
+}
+
+/// Answers a join. From here on the connection is a rank's.
+async fn joined(
+    connection: Option<&Connection>,
+    handle: &JobHandle,
+    room: &Room,
+    progress: Progress,
+    memfd: Option<v1::MemfdOffer>,
+) -> Result<Kept<v1::JoinResponse>, Fault> {
+    connection.iter().for_each(|connection| handle.seats.take(connection));
+    let answer = || {
+        let progress = Some(convert::progress(progress.clone()));
+        Ok(v1::JoinResponse { progress, memfd: memfd.clone() })
+    };
+    room.make(default_deadline(), answer).await
 }

@@ -7,11 +7,12 @@ use longshore_wire::{
     Wire,
     v1::{self, event},
 };
-use tokio::{sync::mpsc, time::Instant};
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::Status;
+use tokio::time::Instant;
 
-use super::{Services, refuse};
+use super::{
+    Services, default_deadline, refuse,
+    room::{Answers, Room, answers},
+};
 use crate::jobs::JobHandle;
 
 /// Events already sent to a watcher.
@@ -26,84 +27,113 @@ pub(super) fn stream(
     services: &Services,
     request: &v1::WatchRequest,
     is_rank: bool,
-) -> Result<ReceiverStream<Result<v1::Event, Status>>, Fault> {
+    room: Room,
+) -> Result<Answers<v1::Event>, Fault> {
     let handle = services.jobs.get(&request.job)?;
     let (pauses, resumes, _) = handle.job.pauses();
     // A current pause is sent first.
     let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
-    let (sender, receiver) = mpsc::channel(4);
+    let (sender, answers) = answers();
     let rank = Rank(request.rank);
     let watching = (is_rank && request.incarnation != 0)
         .then(|| handle.watchers.enter(rank, Incarnation(request.incarnation)));
     tokio::spawn(async move {
         let _watching = watching;
         loop {
-            let events = tokio::select! {
-                events = next_events(&handle, &told) => events,
+            let news = tokio::select! {
+                news = next_news(&handle, &told) => news,
                 // Detects a watcher that hung up: a job that never moves would keep the task forever.
                 () = sender.closed() => return,
             };
-            let events = match events {
-                Ok(events) => events,
-                Err(fault) => {
-                    let status = refuse("Watch", handle.job.spec().name.as_str(), fault);
-                    let _ = sender.send(Err(status)).await;
+            let (news, mut failed) = news.map_or_else(|fault| (Vec::new(), Some(fault)), |news| (news, None));
+            for news in news {
+                // A commit may hold a MiB of the trainer's state, so only the one to be sent is copied.
+                let event = room.make(default_deadline(), || news.event(&handle));
+                let event = tokio::select! {
+                    event = event => event,
+                    () = sender.closed() => return,
+                };
+                let event = match event {
+                    Ok(event) => event,
+                    Err(fault) => {
+                        failed = Some(fault);
+                        break;
+                    }
+                };
+                if sender.send(Ok(event)).await.is_err() {
                     return;
                 }
-            };
-            for event in events {
-                told.note(&event);
-                if sender.send(Ok(v1::Event { event: Some(event) })).await.is_err() {
-                    return;
-                }
+                told.note(&news);
+            }
+            if let Some(fault) = failed {
+                let status = refuse("Watch", handle.job.spec().name.as_str(), fault);
+                let _ = sender.send(Err(status)).await;
+                return;
             }
         }
     });
-    Ok(ReceiverStream::new(receiver))
+    Ok(answers)
 }
 
 impl Told {
-    fn note(&mut self, event: &event::Event) {
-        match event {
-            event::Event::Commit(commit) => self.step = Step(commit.step),
-            event::Event::Paused(_) => self.pauses += 1,
-            event::Event::Resumed(_) => self.resumes += 1,
+    fn note(&mut self, news: &News) {
+        match news {
+            News::Commit(step) => self.step = *step,
+            News::Paused(_) => self.pauses += 1,
+            News::Resumed(_) => self.resumes += 1,
         }
     }
 }
 
-/// Waits for new events. A watcher has no deadline of its own, so the wait takes the longest.
-async fn next_events(handle: &Arc<JobHandle>, told: &Told) -> Result<Vec<event::Event>, Fault> {
+/// An event that a watcher has not been sent.
+enum News {
+    Commit(Step),
+    Paused(String),
+    Resumed(f64),
+}
+
+impl News {
+    fn event(&self, handle: &JobHandle) -> Result<v1::Event, Fault> {
+        let event = match self {
+            News::Commit(step) => {
+                let before = Step(step.0 - 1);
+                let commits = handle.job.commits_after(before).ok_or_else(|| forgotten(before))?;
+                event::Event::Commit(commits.first().ok_or_else(|| forgotten(before))?.to_wire())
+            }
+            News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
+            News::Resumed(loss_scale) => event::Event::Resumed(v1::Resumed { loss_scale: *loss_scale }),
+        };
+        Ok(v1::Event { event: Some(event) })
+    }
+}
+
+/// Waits for news. A watcher has no deadline of its own, so the wait takes the longest.
+async fn next_news(handle: &Arc<JobHandle>, told: &Told) -> Result<Vec<News>, Fault> {
     let deadline = Instant::now() + Duration::from_millis(MAX_DEADLINE_MS);
-    let check = || news(handle, told).map(|events| (!events.is_empty()).then_some(events));
+    let check = || news(handle, told).map(|news| (!news.is_empty()).then_some(news));
     handle.until(deadline, check, || handle.late("watch", "silent")).await
 }
 
-/// Returns new events. A pause precedes the commit it comes with, so no rank starts the next step on that commit's
+fn forgotten(step: Step) -> Fault {
+    let limit = "a step whose successors are still kept";
+    let remedy = "join again to learn where the job stands";
+    Fault::new(FaultKind::NotFound, "after_step", step.0, limit, remedy)
+}
+
+/// Returns the news. A pause precedes the commit it comes with, so no rank starts the next step on that commit's
 /// loss scale.
-fn news(handle: &JobHandle, told: &Told) -> Result<Vec<event::Event>, Fault> {
-    let commits = handle.job.commits_after(told.step).ok_or_else(|| {
-        let limit = "a step whose successors are still kept";
-        Fault::new(
-            FaultKind::NotFound,
-            "after_step",
-            told.step.0,
-            limit,
-            "join again to learn where the job stands",
-        )
-    })?;
+fn news(handle: &JobHandle, told: &Told) -> Result<Vec<News>, Fault> {
+    let commits = handle.job.commits_after(told.step).ok_or_else(|| forgotten(told.step))?;
     let (pauses, resumes, loss_scale) = handle.job.pauses();
-    let mut events = Vec::new();
+    let mut news = Vec::new();
     for _ in told.pauses..pauses {
         let reason = match handle.job.progress().phase {
             longshore_engine::step::Phase::Paused { reason } => reason,
             _ => String::new(),
         };
-        events.push(event::Event::Paused(v1::Paused { reason }));
+        news.push(News::Paused(reason));
     }
-    events.extend(commits.iter().map(|commit| event::Event::Commit(commit.to_wire())));
-    for _ in told.resumes..resumes {
-        events.push(event::Event::Resumed(v1::Resumed { loss_scale }));
-    }
-    Ok(events)
+    news.extend(commits.iter().map(|commit| News::Commit(commit.step)));
+    news.extend((told.resumes..resumes).map(|_| News::Resumed(loss_scale)));
+    Ok(news)
 }

@@ -41,8 +41,10 @@ impl Presences {
         }
         let mut counts = self.lock();
         let count = counts.get(name).copied().unwrap_or_default();
-        quota.admit_connection(name, count)?;
+        let most = connection.account.most_connections().map(|most| most as u64);
+        Quota { connections: quota.connections.or(most), ..*quota }.admit_connection(name, count)?;
         counts.insert(name.to_string(), count + 1);
+        connection.account.belongs_to(name);
         kept.push(Box::new(Presence { among: Arc::clone(self), name: name.to_string() }));
         Ok(())
     }

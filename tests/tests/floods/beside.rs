@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::limits::{SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
+use longshore_proto::limits::{OTHERS_CONNECTIONS, SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
 use longshore_tests::{
     http::{self, FLAGS},
     peer::{
@@ -325,12 +325,12 @@ fn beside(target: &Target<'_>, flood: Flood, job: &str) -> ((Run, Steps), usize,
             fills.recv_timeout(2 * DEADLINE).expect("the strangers come");
         }
         let there = match flood {
-            Flood::Connections => flood.held().min(SPARE_CONNECTIONS),
+            Flood::Connections => flood.held().min(SPARE_CONNECTIONS - OTHERS_CONNECTIONS),
             // A TLS handshake is not a connection yet. HTTP/2's preface comes on a connection.
             Flood::HalfOpen if target.tls.is_some() => 0,
             // The server ends the other strangers of this address, beyond its limit of calls.
             Flood::SlowReaders => flood.held().min(ADDRESS_CALLS / READS as usize),
-            Flood::HalfOpen | Flood::GiantHeaders => flood.held().min(SPARE_CONNECTIONS),
+            Flood::HalfOpen | Flood::GiantHeaders => flood.held().min(SPARE_CONNECTIONS - OTHERS_CONNECTIONS),
             Flood::RapidReset | Flood::Frames | Flood::SlowFollowers => 0,
         };
         let connections = target.connections();

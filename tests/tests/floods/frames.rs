@@ -70,7 +70,7 @@ fn marked_streams_share_the_window_of_their_connection() {
 #[test]
 fn headers_that_never_end_end_their_connection() {
     let server = ServerOptions::new().start();
-    let connections = soak::pick(200, 1000);
+    let connections = soak::pick(200, 700);
     let (most, _) = growth(&server, || {
         // Names and values are literals, so that decoding them takes the same memory again.
         let mut fields = Vec::new();
@@ -240,7 +240,7 @@ fn weights_that_nobody_takes_share_a_room() {
 #[test]
 fn messages_and_frames_that_never_end_share_their_room() {
     let server = ServerOptions::new().start();
-    let connections = soak::pick(300, 1000);
+    let connections = soak::pick(300, 700);
     let half = vec![0; 512 * 1024];
     let (most, _) = growth(&server, || {
         let mut peers = Vec::new();

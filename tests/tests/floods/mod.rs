@@ -8,6 +8,7 @@ mod cost;
 mod frames;
 mod handshakes;
 mod strangers;
+mod worst;
 
 use longshore_tests::{
     process::{forget_peak, memory_of},

@@ -67,16 +67,20 @@ pub(super) struct Place(usize);
 
 impl Allowances {
     pub(super) fn place(&self, address: IpAddr) -> Place {
-        let address = match address {
-            IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & NETWORK)),
-            IpAddr::V4(_) => address,
-        };
-        Place(self.hasher.hash_one(address) as usize % COUNT)
+        Place(self.hasher.hash_one(network(address)) as usize % COUNT)
     }
 
     /// Takes `bytes` from the address's allowance. Returns false, and takes nothing, if fewer are left.
     pub(super) fn take(&self, Place(place): Place, bytes: u64) -> bool {
         self.all[place].lock().unwrap_or_else(PoisonError::into_inner).take(bytes, Instant::now())
+    }
+}
+
+/// Returns the part of an address that tells hosts apart.
+pub fn network(address: IpAddr) -> IpAddr {
+    match address {
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & NETWORK)),
+        IpAddr::V4(_) => address,
     }
 }
 

@@ -9,11 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::limits::{CALLS_SHARE, MAX_CALLS, MAX_CONNECTION_CALLS, MAX_UNFINISHED_BYTES};
-use tokio::sync::{Mutex, MutexGuard};
+use longshore_proto::limits::{CALLS_SHARE, MAX_CALLS, MAX_CONNECTION_CALLS};
 
 use super::{
-    allowances::{Allowances, Place},
+    allowances::{Allowances, Place, network},
+    ledger::{Account, Held, Ledger, Owner},
     tap::{Line, Taps},
 };
 
@@ -22,9 +22,7 @@ use super::{
 pub struct Bounds {
     connections: AtomicUsize,
     calls: AtomicUsize,
-    /// Bytes of incomplete frames and messages.
-    unfinished: AtomicUsize,
-    turn: Mutex<()>,
+    ledger: Arc<Ledger>,
     allowances: Allowances,
 }
 
@@ -37,45 +35,14 @@ impl Bounds {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Reserves `bytes` for an incomplete message. None if there is no room.
-    pub fn hold(self: &Arc<Self>, bytes: usize) -> Option<Held> {
-        let mut held = Held { bounds: Arc::clone(self), bytes: 0 };
-        held.resize(bytes).then_some(held)
+    /// Sets how many connections one owner may have.
+    pub fn allow(&self, most: usize) {
+        self.ledger.connections.store(most, Ordering::Relaxed);
     }
 
-    /// Waits for the turn of this waiter for room, in order of arrival. The turn ends when the guard is dropped.
-    pub async fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().await
-    }
-}
-
-/// Bytes that count as unfinished until drop.
-pub struct Held {
-    bounds: Arc<Bounds>,
-    bytes: usize,
-}
-
-impl Held {
-    /// Changes the reservation to `bytes`. Returns false, and changes nothing, if there is no room.
-    pub fn resize(&mut self, bytes: usize) -> bool {
-        let unfinished = &self.bounds.unfinished;
-        if bytes <= self.bytes {
-            unfinished.fetch_sub(self.bytes - bytes, Ordering::Relaxed);
-        } else {
-            let more = bytes - self.bytes;
-            let add = |now: usize| now.checked_add(more).filter(|&sum| sum <= MAX_UNFINISHED_BYTES);
-            if unfinished.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_err() {
-                return false;
-            }
-        }
-        self.bytes = bytes;
-        true
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.resize(0);
+    /// Opens an account for a connection that no [`Direct`](super::Direct) serves.
+    pub fn account(&self, owner: Owner) -> Arc<Account> {
+        Arc::new(Account::new(&self.ledger, owner))
     }
 }
 
@@ -84,6 +51,7 @@ pub struct Standing {
     began: Instant,
     pub(super) line: Arc<Line>,
     pub(super) taps: Taps,
+    pub(super) account: Arc<Account>,
     calls: AtomicUsize,
     called: AtomicBool,
     /// End of the last call, in milliseconds since the connection began.
@@ -95,7 +63,12 @@ pub struct Standing {
 impl Standing {
     /// Returns whether the connection is a rank's.
     pub fn is_vouched(&self) -> bool {
-        self.taps.is_vouched()
+        self.account.is_vouched()
+    }
+
+    /// Returns whether an answer was not taken in time.
+    pub fn is_overdue(&self, now: Instant) -> bool {
+        self.account.is_overdue(now)
     }
 
     pub fn has_calls(&self) -> bool {
@@ -146,10 +119,13 @@ pub(super) struct Guest {
 impl Guest {
     pub(super) fn new(bounds: &Arc<Bounds>, address: Option<IpAddr>) -> Guest {
         bounds.connections.fetch_add(1, Ordering::Relaxed);
+        let account =
+            bounds.account(address.map_or(Owner::Local, |address| Owner::Address(network(address))));
         let standing = Standing {
             began: Instant::now(),
             line: Arc::default(),
             taps: Taps::default(),
+            account: Arc::clone(&account),
             calls: AtomicUsize::new(0),
             called: AtomicBool::new(false),
             quiet: AtomicU64::new(0),
@@ -159,7 +135,7 @@ impl Guest {
         Guest {
             standing: Arc::new(standing),
             bounds: Arc::clone(bounds),
-            held: Held { bounds: Arc::clone(bounds), bytes: 0 },
+            held: Held::nothing(account),
             place: address.map(|address| bounds.allowances.place(address)),
             open: Vec::new(),
             last: 0,
@@ -219,7 +195,7 @@ impl Guest {
 
     /// Sets the held bytes of the connection. Returns false if there is no room.
     pub(super) fn hold(&mut self, bytes: usize) -> bool {
-        bytes == self.held.bytes || self.held.resize(bytes)
+        self.held.resize(bytes)
     }
 }
 
@@ -233,20 +209,22 @@ impl Drop for Guest {
 
 #[cfg(test)]
 mod tests {
+    use longshore_proto::limits::SHARE_BYTES;
+
     use super::*;
 
     #[test]
     fn what_is_held_is_given_back() {
         let bounds = Arc::new(Bounds::default());
-        let most = bounds.hold(MAX_UNFINISHED_BYTES).unwrap();
-        assert!(bounds.hold(1).is_none());
+        let other = bounds.account(Owner::Local);
+        let most = other.hold(SHARE_BYTES).unwrap();
         let mut guest = Guest::new(&bounds, None);
         assert!(!guest.hold(1));
         drop(most);
-        assert!(guest.hold(MAX_UNFINISHED_BYTES) && guest.hold(5));
-        assert!(bounds.hold(MAX_UNFINISHED_BYTES - 4).is_none());
+        assert!(guest.hold(SHARE_BYTES) && guest.hold(5));
+        assert!(other.hold(SHARE_BYTES - 4).is_none());
         drop(guest);
-        assert!(bounds.hold(MAX_UNFINISHED_BYTES).is_some());
+        assert!(other.hold(SHARE_BYTES).is_some());
         assert_eq!(bounds.connections(), 0);
     }
 

@@ -3,7 +3,6 @@
 use std::{
     collections::{HashMap, VecDeque},
     io, mem,
-    pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +11,6 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
-use tokio::sync::Notify;
 
 use super::outlet::Outlet;
 use crate::{
@@ -198,8 +196,6 @@ struct Meeting {
     waiting: Mutex<HashMap<Mark, Arc<Tap>>>,
     /// Outlets in the same state, of calls whose answer is large.
     outlets: Mutex<HashMap<Mark, Arc<Outlet>>>,
-    vouched: AtomicBool,
-    vouching: Notify,
 }
 
 impl Taps {
@@ -214,25 +210,6 @@ impl Taps {
     /// Takes the tap of a call, once, on a server, if the call's request begins with this mark.
     pub fn claim(&self, mark: Mark) -> Option<Claim> {
         self.meet(mark).map(|tap| Claim { tap, taps: self.clone(), mark })
-    }
-
-    /// Marks a server's connection as an admitted rank's. Its buffers are then covered by the job's admission.
-    pub fn vouch(&self) {
-        self.0.vouched.store(true, Ordering::Release);
-        self.0.vouching.notify_waiters();
-    }
-
-    pub fn is_vouched(&self) -> bool {
-        self.0.vouched.load(Ordering::Acquire)
-    }
-
-    /// Waits until the connection is vouched for.
-    pub async fn vouched(&self) {
-        let mut vouching = pin!(self.0.vouching.notified());
-        vouching.as_mut().enable();
-        if !self.is_vouched() {
-            vouching.await;
-        }
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -1,12 +1,15 @@
 //! Encoding of messages: prefix and head in one small buffer, and the payload beside it, uncopied.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use prost::encoding::{WireType, encode_key, encode_varint};
+use prost::{
+    Message,
+    encoding::{WireType, encode_key, encode_varint},
+};
 
 use super::{Frame, Piece};
 
 /// Encodes a message without payload, or with the payload inside.
-pub fn encode<M: Frame>(message: &M) -> Piece {
+pub fn encode(message: &impl Message) -> Piece {
     let len = message.encoded_len();
     let mut head = BytesMut::with_capacity(5 + len);
     head.put_u8(0);

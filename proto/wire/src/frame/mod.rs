@@ -16,7 +16,7 @@ mod parse;
 mod tests;
 
 pub use crate::piece::Piece;
-pub use call::{PULL, PUSH, Pieces, answer, call, call_once};
+pub use call::{PULL, PUSH, Pieces, answer, answer_wanted, call, call_once};
 pub use encode::{encode, encode_with};
 pub use incoming::Incoming;
 pub use intake::{Intake, SharedIntake};
@@ -24,14 +24,14 @@ pub use memory::keep_buffers;
 pub use parse::{Event, Parser};
 
 use bytes::Bytes;
-use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
+use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, MAX_PULL_SLICES};
 use prost::Message;
 
 use self::body::Outgoing;
 use super::v1;
 
 /// A message of the data plane.
-pub trait Frame: Message + Default {
+pub trait Frame: Message + Default + 'static {
     /// Field number of the payload, which is delivered in slices. Stock clients write fields by number, so the
     /// payload has the highest.
     const PAYLOAD: Option<u32> = None;
@@ -39,6 +39,11 @@ pub trait Frame: Message + Default {
     const HEADROOM: usize = CHUNK_HEADROOM_BYTES;
     /// Largest message in bytes, as its length prefix announces it.
     const LIMIT: usize = CHUNK_BYTES + Self::HEADROOM;
+
+    /// Most memory of a message's fields, once decoded.
+    const MEMORY: usize = 2 * Self::LIMIT;
+    /// Remedy for a larger message.
+    const REMEDY: &str = "send at most 1 MiB of payload";
 
     /// Takes the payload out of a message that was decoded whole.
     fn take_payload(&mut self) -> Bytes {
@@ -67,5 +72,7 @@ impl Frame for v1::PushResponse {}
 
 impl Frame for v1::PullRequest {
     /// A slice takes at most 24 bytes, so the limit holds the most slices of a pull.
-    const LIMIT: usize = 25 * longshore_proto::limits::MAX_PULL_SLICES;
+    const LIMIT: usize = 25 * MAX_PULL_SLICES + CHUNK_HEADROOM_BYTES;
+    const MEMORY: usize = Self::LIMIT + 48 * MAX_PULL_SLICES;
+    const REMEDY: &str = "pull in several calls";
 }

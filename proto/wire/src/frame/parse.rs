@@ -12,6 +12,7 @@ use super::{
     Frame,
     fields::{Found, find_payload},
 };
+use crate::codec::weigh;
 
 const PREFIX_BYTES: usize = 5;
 /// Bytes examined at once while fields before the payload are read. The fields of a push or pull take about 80.
@@ -181,12 +182,7 @@ impl<M: Frame> Parser<M> {
         }
         if len > M::LIMIT {
             let limit = format!("at most {} bytes", M::LIMIT);
-            return Err(Fault::invalid(
-                "message",
-                format!("{len} bytes"),
-                limit,
-                "send at most 1 MiB of payload",
-            ));
+            return Err(Fault::invalid("message", format!("{len} bytes"), limit, M::REMEDY));
         }
         self.gathered.clear();
         self.left = len;
@@ -230,6 +226,7 @@ impl<M: Frame> Parser<M> {
     fn decode_whole(&mut self) -> Result<Event<M>, Fault> {
         // prost takes the payload out of a `Bytes` without a copy.
         let whole = Bytes::from(std::mem::take(&mut self.gathered));
+        check_memory::<M>(&whole)?;
         let mut message = M::decode(whole).map_err(malformed)?;
         let payload = message.take_payload();
         let len = payload.len();
@@ -239,7 +236,18 @@ impl<M: Frame> Parser<M> {
 }
 
 fn decode<M: Frame>(head: &[u8]) -> Result<M, Fault> {
+    check_memory::<M>(head)?;
     M::decode(head).map_err(malformed)
+}
+
+/// Refuses a message of many empty elements, which take 2 bytes each as sent.
+fn check_memory<M: Frame>(message: &[u8]) -> Result<(), Fault> {
+    let memory = weigh::<M>(message);
+    if memory <= M::MEMORY {
+        return Ok(());
+    }
+    let limit = format!("at most {}", M::MEMORY);
+    Err(Fault::invalid("message", format!("{memory} bytes in memory"), limit, M::REMEDY))
 }
 
 fn malformed(error: prost::DecodeError) -> Fault {

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use longshore_proto::{ContributionChunk, Fault, FaultKind, limits::STRANGER_RESULTS};
 use longshore_wire::{
     self as wire,
-    direct::Taps,
+    direct::Connection,
     sink::{MessageSink, Mode, Read, Sink},
     v1::{PushRequest, PushResult},
 };
@@ -29,15 +29,15 @@ use crate::{
 /// Acknowledgements in one message. HTTP/2 peers take many small messages for abuse. Each message costs a write of 5 to
 /// 10 microseconds at both ends, against 200 for a chunk.
 pub(super) const RESULTS_BATCHED: usize = 16;
-/// Results that may wait on one stream of a rank. Each takes 300 bytes, so the 128 streams of a connection hold 10 MB.
-const RESULTS_MOST: usize = 256;
+/// Results that may wait on one stream of a rank. Each takes 300 bytes, so the 128 streams of a connection hold 2.5 MB.
+const RESULTS_MOST: usize = 64;
 /// Sink that puts a stream's chunks into their slots.
 pub(super) struct Receiving {
     services: Services,
     /// Checked for each chunk, since a stream lasts as long as the job.
     caller: Caller,
-    /// The connection while it is a stranger's, until a rank's chunk has come on it.
-    stranger: Option<Taps>,
+    /// The call's connection, which becomes a rank's with its first admitted chunk.
+    connection: Option<Connection>,
     /// Job of the previous chunk, usually the next one's too. The reference is weak, so an idle stream keeps no job
     /// alive.
     held: Weak<JobHandle>,
@@ -94,7 +94,8 @@ impl Sink for Receiving {
 impl MessageSink<PushRequest> for Receiving {
     fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
         // Chunks of a peer that reads no answers stay on its connection.
-        let most = if self.stranger.is_some() { STRANGER_RESULTS } else { RESULTS_MOST };
+        let is_ranks = self.connection.as_ref().is_none_or(|of| of.account.is_vouched());
+        let most = if is_ranks { RESULTS_MOST } else { STRANGER_RESULTS };
         if self.results.len() >= most {
             self.held_back = Some((request, bytes));
             return Ok(false);
@@ -114,22 +115,10 @@ impl MessageSink<PushRequest> for Receiving {
 }
 
 impl Receiving {
-    /// `taps` are those of the call's connection.
-    pub(super) fn new(services: Services, caller: Caller, taps: Option<Taps>) -> Receiving {
+    pub(super) fn new(services: Services, caller: Caller, connection: Option<Connection>) -> Receiving {
         let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
         let (held_back, last) = (None, None);
-        Receiving {
-            services,
-            caller,
-            stranger: taps,
-            held,
-            closing,
-            chunk,
-            waiting,
-            held_back,
-            last,
-            results,
-        }
+        Receiving { services, caller, connection, held, closing, chunk, waiting, held_back, last, results }
     }
 
     /// Finds the chunk's slot. Returns false while the slot is busy.
@@ -144,8 +133,8 @@ impl Receiving {
                 None => Err(waiting),
             })
         });
-        if place.is_ok() {
-            self.stranger.take().iter().for_each(Taps::vouch);
+        if let (Ok(_), Some(handle), Some(connection)) = (&place, self.held.upgrade(), &self.connection) {
+            handle.seats.take(connection);
         }
         match place {
             Ok(Ok((chunk, place))) => {

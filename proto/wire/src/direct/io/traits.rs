@@ -13,6 +13,8 @@ use tonic::transport::server::Connected;
 
 use super::{Direct, Side, Stream};
 use crate::direct::{
+    bounds::Bounds,
+    ledger::{Account, Owner},
     outgoing::fill_blanks,
     outward::Seen,
     socket::{Certificate, Socket},
@@ -105,6 +107,8 @@ impl<S: Socket> AsyncWrite for Direct<S> {
 #[derive(Clone)]
 pub struct Connection {
     pub taps: Taps,
+    /// Bytes that the connection makes the server hold.
+    pub account: Arc<Account>,
     /// See [`Socket::certificate`].
     pub certificate: Option<Arc<Certificate>>,
     /// Values kept until the connection and its calls end.
@@ -137,7 +141,12 @@ impl<S: Socket> Connected for Direct<S> {
     type ConnectInfo = Connection;
 
     fn connect_info(&self) -> Connection {
-        let (taps, kept) = (self.taps.clone(), Arc::clone(&self.kept));
-        Connection { taps, certificate: self.socket.certificate(), kept }
+        let guest = self.guest.as_ref().map(|guest| Arc::clone(&guest.standing.account));
+        Connection {
+            taps: self.taps.clone(),
+            account: guest.unwrap_or_else(|| Bounds::default().account(Owner::Local)),
+            certificate: self.socket.certificate(),
+            kept: Arc::clone(&self.kept),
+        }
     }
 }
