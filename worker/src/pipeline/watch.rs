@@ -237,10 +237,12 @@ impl Watcher {
         if self.cluster.options.rank != Rank(0) {
             return;
         }
+        // The pause was at the version that was decided last. A later pause stays.
+        let version = Version(self.seen.0);
         for server in self.cluster.servers().filter(|server| *server != SERVER) {
             let cluster = Arc::clone(&self.cluster);
             self.cluster.runtime.spawn_for_session(async move {
-                if let Err(error) = resume_on(&cluster, server, None, 0.0).await {
+                if let Err(error) = resume_on(&cluster, server, Some(version), 0.0).await {
                     tracing::warn!(server = cluster.address(server), %error, "not resumed: `longshore resume` again");
                 }
             });

@@ -144,8 +144,10 @@ pub(super) fn forget(dir: &Path, job: &JobName) {
 
 /// Gives up a job whose folder is missing with its drive. Returns false if no job of the name is missing.
 pub fn give_up_missing(dirs: &[PathBuf], job: &JobName) -> bool {
-    let lacking = dirs.iter().filter(|dir| missing(dir).is_some_and(|note| note.jobs.contains(job.as_str())));
-    lacking.map(|dir| Note::change(dir, |jobs| _ = jobs.remove(job.as_str()))).count() > 0
+    let is_missing = |dir: &&PathBuf| missing(dir).is_some_and(|note| note.jobs.contains(job.as_str()));
+    let lacking: Vec<&PathBuf> = dirs.iter().filter(is_missing).collect();
+    lacking.iter().for_each(|dir| Note::change(dir, |jobs| _ = jobs.remove(job.as_str())));
+    !lacking.is_empty()
 }
 
 /// Returns the note of another folder of this path, if this one holds none of its jobs.
@@ -154,7 +156,7 @@ fn missing(dir: &Path) -> Option<Note> {
 }
 
 fn jobs_in(dir: &Path) -> BTreeSet<String> {
-    let is_job = |job: &PathBuf| entries(job).iter().any(|folder| name_of(folder).contains(FOLDER));
+    let is_job = |job: &PathBuf| entries(job).iter().any(|folder| name_of(folder).starts_with(FOLDER));
     entries(dir).into_iter().filter(is_job).map(|job| name_of(&job)).collect()
 }
 
