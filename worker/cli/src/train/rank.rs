@@ -239,6 +239,13 @@ impl<'a> Run<'a> {
                 Some(GoBack { checkpoint: how.checkpoint.or_else(|| Some(checkpoint.clone())), ..how })
             }
             Ok(Opened::Fresh) | Err(Error::StateLost(_)) => asked,
+            // The drive of a state folder is not mounted.
+            Err(Error::Call(failed))
+                if failed.fault.field == "state_dir"
+                    && asked.as_ref().is_some_and(|how| how.discard_state) =>
+            {
+                asked
+            }
             Err(Error::Call(failed))
                 if asked.is_some()
                     && failed.fault.kind == FaultKind::Conflict
