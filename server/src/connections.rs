@@ -12,7 +12,7 @@ use std::{
 use longshore_proto::limits::{
     CONNECTIONS_PER_RANK, LOCAL_CONNECTIONS, OTHERS_CONNECTIONS, SPARE_CONNECTIONS,
 };
-use longshore_wire::direct::{Bounds, Direct, Kept, Socket, Standing, network};
+use longshore_wire::direct::{Bounds, Direct, Kept, Owner, Socket, Standing, network};
 use rustix::process::geteuid;
 
 use crate::{jobs::Jobs, log::Seldom, trust::Register};
@@ -127,6 +127,9 @@ impl Connections {
         }
         let expires = socket.expires();
         let (direct, standing) = Direct::serve(socket, &self.bounds, origin.address());
+        if let Origin::Local(user) = origin {
+            standing.account().belongs_to(Owner::User(user));
+        }
         let kept = direct.kept();
         kept.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(origin));
         let kept = Arc::downgrade(kept);

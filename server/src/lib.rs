@@ -24,6 +24,7 @@ mod quota;
 mod refusals;
 mod requests;
 mod service;
+mod tasks;
 mod trust;
 mod unasked;
 mod unix;

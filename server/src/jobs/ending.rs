@@ -19,7 +19,7 @@ use super::{
     turns::Turn,
     unreadable,
 };
-use crate::service::{blocking, finished};
+use crate::tasks::{blocking, finished};
 
 /// Longest wait for the users of a job that steps back. A chunk in flight may be silent for 10 s, and an update runs to
 /// its end.

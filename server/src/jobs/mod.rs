@@ -49,7 +49,7 @@ pub(crate) use self::{
 };
 use crate::{
     quota::{Owners, Usage},
-    service::blocking,
+    tasks::blocking,
 };
 
 /// All jobs of a server.

@@ -19,7 +19,8 @@ use tokio::time::{Instant, timeout};
 use super::{Server, error::ServerError};
 use crate::{
     jobs::JobHandle,
-    service::{Services, blocking},
+    service::Services,
+    tasks::blocking,
     unasked::{self, Written},
 };
 

@@ -19,9 +19,9 @@ mod watch;
 use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
-use longshore_proto::{Fault, FaultKind, Rank, limits::DEFAULT_DEADLINE_MS};
+use longshore_proto::{Fault, Rank, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
-use tokio::{task::JoinHandle, time::Instant};
+use tokio::time::Instant;
 use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
@@ -90,24 +90,4 @@ async fn stand(
         }
         handle.until_durable(handle.job.progress().version, deadline).await?;
     }
-}
-
-/// Runs long engine work on a blocking thread, away from network threads.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
-) -> Result<T, Fault> {
-    finished(tokio::task::spawn_blocking(work)).await
-}
-
-/// Waits for a task of its own, which continues if the waiting call is dropped.
-pub(crate) async fn finished<T>(task: JoinHandle<Result<T, Fault>>) -> Result<T, Fault> {
-    task.await.unwrap_or_else(|error| {
-        Err(Fault::new(
-            FaultKind::Internal,
-            "task",
-            error,
-            "finished",
-            "see the server's log; this is a defect",
-        ))
-    })
 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use longshore_proto::Fault;
-use longshore_wire::direct::Connection;
+use longshore_wire::direct::{Connection, Owner};
 
 use crate::quota::Quota;
 
@@ -44,7 +44,7 @@ impl Presences {
         let most = connection.account.most_connections().map(|most| most as u64);
         Quota { connections: quota.connections.or(most), ..*quota }.admit_connection(name, count)?;
         counts.insert(name.to_string(), count + 1);
-        connection.account.belongs_to(name);
+        connection.account.belongs_to(Owner::Identity(name.to_string()));
         kept.push(Box::new(Presence { among: Arc::clone(self), name: name.to_string() }));
         Ok(())
     }

@@ -66,6 +66,10 @@ impl Standing {
         self.account.is_vouched()
     }
 
+    pub fn account(&self) -> &Arc<Account> {
+        &self.account
+    }
+
     /// Returns whether an answer was not taken in time.
     pub fn is_overdue(&self, now: Instant) -> bool {
         self.account.is_overdue(now)

@@ -22,7 +22,9 @@ use tokio::sync::{Mutex as Turn, Notify};
 pub enum Owner {
     /// A host, until its callers show an identity.
     Address(IpAddr),
-    /// The Unix socket.
+    /// A user of the Unix socket.
+    User(u32),
+    /// The Unix socket, until the kernel has named its user.
     Local,
     Identity(String),
 }
@@ -109,13 +111,12 @@ impl Account {
         }
     }
 
-    /// Makes the connection's bytes part of the identity's share.
-    pub fn belongs_to(&self, identity: &str) {
+    /// Makes the connection's bytes part of this owner's share.
+    pub fn belongs_to(&self, owner: Owner) {
         let mut state = self.state();
-        if matches!(&state.owner, Owner::Identity(name) if name == identity) {
+        if state.owner == owner {
             return;
         }
-        let owner = Owner::Identity(identity.to_string());
         let share = self.ledger.share(&owner);
         // What the connection holds already may exceed the new share for a while.
         share.held.fetch_add(state.charged, Ordering::AcqRel);
@@ -322,9 +323,9 @@ mod tests {
         let (first, second, other) = (account(&ledger, 1), account(&ledger, 1), account(&ledger, 2));
         let most = first.hold(SHARE_BYTES).unwrap();
         assert!(second.hold(1).is_none() && other.hold(MAX_UNFINISHED_BYTES - SHARE_BYTES).is_some());
-        first.belongs_to("team");
+        first.belongs_to(Owner::Identity("team".into()));
         assert!(second.hold(1).is_some());
-        other.belongs_to("team");
+        other.belongs_to(Owner::Identity("team".into()));
         assert!(other.hold(1).is_none());
         drop(most);
         assert!(other.hold(SHARE_BYTES).is_some());
