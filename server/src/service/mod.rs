@@ -30,6 +30,7 @@ use crate::{
     jobs::{JobHandle, Jobs, Turns},
     memfd::Links,
     refusals,
+    tasks::blocking,
     trust::Register,
 };
 
