@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Mlp, pair, same_bits
+from models import Mlp, distance, pair, same_bits
 from programs import load
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.nn.utils import prune
 from units import Deep
 
@@ -86,16 +87,22 @@ def swap_averages(model: nn.Module) -> None:
         weight.copy_(before)
 
 
+# The names were imported before any optimizer was built.
 def clip_by_norm(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm_(model.parameters(), max_norm=1.0)
+
+
+def clip_with_norm(model: nn.Module) -> None:
+    total = get_total_norm([weight.grad for weight in model.parameters() if weight.grad is not None])
+    clip_grads_with_norm_(model.parameters(), 1.0, total)
 
 
 def clip_by_value(model: nn.Module) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    clip_grad_value_(model.parameters(), clip_value=1.0)
 
 
 def norm_alone(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    clip_grad_norm_(model.parameters(), float("inf"))
 
 
 WRITTEN = r"layers\.0\.weight is another in the model.*written_weights='drop'"
@@ -111,6 +118,7 @@ ACTS: dict[str, tuple[Act, set[str], str]] = {
     "moves the same weights": (same_weights_in_other_memory, set(), ""),
     "swaps averages": (swap_averages, set(), ""),
     "clips by norm": (clip_by_norm, {"streaming", "at once", "clipped"}, CLIPPED),
+    "clips with a norm": (clip_with_norm, {"streaming", "at once", "clipped"}, CLIPPED),
     "clips by value": (clip_by_value, {"streaming", "at once", "clipped"}, CLIPPED),
     "reads the norm": (norm_alone, set(), ""),
 }
@@ -170,6 +178,52 @@ def test_what_is_loaded_before_the_job_is_opened_counts() -> None:
     model.load_state_dict(other.state_dict())
     step(model, optimizer, 0)
     assert same_bits(model, other)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    first, *rest = list(model.named_parameters())
+    return [{"params": [first], "lr": 1e-3}, {"params": rest, "lr": 1e-1}]
+
+
+def swap_parameters(groups: list[dict[str, Any]]) -> None:
+    first, second = groups
+    first["params"], second["params"], first["lr"], second["lr"] = second["params"], first["params"], second["lr"], first["lr"]
+
+
+#: Changes of param groups between two steps, and the refusal's first words; None where training goes on as with torch.
+EDITS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str | None]] = {
+    "sorted": (lambda groups: groups.sort(key=lambda group: -group["lr"]), None),
+    "sorted within": (lambda groups: groups[1]["params"].reverse(), None),
+    "swapped": (swap_parameters, None),
+    "replaced": (lambda groups: groups[1]["params"].__setitem__(0, nn.Parameter(torch.zeros(32))), r"layers\.0\.bias is out of param_groups"),
+    "moved": (lambda groups: groups[0]["params"].append(groups[1]["params"].pop()), r"layers\.5\.bias is in param_groups\[0\].*in group 1"),
+    "merged": (lambda groups: groups[1]["params"].extend(groups.pop(0)["params"]), r"layers\.0\.weight is in param_groups\[0\].*in group 0"),
+    "split": (lambda groups: groups.append({**groups[1], "params": [groups[1]["params"].pop()]}), r"layers\.5\.bias is in param_groups\[2\]"),
+    "removed": (lambda groups: groups.pop(0), r"layers\.0\.weight is out of param_groups"),
+    "added": (lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(2))), r"group0\.param1 is new in param_groups\[0\]"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_param_groups_are_honoured_or_refused_by_name(edit: str, streaming: bool) -> None:
+    change, refused = EDITS[edit]
+    ours, theirs = pair("mlp")
+    optimizer, plain = longshore.SGD(groups_of(ours), streaming=streaming), torch.optim.SGD(groups_of(theirs))
+    for number in range(2):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    change(optimizer.param_groups)
+    if refused is not None:
+        with pytest.raises(errors.UsageError, match=f"^{refused}.*close\\(\\) this optimizer"):
+            step(ours, optimizer, 2)
+        assert optimizer.version == 2
+        return
+    change(plain.param_groups)
+    for number in range(2, 5):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
 
 
 @pytest.mark.parametrize("stage", [0, 2])

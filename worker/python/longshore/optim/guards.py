@@ -3,8 +3,10 @@
 ====================== ============================================ =======================================
 guard                  refuses                                      looks
 ====================== ============================================ =======================================
-:func:`guard_clipping` clipping of gradients that have left, or     in ``torch.nn.utils.clip_grad_*``
+:func:`guard_clipping` clipping of gradients that have left, or     in torch's clipping functions
                        that servers clip
+:class:`Groups`        param groups with other parameters than the  in ``step``
+                       job's
 :class:`Writes`        trained weights that differ from the         when a step begins, and in ``shard()``
                        servers' after a write, or lie elsewhere
 :class:`Watch`         a parameter that another one replaced        when a step begins, and in saves
@@ -17,7 +19,9 @@ All run on the training thread, called by the optimizer. docs/pytorch.md says wh
 import functools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -72,39 +76,82 @@ def _check_clipping(parameters: Any) -> None:
 
 @functools.cache
 def _install() -> None:
-    _install_by_value()
-    _install_by_norm()
+    """Has torch's clipping functions look. Their own cells change, so that names imported earlier are covered too."""
+    for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+        function: Any = getattr(clip_grad, name, None)
+        inner = getattr(function, "__wrapped__", None)
+        for cell in getattr(function, "__closure__", None) or ():
+            if inner is not None and cell.cell_contents is inner:
+                cell.cell_contents = torch.compiler.disable(_looking(inner))
 
 
-def _install_by_value() -> None:
-    """Replaces ``clip_grad_value_`` in torch's modules, where frameworks look it up. A name that was imported earlier keeps torch's own
-    function."""
-    inner = clip_grad.clip_grad_value_
-
+def _looking(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-        _check_clipping(parameters)
-        inner(parameters, *args, **kwargs)
-
-    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = torch.compiler.disable(clip)
-
-
-def _install_by_norm() -> None:
-    """Wraps the function that ``clip_grad_norm_`` and ``clip_grads_with_norm_`` share, so that names imported earlier are covered too."""
-    inner: Callable[..., Any] | None = getattr(clip_grad, "_clip_grads_with_norm_", None)
-    if inner is None:  # a torch without it: docs/pytorch.md says not to clip
-        return
-
-    @functools.wraps(inner)
-    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    def clip(parameters: Any, *limit: Any, **others: Any) -> Any:
         parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
         # Frameworks ask for the norm alone with an infinite limit.
-        if max_norm != math.inf:
+        if (limit[0] if limit else others.get("max_norm")) != math.inf:
             _check_clipping(parameters)
-        return inner(parameters, max_norm, *args, **kwargs)
+        return inner(parameters, *limit, **others)
 
-    clip_grad._clip_grads_with_norm_ = torch.compiler.disable(clip)
+    return clip
+
+
+class Groups:
+    """The param groups of an open job. Servers know a parameter by its group of that time.
+
+    Attributes:
+        count: number of the job's groups.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], params: Iterable[Param]) -> None:
+        self.count = len(groups)
+        self._held = [list(group["params"]) for group in groups]
+        #: The tensors of all groups and the job's parameters, by id.
+        self._known = {id(tensor): tensor for tensors in self._held for tensor in tensors}
+        self._params = {id(param.tensor): param for param in params}
+
+    def in_order(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the param groups in the job's order. Groups may be sorted, and so may parameters within a group.
+
+        Raises:
+            UsageError: naming a parameter that was replaced, moved, added or removed.
+        """
+        tensors = [group["params"] for group in groups]
+        if list(map(len, tensors)) == list(map(len, self._held)) and all(map(is_, chain(*tensors), chain(*self._held))):
+            return groups
+        found: dict[int, dict[str, Any]] = {}
+        here: set[int] = set()
+        new: list[tuple[str, int]] = []
+        for place, group in enumerate(groups):
+            params = [self._params.get(id(tensor)) for tensor in group["params"]]
+            counts = Counter(param.group for param in params if param is not None)
+            number = max(counts, key=lambda number: (counts[number], number == place), default=None)
+            for index, (tensor, param) in enumerate(zip(group["params"], params, strict=True)):
+                if param is not None:
+                    here.add(id(tensor))
+                    if param.group != number or found.setdefault(number, group) is not group:
+                        raise _other_group(param.name, f"in param_groups[{place}]", f"in group {param.group}, as at the first step")
+                elif tensor.requires_grad and tensor.numel() and id(tensor) not in self._known:
+                    new.append((_params.name_of(group, place, index), place))
+        for tensor, param in self._params.items():
+            if tensor not in here:
+                raise _other_group(param.name, "out of param_groups", f"in group {param.group}, as at the first step")
+        for name, place in new:
+            raise _other_group(name, f"new in param_groups[{place}]", "there at the first step")
+        # A group without a parameter of the job has no effect.
+        return [found.get(place, groups[0]) for place in range(self.count)]
+
+
+def _other_group(name: str, value: str, limit: str) -> Exception:
+    return invalid(
+        name,
+        value,
+        limit,
+        "put the groups' parameters back, and change values of groups, or requires_grad of what shall rest; or close() this optimizer and build "
+        "another one for the changed model, with another job=",
+        UsageError,
+    )
 
 
 class Writes:

@@ -19,7 +19,7 @@ from torch import Tensor
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 from longshore.optim import guards
 from longshore.optim.connection import Connection
-from longshore.optim.guards import Absent, Watch
+from longshore.optim.guards import Absent, Groups, Watch
 from longshore.optim.state_dict import Stateful
 from longshore.optim.step import Stepping
 from longshore.optim.streaming import Stream
@@ -114,6 +114,7 @@ class Optimizer(Stepping, Stateful, Succession):
         #: State that fills a new job instead of the parameters' weights.
         self._filling: Filling | None = None
         self._table: tuple[list[Param], list[Param]] | None = None
+        self._groups: Groups | None = None
         self._stream: Stream | None = None
         #: Source of weights once the model is in units.
         self._units: UnitWeights | None = None
@@ -192,6 +193,9 @@ class Optimizer(Stepping, Stateful, Succession):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         raise NotImplementedError
 
+    def _groups_of_job(self) -> list[dict[str, Any]]:
+        return self.param_groups if self._groups is None else self._groups.in_order(self.param_groups)
+
     # The job
 
     @property
@@ -227,7 +231,8 @@ class Optimizer(Stepping, Stateful, Succession):
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
         params, frozen = self._table_of_job()
-        connection = Connection(self._options, self._job_name, self.rule, params, len(self.param_groups), frozen)
+        groups = len(self.param_groups) if self._groups is None else self._groups.count
+        connection = Connection(self._options, self._job_name, self.rule, params, groups, frozen)
         if any(map(is_built, tensors)):
             connection.weights = Unplaced()
             self._filling = self._filling or filling(params)
@@ -301,6 +306,7 @@ class Optimizer(Stepping, Stateful, Succession):
             _params.release(id(param.tensor) for param in connection.params)
             raise
         self._connection, self._filling, self._table = connection, None, connection.table
+        self._groups = self._groups or Groups(self.param_groups, connection.params)
         trained = {id(param.tensor) for param in connection.params}
         self._frozen = [
             (name, tensor)
@@ -368,6 +374,7 @@ class Optimizer(Stepping, Stateful, Succession):
                 loss = closure()
         for group in self.param_groups:
             self._check_group(group)
+        self._groups_of_job()
         if not self.has_begun:
             self.check_model()
         if self._stream is not None:

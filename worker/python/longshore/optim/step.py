@@ -161,6 +161,10 @@ class Stepping(Back, Scaling, Watching):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         raise NotImplementedError
 
+    def _groups_of_job(self) -> list[dict[str, Any]]:
+        """Returns the param groups in the job's order, or raises for other ones than the job's."""
+        raise NotImplementedError
+
     def _push(self) -> bool:
         """Sends the gradients in ``.grad``. Returns whether there were any."""
         scale = self._unscale()
@@ -222,7 +226,7 @@ class Stepping(Back, Scaling, Watching):
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
         connection.weights.finish_copies()  # copies of weights read since the gradients left
-        connection.made = connection.job.commit([self._hyper(group) for group in self.param_groups], kept, loss)
+        connection.made = connection.job.commit([self._hyper(group) for group in self._groups_of_job()], kept, loss)
         self._is_pushed = False
         connection.expect()
         self._report(connection)

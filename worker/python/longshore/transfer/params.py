@@ -51,7 +51,7 @@ def learn_names(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
 def name_of(group: dict[str, Any], group_index: int, index: int) -> str:
     """Returns a parameter's name in the model, or its place if no name is known."""
     names = group.get("param_names")
-    return names[index] if names else _NAMES.get(group["params"][index], f"group{group_index}.param{index}")
+    return names[index] if names and index < len(names) else _NAMES.get(group["params"][index], f"group{group_index}.param{index}")
 
 
 def is_place(name: str) -> bool:
