@@ -305,6 +305,25 @@ def test_a_fork_is_refused_and_ends_without_harm() -> None:
     assert optimizer.version == 2
 
 
+def test_a_fork_of_a_streaming_trainer_uses_the_newest_weights() -> None:
+    """A DataLoader's worker may use the model. The weights of the last step are awaited when the worker is forked."""
+    model, _ = pair("mlp")
+    optimizer = made(model, streaming=True)
+    optimizer.step()
+    assert type(model.layers[0].weight) is not nn.Parameter, "awaited"
+    child = os.fork()
+    if child == 0:
+        try:
+            found = sum(weight.detach().double().sum().item() for weight in model.parameters())
+            os._exit(0 if found == found and type(model.layers[0].weight) is nn.Parameter else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    model.loss(1).backward()
+    optimizer.step()
+    assert optimizer.flush() == 2
+
+
 def test_the_interpreter_ends_with_an_open_job() -> None:
     code = (
         "import torch, longshore; m = torch.nn.Linear(3, 3); o = longshore.AdamW(m.named_parameters(), streaming=True);"

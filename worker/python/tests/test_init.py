@@ -1,6 +1,7 @@
 """A model built within Init has the weights of a model built whole, and never holds all of them at once."""
 
 import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,6 +42,54 @@ def test_a_model_that_is_never_whole(tmp_path: pathlib.Path, tied: bool, frozen:
         train(cut, optimizer)
     accountant.check(size // 5)
     same(other, cut)
+
+
+NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "copied": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight * 2)) or layer,
+    "taken": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight)) or layer,
+    "set": lambda layer: setattr(layer.weight, "data", torch.ones(16, 16)) or layer,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("norm", NORMS)
+def test_layers_that_make_parameters_of_a_weight(norm: str) -> None:
+    """Wav2Vec2 and others put a weight norm around a layer while they are built."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(NORMS[norm](nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 4))
+
+    def train(model: nn.Module, optimizer: longshore.SGD) -> None:
+        for number in range(3):
+            model(torch.randn(4, 16, generator=torch.Generator().manual_seed(number))).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = build()
+    with longshore.Init(budget="1100") as init:
+        cut = build()
+    assert nn.Parameter(torch.ones(1)).requires_grad
+    for (name, theirs), (other, ours) in zip(whole.named_parameters(), cut.named_parameters(), strict=True):
+        assert name == other and type(ours) is not nn.Parameter and torch.equal(theirs, ours), name
+    assert init.peak_weight_bytes <= 1100
+    train(whole, longshore.SGD(whole.named_parameters(), lr=0.1, streaming=True))
+    optimizer = longshore.SGD(cut.named_parameters(), lr=0.1, streaming=True)
+    longshore.shard(cut, optimizer, budget="1MB")
+    train(cut, optimizer)
+    same(whole, cut)
+
+
+def test_memory_of_another_shape_is_refused_while_a_model_is_built() -> None:
+    with longshore.Init(budget="1MB"):
+        layer = nn.Linear(4, 4)
+        with pytest.raises(errors.UsageError, match=r"Linear\.weight got memory of another shape.*assign a new nn\.Parameter"):
+            layer.weight.data = torch.ones(2, 2)
 
 
 def test_what_init_leaves_alone() -> None:

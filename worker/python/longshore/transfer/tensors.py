@@ -6,7 +6,9 @@ Both are tensor subclasses: torch calls them before any of its functions touches
 :func:`longshore.transfer.weights.Weights.is_awaited`.
 """
 
+import contextlib
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from longshore.errors import UsageError
+from longshore.errors import LongshoreError, UsageError
 
 # Readers of awaited parameters' weights, by the parameter's id.
 _readers: dict[int, Callable[[], None]] = {}
@@ -133,6 +135,15 @@ def read_all() -> None:
         reader()
 
 
+def _before_fork() -> None:
+    """Reads awaited weights, which a fork cannot: it has no connection. Its own error names the remedy if this fails."""
+    with contextlib.suppress(LongshoreError):
+        read_all()
+
+
+os.register_at_fork(before=_before_fork)
+
+
 def _among(given: Any) -> Iterator[Any]:
     """Yields the awaited tensors in arguments, and in lists, tuples and dicts among them."""
     if isinstance(given, _Awaited):
@@ -177,8 +188,9 @@ class _OfUnit:
         with torch._C.DisableTorchFunctionSubclass():
             if func in OF_NO_ELEMENT:
                 return func(*args, **kwargs)
-            if func == _SETS_DATA:
-                return _set_data(*args)
+            if func == _SETS_DATA or (func == Tensor.set_ and len(args) == 2 and isinstance(args[1], Tensor)):
+                _set_data(*args)
+                return args[0]
             if func in _LENDS:
                 return func(_clone_of(args[0]), *args[1:], **kwargs)
             found = list(among((args, kwargs)))
@@ -199,6 +211,11 @@ class _OfUnit:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return copy_of(self).__reduce_ex__(protocol)
+
+
+def parameter_of(data: Any) -> Any:
+    """Returns a new parameter's data with memory of its own, if they are a unit's. Memory of a unit cannot be of two parameters."""
+    return _clone_of(data).detach() if isinstance(data, _OfUnit) else data
 
 
 class UnitParameter(_OfUnit, nn.Parameter):
@@ -225,8 +242,14 @@ def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: A
 
 
 def _set_data(tensor: Any, value: Tensor) -> None:
-    """Handles ``tensor.data = value``, as ``Module.to`` does it. An assignment that changes nothing passes."""
+    """Handles ``tensor.data = value`` and ``tensor.set_(value)``, as ``Module.to`` and parametrizations do it. An assignment that changes
+    nothing passes, and a model that is being built takes the values."""
     if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+        return
+    if is_built(tensor) and (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device):
+        found = list(among((tensor, value)))
+        with torch.no_grad():
+            _within(list(dict.fromkeys(one._longshore_home for one in found)), found, Tensor.copy_, (tensor, value), {})
         return
     # ``to("cpu:0")`` copies, since torch tells cpu:0 from cpu. Accelerate calls it in processes that a launcher started.
     if value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype:
@@ -235,6 +258,11 @@ def _set_data(tensor: Any, value: Tensor) -> None:
                 return
     member = getattr(tensor, "_longshore_member", None)
     name = member.name if member is not None else "a view of a unit's parameter"
+    if is_built(tensor):
+        raise UsageError(
+            f"{name} got memory of another shape, type or device within longshore.Init: assign a new nn.Parameter to its module instead, or build "
+            "the module with longshore.Init(dtype=)"
+        )
     raise UsageError(
         f"{name} got other memory after shard(): move and cast the model before the optimizer is built, and load weights before shard()"
     )

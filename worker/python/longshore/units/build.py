@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from longshore.errors import UsageError, invalid
+from longshore.transfer import tensors
 from longshore.transfer.filling import Filling
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import Param
@@ -90,6 +91,7 @@ class Init:
         self._home.is_building = True
         self._before: torch.dtype | None = None
         self._handle: Any = None
+        self._new: Any = None
 
     @property
     def peak_weight_bytes(self) -> int:
@@ -99,6 +101,8 @@ class Init:
     def __enter__(self) -> "Init":
         if self._is_enabled:
             self._handle = register_module_parameter_registration_hook(self._registered)
+            self._new = nn.Parameter.__new__
+            nn.Parameter.__new__ = staticmethod(functools.partial(_new, self._new))  # type: ignore[method-assign,assignment]
             if self._dtype is not None:
                 self._before = torch.get_default_dtype()
                 torch.set_default_dtype(self._dtype)
@@ -107,6 +111,7 @@ class Init:
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             self._handle.remove()
+            nn.Parameter.__new__ = self._new  # type: ignore[method-assign]
             self._home.release()
         if self._before is not None:
             torch.set_default_dtype(self._before)
@@ -116,6 +121,11 @@ class Init:
         if type(tensor) is not nn.Parameter or tensor.numel() == 0 or tensor.device.type != "cpu":
             return
         _adopt(self._home, module, name, tensor)
+
+
+def _new(inner: Any, cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``nn.Parameter.__new__`` within Init: weight norms make parameters of a weight that was built."""
+    return inner(cls, tensors.parameter_of(data), *args, **kwargs)
 
 
 def _adopt(home: Residency, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
