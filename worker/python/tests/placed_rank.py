@@ -7,7 +7,7 @@ from typing import Any
 
 import rank_program
 import torch
-from rank import whole
+from rank import give, whole
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -102,6 +102,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     folder = options.pop("folder", None)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-3, frozen="keep", **options)
     if resume is not None:
+        give(model, KEPT[resume])
         optimizer.load_state_dict(KEPT[resume])
     optimizer.open()
     found: dict[str, Any] = {"norms": [], "gradients": [], "bytes": [], "version": optimizer.version}

@@ -8,6 +8,7 @@ import rank_program
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,6 +84,16 @@ def mean_gradients(model: nn.Module, way: str) -> list[Tensor]:
     return gradients
 
 
+@torch.no_grad()
+def give(model: nn.Module, state: dict[str, Any]) -> None:
+    """Gives a model, sharded or whole, the master weights of a full state."""
+    for number, parameter in enumerate(model.parameters()):
+        if number in state["state"]:
+            master = state["state"][number]["master"]
+            is_sharded = isinstance(parameter, DTensor)
+            parameter.copy_(distribute_tensor(master, parameter.device_mesh, parameter.placements) if is_sharded else master)
+
+
 def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     rank, opens = distributed.get_rank(), options.pop("opens", True)
     model, own = prepare(way, alike=not opens)
@@ -101,6 +112,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     else:
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-3, **own, **options)
     if resume is not None:
+        give(model, KEPT[resume])
         optimizer.load_state_dict(KEPT[resume])
     if opens:
         optimizer.open()

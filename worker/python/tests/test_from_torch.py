@@ -16,7 +16,7 @@ from models import distance, pair
 from torch import nn
 
 import longshore
-from longshore import errors
+from longshore import checkpoint, errors
 from longshore.transfer.filling import Filling
 
 KINDS = [
@@ -137,7 +137,7 @@ def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
     assert any((state["master"].bfloat16().float() != state["master"]).any() for state in full["state"].values())
     second = longshore.AdamW(other.named_parameters(), lr=1.0)
     second.load_state_dict(full)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
+    other.load_state_dict(ours.state_dict())
     for number in range(5, 10):
         advance(ours, first, number)
         advance(other, second, number)
@@ -149,11 +149,11 @@ def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("kind", [longshore.AdamW, longshore.SGD])
 def test_a_state_from_before_the_first_update_has_the_master_weights(kind: Any, skipped: bool) -> None:
-    """The state has no moments that count, and the model that takes it has other weights."""
+    """The state has no moments that count, and the model that takes it has rounded weights."""
     first, second = pair("mlp")
     with torch.no_grad():
         for parameter in second.parameters():
-            parameter.add_(1.0)
+            parameter.copy_(parameter.bfloat16())
     optimizer = kind(first.named_parameters(), lr=1e-2)
     optimizer.open()
     if skipped:
@@ -169,6 +169,61 @@ def test_a_state_from_before_the_first_update_has_the_master_weights(kind: Any, 
             one.step()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert [one.state_dict(full=True)["state"][0]["step"].item() for one in (optimizer, other)] == [2, 2]
+
+
+def write(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        model.layers[0].weight.fill_(value)
+
+
+@pytest.mark.parametrize("comes", ["before the optimizer", "before the state", "after the state"])
+@pytest.mark.parametrize("source", ["full", "deepspeed", "safetensors"])
+def test_weights_that_the_model_was_given_count(source: str, comes: str, tmp_path: Path) -> None:
+    """A state goes on with its master weights only where the model has their rounding."""
+    first, ours = pair("mlp")
+    old = longshore.AdamW(first.named_parameters(), lr=0.0, weight_decay=0.0)
+    step(first, old)
+    if comes == "before the optimizer":
+        write(ours, 0.5)
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=0.0, weight_decay=0.0)
+    if comes == "before the state":
+        write(ours, 0.5)
+    if source == "full":
+        optimizer.load_state_dict(old.state_dict(full=True))
+    elif source == "deepspeed":
+        checkpoint.load_deepspeed(optimizer, tmp_path / checkpoint.save_deepspeed(old, tmp_path))
+    else:
+        checkpoint.save_safetensors(old, tmp_path / "model", dtype="fp32")
+        checkpoint.load_safetensors(optimizer, tmp_path / "model")
+    if comes == "after the state":
+        write(ours, 0.5)
+    elif source != "full":
+        step(ours, optimizer, 1)
+        assert distance(ours, first) == 0, "a file's weights are loaded by the call"
+        return
+    with pytest.warns(UserWarning, match=r"weights of layers\.0\.weight are not those of the loaded state.*The model's count"):
+        step(ours, optimizer, 1)
+    assert bool((ours.layers[0].weight == 0.5).all())
+    assert torch.equal(ours.layers[3].weight, first.layers[3].weight)
+    full = optimizer.state_dict(full=True)["state"]
+    assert bool((full[0]["master"] == 0.5).all()) and full[0]["step"] == (1 if source == "safetensors" else 2)
+
+
+@pytest.mark.parametrize(("kind", "reference", "arguments"), KINDS[:3])
+def test_a_parameter_without_state_begins_with_zeros(kind: Any, reference: Any, arguments: dict[str, Any]) -> None:
+    """An expert that no step has used has no state in torch's file."""
+    ours, theirs = pair("mlp")
+    plain = reference(theirs.named_parameters(), **arguments)
+    theirs.layers[5].requires_grad_(False)
+    step(theirs, plain)
+    theirs.layers[5].requires_grad_(True)
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = kind(ours.named_parameters(), **arguments)
+    optimizer.load_state_dict(plain.state_dict())
+    for number in range(1, 5):
+        step(ours, optimizer, number)
+        step(theirs, plain, number)
+    assert distance(ours, theirs) < 1e-6
 
 
 CHILD = """
@@ -276,7 +331,6 @@ def test_what_python_raises_while_it_reads_is_raised() -> None:
 
 SPOILED = {
     "missing moment": (lambda s: s["state"][2].pop("exp_avg_sq"), r"layers\.2\.weight\.exp_avg_sq is absent, but must be a tensor"),
-    "missing parameter": (lambda s: s["state"].pop(3), r"layers\.2\.bias\.exp_avg is absent"),
     "extra": (lambda s: s["state"][0].update(max_exp_avg_sq=torch.zeros(3)), r"layers\.0\.weight\.max_exp_avg_sq.*amsgrad"),
     "shape": (lambda s: s["state"][1].update(exp_avg=torch.zeros(7)), r"layers\.0\.bias\.exp_avg is of \[7\], but must be of \[300\]"),
     "type": (

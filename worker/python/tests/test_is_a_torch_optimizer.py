@@ -1,11 +1,15 @@
 """Frameworks' uses of a torch optimizer, beside steps."""
 
+import contextlib
 import copy
 import gc
 import io
+import pathlib
 import pickle
+import re
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from models import distance, pair, same_bits
 from torch import nn
 
 import longshore
-from longshore import errors
+from longshore import checkpoint, errors
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
@@ -179,6 +183,112 @@ def test_who_saves_a_handle_that_ends_with_this_process_hears_of_it_once() -> No
         optimizer.state_dict()
     assert [warning.filename for warning in caught] == [__file__]
     assert "Save state_dict(full=True)" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_hooks_of_state_dict_see_and_change_what_is_returned(full: bool) -> None:
+    model, other = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters())
+    step(model, optimizer)
+
+    def halve(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        assert state["longshore"]["version"] == 1
+        for of in state["state"].values():
+            if isinstance(of, dict):
+                of.update({key: value.bfloat16() for key, value in of.items() if key != "step"})
+        return {**state, "note": 1}
+
+    optimizer.register_state_dict_pre_hook(lambda optimizer: optimizer.state.__setitem__("mine", 1))
+    optimizer.register_state_dict_post_hook(halve)
+    state = optimizer.state_dict(full=full)
+    assert (state["state"]["mine"], state["note"]) == (1, 1)
+    if not full:
+        optimizer.load_state_dict(state)
+        return
+    assert {state["state"][0][key].dtype for key in ("exp_avg", "exp_avg_sq", "master")} == {torch.bfloat16}
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken = longshore.AdamW(other.named_parameters())
+        taken.load_state_dict(state)
+        taken.open()
+    assert taken.state["mine"] == 1 and same_bits(model, other)
+
+
+AMBIENT: dict[str, Callable[[], Any]] = {
+    "device": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "dtype": lambda: default_dtype(torch.bfloat16),
+}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ambient", AMBIENT)
+def test_nothing_depends_on_torchs_defaults(ambient: str, streaming: bool, tmp_path: pathlib.Path) -> None:
+    model, other = pair("mlp")
+    with AMBIENT[ambient]():
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=streaming)
+    step(model, optimizer)
+    optimizer._applied.fill_(256)
+    step(model, optimizer)
+    with AMBIENT[ambient]():
+        optimizer.flush()
+        full, handle = optimizer.state_dict(full=True), optimizer.state_dict(full=False)
+        checkpoint.save_safetensors(optimizer, tmp_path / "model", dtype="fp32")
+        checkpoint.save_torch(optimizer, tmp_path / "adamw.pt")
+        universal = tmp_path / checkpoint.save_deepspeed(optimizer, tmp_path)
+    assert handle["state"][0]["step"] == 257 and handle["state"][0]["step"].dtype is torch.float32
+    for of in full["state"].values():
+        for value in of.values():
+            assert value.dtype is torch.float32 and value.device.type == "cpu" and not value.is_inference()
+    assert torch.equal(torch.load(tmp_path / "adamw.pt")["state"][3]["exp_avg"], full["state"][3]["exp_avg"])
+    for load in (
+        lambda: checkpoint.load_safetensors(taken, tmp_path / "model"),
+        lambda: checkpoint.load_deepspeed(taken, universal),
+        lambda: taken.load_state_dict(full),
+    ):
+        with AMBIENT[ambient]():
+            taken = longshore.AdamW(other.named_parameters(), streaming=streaming)
+            load()
+        step(other, taken)
+        taken.close()
+        other.load_state_dict(model.state_dict())
+
+
+def test_tensors_are_made_with_a_type_and_a_device() -> None:
+    """torch's defaults decide where a constructor's argument is missing."""
+    makers = re.compile(r"torch\.(?:empty|zeros|ones|full|tensor|arange|as_tensor|asarray|scalar_tensor|rand|randn)\((.*)")
+    package = pathlib.Path(longshore.__file__).parent
+    found = [(path.name, made[1]) for path in package.rglob("*.py") for made in makers.finditer(path.read_text())]
+    assert len(found) > 10
+    assert not [(name, made) for name, made in found if "device=" not in made]
+
+
+def test_a_compiled_step_is_quiet() -> None:
+    model, other = pair("mlp")
+    optimizer = longshore.AdamW(model.named_parameters())
+    compiled = torch.compile(optimizer.step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            model.loss(number).backward()
+            compiled()
+            model.zero_grad()
+    torch._dynamo.utils.counters.clear()  # later tests have compiled nothing
+    optimizer = longshore.AdamW(other.named_parameters())
+    for number in range(3):
+        step(other, optimizer, number)
+    assert same_bits(model, other)
 
 
 def test_loading_its_own_handle_changes_nothing_but_hyperparameters() -> None:

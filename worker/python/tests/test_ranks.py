@@ -13,7 +13,7 @@ import pytest
 import torch
 from forked import Forked
 from programs import ranks
-from rank import STEPS, loss, net
+from rank import STEPS, give, loss, net
 from test_streaming_and_delay import Delayed
 from torch import Tensor, nn
 
@@ -144,6 +144,7 @@ def test_a_new_job_goes_on_from_all_state(trained: dict[str, list[dict[str, Any]
 def test_one_rank_goes_on_from_the_state_of_four(trained: dict[str, list[dict[str, Any]]]) -> None:
     model = net()
     optimizer = longshore.AdamW(model.named_parameters(), lr=LR)
+    give(model, trained["scatter"][0]["state"])
     optimizer.load_state_dict(trained["scatter"][0]["state"])
     optimizer.open()
     assert same_state(optimizer.state_dict(full=True), trained["scatter"][0]["state"])

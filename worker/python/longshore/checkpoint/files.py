@@ -49,7 +49,7 @@ def mapped(path: Path, content: Callable[[], Any]) -> Any:
         except OSError as error:
             raise invalid(str(path), error.strerror, "with room for the tensors", "free space there", LongshoreError) from error
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        return torch.load(path, mmap=True, weights_only=True)
+        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
 
 
 def check_target(folder: Path) -> None:
@@ -100,7 +100,7 @@ def _sync(path: Path) -> None:
 
 def blank(shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
     """Returns an empty fp32 tensor for a description."""
-    return torch.empty(shape, dtype=torch.float32)
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 _INDEX = "model.safetensors.index.json"
@@ -176,7 +176,7 @@ class Files:
         if start % dtype.itemsize:
             # Other writers may not align tensors.
             return torch.frombuffer(bytearray(bytes(whole[start:])), dtype=dtype).view(shape)
-        return torch.tensor([], dtype=dtype).set_(whole, start // dtype.itemsize, (shape.numel(),), (1,)).view(shape)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(whole, start // dtype.itemsize, (shape.numel(),), (1,)).view(shape)
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from longshore.checkpoint import files as _files
 from longshore.errors import StateError, invalid
 from longshore.optim.optimizer import Optimizer
-from longshore.transfer import filling
+from longshore.transfer import device, filling
 from longshore.transfer import params as _params
 from longshore.transfer.filling import Filling
 from longshore.transfer.params import Param
@@ -224,7 +224,7 @@ def save_deepspeed(
                 remedy = "DeepSpeed has one step count for all: train with missing_gradients='zeros', or write save_torch"
                 raise invalid(f"{param.name}.step", count, limit, remedy, StateError)
         for param in connection.params:
-            torch.save(torch.tensor(float(applied)), made / "zero" / param.name / f"{_STEP}.pt")
+            torch.save(device.host_number(applied), made / "zero" / param.name / f"{_STEP}.pt")
         groups = [
             {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
             for group in _groups(optimizer)
@@ -318,7 +318,7 @@ def _number(path: Path) -> float:
 
 def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns hyperparameters and step count where the loaders of ZeRO's stages 1 and 2, and of stage 3, look for them."""
-    whole = {"state": {0: {_STEP: torch.tensor(float(applied))}}, "param_groups": groups}
+    whole = {"state": {0: {_STEP: device.host_number(applied)}}, "param_groups": groups}
     return {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
 
 

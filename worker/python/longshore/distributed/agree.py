@@ -113,12 +113,13 @@ def _everyones(answer: object) -> list[Any]:
     what, world_size = "a meeting of all ranks", distributed.get_world_size()
     group = group_of(torch.device("cpu"))
     mine = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
-    sizes = torch.empty(world_size, dtype=torch.int64)
-    collectives.wait(distributed.all_gather_into_tensor(sizes, torch.tensor([len(mine)]), group, async_op=True), what)
+    sizes = _device.host_empty([world_size], torch.int64)
+    size = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
+    collectives.wait(distributed.all_gather_into_tensor(sizes, size, group, async_op=True), what)
     longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = _device.host_empty([longest], torch.uint8).zero_()
     padded[: len(mine)] = mine
-    whole = torch.empty(world_size * longest, dtype=torch.uint8)
+    whole = _device.host_empty([world_size * longest], torch.uint8)
     collectives.wait(distributed.all_gather_into_tensor(whole, padded, group, async_op=True), what)
     parts = zip(whole.view(world_size, longest), sizes.tolist(), strict=True)
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]

@@ -48,7 +48,7 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
     def pull() -> None:
         for param, of_rank in zip(params, shares, strict=True):
             own = of_rank.own if of_rank is not None else [(0, param.elements)]
-            parts = [(start, torch.empty(length, dtype=param.dtype, device="cpu")) for start, length in own]
+            parts = [(start, _device.host_empty([length], param.dtype)) for start, length in own]
             places = [((param.index, part.data_ptr(), len(part), param.wire), start) for start, part in parts]
             job.fetch(version, places).read()
             pulled.append(parts)
@@ -142,4 +142,4 @@ class Gathered:
 def _row(bucket: Bucket) -> Tensor:
     if _device.accelerator.has(bucket.params[0].tensor):
         return _device.accelerator.locked([bucket.slot], bucket.dtype)
-    return torch.empty(bucket.slot, dtype=bucket.dtype)
+    return _device.host_empty([bucket.slot], bucket.dtype)

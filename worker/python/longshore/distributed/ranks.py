@@ -263,7 +263,7 @@ class Reduced(Ranks):
         """Refuses gradients that differ between ranks: they were not reduced. Runs in the first step, and again when parameters begin to
         train, which DistributedDataParallel may not know."""
         sums = [
-            torch.zeros(2, dtype=torch.float64)
+            torch.zeros(2, dtype=torch.float64, device="cpu")
             if param.tensor.grad is None
             else torch.stack([param.tensor.grad.double().sum(), param.tensor.grad.double().abs().sum()]).cpu()
             for param in self.params

@@ -54,7 +54,7 @@ class Rounds:
         """Returns the ranks' least number; None if no rank has one."""
         if mine is None:
             return None
-        least = torch.tensor([mine])
+        least = torch.tensor([mine], dtype=torch.int64, device="cpu")
         work = distributed.all_reduce(least, distributed.ReduceOp.MIN, self._speech, async_op=True)
         collectives.wait(work, "the least budget of all ranks")
         return int(least.item())
@@ -153,9 +153,9 @@ class Rounds:
 
     def _say(self, wish: _Wish, where: str) -> list[_Wish]:
         """Returns every rank's message of this round, by rank."""
-        said = torch.empty(self.world_size, len(wish), dtype=torch.int64)
+        said = torch.empty(self.world_size, len(wish), dtype=torch.int64, device="cpu")
         try:
-            work = distributed.all_gather_into_tensor(said.view(-1), torch.tensor(wish), self._speech, async_op=True)
+            work = distributed.all_gather_into_tensor(said.view(-1), torch.tensor(wish, dtype=torch.int64, device="cpu"), self._speech, async_op=True)
             collectives.wait(work, where)
         except RuntimeError as error:
             self._give_up(where, error)

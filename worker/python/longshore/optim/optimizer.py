@@ -23,6 +23,7 @@ from longshore.optim.guards import Absent, Groups, Watch
 from longshore.optim.state_dict import Stateful
 from longshore.optim.step import Stepping
 from longshore.optim.streaming import Stream
+from longshore.transfer import device
 from longshore.transfer import job as _job
 from longshore.transfer import params as _params
 from longshore.transfer.filling import Filling
@@ -121,7 +122,7 @@ class Optimizer(Stepping, Stateful, Succession):
         self._gradients = Gradients()
         self._watch: Watch | None = None
         self._absent = Absent()
-        self._applied = torch.zeros(())
+        self._applied = device.host_number(0)
         self.last_report = None
         self._loss = None
         self.resume_data = None
@@ -305,6 +306,8 @@ class Optimizer(Stepping, Stateful, Succession):
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)
             raise
+        if self._filling is not None:
+            self._filling.warn_of_others()
         self._connection, self._filling, self._table = connection, None, connection.table
         self._groups = self._groups or Groups(self.param_groups, connection.params)
         trained = {id(param.tensor) for param in connection.params}
@@ -347,6 +350,13 @@ class Optimizer(Stepping, Stateful, Succession):
         self.close()
 
     # Steps
+
+    def _patch_step_function(self) -> None:
+        """Wraps ``step`` for hooks as torch does, and keeps torch.compile out of it: a step that waits for servers has no graph."""
+        is_wrapped = hasattr(type(self).step, "hooked")
+        super()._patch_step_function()
+        if not is_wrapped:
+            type(self).step = torch._disable_dynamo(type(self).step)  # type: ignore[method-assign,assignment]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -18,11 +18,13 @@ from longshore.distributed import agree
 from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid
 from longshore.optim.connection import Connection
 from longshore.optim.streaming import Stream
+from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
 from longshore.transfer.filling import NAMES, Filling
 from longshore.transfer.options import Options
 from longshore.transfer.params import Param
+from longshore.transfer.weights import on_host
 
 KEY = "longshore"
 _FORMAT = 1
@@ -433,6 +435,16 @@ class Stateful(torch.optim.Optimizer):
                 :mod:`longshore.checkpoint` writes files without that. None is True where a framework's adapter saves and the server ends
                 with this process. Without an adapter a warning says that the handle ends with the process.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        with self._without_hooks("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+            state = self._state_dict(full)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, state)
+            state = state if replaced is None else replaced
+        return state
+
+    def _state_dict(self, full: bool | None) -> dict[str, Any]:
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[KEY] = self._handle(fingerprint)
@@ -441,8 +453,12 @@ class Stateful(torch.optim.Optimizer):
         if full is None and not self.saves_all:
             self._warn_of_what_ends(state[KEY])
         if self.saves_all if full is None else full:
-            # torch's packed dictionary belongs to this call, so its ``state`` is replaced.
-            state["state"] = self._full_state()
+            # torch's packed dictionary belongs to this call. Entries of the caller's own stay in it.
+            of_params = self._full_state()
+            frozen = {number for group in state["param_groups"] for number in group["params"]} - of_params.keys()
+            for number, of in of_params.items():
+                of.update((key, value) for key, value in state["state"].get(number, {}).items() if key not in of)
+            state["state"] = {key: of for key, of in {**state["state"], **of_params}.items() if key not in frozen}
         else:
             note(state)
         return state
@@ -457,7 +473,7 @@ class Stateful(torch.optim.Optimizer):
             "go on from a file of it. Save state_dict(full=True), or name servers= and job=, or have the framework's adapter save all state "
             "(longshore.huggingface.Callback, longshore.lightning.Callback, longshore.accelerate.attach). full=False says that a handle is wanted",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _handle(self, fingerprint: str | None) -> dict[str, Any]:
@@ -470,7 +486,7 @@ class Stateful(torch.optim.Optimizer):
         groups = {id(tensor): group for group in self.param_groups for tensor in group["params"]}
         steps, states = connection.full_state(self.rule)
         return {
-            places[id(param.tensor)]: {"step": torch.tensor(float(step)), **self._derived(groups[id(param.tensor)], step), **state}
+            places[id(param.tensor)]: {"step": device.host_number(step), **self._derived(groups[id(param.tensor)], step), **state}
             for param, step, state in zip(connection.params, steps, states, strict=True)
         }
 
@@ -510,9 +526,9 @@ class Stateful(torch.optim.Optimizer):
         must load the handle.
 
         A state of torch's optimizer of the same name, or a full state of this package: the job must be new. Opening the job, in the first
-        step, fills it with the parameters' weights of that time. ``master`` weights of the state replace these, and the parameters get them
-        at once. Until then the tensors are referred to, not copied. Tensors of ``torch.load(path, mmap=True)`` are read from the file when
-        sent.
+        step, fills it with the parameters' weights of that time, and with ``master`` weights of the state where these weights are their
+        rounding. A warning names other weights. Until then the tensors are referred to, not copied. Tensors of
+        ``torch.load(path, mmap=True)`` are read from the file when sent.
 
         Raises:
             StateError: for a state of another model, job or version, naming the tensor that is missing, unknown or of another shape.
@@ -523,15 +539,19 @@ class Stateful(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        with self._without_hooks():
+        # torch lets a state have entries of the caller's own beside those of parameters.
+        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+        own = {key: of for key, of in state_dict["state"].items() if key not in numbers}
+        state_dict = {**state_dict, "state": {key: of for key, of in state_dict["state"].items() if key in numbers}}
+        with self._without_hooks("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
             self._load(with_handle(state_dict, has_moments=self._has_moments(state_dict)))
+        self.state.update(own)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     @contextlib.contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        """Disables the hooks of torch's method, since ``_load`` passes it a part of the state."""
-        names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    def _without_hooks(self, *names: str) -> Iterator[None]:
+        """Disables hooks of torch's method, which has a part of the state."""
         hooks = {name: getattr(self, name) for name in names}
         vars(self).update({name: {} for name in names})
         try:
@@ -578,11 +598,15 @@ class Stateful(torch.optim.Optimizer):
             if self.version != 0 or applied != int(self._applied):
                 raise refuse_to_fill(self._job_name, self.version)
         elif filling is not None:
-            self._fill_with(filling)
+            self._fill_with(filling, gives_weights=False)
         self._take_hyperparameters(state_dict)
 
-    def _fill_with(self, filling: Filling) -> None:
-        """Fills a new job with this state when it opens, and gives the parameters its weights now."""
+    def _fill_with(self, filling: Filling, *, gives_weights: bool = True) -> None:
+        """Fills a new job with this state when it opens, and gives the parameters its weights now.
+
+        Args:
+            gives_weights: whether parameters get them that have other weights than a rounding of them.
+        """
         if self._connection is not None:
             raise refuse_to_fill(self._job_name, self.version)
         params, _ = self._table_of_job()
@@ -592,7 +616,9 @@ class Stateful(torch.optim.Optimizer):
         with torch.no_grad():
             for param in params:
                 weights = filling.read(_filling.MASTER, param)
-                if weights is param.tensor:
+                if not gives_weights and (weights is param.tensor or _params.is_sharded(param.tensor)):
+                    continue
+                if not gives_weights and not _params.is_rounding(on_host(param.tensor), on_host(weights)):
                     continue
                 if _params.is_sharded(param.tensor):
                     from longshore.distributed import dtensor  # needs torch.distributed

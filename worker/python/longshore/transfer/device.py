@@ -147,6 +147,18 @@ def _forget_error(device: torch.device) -> None:
 accelerator = Accelerator()
 
 
+def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns memory of the host for as long as the package wants it, whatever torch's default device and inference mode are."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def host_number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns a tensor of one number on the host, for example a step count. bf16 would count to 256."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def empty_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Returns memory on the tensor's device. Device memory belongs to this thread's stream."""
     if accelerator.has(tensor):

@@ -5,6 +5,7 @@ frozen parameters that servers keep. :func:`allocate` makes the tensors for an e
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from longshore.errors import GroupsError, StateError, UsageError, invalid
+from longshore.transfer import device
 from longshore.transfer.gradients import Place
 from longshore.transfer.job import JobParam
-from longshore.transfer.params import DTYPES, Param, is_sharded
+from longshore.transfer.params import DTYPES, Param, are_equal, is_rounding, is_sharded
 from longshore.transfer.partitions import Piece
+from longshore.transfer.pinned import host_tensor
 from longshore.transfer.weights import on_host, values
 
 #: Torch's names of the arrays that servers keep beside the master weights, by rule.
@@ -41,7 +44,7 @@ def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
 def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
     """Returns by parameter memory for its moments in torch's names, and for its fp32 ``master`` weights."""
     arrays = ("master", *NAMES[rule])
-    return [{name: torch.empty(param.shape, dtype=torch.float32) for name in arrays} for param in params]
+    return [{name: device.host_empty(param.shape, torch.float32) for name in arrays} for param in params]
 
 
 def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
@@ -89,7 +92,7 @@ class FrozenParams:
             UsageError: as in :func:`write_frozen`.
         """
         for param in params:
-            memory = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+            memory = device.host_empty(param.shape, param.dtype)
             job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
             write_frozen(param, memory)
 
@@ -129,15 +132,18 @@ class Filling:
         read: returns the tensor of an array (0 is the master weights) and a parameter, in its shape.
         check: refuses tensors that do not fit these parameters.
         fewer: number of missing updates, by the name of each parameter that has fewer than ``applied``.
+        others: names of parameters whose weights in the model are no rounding of the master weights, once the job was filled.
     """
 
     applied: int | None
     read: Callable[[int, Param], Tensor]
     check: Callable[[list[Param]], None]
     fewer: Mapping[str, int] = field(default_factory=dict)
+    others: dict[str, None] = field(default_factory=dict)
 
     def of_job(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
-        """Returns the tensors with which the Rust half fills a new job.
+        """Returns the tensors with which the Rust half fills a new job. Master weights fill it where the model's weights are their
+        rounding; other weights of the model were written on purpose, and fill it themselves.
 
         Args:
             params: the parameters that train.
@@ -152,13 +158,38 @@ class Filling:
                 return frozen[index - len(pieces)], None
             piece = pieces[index]
             tensor = self.read(array, piece.param)
-            if tensor is piece.param.tensor and first:
-                return first[index], None
             part = piece.part_of(on_host(tensor)).contiguous()
+            if array == MASTER and tensor is not piece.param.tensor:
+                mine = own(index)
+                if not is_rounding(mine, part.view(-1)):
+                    if not are_equal(mine.to(part.dtype), part.view(-1)):  # the state may have fewer bits than the model
+                        self.others[piece.param.name] = None
+                    return piece.place(mine), mine
+            elif tensor is piece.param.tensor and first:
+                return first[index], None
             return piece.place(part), part
+
+        def own(index: int) -> Tensor:
+            piece = pieces[index]
+            if first:
+                _, address, elements, _ = first[index]
+                return host_tensor(address, elements, piece.param.dtype)
+            return piece.part_of(on_host(piece.param.tensor)).contiguous().view(-1)
 
         fewer = [(piece.index, self.fewer[piece.param.name]) for piece in pieces if piece.param.name in self.fewer]
         return self.applied, fewer, place
+
+    def warn_of_others(self) -> None:
+        """Warns of master weights that were not taken."""
+        if self.others:
+            more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
+            warnings.warn(
+                f"the model's weights of {next(iter(self.others))}{more} are not those of the loaded state, for example averages or a fresh "
+                "model. The model's count, as with torch.optim. To go on from the state's, load the model that was saved with it before the "
+                "first step",
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
@@ -200,14 +231,15 @@ def of_torch(
     state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str, *, later: bool
 ) -> Filling | None:
     """Returns the state of a torch optimizer, or a full state of this package. A state saved before the first update has the master weights
-    alone; without these the result is None.
+    alone; without these the result is None. A parameter without state, for example an expert that was never used, begins with moments
+    of zero, as in torch.
 
     Args:
         state_dict: the result of ``state_dict``, checked by :func:`check_groups`.
         tensors: this optimizer's parameters, by their numbers in the state.
         names: their names, by the same numbers.
         rule: this optimizer's rule.
-        later: whether frozen parameters train later. A parameter without state begins with moments of zero, as in torch.
+        later: whether frozen parameters train later.
 
     Raises:
         StateError: naming the tensor that is missing, unknown or of another shape.
@@ -216,7 +248,7 @@ def of_torch(
     moments = NAMES[rule]
     states = state_dict["state"]
     trained = {number: tensor for number, tensor in tensors.items() if (tensor.requires_grad or later) and tensor.numel()}
-    begin = [number for number, tensor in trained.items() if not tensor.requires_grad and not states.get(number)]
+    begin = [number for number in trained if not states.get(number)]
     for number, state in states.items():
         name = names[number]
         for key, value in state.items():
@@ -253,7 +285,7 @@ def of_torch(
         state = by_tensor.get(id(param.tensor), {})
         if array == MASTER:
             return state.get("master", param.tensor)
-        return torch.zeros(param.shape) if id(param.tensor) in none_yet else state[moments[array - 1]]
+        return device.host_empty(param.shape, torch.float32).zero_() if id(param.tensor) in none_yet else state[moments[array - 1]]
 
     return Filling(applied if has_begun else None, read, check, fewer=fewer if has_begun else {})
 

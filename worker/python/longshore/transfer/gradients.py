@@ -115,7 +115,7 @@ class Gradients:
             if _device.accelerator.has(gradient):
                 staged = _device.accelerator.locked(param.shape, gradient.dtype)
             else:
-                staged = torch.empty(param.shape, dtype=gradient.dtype, device="cpu")
+                staged = _device.host_empty(param.shape, gradient.dtype)
             self._staged[param.index] = staged
         return staged
 

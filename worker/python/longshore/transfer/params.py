@@ -317,3 +317,8 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
 def is_image(mine: Tensor, theirs: Tensor, image: torch.dtype) -> bool:
     """Returns whether ``theirs`` is ``mine``, rounded as servers round weights to an image."""
     return are_equal(mine.to(image).to(mine.dtype), theirs)
+
+
+def is_rounding(mine: Tensor, master: Tensor) -> bool:
+    """Returns whether weights are master weights, rounded to their own type or first to that of an image."""
+    return any(are_equal(mine, master.to(image).to(mine.dtype)) for image in (mine.dtype, *DTYPES))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longshore.errors import invalid
+from longshore.transfer import device
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import DTYPES, Param
 
@@ -189,7 +190,7 @@ def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[l
     def place(piece: Piece, whole: Tensor) -> Place:
         part = piece.part_of(whole)
         if piece.box is not None:
-            own = torch.empty(piece.shape, dtype=whole.dtype)
+            own = device.host_empty(piece.shape, whole.dtype)
             apart.append((part, own))
             part = own
         return piece.place(part)

@@ -310,7 +310,7 @@ def host_memory(tensor: Tensor) -> Tensor:
     """Returns host memory of a tensor's shape and type, page-locked if the tensor is on a device."""
     if _device.accelerator.has(tensor):
         return _device.accelerator.locked(tensor.shape, tensor.dtype)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return _device.host_empty(tensor.shape, tensor.dtype)
 
 
 class Staging:

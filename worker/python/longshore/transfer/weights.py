@@ -96,7 +96,7 @@ def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param,
     """
     for param in params:
         if rounding.changes(param.dtype) and not is_sharded(param.tensor):
-            theirs = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+            theirs = _device.host_empty(param.shape, param.dtype)
             read(param, theirs)
             param.tensor.copy_(theirs)
 
@@ -284,7 +284,7 @@ class Weights:
             if _device.accelerator.has(param.tensor):
                 self._staged[param.index] = _device.accelerator.locked(param.shape, param.dtype)
             else:
-                self._staged[param.index] = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+                self._staged[param.index] = _device.host_empty(param.shape, param.dtype)
 
     def _note_what_came_before(self) -> None:
         """Records the devices' current work, which may read the older weights."""

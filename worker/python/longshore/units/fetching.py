@@ -180,7 +180,7 @@ class Fetcher:
         """Returns the frozen members that differ from the servers' weights, judged by this rank's part."""
         names = []
         for member, parts in self._copies.in_parts():
-            theirs = [(torch.empty(part.shape, dtype=part.dtype, device="cpu"), start) for part, start in parts]
+            theirs = [(_device.host_empty(part.shape, part.dtype), start) for part, start in parts]
             self._ask([place for part, start in theirs for place in places_of(self._spans, member, part, start)]).read()
             if not all(are_equal(mine, its) for (mine, _), (its, _) in zip(parts, theirs, strict=True)):
                 names.append(member.name)
