@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import longshore
 from longshore import errors
+from longshore.transfer import options
 
 
 def made(model: nn.Module, **options: object) -> longshore.AdamW:
@@ -171,10 +173,80 @@ def test_arguments_that_contradict_each_other_or_the_rules(arguments: dict[str, 
         longshore.AdamW(model.named_parameters(), **arguments)
 
 
-def test_an_unknown_option_is_named() -> None:
-    model, _ = pair("mlp")
-    with pytest.raises(TypeError, match="'sever'.*servers"):
-        longshore.AdamW(model.named_parameters(), sever="localhost:7070")
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("sever", "servers"),
+        ("server", "servers"),
+        ("learning_rate", "lr"),
+        ("weightdecay", "weight_decay"),
+        ("gradient_accumulation_steps", "accumulate"),
+        ("clip_grad_norm", "max_grad_norm"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest_one(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}', did you mean '{meant}'.*options of the job are accumulate, "):
+        longshore.AdamW(pair("mlp")[0].named_parameters(), **{name: 1})
+
+
+@pytest.mark.parametrize("option", ["streaming", "max_grad_norm", "job"])
+def test_an_option_in_a_param_group_is_refused(option: str) -> None:
+    with pytest.raises(errors.UsageError, match=rf"param_groups\['{option}'\] is 1, but must be absent.*give the optimizer {option}="):
+        longshore.AdamW([{"params": pair("mlp")[0].parameters(), option: 1}])
+
+
+@pytest.mark.parametrize("kind", [longshore.AdamW, longshore.Adam, longshore.SGD, longshore.Adagrad, longshore.Lion])
+def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -0\.1"):
+        kind(None, lr=-0.1)
+    for wrong in ("1e-2", None, [0.1]):
+        with pytest.raises(errors.InvalidError, match="learning rate is .*must be a number"):
+            kind([nn.Parameter(torch.ones(2))], lr=wrong)
+    with pytest.raises(errors.InvalidError, match=r"group0\.param0 is on the meta device.*to_empty\(\)"):
+        kind([nn.Parameter(torch.ones(2, device="meta"))])
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(errors.InvalidError, match=r"again is given twice in one group, as w before"):
+        kind([("w", weight), ("again", weight)])
+
+
+def test_names_of_two_models_get_a_prefix() -> None:
+    first, second = pair("mlp")
+    with pytest.raises(errors.InvalidError, match=r"layers\.0\.weight is the name of two parameters.*each with a prefix"):
+        longshore.AdamW([*first.named_parameters(), *second.named_parameters()]).open()
+
+
+def test_one_job_of_two_optimizers_is_named() -> None:
+    first, second = pair("mlp")
+    earlier = made(first, job="shared")
+    earlier.step()
+    other = longshore.AdamW(second.named_parameters(), job="shared")
+    nn.init.zeros_(second.layers[0].weight)
+    second.loss(0).backward()
+    with pytest.raises(errors.UsageError, match=r"servers, which had job shared already.*another job="):
+        other.step()
+
+
+@pytest.mark.parametrize(("environment", "group", "expected"), [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, (1, 2), (1, 2)),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (1, 2), (1, 2)),
+    ({}, (1, 2), (1, 2)),
+    ({"RANK": "3", "WORLD_SIZE": "4"}, (0, 1), (3, 4)),
+    ({"RANK": "3", "WORLD_SIZE": "1"}, (0, 1), (0, 1)),
+])
+def test_a_process_group_knows_its_rank(
+    environment: dict[str, str], group: tuple[int, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(options, "_group", lambda: group)
+    assert options.Options(servers="a:1", job="j").place() == expected
+    assert options.Options(servers="a:1", job="j", rank=0).place() == (0, expected[1])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    if group[1] == 2:
+        with pytest.raises(errors.InvalidError, match=r"WORLD_SIZE is 3, but must be 2, as torch\.distributed's process group has it"):
+            options.Options(servers="a:1", job="j").place()
 
 
 def test_a_server_that_was_never_there() -> None:

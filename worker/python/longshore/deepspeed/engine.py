@@ -251,7 +251,8 @@ class Engine(Asked):
         self._notice_given_up()
         if self._passes == self._config.micro_steps:
             raise UsageError(
-                "the step's backward passes are done: call step() after each backward(), or zero_grad() where one was interrupted"
+                "the step's backward passes are done: call engine.step() after each engine.backward(), or engine.zero_grad() where one was "
+                "interrupted"
             )
         self.micro_steps += 1
         self._passes += 1

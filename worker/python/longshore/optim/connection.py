@@ -226,6 +226,15 @@ class Connection:
         """
 
         def refuse() -> None:
+            if self._others and self.world_size == 1:
+                raise invalid(
+                    self._others[0].name,
+                    f"another in the model than on the servers, which had job {self.name} already",
+                    "the job's in the first forward",
+                    "give the optimizer another job=, one that no earlier optimizer has, or call its open() before the forward to go on with the "
+                    "job's weights",
+                    UsageError,
+                )
             if self._others:
                 raise invalid(
                     self._others[0].name,

@@ -92,6 +92,9 @@ class Succession:
             raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
 
 
+#: Names that mean nothing in a param group.
+OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
+
 #: ``JobSpec`` fields that a restore may change.
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
 
@@ -108,7 +111,8 @@ class Optimizer(Stepping, Stateful, Succession):
     rule: ClassVar[str]
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
-        self._options = Options.of(options)
+        self._options = Options.of(options, defaults)
+        self._check_hyper(defaults)  # torch names a wrong value before wrong params
         self._job_name = self._options.job or _job.new_job_name("torch")
         self._process = os.getpid()
         self._connection: Connection | None = None
@@ -174,14 +178,9 @@ class Optimizer(Stepping, Stateful, Succession):
             self._guard_clipping()
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        if "max_grad_norm" in group:
-            raise invalid(
-                "param_groups['max_grad_norm']",
-                group["max_grad_norm"],
-                "absent: the norm is that of all groups",
-                "give the optimizer max_grad_norm=",
-                UsageError,
-            )
+        for option in OPTIONS & group.keys():
+            limit = "absent: the norm is that of all groups" if option == "max_grad_norm" else "absent: options are those of the whole job"
+            raise invalid(f"param_groups['{option}']", group[option], limit, f"give the optimizer {option}=", UsageError)
         self._check_hyper(group)
         # Without this check servers refuse the step after its gradients have left.
         for name, value in dataclasses.asdict(self._hyper(group)).items():
@@ -277,7 +276,7 @@ class Optimizer(Stepping, Stateful, Succession):
             )
         if self._starts_over is not None:
             raise UsageError(
-                "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush(), which go on with "
+                "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush() of the optimizer, which go on with "
                 "that, and compute the step's gradients again"
             )
         return self._connection or self._start(self._new_connection(), in_step=in_step)

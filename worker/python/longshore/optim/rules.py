@@ -3,13 +3,13 @@ keyword.
 """
 
 import functools
-from typing import Any, Unpack
+from typing import Any, SupportsFloat, Unpack
 
-import torch
 from torch import Tensor
 
 from longshore.errors import invalid
 from longshore.optim.optimizer import Optimizer
+from longshore.transfer import device
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.options import JobOptions
 
@@ -35,8 +35,15 @@ def _refuse(**flags: Any) -> None:
             raise invalid(name, value, "False", reasons[name])
 
 
+def _check_number(what: str, value: Any) -> None:
+    """Refuses text and other values that are no numbers, although ``float`` takes some of them."""
+    if not isinstance(value, SupportsFloat):
+        raise invalid(what, repr(value), "a number", "pass a float, not text")
+
+
 def _check(what: str, value: Any, *, at_most: float | None = None, below: float | None = None) -> None:
     """Refuses a value outside a rule's domain, which begins at 0. The message uses torch's words."""
+    _check_number(what, value)
     number = _number(value)
     if number >= 0.0 and (at_most is None or number <= at_most) and (below is None or number < below):
         return
@@ -233,18 +240,18 @@ class NAdam(Optimizer):
         )
 
     def _derived(self, group: dict[str, Any], step: int) -> dict[str, Tensor]:
-        return {"mu_product": _mu_product(_number(group["betas"][0]), _number(group["momentum_decay"]), step).clone()}
+        return {"mu_product": device.host_number(_mu_product(_number(group["betas"][0]), _number(group["momentum_decay"]), step))}
 
 
 @functools.lru_cache
-def _mu_product(beta1: float, momentum_decay: float, step: int) -> Tensor:
+def _mu_product(beta1: float, momentum_decay: float, step: int) -> float:
     """Returns the product of the momenta of all steps, rounded at each as torch does."""
-    product = torch.ones((), dtype=torch.float32)
+    product = device.host_number(1)
     for index in range(1, step + 1):
         product *= beta1 * (1.0 - 0.5 * 0.96 ** (index * momentum_decay))
         if product == 0:
             break
-    return product
+    return product.item()
 
 
 class SGD(Optimizer):

@@ -3,10 +3,11 @@
 Every optimizer and client is built with :class:`Options`. ``Settings`` of :mod:`longshore.transfer.job` hands them to the Rust half.
 """
 
+import difflib
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
@@ -81,9 +82,9 @@ class Options:
         tls_dir: a folder with ``ca.pem``, and ``client.pem`` and ``client.key``, or ``token``. Encrypts connections to servers that have
             ``--tls-dir``. By default ``LONGSHORE_TLS_DIR`` of the environment.
         job: the job's name on its servers. With ``servers=`` a new process finds the job again by it. By default a unique name.
-        rank, world_size: this worker's rank, and the number of ranks whose gradients the servers sum. Defaults, in this order: torchrun's
-            ``RANK`` and ``WORLD_SIZE``, srun's ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, torch.distributed's values, 0 and 1. A step
-            applies the mean over ranks.
+        rank, world_size: this worker's rank, and the number of ranks whose gradients the servers sum. Defaults, in this order: those of
+            an initialised process group, torchrun's ``RANK`` and ``WORLD_SIZE``, srun's ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, 0
+            and 1. A ``WORLD_SIZE`` other than the group's is refused. A step applies the mean over ranks.
         partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed. Each rank sends its part of them, reads its part
             of the weights and gathers the rest, as in ZeRO-2. ``"all-reduced"`` says that gradients come reduced, as
             DistributedDataParallel makes them. By default the servers sum; models of ``fully_shard`` need no value here.
@@ -152,8 +153,12 @@ class Options:
     deadline: float = 60.0
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> "Options":
+    def of(cls, given: dict[str, Any], arguments: Iterable[str] = ()) -> "Options":
         """Returns checked options.
+
+        Args:
+            given: options by name.
+            arguments: names of the caller's other arguments, for the message about a wrong name.
 
         Raises:
             TypeError: for an unknown name.
@@ -162,7 +167,8 @@ class Options:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(given) - known)
         if unknown:
-            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; options of the job are {', '.join(sorted(known))}")
+            meant = _nearest(unknown[0], known, arguments)
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}{meant}options of the job are {', '.join(sorted(known))}")
         options = cls(**given)
         options._check()
         return options
@@ -235,9 +241,16 @@ class Options:
         """Returns rank and world size."""
         rank_name, world_size_name = _launcher()
         group_rank, group_size = _group()
-        rank = _of_environment(rank_name, group_rank) if self.rank is None else self.rank
         world_size = _of_environment(world_size_name, group_size) if self.world_size is None else self.world_size
-        return (0 if world_size == 1 and self.rank is None else rank), world_size
+        if self.rank is not None:
+            return self.rank, world_size
+        if self.world_size is None and group_size > 1 and world_size != group_size:
+            limit = f"{group_size}, as torch.distributed's process group has it"
+            raise invalid(world_size_name, world_size, limit, "set it right, or pass rank= and world_size=")
+        if world_size == group_size:
+            # Accelerate's debug_launcher writes RANK=0 in all processes.
+            return group_rank, world_size
+        return (0 if world_size == 1 else _of_environment(rank_name, group_rank)), world_size
 
     def server(self) -> Server | None:
         """Returns the server inside this process, if it holds the job."""
@@ -265,6 +278,35 @@ class Options:
             return None
         folder = os.environ.get("LONGSHORE_TLS_DIR") if self.tls_dir is None else self.tls_dir
         return os.fspath(folder) if folder else None
+
+
+#: Other libraries' names of arguments and options.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "gradient_accumulation_steps": "accumulate",
+    "accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate",
+    "gradient_clipping": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "address": "servers",
+    "job_name": "job",
+    "epsilon": "eps",
+    "beta1": "betas",
+    "beta2": "betas",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+}
+
+
+def _nearest(name: str, options: Iterable[str], arguments: Iterable[str]) -> str:
+    """Returns a question with the name that was probably meant."""
+    names = {*options, *arguments}
+    meant = _ELSEWHERE.get(name.lower())
+    close = [meant] if meant in names else difflib.get_close_matches(name.lower(), sorted(names), 1, 0.6)
+    return f", did you mean {close[0]!r}? The " if close else "; "
 
 
 @functools.cache

@@ -70,10 +70,15 @@ def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) 
     """Refuses a group with a parameter of another group, or with a parameter that no server can keep. For the first, torch's own error
     names no parameter. ``later`` is as in :func:`table`."""
     known = {id(tensor): name for name, tensor in named(groups)}
+    own: dict[int, str] = {}
     for index, item in enumerate(added):
         name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
         if not isinstance(tensor, Tensor):
             continue
+        if id(tensor) in own:
+            twice = f"given twice in one group, as {own[id(tensor)]} before"
+            raise invalid(str(name), twice, "given once", "leave one of them out: tied weights are one parameter")
+        own[id(tensor)] = str(name)
         if id(tensor) in known:
             # torch's words lead, since callers search for them.
             raise invalid(
@@ -88,6 +93,9 @@ def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) 
 
 def check(name: str, tensor: Tensor) -> None:
     """Refuses a parameter that no server can keep."""
+    if tensor.is_meta:
+        remedy = "give the model memory with to_empty(), initialise or load it, and build the optimizer after that"
+        raise invalid(name, "on the meta device", "on a device with memory", remedy)
     if tensor.is_complex():
         raise invalid(
             name,
@@ -127,8 +135,13 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
     names = {param.name for param in trained}
     for param in frozen:
         if param.name in names:
-            raise invalid(param.name, "named twice", "a name of its own", "pass model.named_parameters()")
+            raise _named_twice(param.name)
     return frozen
+
+
+def _named_twice(name: str) -> Exception:
+    remedy = "pass model.named_parameters(), and those of several models each with a prefix, for example critic.named_parameters('critic')"
+    return invalid(name, "the name of two parameters", "of one", remedy)
 
 
 def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int) -> list[Param]:
@@ -143,11 +156,11 @@ def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int)
             name = name_of(group, group_index, index)
             check(name, tensor)
             memory = _memory(tensor)
-            if memory in seen and memory[1] and tensor.device.type != "meta":
+            if memory in seen and memory[1]:
                 limit = f"memory of its own, and shares it with {seen[memory]}"
                 raise invalid(name, "tied", limit, "tie weights by assigning one Parameter to both modules")
             if name in names:
-                raise invalid(name, "named twice", "a name of its own", "pass model.named_parameters()")
+                raise _named_twice(name)
             seen[memory] = name
             names.add(name)
             place, wire = first + len(params), DTYPES[tensor.dtype]

@@ -138,7 +138,7 @@ def check_here(members: list[Member]) -> None:
         if not member.is_here:
             raise UsageError(
                 f"{member.name} of unit {member.unit.name} is used after its gradient has left, and with delay=1 servers do not keep "
-                "the weights that it was computed with: call step() first, or zero_grad(), which gives the step up"
+                "the weights that it was computed with: call step() of the optimizer or engine first, or its zero_grad(), which gives the step up"
             )
 
 
@@ -419,10 +419,11 @@ class Residency:
     def _shortage(self, nbytes: int, wanted: Unit | None) -> Exception:
         pinned = ", ".join(unit.name for unit in self.units if unit.pins and unit is not wanted)
         what = f"unit {wanted.name}" if wanted is not None else "the model"
+        in_use, beside = (f", of which {self.here} are in use by {pinned}", " beside these") if pinned else ("", "")
         return invalid(
             "budget",
-            f"{self.room} bytes for weights, of which {self.here} are in use by {pinned}",
-            f"at least {self.here + nbytes} while {what} is used beside these",
+            f"{self.room} bytes for weights{in_use}",
+            f"at least {self.here + nbytes} while {what} is used{beside}",
             "raise the budget, or name smaller units",
             ShortageError,
         )
