@@ -195,7 +195,7 @@ def test_an_option_in_a_param_group_is_refused(option: str) -> None:
         longshore.AdamW([{"params": pair("mlp")[0].parameters(), option: 1}])
 
 
-@pytest.mark.parametrize("kind", [longshore.AdamW, longshore.Adam, longshore.SGD, longshore.Adagrad, longshore.Lion])
+@pytest.mark.parametrize("kind", [longshore.AdamW, longshore.Adam, longshore.SGD, longshore.Adagrad, longshore.Lion, longshore.NAdam])
 def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid learning rate: -0\.1"):
         kind(None, lr=-0.1)
