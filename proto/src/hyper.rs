@@ -150,8 +150,8 @@ impl Hyper {
         check("beta2", self.beta2, (0.0..1.0).contains(&self.beta2), "in [0, 1)")?;
         check("eps", self.eps, self.eps >= 0.0, "finite and at least 0")?;
         check("weight_decay", self.weight_decay, self.weight_decay >= 0.0, "finite and at least 0")?;
-        check("momentum", self.momentum, (0.0..=1.0).contains(&self.momentum), "in [0, 1]")?;
-        check("dampening", self.dampening, (0.0..=1.0).contains(&self.dampening), "in [0, 1]")?;
+        check("momentum", self.momentum, self.momentum >= 0.0, "finite and at least 0")?;
+        check("dampening", self.dampening, true, "finite")?;
         check("lr_decay", self.lr_decay, self.lr_decay >= 0.0, "finite and at least 0")?;
         check("momentum_decay", self.momentum_decay, self.momentum_decay >= 0.0, "finite and at least 0")
     }

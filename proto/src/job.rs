@@ -6,7 +6,7 @@ use crate::{
     dtype::Dtype,
     fault::{Fault, FaultKind},
     hyper::Rule,
-    ids::Rank,
+    ids::{BlockId, Rank},
     layout::{Layout, Param},
     limits::{
         BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS, MAX_DELAY, MAX_GROUPS, MAX_JOB_NAME_BYTES,
@@ -192,6 +192,20 @@ impl JobSpec {
     /// Returns the fraction of ranks that contribute to a shard: 1 for all of them, 0 if frozen.
     pub fn share(&self, contributors: &[Rank]) -> f64 {
         contributors.len() as f64 / f64::from(self.world_size)
+    }
+
+    /// Names the parameter and index of a flat element, for messages: "h.3.mlp.weight, element 17".
+    pub fn name_element(&self, layout: &Layout, element: u64) -> String {
+        match layout.param_at(element) {
+            Some(param) => {
+                let within = element - layout.param_range(param).start;
+                format!("{}, element {within}", self.params[param].name)
+            }
+            None => {
+                let block = BlockId((element / BLOCK_ELEMENTS) as u32);
+                format!("padding at flat element {element} in {block}")
+            }
+        }
     }
 
     /// Returns the blocks of each trained partition, in order, with their [`JobSpec::share`].

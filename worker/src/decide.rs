@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use longshore_memory::float::Standard;
-use longshore_proto::{BlockId, JobSpec, Layout, limits::BLOCK_ELEMENTS};
+use longshore_proto::limits::BLOCK_ELEMENTS;
 
 /// Statistics of one block of the summed gradient, which is still scaled.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -30,7 +30,7 @@ pub struct Decision {
 const CLIP_EPSILON: f64 = 1e-6;
 
 /// Decides a step. `blocks` are all blocks in global order. `shares` gives for each run of blocks the part of all
-/// ranks that contributes to it ([`JobSpec::block_shares`]). `clip` is the largest norm. `gradient_scale` is loss
+/// ranks that contributes to it ([`longshore_proto::JobSpec::block_shares`]). `clip` is the largest norm. `gradient_scale` is loss
 /// scale x world size x micro-steps.
 pub fn decide(
     blocks: &[BlockStats],
@@ -57,19 +57,6 @@ pub fn decide(
         _ => 1.0,
     };
     Decision { skip, norm, clip_coefficient, first_nonfinite }
-}
-
-/// Names the parameter and index of a flat element, for messages: "h.3.mlp.weight, element 17".
-pub fn name_element(layout: &Layout, spec: &JobSpec, element: u64) -> String {
-    match layout.param_at(element) {
-        Some(param) => {
-            let within = element - layout.param_range(param).start;
-            format!("{}, element {within}", spec.params[param].name)
-        }
-        None => {
-            format!("padding at flat element {element} in {}", BlockId((element / BLOCK_ELEMENTS) as u32))
-        }
-    }
 }
 
 #[cfg(test)]

@@ -232,7 +232,7 @@ fn loaded(cluster: &Cluster, spec: &JobSpec, layout: &Layout) -> Raw {
     let infinite = Bytes::from([&f32::INFINITY.to_le_bytes()[..], &payload[4..]].concat());
     let found = v1::UploadRequest { crc32: crc32(&infinite), payload: infinite, ..upload.clone() };
     let found = server.call(server.tensors.clone().upload(tokio_stream::iter([found])));
-    assert_fault(found, Invalid, "payload", "inf at element 0 of the flat space", "finite");
+    assert_fault(found, Invalid, "payload", "inf in w, element 0", "finite");
     let nobody = v1::UploadRequest { incarnation: 0, ..upload.clone() };
     let found = server.call(server.tensors.clone().upload(tokio_stream::iter([nobody])));
     assert_fault(found, Invalid, "incarnation", "0", "at least 1");

@@ -52,8 +52,9 @@ impl Job {
     /// Runs `act` on the job's stage, without the GIL.
     fn with<T: Send>(&self, py: Python<'_>, act: impl FnOnce(&mut Stage) -> Result<T> + Send) -> PyResult<T> {
         if self.process != process::id() {
-            let message = "the optimizer was built in another process, and a fork has none of its connections: build it in \
-                           the process that trains, or start processes with the method spawn";
+            let message = "the optimizer was built in another process, and a fork has none of its connections: call flush() of it \
+                           before a process that uses the model is forked, build it in the process that trains, or start \
+                           processes with the method spawn";
             return Err(exception(py, "UsageError", message, None)?);
         }
         let _call = Call::of(py, self.number())?;

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import serve
-from models import pair, same_bits
+from models import distance, pair, same_bits
 from torch import nn
 
 import longshore
@@ -209,6 +209,26 @@ def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
         kind([("w", weight), ("again", weight)])
 
 
+@pytest.mark.parametrize("arguments", [{"momentum": 1.5}, {"momentum": 0.9, "dampening": -1.0}, {"momentum": 0.9, "dampening": 2.0}])
+def test_momentum_has_torchs_limits(arguments: dict[str, float]) -> None:
+    ours, theirs = pair("mlp")
+    optimizers = longshore.SGD(ours.parameters(), lr=1e-2, **arguments), torch.optim.SGD(theirs.parameters(), lr=1e-2, **arguments)
+    for number in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model.loss(number).backward()
+            optimizer.step()
+    assert distance(ours, theirs) < 1e-5
+
+
+def test_a_first_weight_that_is_not_finite_is_named() -> None:
+    model, _ = pair("mlp")
+    with torch.no_grad():
+        model.layers[2].bias[3] = float("nan")
+    with pytest.raises(errors.RefusedError, match=r"NaN in layers\.2\.bias, element 3"):
+        made(model).step()
+
+
 def test_names_of_two_models_get_a_prefix() -> None:
     first, second = pair("mlp")
     with pytest.raises(errors.InvalidError, match=r"layers\.0\.weight is the name of two parameters.*each with a prefix"):
@@ -224,6 +244,8 @@ def test_one_job_of_two_optimizers_is_named() -> None:
     second.loss(0).backward()
     with pytest.raises(errors.UsageError, match=r"servers, which had job shared already.*another job="):
         other.step()
+    with pytest.raises(errors.FencedError, match="or another optimizer of this process with the same job="):
+        earlier.step()
 
 
 @pytest.mark.parametrize(("environment", "group", "expected"), [

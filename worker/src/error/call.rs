@@ -48,8 +48,9 @@ pub struct ChunkRefused {
 /// A newer process has taken this rank.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
-    "another process has joined job {job} as this rank, and later than this one, as server {server} says. Only one process \
-     may run each rank: the newer one goes on. If both were meant, start this one with another rank or another job"
+    "another process has joined job {job} as this rank, or another optimizer of this process with the same job=, and later than \
+     this one, as server {server} says. One at a time may run each rank: the newer one goes on. If both were meant, give this \
+     one another rank or another job"
 )]
 pub struct Fenced {
     pub server: String,

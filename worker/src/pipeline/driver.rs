@@ -13,7 +13,7 @@ use tracing::{Instrument, Span};
 use super::{options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected};
 use crate::{
     cluster::{ByServer, Cluster, Impatience, Task},
-    decide::{Decision, decide, name_element},
+    decide::{Decision, decide},
     envelope::Envelope,
     error::{Environment, Result},
     loss_scale::{Event, LossScaler},
@@ -91,7 +91,7 @@ impl Driver {
         let decision = decide(&blocks, &shares, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);
         let overflow =
-            decision.first_nonfinite.map(|at| name_element(&self.cluster.layout, self.cluster.spec(), at));
+            decision.first_nonfinite.map(|at| self.cluster.spec().name_element(&self.cluster.layout, at));
         let mut commit = self.commit(step, gradient_scale, &decision, &origins, finished.trainer_state);
         commit.left_out = advance(&self.left_out, &left_out, decision.skip);
         if event == Event::AtFloor {

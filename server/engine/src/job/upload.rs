@@ -135,15 +135,15 @@ impl Job {
         let wrong = |value: f32| !value.is_finite() || squares && value < 0.0;
         let values = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
         let Some((index, value)) = values.enumerate().find(|(_, value)| wrong(*value)) else { return Ok(()) };
-        let element = first + index as u64;
+        let at = self.spec.name_element(&self.layout, first + index as u64);
         let (value, limit, remedy) = match array {
             StateArray::Master => (
-                format!("{value} at element {element} of the flat space"),
+                format!("{value} in {at}"),
                 "finite",
                 "initial weights that are not numbers spoil the model: look at how they were made",
             ),
             _ => (
-                format!("{value} at element {element} of the flat space ({array})"),
+                format!("{value} in {at} ({array})"),
                 if squares { "finite, and not below 0" } else { "finite" },
                 "a state with such a value spoils the model: take an earlier checkpoint, or start from its weights alone",
             ),

@@ -41,14 +41,13 @@ def _check_number(what: str, value: Any) -> None:
         raise invalid(what, repr(value), "a number", "pass a float, not text")
 
 
-def _check(what: str, value: Any, *, at_most: float | None = None, below: float | None = None) -> None:
+def _check(what: str, value: Any, *, below: float | None = None) -> None:
     """Refuses a value outside a rule's domain, which begins at 0. The message uses torch's words."""
     _check_number(what, value)
     number = _number(value)
-    if number >= 0.0 and (at_most is None or number <= at_most) and (below is None or number < below):
+    if number >= 0.0 and (below is None or number < below):
         return
-    limit = "at least 0" if at_most is None else f"from 0 to {at_most:g}"
-    raise invalid(what, value, limit if below is None else f"at least 0 and below {below:g}", f"Invalid {what}: {value}")
+    raise invalid(what, value, "at least 0" if below is None else f"at least 0 and below {below:g}", f"Invalid {what}: {value}")
 
 
 def _check_lr(lr: Any) -> None:
@@ -290,8 +289,8 @@ class SGD(Optimizer):
     def _check_hyper(self, group: dict[str, Any]) -> None:
         momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
         _check_lr(group["lr"])
-        _check("momentum value", momentum, at_most=1.0)
-        _check("dampening value", dampening, at_most=1.0)
+        _check("momentum value", momentum)
+        _check_number("dampening", dampening)
         _check("weight_decay value", decay)
         if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):
             raise invalid("nesterov", True, "False here", "Nesterov momentum requires a momentum and zero dampening")
