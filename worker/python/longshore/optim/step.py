@@ -216,7 +216,7 @@ class Stepping(Back, Scaling, Watching):
     def _check_whole(self, connection: Connection) -> None:
         if connection.is_torn:
             raise UsageError(
-                "the last step was interrupted, so this gradient is not of the newest weights: call flush() and compute it again"
+                "the last step was interrupted, so this gradient is not of the newest weights: call optimizer.flush() and compute it again"
             )
 
     def _commit(self) -> None:

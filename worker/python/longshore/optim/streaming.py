@@ -222,9 +222,9 @@ class Stream:
                 f"{param.name}.grad",
                 f"of backward pass {self._micro_steps + 1} of this step",
                 f"of one of {optimizer._options.accumulate}",
-                "pass accumulate= with the number of backward passes between two calls of step, or call zero_grad() where a step was "
-                "interrupted. Where one backward reaches this parameter from several blocks of a reentrant checkpoint, pass it "
-                "use_reentrant=False: each of them makes a gradient of its own",
+                "pass accumulate= with the number of backward passes between two calls of step, or call zero_grad() of the optimizer or "
+                "engine, not of the model, where a step was interrupted. Where one backward reaches this parameter from several blocks of a "
+                "reentrant checkpoint, pass it use_reentrant=False: each of them makes a gradient of its own",
                 GradientError,
             )
         if connection.ranks is None and self._pusher is None:
@@ -360,6 +360,6 @@ def _check(connection: "Connection", param: Param, gradient: Tensor) -> None:
             f"{param.name}.grad",
             "computed with the weights of the step before",
             "computed with the newest, which had not been read",
-            "something reads this parameter past torch's functions: pass layerwise=False, or call flush() before it",
+            "something reads this parameter past torch's functions: pass layerwise=False, or call optimizer.flush() before it",
             UsageError,
         )
