@@ -100,7 +100,7 @@ impl<T> Kept<T> {
 }
 
 /// A stream of answers. The room of one is released as the next one is asked for: by then the reader takes bytes.
-pub(super) struct Answers<T> {
+pub(crate) struct Answers<T> {
     receiver: mpsc::Receiver<Result<Kept<T>, Status>>,
     last: Option<Held>,
 }

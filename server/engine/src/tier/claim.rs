@@ -190,7 +190,7 @@ mod tests {
         );
         // The drive is back.
         fs::remove_dir(&dir).unwrap();
-        fs::rename(&dir.with_file_name("away"), &dir).unwrap();
+        fs::rename(dir.with_file_name("away"), &dir).unwrap();
         check(&dir).unwrap();
         // The same folder, emptied by hand.
         fs::remove_dir_all(dir.join("run")).unwrap();
