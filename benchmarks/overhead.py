@@ -52,7 +52,7 @@ def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]
 
     def step() -> None:
         for _, parameter in params:
-            parameter.view(-1)  # as forward does: the use reads awaited weights
+            parameter.data_ptr()  # as forward does: the use reads awaited weights
         for (_, parameter), gradient in zip(reversed(params), reversed(gradients), strict=True):
             parameter.grad = gradient
             stream._take(parameter)

@@ -83,8 +83,8 @@ def test_streaming_equals_safe(expected: dict[str, list[Tensor]]) -> None:
 
 #: The dropped wait, a mode that shows it, and the delay.
 WITHOUT = {
-    "the copy out waits for the gradient": ("start.let_wait", "over TCP", "computing"),
-    "the push waits for the copy out": ("wait.wait", "over TCP", "copies"),
+    "the copy out waits for the gradient": ("begin_copies.let_wait", "over TCP", "computing"),
+    "the push waits for the copy out": ("push.wait", "over TCP", "copies"),
     "the copy to where it leaves from waits for the gradient": ("push.wait", "streaming", "computing"),
     "the push waits for the copy to where it leaves from": ("_copy.wait", "streaming", "copies"),
     "the copy in waits for those who read older weights": ("_ordered.let_wait", "streaming", "computing"),

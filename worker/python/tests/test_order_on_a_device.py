@@ -14,6 +14,7 @@ from torch import Tensor
 
 import longshore
 from longshore import errors
+from longshore.optim import streaming
 from longshore.transfer import device as _device
 from longshore.transfer import gradients, params, weights
 
@@ -27,7 +28,8 @@ def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the block the package uses the simulated accelerator."""
     with monkeypatch.context() as patch:
         patch.setattr(_device, "accelerator", device)
-        patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone
+        patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone, and each gradient
+        patch.setattr(streaming, "ENOUGH", 0)
         yield
         gc.collect()
 
@@ -133,7 +135,9 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
         gradient = device.to_device(torch.ones(4))
         param = params.table([{"params": [torch.nn.Parameter(gradient)]}])[0]
         pusher = gradients.Pusher(Refusing())
-        pusher.push(0, gradients.Gradients().start(param, gradient))
+        collected = gradients.Gradients()
+        collected.take(param, gradient)
+        pusher.push(collected.leave())
         pusher.then(Refusing().end_micro_step)
         with pytest.raises(errors.GradientError, match="no room"):
             pusher.wait()
@@ -146,12 +150,13 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
 
 def drop_gradients(patch: pytest.MonkeyPatch) -> None:
     """A gradient goes back to its allocator during its copy."""
-    init = gradients.Leaving.__init__
+    begin_copies = gradients.Group.begin_copies
 
-    def forgetful(self: Any, place: Any, held: Any, copied: Any = None) -> None:
-        init(self, place, held[:1], copied)
+    def forgetful(self: Any, *given: Any) -> None:
+        begin_copies(self, *given)
+        self.staged.clear()
 
-    patch.setattr(gradients.Leaving, "__init__", forgetful)
+    patch.setattr(gradients.Group, "begin_copies", forgetful)
 
 
 def overwrite_staging(patch: pytest.MonkeyPatch) -> None:
@@ -171,11 +176,10 @@ def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
 
 #: The dropped wait, and a mode that shows it.
 WITHOUT = {
-    "the copy out waits for the gradient": ("start.let_wait", "streaming"),
-    "the copy to where it leaves from waits for the gradient": ("push.wait", "streaming"),
+    "the copy out waits for the gradient": ("begin_copies.let_wait", "streaming"),
+    "the push waits for the gradient, or for the copy out": ("push.wait", "streaming"),
     "the push waits for the copy to where it leaves from": ("_copy.wait", "streaming"),
-    "the push waits for the copy out": ("wait.wait", "streaming"),
-    "the push waits for the copy out, in step": ("wait.wait", "safe"),
+    "the push waits for the gradient, or for the copy out, in step": ("push.wait", "safe"),
     "the copy in waits for those who read older weights": ("_ordered.let_wait", "streaming"),
     "the end of a step waits for copies out of a server's memory": ("finish.wait", "delayed"),
     "those who read weights wait for the copy in": ("_show.let_wait", "streaming"),

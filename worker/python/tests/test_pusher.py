@@ -2,9 +2,7 @@
 
 import threading
 
-import torch
-
-from longshore.transfer.gradients import Leaving, Pusher
+from longshore.transfer.gradients import Group, Pusher
 
 
 class Held:
@@ -19,18 +17,20 @@ class Held:
         self.pushed.append(places[0][0])
 
 
-def leaving(index: int) -> Leaving:
-    staged, gradient = torch.zeros(10), torch.zeros(10)
-    return Leaving((index, staged.data_ptr(), 10, "fp32"), (staged, gradient))
+def of_40_bytes(index: int) -> Group:
+    group = Group()
+    group.places.append((index, 0, 10, "fp32"))
+    group.nbytes = 40
+    return group
 
 
-def test_a_gradient_waits_for_room() -> None:
+def test_gradients_wait_for_room() -> None:
     job = Held()
     pusher = Pusher(job)
     pusher.wait_for_room(1000, 40)  # a single push goes through, however large
     for index in range(2):
         pusher.wait_for_room(40, 80)
-        pusher.push(index, leaving(index))
+        pusher.push(of_40_bytes(index))
     went: list[int] = []
 
     def third() -> None:

@@ -97,8 +97,8 @@ WITHOUT = {
     "staging memory waits for the copy in before": ("take.wait", "over TCP"),
     "another stream that uses a unit waits for its copy in": ("use.let_wait", "all"),
     "memory waits for other streams that use what was in it": ("leave.let_wait", "some"),
-    "the copy out waits for the gradient": ("start.let_wait", "some"),
-    "the push waits for the copy out": ("wait.wait", "some"),
+    "the copy out waits for the gradient": ("begin_copies.let_wait", "some"),
+    "the push waits for the copy out": ("push.wait", "some"),
 }
 
 

@@ -214,7 +214,7 @@ class Ranks(ABC):
 
     def _end(self, job: Any) -> None:
         """Sends zeros for parameters without a taken gradient, and ends the micro-step."""
-        self._outgoing.push_copied(job)
+        self._outgoing.push_rest(job)
         self.push_zeros(job, [param for param in self.params if param.index not in self._taken])
         self._taken.clear()
         job.end_micro_step()

@@ -76,7 +76,7 @@ class Scattered(Reduced):
     def _end(self, job: Any) -> None:
         self._reduce_rest()
         self._push_reduced(job, wait=True)
-        self._outgoing.push_copied(job)
+        self._outgoing.push_rest(job)
         self._begin()
         job.end_micro_step()
 

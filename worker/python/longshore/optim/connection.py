@@ -17,13 +17,14 @@ from longshore.distributed.ranks import Ranks, Reduced
 from longshore.distributed.scattered import Scattered
 from longshore.errors import StateError, UsageError, invalid
 from longshore.optim.guards import Writes, places
+from longshore.optim.state import Step
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import weights as _weights
 from longshore.transfer.filling import Filling, FrozenParams
 from longshore.transfer.job import settings
 from longshore.transfer.options import Options
-from longshore.transfer.params import Param, dtype_of, fingerprint, is_sharded
+from longshore.transfer.params import Columns, Param, dtype_of, fingerprint, is_sharded
 from longshore.transfer.partitions import in_one_piece
 from longshore.transfer.pinned import Lending, LockedMemory
 from longshore.transfer.weights import Weights, is_compiling
@@ -83,7 +84,7 @@ class Connection:
     """An open job: its parameters, their memory, and the Rust half's job."""
 
     def __init__(
-        self, options: Options, job: str, rule: str, params: list[Param], groups: int, frozen: list[Param] | None = None
+        self, options: Options, job: str, rule: str, params: list[Param], groups: int, step: Step, frozen: list[Param] | None = None
     ) -> None:
         #: The reducing ranks; None if each rank sends all of its gradients.
         self.ranks = _ranks(options, params)
@@ -92,7 +93,7 @@ class Connection:
         #: Frozen parameters that servers keep.
         self._kept = self.ranks.keep(frozen or []) if self.ranks else FrozenParams(frozen or [], len(params), options.place()[0] == 0)
         settings_ = settings(options, job, rule, of_job, groups, partitions, self._kept.described())
-        self.params = params
+        self.params, self.columns = params, Columns(params)
         #: The trained parameters, and the frozen ones that servers keep.
         self.table = params, frozen or []
         self.name = job
@@ -113,9 +114,9 @@ class Connection:
         if self.ranks is not None:
             self.ranks.copy_into(self.locked)
         self._is_layerwise = options.streaming and options.layerwise
-        #: The version that the parameters hold when used, and whether a step began and has not reached them.
+        #: The version that the parameters hold when used.
         self.version = 0
-        self.is_torn = False
+        self._step = step
         #: Number of steps made. A delayed job's parameters have an older version.
         self.made = 0
         #: The servers' newest version when the job was opened here; None once a step is made.
@@ -123,7 +124,7 @@ class Connection:
         #: Parameters whose weights differed from the job's when it was opened within a step.
         self._others: list[Param] = []
         #: Torch's writes to parameters since they got the job's weights.
-        self._writes = Writes(params)
+        self._writes = Writes(self.columns)
         self._looks_for_writes = options.written_weights == "error"
 
     def put_in_units(self, weights: "UnitWeights") -> None:
@@ -151,11 +152,6 @@ class Connection:
             self.weights.release()
             if self.locked is not None:
                 self.locked.release()
-
-    def end_step(self) -> None:
-        """Marks that all gradients of the step have left; its decision is next."""
-        self.is_torn = True
-        self.joined = None
 
     def find(self) -> int | None:
         """Returns the job's version on its servers; None if they do not have it."""
@@ -340,7 +336,7 @@ class Connection:
 
     def read(self) -> None:
         """Waits for requested weights, and writes them into the parameters."""
-        self.is_torn = True
+        self._step.tear()
         if self.ranks is not None:
             self.ranks.refuse()
         version = self.job.unread_weights()
@@ -352,7 +348,7 @@ class Connection:
             self.version = version
             if self.ranks is not None and self._looks_for_writes:
                 self._note()
-        self.is_torn = False
+        self._step.mend()
 
     def expect(self) -> None:
         """Gives each parameter the requested weights: before its first use, or now."""
@@ -362,4 +358,4 @@ class Connection:
             return
         self.weights.expect()
         self.version = version
-        self.is_torn = False
+        self._step.mend()

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from longshore.errors import UsageError, invalid
 from longshore.transfer import params as _params
 from longshore.transfer.gradients import Place
-from longshore.transfer.params import Param
+from longshore.transfer.params import Columns, Param
 from longshore.transfer.weights import on_host
 
 #: Steps after which a parameter without any gradient is named. An expert used by one batch of twenty lacks a gradient that long in fewer
@@ -161,19 +161,22 @@ class Writes:
     back out pass. Writes through ``.data`` into the same memory are not counted and pass unseen.
     """
 
-    def __init__(self, params: list[Param]) -> None:
-        self._params = params
-        self._tensors = [param.tensor for param in params]
-        self._noted: list[tuple[int, int]] | None = None
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._has_shards = any(map(_params.is_sharded, columns.tensors))
+        #: Counts and addresses.
+        self._noted: tuple[list[int], list[int]] | None = None
         _count_steps_of_others()
 
     def note(self, params: list[Param] | None = None) -> None:
         """Notes parameters that have the job's weights now: ``params``, or all."""
-        if params is None or len(params) == len(self._params):
-            self._noted = _marks(self._tensors)
+        if params is None or len(params) == len(self._columns.params):
+            self._noted = self._marks(self._columns.tensors)
         elif self._noted is not None:
-            for param, mark in zip(params, _marks([param.tensor for param in params]), strict=True):
-                self._noted[param.index] = mark
+            indices = [param.index for param in params]
+            for noted, marks in zip(self._noted, self._marks([param.tensor for param in params]), strict=True):
+                for index, mark in zip(indices, marks, strict=True):
+                    noted[index] = mark
 
     def forget(self) -> None:
         """Ends the watch: :meth:`written` finds nothing until the next :meth:`note`."""
@@ -183,10 +186,17 @@ class Writes:
         """Returns the parameters whose count or address has changed since :meth:`note`."""
         if self._noted is None:
             return []
-        marks = _marks(self._tensors)
+        marks = self._marks(self._columns.tensors)
         if marks == self._noted:
             return []
-        return [param for param, now, then in zip(self._params, marks, self._noted, strict=True) if now != then]
+        pairs = zip(self._columns.params, zip(*marks, strict=True), zip(*self._noted, strict=True), strict=True)
+        return [param for param, now, then in pairs if now != then]
+
+    def _marks(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+        """Returns torch's counts of writes, and the addresses. Reading them does not wait for awaited weights."""
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = [tensor._local_tensor if _params.is_sharded(tensor) else tensor for tensor in tensors] if self._has_shards else tensors
+            return list(map(_version, tensors)), list(map(Tensor.data_ptr, memory))
 
     @torch.no_grad()
     def refuse(self, written: list[Param], read: Callable[[Param, Tensor], None], image: torch.dtype, job: str) -> None:
@@ -233,13 +243,6 @@ def _memory(param: Param) -> Tensor:
 
 
 _version = Tensor._version.__get__  # type: ignore[attr-defined]
-
-
-def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Returns torch's counts of writes, and the addresses. Reading them does not wait for awaited weights."""
-    with torch._C.DisableTorchFunctionSubclass():
-        memory = [tensor._local_tensor if _params.is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-        return list(zip(map(_version, tensors), map(Tensor.data_ptr, memory), strict=True))
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
 from longshore.optim import guards
 from longshore.optim.connection import Connection
 from longshore.optim.guards import Absent, Groups, Watch
+from longshore.optim.state import State, Step
 from longshore.optim.state_dict import Stateful
 from longshore.optim.step import Stepping
 from longshore.optim.streaming import Stream
@@ -132,8 +133,7 @@ class Optimizer(Stepping, Stateful, Succession):
         self.resume_data = None
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
-        self._starts_over = None
-        self._is_pushed = False
+        self._now = Step()
         self._is_replaced = False
         super().__init__(params, defaults)
         self._claim_at_once()
@@ -183,9 +183,10 @@ class Optimizer(Stepping, Stateful, Succession):
             raise invalid(f"param_groups['{option}']", group[option], limit, f"give the optimizer {option}=", UsageError)
         self._check_hyper(group)
         # Without this check servers refuse the step after its gradients have left.
-        for name, value in dataclasses.asdict(self._hyper(group)).items():
-            if not math.isfinite(value):
-                raise invalid(name, value, "finite", "look at the scheduler, and call step() again with a number")
+        hyper = self._hyper(group)
+        for name in Hyper.__slots__:
+            if not math.isfinite(getattr(hyper, name)):
+                raise invalid(name, getattr(hyper, name), "finite", "look at the scheduler, and call step() again with a number")
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Refuses hyperparameters that the servers' rule does not have."""
@@ -232,7 +233,7 @@ class Optimizer(Stepping, Stateful, Succession):
             raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
         params, frozen = self._table_of_job()
         groups = len(self.param_groups) if self._groups is None else self._groups.count
-        connection = Connection(self._options, self._job_name, self.rule, params, groups, frozen)
+        connection = Connection(self._options, self._job_name, self.rule, params, groups, self._now, frozen)
         if any(map(is_built, tensors)):
             connection.weights = Unplaced()
             self._filling = self._filling or filling(params)
@@ -274,11 +275,7 @@ class Optimizer(Stepping, Stateful, Succession):
                 "the optimizer was built in another process, and a fork has none of its connections: build it in the process "
                 "that trains, or start processes with the method spawn"
             )
-        if self._starts_over is not None:
-            raise UsageError(
-                "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush() of the optimizer, which go on with "
-                "that, and compute the step's gradients again"
-            )
+        self._now.refuse(State.GIVEN_UP)
         return self._connection or self._start(self._new_connection(), in_step=in_step)
 
     def _opened_by_gradients(self) -> Connection:
@@ -302,6 +299,7 @@ class Optimizer(Stepping, Stateful, Succession):
                 connection.put_in_units(self._units.belong_to(connection.job, held))
             self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step, held=held))
             self._gradients.locked = connection.locked
+            self._gradients.may_be_on_device = device.has_any(param.tensor for param in connection.params)
         except BaseException:
             _params.release(id(param.tensor) for param in connection.params)
             raise
@@ -398,7 +396,7 @@ class Optimizer(Stepping, Stateful, Succession):
         """Drops the gradients of the current step, as torch's does. In streaming mode some may have left already, for example before an
         interrupt. Servers then drop these too, unless other ranks wait for that step."""
         super().zero_grad(set_to_none)
-        if self._starts_over is not None or (self._stream is not None and self._stream.has_begun and self._can_start_over()):
+        if self._now.state is State.GIVEN_UP or (self._now.has_begun and self._can_start_over()):
             self._start_over()
 
     def flush(self) -> int:
@@ -409,18 +407,17 @@ class Optimizer(Stepping, Stateful, Succession):
         Returns:
             The version of the weights.
         """
-        if self._starts_over is not None:
+        if self._now.state is State.GIVEN_UP:
             self._start_over()
         connection = self._connection
         if connection is None:
             return 0
         self._opened()
-        made = connection.made
         connection.drain()
         connection.read()
         self._report(connection)
-        is_left, self._is_pushed = self._is_pushed and connection.made == made, False
-        if (is_left or (self._stream is not None and self._stream.is_broken_off)) and self._can_start_over():
+        is_left, self._now.made = self._now.made == connection.made, None
+        if (is_left or self._now.taken) and self._can_start_over():
             super().zero_grad()  # gradients that were made and have not left
             self._start_over()
         return self.version

@@ -17,6 +17,7 @@ from torch import Tensor
 from longshore.distributed import agree
 from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid
 from longshore.optim.connection import Connection
+from longshore.optim.state import State, Step
 from longshore.optim.streaming import Stream
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
@@ -155,8 +156,7 @@ class Back:
     _finalizer: Any
     _checkpointed: tuple[int, str] | None
     _is_refused: bool
-    #: The version that the parameters hold while the current step is abandoned and joining again has not finished.
-    _starts_over: int | None
+    _now: Step
     version: int
     is_in_units: bool
 
@@ -205,7 +205,7 @@ class Back:
     @property
     def has_begun(self) -> bool:
         """True if streaming mode has sent gradients of a step that is not decided yet."""
-        return self._stream is not None and self._stream.has_begun
+        return self._now.has_begun
 
     @property
     def is_named_by_place(self) -> bool:
@@ -270,13 +270,13 @@ class Back:
         waits for servers, so each may be repeated after an error or Ctrl-C. Parameters stay unwritten: a forward may have used them."""
         old = self._connection
         if old is not None:
-            self._starts_over = old.version
+            self._now.give_up(old.version)
             old.weights.give_up()
             old.close(False)
             self._finalizer.detach()
             _params.release([id(param.tensor) for param in old.params])
             self._connection = None
-        self._start(self._new_connection(), found=True, held=self._starts_over)
+        self._start(self._new_connection(), found=True, held=self._now.version)
         self._stream_anew()
 
     def _stream_anew(self) -> None:
@@ -285,7 +285,7 @@ class Back:
             room = self._stream.room
             self._stream = Stream(self)
             self._stream.room = room
-        self._starts_over = None
+        self._now.end()
 
     def _may_be_other(self, version: int, name: str | None) -> bool:
         """Returns whether a checkpoint may belong to another run, even at the same version. Runs that continue from one checkpoint of an
@@ -300,7 +300,8 @@ class Back:
         connection = self._connection
         # A delayed job may have made one more step than its parameters' version says.
         made = steps_made(state_dict[KEY])
-        is_here = wanted[0] == self.version and (connection is None or (connection.made == made and not connection.is_torn))
+        is_whole = self._now.state not in (State.PUSHED, State.TORN)
+        is_here = wanted[0] == self.version and (connection is None or (connection.made == made and is_whole))
         if is_here and not is_other:
             return
         if connection is not None and connection.joined == wanted[0] and not is_other:

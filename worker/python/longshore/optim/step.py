@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from longshore.errors import LongshoreError, UsageError, invalid
 from longshore.optim import guards
 from longshore.optim.connection import Connection
+from longshore.optim.state import Step
 from longshore.optim.state_dict import Back
 from longshore.transfer import params as _params
-from longshore.transfer.gradients import Gradients, Place
+from longshore.transfer.gradients import Gradients, Group
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.options import Options
 from longshore.transfer.params import Param
@@ -119,8 +120,10 @@ class Watching:
     def _warn_of_unused(self, connection: Connection) -> None:
         """Ends a step, and warns of parameters without a gradient in all of the first steps, unless ``missing_gradients`` is given."""
         unused = self._absent.end_step()
+        if not unused or self._options.missing_gradients is not None:
+            return
         rank, world_size = self._options.place()
-        if not unused or rank != 0 or self._options.missing_gradients is not None:
+        if rank != 0:
             return
         steps = guards.FIRST_STEPS
         if world_size > 1:
@@ -151,8 +154,7 @@ class Stepping(Back, Scaling, Watching):
     _frozen: list[tuple[str, Tensor]]
     _applied: Tensor
     _loss: float | None
-    #: True if all gradients of a step were sent, and its commit has not finished.
-    _is_pushed: bool
+    _now: Step
     #: Report of the newest decided step; None before the first.
     last_report: StepReport | None
     #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
@@ -170,32 +172,23 @@ class Stepping(Back, Scaling, Watching):
         scale = self._unscale()
         if scale is None:
             return False
-        is_alone = self._options.partition is None and not self._options.may_differ()
-        if self._connection is None and is_alone and not any(
-            tensor.grad is not None for group in self.param_groups for tensor in group["params"]
-        ):
-            return False
+        if self._connection is None and self._options.partition is None and not self._options.may_differ():
+            if all(tensor.grad is None for group in self.param_groups for tensor in group["params"]):
+                return False
         connection = self._opened_by_gradients()
-        self._check_whole(connection)
-        _params.check_unchanged(connection.params, self._frozen)
+        self._now.check_open()
+        _params.check_unchanged([], self._frozen)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
             connection.check_written()
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, self._check_missing)
-        present: list[Place] = []
-        missing: list[Param] = []
-        self._gradients.release()  # memory taken by a refused step
-        for param in connection.params:
-            gradient = param.tensor.grad
-            if gradient is None:
-                missing.append(param)
-            else:
-                present += self._gradients.take(param, gradient, scale)
+        self._gradients.group = Group()  # without gradients of a refused step
+        missing = self._gradients.take_all(connection.columns, scale)
         if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
         self._check_missing(missing)
         connection.weights.finish_copies()
-        self._gradients.push(connection.job, present, scale)
+        self._gradients.push(connection.job)
         if missing:
             connection.job.push_zeros([param.index for param in missing])
         connection.job.end_micro_step()
@@ -213,22 +206,16 @@ class Stepping(Back, Scaling, Watching):
             afterwards = ". The others have left: end all ranks and start them again, and they go on from the last step"
         _params.check_missing(missing, afterwards)
 
-    def _check_whole(self, connection: Connection) -> None:
-        if connection.is_torn:
-            raise UsageError(
-                "the last step was interrupted, so this gradient is not of the newest weights: call optimizer.flush() and compute it again"
-            )
-
     def _commit(self) -> None:
         connection = self._opened()
-        self._is_pushed = True
-        connection.end_step()
+        self._now.push(connection.made)
+        connection.joined = None
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
         connection.weights.finish_copies()  # copies of weights read since the gradients left
         connection.made = connection.job.commit([self._hyper(group) for group in self._groups_of_job()], kept, loss)
-        self._is_pushed = False
         connection.expect()
+        self._now.end()
         self._report(connection)
         self._warn_of_unused(connection)
 

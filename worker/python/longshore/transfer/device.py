@@ -6,7 +6,7 @@ No other module of the package names any of these. Tests replace the accelerator
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,15 @@ def host_number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns a tensor of one number on the host, for example a step count. bf16 would count to 256."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+_is_cpu = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+
+
+def has_any(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether any of the tensors lies in the accelerator's memory."""
+    # torch's getter runs without the interpreter between tensors.
+    return not all(map(_is_cpu, tensors)) if type(accelerator) is Accelerator else any(map(accelerator.has, tensors))
 
 
 def empty_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

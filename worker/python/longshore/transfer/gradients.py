@@ -1,27 +1,31 @@
-"""Gradients as host memory: addresses for the Rust half, and copies of gradients without usable memory.
+"""Gradients on their way out of Python: collected one by one, and handed to the Rust half in groups.
 
-A contiguous CPU gradient is read in place. An accelerator's gradient is copied on a stream of the package, behind its computation, into
-page-locked memory of the job or of torch. The training thread takes gradients. :class:`Pusher` pushes them from its own thread once copied,
-so that backward never waits.
+Training and autograd threads collect, and check each gradient once. A contiguous CPU gradient is read in place. An accelerator copies the
+gradients of a group together, behind their computation, into page-locked memory of the job or of torch. :class:`Pusher` waits for that on its
+own thread, so that backward never waits.
 """
 
 import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.transfer import device as _device
-from longshore.transfer.params import Param, check_gradient
-from longshore.transfer.pinned import LockedMemory, Straight
+from longshore.transfer.params import Columns, Param, check_gradient
+from longshore.transfer.pinned import LockedMemory, host_memory, host_tensor
+
+_grad = Tensor.grad.__get__  # type: ignore[attr-defined]
 
 #: A gradient for the Rust half: parameter, address, elements, type.
 Place = tuple[int, int, int, str]
+#: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
+#: does not delay servers.
+ENOUGH = 64 * 1024
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -29,143 +33,190 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not _device.accelerator.has(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A gradient on its way: its place once its copy is done, and the tensors that keep its memory until then."""
+class Group:
+    """Gradients that leave together, and the tensors that keep their memory until then.
 
-    place: Place
-    held: tuple[Tensor, ...]
-    copied: Any = None
+    Attributes:
+        elements: number of all elements; nbytes: bytes on devices.
+        scale: the factor with which all of them leave.
+        places: gradients in the host's memory.
+        straight: gradients that their device copies to where they leave from.
+        staged: gradients that their device copies to staging memory, with that memory.
+        streams: streams that make the gradients, by device.
+    """
 
-    @property
-    def on_device(self) -> int:
-        """Bytes of the device's memory that the gradient holds."""
-        return sum(tensor.nbytes for tensor in self.held[1:])
+    def __init__(self) -> None:
+        self.elements = self.nbytes = 0
+        self.scale = 1.0
+        self.places: list[Place] = []
+        self.held: list[Tensor] = []
+        self.straight: list[tuple[Param, Tensor]] = []
+        self.staged: list[tuple[Tensor, Tensor]] = []
+        self.streams: dict[torch.device, list[Any]] = {}
+        self._locked: LockedMemory | None = None
+        #: Events after which the gradients are made, or copied to staging memory, and the package's streams.
+        self._events: list[Any] = []
+        self._copiers: dict[torch.device, Any] = {}
 
-    def push(self, job: Any, scale: float = 1.0) -> None:
-        """Waits until the gradient can be read, and pushes it."""
-        self.wait()
-        job.push([self.place], scale)
+    def begin_copies(self, locked: LockedMemory | None, stream_of: Callable[[torch.device], Any]) -> None:
+        """Enqueues the copies to staging memory on the package's streams, behind the gradients' computation."""
+        self._locked, accelerator = locked, _device.accelerator
+        for device, streams in self.streams.items():
+            copier = self._copiers[device] = stream_of(device)
+            made = [accelerator.record(stream) for stream in streams]
+            staged = [pair for pair in self.staged if pair[1].device == device]
+            if not staged:
+                self._events += made
+                continue
+            for event in made:
+                accelerator.let_wait(copier, event)
+            for target, source in staged:
+                accelerator.copy(target, source, copier)
+            self._events.append(accelerator.record(copier))
 
-    def wait(self) -> None:
-        """Blocks until the gradient can be read, without the GIL."""
-        if self.copied is not None:
-            _device.accelerator.wait(self.copied)
+    def push(self, job: Any) -> None:
+        """Pushes the gradients once they can be read. The wait is without the job, which other threads use meanwhile."""
+        for event in self._events:
+            _device.accelerator.wait(event)
+        if self.places:
+            job.push(self.places, self.scale)
+        for param, gradient in self.straight:
+            job.push_with(param.index, param.elements, functools.partial(self._copy, gradient))
+
+    def _copy(self, gradient: Tensor, address: int, first: int, elements: int) -> None:
+        """Copies elements from ``first`` on to an address, and returns when they are there. The copy is over even after an error: the
+        memory may go to another gradient then."""
+        assert self._locked is not None
+        part = gradient.view(-1)[first : first + elements]
+        target = host_tensor(address, elements, part.dtype)
+        if not self._locked.holds(address, part.nbytes, part.device):
+            target.copy_(_device.accelerator.to_host(part))
+            return
+        copier = self._copiers[part.device]
+        try:
+            _device.accelerator.copy(target, part, copier)
+        finally:
+            _device.accelerator.wait(_device.accelerator.record(copier))
 
 
 class Gradients:
-    """Gradients of one step as host memory.
+    """Collects gradients of a step into groups.
 
     Attributes:
         locked: page-locked memory of the job, if a device may copy gradients there.
+        may_be_on_device: False if each parameter is in the host's memory.
+        group: gradients that were taken and have not left.
     """
 
     def __init__(self) -> None:
         self.locked: LockedMemory | None = None
-        self._staged: dict[int, Tensor] = {}
+        self.may_be_on_device = True
+        self.group = Group()
+        self._staging: dict[int, Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
-        #: Gradients taken by :meth:`take` whose copies are under way, or have not begun.
-        self._leaving: list[Leaving] = []
-        self._straight: list[Straight] = []
 
-    def take(self, param: Param, gradient: Tensor, scale: float = 1.0) -> list[Place]:
-        """Checks a gradient, and starts its copy if it needs one. The gradient leaves multiplied by ``scale``. Later work of this thread on
-        the device is ordered behind the copy.
+    def take(self, param: Param, gradient: Tensor, scale: float = 1.0) -> Group:
+        """Checks a gradient, and adds it to the group, whose gradients share ``scale``. The parameter's earlier gradient must have left.
 
         Returns:
-            Its place for :meth:`push`; empty if :meth:`push` has the device copy it.
+            The group.
         """
-        if is_plain(gradient):
+        if gradient.dtype is not param.dtype or gradient.layout is not torch.strided or gradient.shape != param.shape:
             check_gradient(param, gradient)
-            return [(param.index, gradient.data_ptr(), param.elements, param.wire)]
-        leaving = self.start(param, gradient, scale)
-        if isinstance(leaving, Straight):
-            self._straight.append(leaving)
-            return []
-        if leaving.copied is not None:
-            self._leaving.append(leaving)
-            _device.accelerator.let_wait(_device.accelerator.current_stream(gradient.device), leaving.copied)
-        return [leaving.place]
-
-    def start(self, param: Param, gradient: Tensor, scale: float = 1.0) -> Leaving | Straight:
-        """Checks a gradient, and starts its copy if it needs one. The gradient leaves multiplied by ``scale``. The parameter's earlier
-        gradient must have been read."""
-        check_gradient(param, gradient)
-        if is_plain(gradient):
-            return Leaving((param.index, gradient.data_ptr(), param.elements, param.wire), (gradient,))
-        if _device.accelerator.has(gradient):
+        group, memory = self.group, gradient
+        if (self.may_be_on_device or not gradient.is_cpu) and _device.accelerator.has(gradient):
             gradient = gradient.resolve_neg()  # a device copies memory as it is
-        if self.locked is not None and _device.accelerator.has(gradient) and self.locked.takes(gradient, scale):
-            made = _device.accelerator.record(_device.accelerator.current_stream(gradient.device))
-            return Straight(param, gradient, made, self._stream(gradient.device), self.locked)
-        staged = self._staging(param, gradient)
-        place = (param.index, staged.data_ptr(), param.elements, param.wire)
-        if not _device.accelerator.has(gradient):
-            staged.copy_(gradient)
-            return Leaving(place, (staged,))
-        stream = self._stream(gradient.device)
-        made = _device.accelerator.record(_device.accelerator.current_stream(gradient.device))
-        _device.accelerator.let_wait(stream, made)
-        _device.accelerator.copy(staged, gradient, stream)
-        return Leaving(place, (staged, gradient), _device.accelerator.record(stream))
+            self._note_stream(group, gradient.device)
+            group.nbytes += gradient.nbytes
+            if self.locked is not None and self.locked.takes(gradient, scale):
+                group.straight.append((param, gradient))
+                group.elements += param.elements
+                return group
+            memory = self._staging_of(param, gradient)
+            group.staged.append((memory, gradient))
+        elif not gradient.is_contiguous() or gradient.is_neg():
+            memory = self._staging_of(param, gradient).copy_(gradient)
+        group.elements += param.elements
+        group.scale = scale
+        group.places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+        group.held.append(memory)
+        return group
 
-    def _staging(self, param: Param, gradient: Tensor) -> Tensor:
-        staged = self._staged.get(param.index)
-        if staged is None or staged.dtype is not gradient.dtype:
-            if _device.accelerator.has(gradient):
-                staged = _device.accelerator.locked(param.shape, gradient.dtype)
+    def take_all(self, columns: Columns, scale: float) -> list[Param]:
+        """Takes the gradients in ``.grad``. Returns the parameters without one."""
+        gradients = list(map(_grad, columns.tensors))
+        places = columns.places(gradients) if set(map(type, gradients)) == {Tensor} else None
+        if places is not None:
+            self.group.places, self.group.held, self.group.scale = places, gradients, scale
+            return []
+        missing = []
+        for param, gradient in zip(columns.params, gradients, strict=True):
+            if gradient is None:
+                missing.append(param)
             else:
-                staged = _device.host_empty(param.shape, gradient.dtype)
-            self._staged[param.index] = staged
-        return staged
+                self.take(param, gradient, scale)
+        return missing
+
+    def _note_stream(self, group: Group, device: torch.device) -> None:
+        stream, streams = _device.accelerator.current_stream(device), group.streams.setdefault(device, [])
+        if stream not in streams:
+            streams.append(stream)
+
+    def _staging_of(self, param: Param, gradient: Tensor) -> Tensor:
+        staging = self._staging.get(param.index)
+        if staging is None or staging.dtype is not gradient.dtype:
+            staging = self._staging[param.index] = host_memory(gradient)
+        return staging
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
             self._streams[device] = _device.accelerator.new_stream(device)
         return self._streams[device]
 
-    def push(self, job: Any, places: list[Place], scale: float = 1.0) -> None:
-        """Pushes the taken gradients, whose places are ``places``."""
-        for leaving in self._leaving:
-            leaving.wait()
-        job.push(places, scale)
-        for straight in self._straight:
-            straight.push(job)
-        self.release()
+    def leave(self) -> Group:
+        """Ends the group, begins its copies, and begins the next group."""
+        group, self.group = self.group, Group()
+        group.begin_copies(self.locked, self._stream)
+        return group
 
-    def release(self) -> None:
-        """Drops the taken gradients."""
-        self._leaving.clear()
-        self._straight.clear()
+    def push(self, job: Any) -> None:
+        """Pushes the group. After a failure or an interrupt it stays."""
+        group = self.leave()
+        try:
+            group.push(job)
+        except BaseException:
+            self.group = group
+            raise
 
 
 class _Work:
     """State shared by the pusher and its thread."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[int | None, int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Group, Callable[[], None]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.left = 0
-        #: Bytes of unsent gradients.
+        #: Bytes of unsent gradients on devices.
         self.nbytes = 0
-        #: Parameters with unsent gradients.
+        #: Parameters whose unsent gradients are in the host's memory.
         self.params: set[int] = set()
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         while (item := self.queue.get()) is not None:
-            param, nbytes, act = item
+            group, act = item
+            params, nbytes = [place[0] for place in group.places], group.nbytes
             try:
                 if self.failure is None:
                     act()
             except BaseException as failure:
                 self.failure = failure
-            # References held by the act, for example to a gradient, end before waiting threads are notified.
-            del item, act
+            # References to the gradients end before waiting threads are notified.
+            del item, act, group
             with self.changed:
                 self.left -= 1
                 self.nbytes -= nbytes
-                self.params.discard(-1 if param is None else param)
+                self.params.difference_update(params)
                 self.changed.notify_all()
 
 
@@ -178,31 +229,32 @@ class Pusher:
         threading.Thread(target=self._work.run, name="longshore-push", daemon=True).start()
         self.close = weakref.finalize(self, self._work.queue.put, None)
 
-    def push(self, param: int, leaving: Leaving | Straight) -> None:
-        """Pushes a parameter's gradient once its copy is done."""
-        self._give(param, functools.partial(leaving.push, self._job), leaving.on_device)
+    def push(self, group: Group) -> None:
+        """Pushes a group once its gradients can be read."""
+        self._give(group, functools.partial(group.push, self._job))
 
     def then(self, act: Callable[[], None]) -> None:
         """Runs ``act`` after all earlier work."""
-        self._give(None, act)
+        self._give(Group(), act)
 
-    def _give(self, param: int | None, act: Callable[[], None], nbytes: int = 0) -> None:
+    def _give(self, group: Group, act: Callable[[], None]) -> None:
         self._raise()
         with self._work.changed:
             self._work.left += 1
-            self._work.nbytes += nbytes
-            if param is not None:
-                self._work.params.add(param)
-        self._work.queue.put((param, nbytes, act))
+            self._work.nbytes += group.nbytes
+            self._work.params.update(place[0] for place in group.places)
+        self._work.queue.put((group, act))
 
     def wait_for(self, param: int) -> None:
-        """Waits until a parameter's gradient of the previous micro-step has been read."""
+        """Waits until the memory of a parameter's gradient of the previous micro-step has been read."""
+        if self._work.failure is None and param not in self._work.params:
+            return
         with self._work.changed:
             self._work.changed.wait_for(lambda: param not in self._work.params)
         self._raise()
 
     def wait_for_room(self, nbytes: int, room: int) -> None:
-        """Waits until a gradient of ``nbytes`` fits into ``room`` bytes, beside unsent gradients that a device still holds."""
+        """Waits until gradients of ``nbytes`` fit into ``room`` bytes, beside unsent gradients that a device still holds."""
         with self._work.changed:
             self._work.changed.wait_for(lambda: not self._work.nbytes or self._work.nbytes + nbytes <= room)
         self._raise()
@@ -216,35 +268,31 @@ class Pusher:
     def _raise(self) -> None:
         failure = self._work.failure
         if failure is not None:
-            self.wait_until_idle()
+            with self._work.changed:
+                self._work.changed.wait_for(lambda: self._work.left == 0)
             self._work.failure = None
             raise failure
 
-    def wait_until_idle(self) -> None:
-        """Waits until no work is left, also after a failure."""
-        with self._work.changed:
-            self._work.changed.wait_for(lambda: self._work.left == 0)
-
 
 class Outgoing:
-    """Gradients of one micro-step that leave one after the other."""
+    """Gradients of one micro-step that leave group by group. A group leaves while the next one is made."""
 
     def __init__(self) -> None:
         self.gradients = Gradients()
-        #: Gradients that an accelerator copies to the host, oldest first, with their factors.
-        self._copying: list[tuple[Leaving | Straight, float]] = []
+        self._copying: Group | None = None
 
     def send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
-        """Sends a gradient multiplied by ``scale``. An accelerator's gradient leaves with the next one, or at the end."""
-        self.push_copied(job)
-        leaving = self.gradients.start(param, gradient, scale)
-        if isinstance(leaving, Leaving) and leaving.copied is None:
-            leaving.push(job, scale)
-        else:
-            self._copying.append((leaving, scale))
+        """Sends a gradient multiplied by ``scale``, with the next ones."""
+        self.gradients.take(param, gradient, scale)
+        if self.gradients.group.elements >= ENOUGH:
+            self._leave(job)
 
-    def push_copied(self, job: Any) -> None:
-        """Waits for the copies under way, and sends their gradients."""
-        for leaving, scale in self._copying:
-            leaving.push(job, scale)
-        self._copying.clear()
+    def push_rest(self, job: Any) -> None:
+        """Sends the gradients that have not left."""
+        self._leave(job)
+        self._leave(job)
+
+    def _leave(self, job: Any) -> None:
+        group, self._copying = self._copying, self.gradients.leave()
+        if group is not None:
+            group.push(job)

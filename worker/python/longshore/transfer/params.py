@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
+from longshore.transfer import device
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -36,6 +37,40 @@ class Param:
     #: The type's name for the Rust half.
     wire: str
     elements: int
+
+
+_dtype, _shape = Tensor.dtype.__get__, Tensor.shape.__get__  # type: ignore[attr-defined]
+
+
+class Columns:
+    """Parameters that are looked at together: torch's getters run for all of them without the interpreter between."""
+
+    def __init__(self, params: list[Param]) -> None:
+        self.params = params
+        self.tensors = [param.tensor for param in params]
+        self._shapes = [param.shape for param in params]
+        self._dtypes = [param.dtype for param in params]
+        self._fixed = [param.index for param in params], [param.elements for param in params], [param.wire for param in params]
+        #: The addresses and places of the last tensors.
+        self._addresses: list[int] = []
+        self._places: list[tuple[int, int, int, str]] = []
+
+    def places(self, tensors: Sequence[Tensor]) -> list[tuple[int, int, int, str]] | None:
+        """Returns the places of tensors of the parameters' shapes and types for the Rust half; None if some differ, or have memory that it
+        cannot use."""
+        try:
+            addresses = list(map(Tensor.data_ptr, tensors))
+            is_usable = all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+        except RuntimeError:  # not dense
+            return None
+        if not is_usable or list(map(_dtype, tensors)) != self._dtypes or list(map(_shape, tensors)) != self._shapes:
+            return None
+        if addresses != self._addresses:
+            if device.has_any(tensors):
+                return None
+            indices, elements, wires = self._fixed
+            self._addresses, self._places = addresses, list(zip(indices, addresses, elements, wires, strict=True))
+        return self._places
 
 
 #: Names from a framework's adapter, for frameworks that give their optimizer none.

@@ -13,7 +13,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
-from longshore.transfer.params import Param
 
 
 class Registered:
@@ -135,47 +133,6 @@ class LockedMemory:
         self._is_usable = False
         self._registered.release()
         self._memory = None
-
-
-@dataclass(frozen=True, slots=True)
-class Straight:
-    """A gradient that its device copies directly into the memory it is sent from, once it is computed.
-
-    Attributes:
-        param, gradient: the parameter, and the tensor that must stay alive until it has been pushed.
-        made: the event after which the gradient is complete.
-        stream: the copy's stream.
-    """
-
-    param: Param
-    gradient: Tensor
-    made: Any
-    stream: Any
-    locked: LockedMemory
-
-    @property
-    def on_device(self) -> int:
-        """Bytes of the device's memory that the gradient holds."""
-        return self.gradient.nbytes
-
-    def push(self, job: Any, scale: float = 1.0) -> None:
-        """Waits for ``made`` without the job, which other threads use meanwhile. Then pushes the gradient."""
-        assert scale == 1.0, scale
-        _device.accelerator.wait(self.made)
-        job.push_with(self.param.index, self.param.elements, self._copy)
-
-    def _copy(self, address: int, first: int, elements: int) -> None:
-        """Copies elements from ``first`` on to an address, and returns when they are there. The copy is over even after an error: the
-        memory may go to another gradient then."""
-        part = self.gradient.view(-1)[first : first + elements]
-        target = host_tensor(address, elements, part.dtype)
-        if not self.locked.holds(address, part.nbytes, part.device):
-            target.copy_(_device.accelerator.to_host(part))
-            return
-        try:
-            _device.accelerator.copy(target, part, self.stream)
-        finally:
-            _device.accelerator.wait(_device.accelerator.record(self.stream))
 
 
 def host_tensor(address: int, elements: int, dtype: torch.dtype) -> Tensor:

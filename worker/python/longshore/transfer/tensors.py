@@ -3,7 +3,7 @@
 Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit have no memory outside of their modules.
 Both are tensor subclasses: torch calls them before any of its functions touches their memory. Examples are a forward, ``state_dict``,
 ``copy.deepcopy`` and printing. Code that reaches the memory past torch's functions is not noticed: see
-:func:`longshore.transfer.weights.Weights.is_awaited`.
+:class:`longshore.transfer.weights.Weights`.
 """
 
 import contextlib
@@ -92,6 +92,11 @@ def can_await(tensor: Tensor) -> bool:
     return type(tensor) in _KINDS
 
 
+def can_await_all(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether the use of each tensor can be noticed."""
+    return _KINDS.keys() >= set(map(type, tensors))
+
+
 def is_awaited(tensor: Tensor) -> bool:
     """Returns whether the tensor's elements are not read yet."""
     return id(tensor) in _readers
@@ -118,7 +123,9 @@ def _keep_compilers_out() -> None:
 def end(tensors: Sequence[Tensor]) -> None:
     """Makes tensors plain again once they have their weights."""
     for tensor in tensors:
-        tensor.__class__ = _PLAIN.get(type(tensor), type(tensor))
+        plain = _PLAIN.get(type(tensor))
+        if plain is not None:
+            tensor.__class__ = plain
         _readers.pop(id(tensor), None)
 
 

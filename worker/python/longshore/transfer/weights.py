@@ -19,7 +19,7 @@ from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors as _tensors
 from longshore.transfer.gradients import Place, is_plain
-from longshore.transfer.params import Param, check_unchanged, is_image, is_sharded
+from longshore.transfer.params import Columns, Param, check_unchanged, is_image, is_sharded
 from longshore.transfer.pinned import Lending
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Weights:
     """
 
     def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None) -> None:
-        self._params = params
+        self._params, self._columns = params, Columns(params)
         self._job = job
         self._lending = lending
         self._staged: dict[int, Tensor] = {}
@@ -124,8 +124,9 @@ class Weights:
         #: Streams of these copies by device, and the device's work at the time when the weights were requested.
         self._streams: dict[torch.device, Any] = {}
         self._before: dict[torch.device, tuple[Any, Any]] = {}
-        #: Indices of parameters that are not read yet, and a reader for each group.
-        self._awaited: set[int] = set()
+        #: Indices of parameters that lack the newest weights, and a reader for each group. No gradient can come from them, unless some code
+        #: reached their memory past torch's functions.
+        self.awaited: set[int] = set()
         #: The version that parameters are awaited for.
         self._expected: int | None = None
         #: Called with parameters that have got their weights.
@@ -138,25 +139,22 @@ class Weights:
         """Returns the places of the current weights, and the tensors that hold their memory."""
         return values(self._params)
 
-    def is_awaited(self, param: Param) -> bool:
-        """Returns whether the parameter lacks the newest weights. No gradient can come from it then, unless some code reached its memory
-        past torch's functions."""
-        return param.index in self._awaited
-
     def expect(self) -> None:
         """Makes all parameters awaited. Parameters whose use cannot be noticed are read at once."""
         with self._lock:
             self._note_what_came_before()
             at_once: list[Param] = []
             for reader in self._readers:
-                expected = [param for param in reader.group if _tensors.can_await(param.tensor)]
-                if len(expected) < len(reader.group):
+                expected, tensors = reader.group, reader.columns.tensors
+                if not _tensors.can_await_all(tensors):
+                    expected = [param for param in reader.group if _tensors.can_await(param.tensor)]
+                    tensors = [param.tensor for param in expected]
                     others = [param for param in reader.group if not _tensors.can_await(param.tensor)]
-                    at_once += [param for param in others if param.index not in self._awaited]
-                self._awaited.update([param.index for param in expected])
-                _tensors.begin([param.tensor for param in expected], reader)
+                    at_once += [param for param in others if param.index not in self.awaited]
+                self.awaited.update([param.index for param in expected])
+                _tensors.begin(tensors, reader)
             if at_once:
-                self._read(at_once)
+                self._read(Columns(at_once))
             self._expected = self._job.unread_weights()
 
     def read(self) -> None:
@@ -164,10 +162,10 @@ class Weights:
         with self._lock:
             version = self._job.unread_weights()
             if version is not None:
-                self._note_what_came_before()
                 # A running backward may need those that were read at their use.
-                is_expected = version == self._expected and self._awaited
-                self._read([param for param in self._params if param.index in self._awaited] if is_expected else self._params)
+                is_expected = version == self._expected and self.awaited
+                lacking = Columns([param for param in self._params if param.index in self.awaited]) if is_expected else self._columns
+                self._read(lacking, is_asked_now=True)
             self.forget()
 
     def read_frozen(self) -> set[int]:
@@ -180,7 +178,7 @@ class Weights:
     def settle(self) -> None:
         """Reads all awaited parameters."""
         with self._lock:
-            if self._awaited:
+            if self.awaited:
                 self.read()
 
     give_up = settle
@@ -193,12 +191,12 @@ class Weights:
             self.finish_copies()
         self.forget()
 
-    def read_group(self, group: list[Param]) -> None:
+    def read_group(self, group: Columns) -> None:
         """Waits for the new weights of a group's awaited parameters, and writes them."""
         with self._lock:
-            left = [param for param in group if param.index in self._awaited]
+            left = [param for param in group.params if param.index in self.awaited]
             if left:
-                self._read(left)
+                self._read(group if len(left) == len(group.params) else Columns(left))
 
     def forget(self) -> None:
         """Makes all parameters plain again, with the weights that they have."""
@@ -207,10 +205,10 @@ class Weights:
 
     def _arrived(self, params: list[Param]) -> None:
         """Ends the wait of parameters that have their weights. After Ctrl-C the remaining ones are read again."""
-        if self._awaited:
-            here = [param for param in params if param.index in self._awaited]
+        if self.awaited:
+            here = [param for param in params if param.index in self.awaited]
             _tensors.end([param.tensor for param in here])
-            self._awaited.difference_update([param.index for param in here])
+            self.awaited.difference_update([param.index for param in here])
 
     def finish_copies(self) -> None:
         """Waits until no device copies weights from a server's memory. Called before a step's last gradient has left.
@@ -227,24 +225,30 @@ class Weights:
             self._lending.release()
 
     @torch.no_grad()
-    def _read(self, params: list[Param]) -> None:
+    def _read(self, columns: Columns, *, is_asked_now: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            # Weights are written by address: a tensor that became smaller would overflow.
-            check_unchanged(params, [])
-            fit, others = self._by_fit(params)
-            if fit and self._copy_lent(fit):
-                params = others
-            if not params:
-                return
-            staged = {param.index: param for param in params if not is_plain(param.tensor)}
-            for param in staged.values():
-                self._free(param)
-            memory = [self._staged[param.index] if param.index in staged else param.tensor for param in params]
-            places = [(param.index, at.data_ptr(), param.elements, param.wire) for param, at in zip(params, memory, strict=True)]
+            params, tensors = columns.params, columns.tensors
+            places, staged = columns.places(tensors), []
+            if places is None:
+                # Weights are written by address: a tensor that became smaller would overflow.
+                check_unchanged(params, [])
+                if is_asked_now:
+                    self._note_what_came_before()
+                fit, others = self._by_fit(params)
+                if fit and self._copy_lent(fit):
+                    params = others
+                if not params:
+                    return
+                staged = [param for param in params if not is_plain(param.tensor)]
+                for param in staged:
+                    self._free(param)
+                indices = {param.index for param in staged}
+                memory = [self._staged[param.index] if param.index in indices else param.tensor for param in params]
+                places = [(param.index, at.data_ptr(), param.elements, param.wire) for param, at in zip(params, memory, strict=True)]
+                tensors = [param.tensor for param in params if param.index not in indices]
             if self._job.read_weights(places) is not None:
-                self._copy(list(staged.values()))
-                # Autograd learns of the change.
-                torch.autograd.graph.increment_version([param.tensor for param in params if param.index not in staged])
+                self._copy(staged)
+                torch.autograd.graph.increment_version(tensors)  # autograd learns of the change
                 if self.when_read is not None:
                     self.when_read(params)
             self._arrived(params)
@@ -289,6 +293,8 @@ class Weights:
     def _note_what_came_before(self) -> None:
         """Records the devices' current work, which may read the older weights."""
         has = _device.accelerator.has
+        if not _device.has_any(self._columns.tensors):
+            return
         for device in {param.tensor.device for param in self._params if has(param.tensor)}:
             stream = _device.accelerator.current_stream(device)
             self._before[device] = (stream, _device.accelerator.record(stream))
@@ -351,13 +357,13 @@ def on_host(tensor: Tensor) -> Tensor:
 class _Reader:
     """Reads a group's weights when one of its parameters is used."""
 
-    __slots__ = ("_weights", "group")
+    __slots__ = ("_weights", "columns", "group")
 
     def __init__(self, weights: Weights, group: list[Param]) -> None:
-        self._weights, self.group = weights, group
+        self._weights, self.group, self.columns = weights, group, Columns(group)
 
     def __call__(self) -> None:
-        self._weights.read_group(self.group)
+        self._weights.read_group(self.columns)
 
 
 def groups_of(params: list[Param]) -> list[list[Param]]:

@@ -170,9 +170,10 @@ class Unplaced:
     def values(self) -> tuple[list[Place], list[Tensor]]:
         return [], []
 
-    def is_awaited(self, param: Param) -> bool:
+    @property
+    def awaited(self) -> set[int]:
         self.expect()
-        return True
+        return set()
 
     def expect(self) -> None:
         raise UsageError("the model was built within longshore.Init: call longshore.shard(model, optimizer, budget) before it trains")

@@ -153,7 +153,7 @@ class Fetcher:
         self.rounds = rounds
         self.lending = lending
         #: Trained parameters whose weights of this version are not read yet.
-        self._unread: set[int] = set()
+        self.unread: set[int] = set()
         self._trained = {member.param.index for member in members if member.param is not None}
         self._frozen = {id(member) for member in members if not member.is_trained}
         self._is_gone = is_gone
@@ -206,18 +206,14 @@ class Fetcher:
     def expect(self, version: int) -> None:
         """Marks all trained parameters unread, since new weights were requested."""
         self.version = version
-        self._unread = set(self._trained)
+        self.unread = set(self._trained)
 
     def belong_to(self, job: Any) -> None:
         """Switches to another job: kept copies of trained weights and open requests belong to the old one."""
         self._job = job
         self.lending = None if self.lending is None else self.lending.renewed(job)
-        self._unread.clear()
+        self.unread.clear()
         self._copies.forget_all_but(self._frozen)
-
-    def has_unread(self, member: Member) -> bool:
-        """Returns whether new weights of the member were requested and are not read yet."""
-        return member.param is not None and member.param.index in self._unread
 
     def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         """Begins a fetch into the members' memory, on the background thread if it is ``ahead`` of their use. With ``shared`` it fetches
@@ -239,7 +235,7 @@ class Fetcher:
             if pull is not None:
                 pull.read()
             if version == self.version:
-                self._unread.difference_update(member.param.index for member in members if member.param is not None)
+                self.unread.difference_update(member.param.index for member in members if member.param is not None)
 
         self.is_at_hand = pull is not None and pull.is_lent and not fetch.is_staged and self.rounds is None
         if ahead and not self._is_closed:
@@ -293,7 +289,7 @@ class Fetcher:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept[id(member)] = host_memory(member.tensor)
                 self._ask(places_of(self._spans, member, kept[id(member)], 0)).read()
-        self._unread.clear()
+        self.unread.clear()
         self._copies.add(kept)
 
     def retire(self) -> None:

@@ -561,9 +561,10 @@ class UnitWeights:
         """Returns nothing: a found job has its weights, and no job is filled from a model in units."""
         return [], []
 
-    def is_awaited(self, param: Param) -> bool:
-        """Returns whether the parameter's newest weights were never fetched. No gradient can come from it then."""
-        return self._fetcher.has_unread(self._members[param.index])
+    @property
+    def awaited(self) -> set[int]:
+        """Indices of parameters whose newest weights were never fetched. No gradient can come from these."""
+        return self._fetcher.unread
 
     def expect(self) -> None:
         """Notes that new weights come for all parameters."""
