@@ -16,7 +16,7 @@ use super::{
     admin::{delete_job_on, give_up_on},
     checkpoint::list_checkpoints,
     checkpoints::Checkpoint,
-    open::{find, open_everywhere},
+    open::{find, open_but_for, open_everywhere},
     restore::{check_checkpoint, restore, verify_checkpoint},
 };
 use crate::{
@@ -156,10 +156,11 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
     if !gone && !discard {
         return Err(kept(cluster, &checkpoint, there));
     }
-    match open_everywhere(cluster).await {
-        // The open job that is given up may have another spec, in fields that a checkpoint leaves open. Servers
-        // compare the checkpoint with their open job.
-        Err(error) if !holders.is_empty() && is_other_spec(cluster, &known, &error) => {}
+    // The open job that is given up may have another spec, in fields that a checkpoint leaves open. Servers
+    // compare the checkpoint with their open job.
+    let is_given_up = |error: &Error| !holders.is_empty() && is_other_spec(cluster, &known, error);
+    match open_but_for(cluster, is_given_up).await {
+        Err(error) if is_given_up(&error) => {}
         other => drop(other?),
     }
     verify_checkpoint(cluster, name).await?;

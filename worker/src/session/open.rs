@@ -57,9 +57,19 @@ pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
 /// Opens the job on all servers. If a server refuses, those that have just created the job delete it: an empty part
 /// would stand in the way of a job on other servers.
 pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobProgress>> {
+    open_but_for(cluster, |_| false).await
+}
+
+/// The same, but new parts stay beside a refusal that `is_expected`.
+pub(super) async fn open_but_for(
+    cluster: &Cluster,
+    is_expected: impl Fn(&Error) -> bool,
+) -> Result<ByServer<JobProgress>> {
     let answers = cluster.on_each(|server| open_on(cluster, server)).await;
     let is_refused = |error: &Error| match error {
-        Error::Call(failed) => !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline),
+        Error::Call(failed) => {
+            !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) && !is_expected(error)
+        }
         _ => false,
     };
     if answers.values().any(|answer| answer.as_ref().is_err_and(is_refused)) {
