@@ -10,6 +10,8 @@ pub const ORIGIN: &str = "commit.origin";
 pub const READS: &str = "push.reads";
 /// Field of a conflict: another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
+/// Limit of a missing job that the server has deleted since it started.
+pub const DELETED: &str = "open on this server, which has deleted it";
 
 /// Most bytes of a fault's text on the wire. Four of them, and the same again as details, fit the 16 KiB of headers that
 /// gRPC libraries accept.

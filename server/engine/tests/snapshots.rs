@@ -20,8 +20,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, ShardId, StateFormat, Step,
-    TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
+    ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Rank, ShardId, StateFormat,
+    Step, TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
 };
 
 use crate::common::{
@@ -412,6 +412,10 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
     assert_eq!((late.field.as_str(), late.value.as_str()), ("version", "2"));
     let never = job.begin_export(Some(Version(4)), Exported::Weights(Dtype::F32)).unwrap();
     assert_eq!(never.run(Instant::now(), |_| Ok(())).unwrap_err().kind, FaultKind::Deadline);
+    let never = job.begin_export(Some(Version(4)), Exported::Weights(Dtype::F32)).unwrap();
+    job.leave(Rank(0), cluster.incarnations[0]).unwrap();
+    let fault = never.run(soon(), |_| Ok(())).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "version"), "{fault}");
 }
 
 /// An export's pieces end inside a shard, in every format of the weights.

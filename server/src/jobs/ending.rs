@@ -6,7 +6,7 @@ use std::{
 };
 
 use longshore_engine::tier::{Storage, StoredJob, delete_stored, give_up_missing};
-use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Version};
+use longshore_proto::{Fault, FaultKind, Incarnation, JobName, Rank, Version};
 use tokio::{
     sync::watch,
     time::{sleep, timeout},
@@ -15,7 +15,7 @@ use tokio::{
 use super::{
     JobEntry, JobHandle, Jobs,
     away::{Away, Kept},
-    directories, not_found, recovering,
+    deleted, directories, not_found, recovering,
     turns::Turn,
     unreadable,
 };
@@ -27,6 +27,16 @@ const LET_GO: Duration = Duration::from_secs(60);
 
 /// Interval at which a shutdown checks whether a job is still being opened.
 const OPENING: Duration = Duration::from_millis(10);
+
+/// A caller's wish to take the newest decision back.
+pub(crate) struct StepBack {
+    /// Fences rank 0's earlier processes.
+    pub(crate) incarnation: Incarnation,
+    /// The version before the newest.
+    pub(crate) version: Version,
+    /// The rank 0 whose decision is taken back; 0 is not compared.
+    pub(crate) decided_by: Incarnation,
+}
 
 impl Jobs {
     /// Refuses every later open.
@@ -68,11 +78,12 @@ impl Jobs {
     fn delete_open(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
         let stored = handle.stored();
         // Another call may have deleted or reopened this job since, and opened a later one of the name.
-        let name = stored.spec.name.as_str();
+        let name = &stored.spec.name;
+        self.note_deleted(name);
         if !self.take_out(handle) {
-            return Err(self.get(name).err().unwrap_or_else(|| not_found(name)));
+            return Err(self.get(name.as_str()).err().unwrap_or_else(|| not_found(name.as_str())));
         }
-        handle.close(not_found(name));
+        handle.close(deleted(name));
         handle.job.discard().inspect_err(|fault| {
             // A failed deletion leaves an away entry, so that another call can retry. The name may belong to another
             // job by now.
@@ -112,20 +123,31 @@ impl Jobs {
         Ok(())
     }
 
-    /// Reopens a job at the version before its newest. Waits until its users drop it and its state is read.
+    /// Reopens a job at the version before its newest. Waits until its users drop it and its state is read. Nothing
+    /// happens if the caller is gone by the time of its turn.
     pub(crate) async fn step_back(
         self: Arc<Self>,
         name: &str,
-        incarnation: Incarnation,
-        version: Version,
+        to: StepBack,
     ) -> Result<Arc<JobHandle>, Fault> {
         let name = JobName::parse("job", name)?;
         let turn = self.turns.take(&name).await?;
         // The act continues even if the caller is gone: a job that was put away must come back.
         let act = async move {
+            let StepBack { incarnation, version, decided_by } = to;
             let stored = match self.get(name.as_str()) {
-                Ok(handle) if handle.job.check_step_back(incarnation, version)? => return Ok(handle),
-                Ok(handle) => self.put_away(handle).await,
+                Ok(handle) => {
+                    check_not_led(&handle, incarnation)?;
+                    let ended = recovering(&name);
+                    let there = handle.job.end_for_step_back(incarnation, version, decided_by, &ended)?;
+                    let job = Arc::clone(&handle.job);
+                    let kept = blocking(move || job.keep_joined()).await;
+                    if there {
+                        return kept.map(|()| handle);
+                    }
+                    // A drive that fails shows again as the job is opened.
+                    self.put_away(handle).await
+                }
                 Err(fault) => self.stored(name.as_str()).ok_or(fault)?,
             };
             tracing::warn!(job = %name, %version, "stepping back to the version before");
@@ -137,17 +159,17 @@ impl Jobs {
     /// Blocks while the state is read.
     fn reopen(&self, stored: StoredJob, version: Version, _: &Turn) -> Result<Arc<JobHandle>, Fault> {
         let storage = Storage { at_most: Some(version), ..self.storage.clone() };
-        let handle = self.start(stored, &storage)?;
+        let handle = self.start(stored.clone(), &storage).inspect_err(|_| {
+            // The version before is not whole, so the job stays at its newest.
+            if let Err(fault) = self.start(stored, &self.storage) {
+                tracing::error!(%fault, "not opened again");
+            }
+        })?;
         let found = handle.job.progress().version;
         if found != version {
-            let remedy = "step every server back to the same version, or restore a checkpoint";
-            return Err(Fault::new(
-                FaultKind::Precondition,
-                "version",
-                version.0,
-                format!("{found}, the newest left"),
-                remedy,
-            ));
+            let limit = format!("{found}, the newest left");
+            let remedy = "start rank 0, which brings the servers to one version; where it cannot, restore a checkpoint";
+            return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
         }
         Ok(handle)
     }
@@ -164,6 +186,19 @@ impl Jobs {
         // If other users of the job do not drop it, the folders' lock refuses the next open.
         let _ = timeout(LET_GO, gone(changes)).await;
         stored
+    }
+}
+
+/// Refuses a step back by a caller that has not fenced, while rank 0 trains: its next commit would be of a step that
+/// others took back.
+fn check_not_led(handle: &JobHandle, incarnation: Incarnation) -> Result<(), Fault> {
+    let current = handle.job.ranks().first().and_then(|rank| rank.incarnation);
+    match current.filter(|&current| current < incarnation && handle.watchers.has(Rank(0), current)) {
+        None => Ok(()),
+        Some(_) => {
+            let remedy = "stop the job's ranks first; a new rank 0 steps back by itself where that is needed";
+            Err(Fault::new(FaultKind::Precondition, "job.phase", "being trained", "without a rank 0", remedy))
+        }
     }
 }
 

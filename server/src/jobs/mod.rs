@@ -19,7 +19,7 @@ mod waits;
 mod watchers;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -32,13 +32,14 @@ use longshore_engine::{
     job::Compute,
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Fault, FaultKind, JobName};
+use longshore_proto::{Fault, FaultKind, JobName, fault::DELETED};
 
 use self::{
     away::{Away, Kept},
     turns::Turn,
 };
 pub(crate) use self::{
+    ending::StepBack,
     handle::JobHandle,
     hashing::Hashes,
     history::Decided,
@@ -69,7 +70,12 @@ pub(crate) struct Jobs {
     has_recovered: AtomicBool,
     /// Set at shutdown: no further job is opened.
     is_ending: AtomicBool,
+    /// Names of jobs that were deleted since the server started.
+    deleted: Mutex<BTreeSet<JobName>>,
 }
+
+/// The most names of deleted jobs, of 128 bytes each.
+const DELETED_KEPT: usize = 4096;
 
 enum JobEntry {
     Open(Arc<JobHandle>),
@@ -84,6 +90,12 @@ pub(crate) fn not_found(name: &str) -> Fault {
         "open on this server",
         "open it; a server with the memory tier forgets its jobs when it restarts: restore the last checkpoint",
     )
+}
+
+/// Fault of a job that this server has deleted. Ranks that trained it end with this reason.
+fn deleted(name: &JobName) -> Fault {
+    let remedy = "start all ranks again: they go on from what the servers have then, or begin anew";
+    Fault::new(FaultKind::NotFound, "job", format!("{:?}", name.as_str()), DELETED, remedy)
 }
 
 /// Fault of a job in recovery. Workers retry it.
@@ -123,6 +135,7 @@ impl Jobs {
             owners,
             has_recovered: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
+            deleted: Mutex::default(),
         };
         (jobs, stored.jobs)
     }
@@ -200,8 +213,22 @@ impl Jobs {
         match self.lock().get(&name) {
             Some(JobEntry::Open(handle)) => Ok(Arc::clone(handle)),
             Some(JobEntry::Away(away)) => Err(away.fault.clone()),
+            None if self.deleted().contains(&name) => Err(deleted(&name)),
             None => Err(not_found(name.as_str())),
         }
+    }
+
+    fn deleted(&self) -> MutexGuard<'_, BTreeSet<JobName>> {
+        self.deleted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers a deletion, for ranks that call later.
+    fn note_deleted(&self, name: &JobName) {
+        let mut deleted = self.deleted();
+        if deleted.len() >= DELETED_KEPT {
+            deleted.clear();
+        }
+        deleted.insert(name.clone());
     }
 
     /// Returns the open jobs.

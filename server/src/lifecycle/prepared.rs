@@ -12,6 +12,7 @@ use longshore_engine::{
 };
 use longshore_proto::{Fault, FaultKind, limits::SPARE_CONNECTIONS};
 use longshore_wire::{direct::Bounds, memfd::Listener};
+use tokio::sync::watch;
 
 use super::error::ServerError;
 use crate::{
@@ -63,6 +64,7 @@ impl Prepared {
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             links,
             register: register.clone(),
+            fences: watch::Sender::default(),
             transport: "tcp",
         };
         Ok(Prepared { services, stored, directories, register, linking })

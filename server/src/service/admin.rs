@@ -6,7 +6,7 @@ use std::{
 };
 
 use longshore_engine::checkpoint::Store;
-use longshore_proto::{Fault, FaultKind, Version, limits::DEFAULT_DEADLINE_MS};
+use longshore_proto::{Fault, FaultKind, Incarnation, Version, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::{
     self as wire, Author,
     v1::{self, admin_server::Admin},
@@ -20,7 +20,7 @@ use super::{
     room::{Answers, Kept, Room},
     stand,
 };
-use crate::trust::Caller;
+use crate::{jobs::StepBack, trust::Caller};
 
 /// Returns the deadline of a snapshot's wait for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
@@ -200,9 +200,12 @@ impl Services {
         room: &Room,
     ) -> Result<Kept<v1::StepBackResponse>, Fault> {
         self.draining.refuse()?;
-        let (incarnation, version) =
-            (wire::incarnation_from_wire(request.incarnation)?, Version(request.version));
-        let handle = Arc::clone(&self.jobs).step_back(&request.job, incarnation, version).await?;
+        let to = StepBack {
+            incarnation: wire::incarnation_from_wire(request.incarnation)?,
+            version: Version(request.version),
+            decided_by: Incarnation(request.decided_by),
+        };
+        let handle = Arc::clone(&self.jobs).step_back(&request.job, to).await?;
         let answer = || Ok(v1::StepBackResponse { progress: Some(convert::progress(handle.job.progress())) });
         room.make(default_deadline(), answer).await
     }

@@ -21,7 +21,7 @@ use std::{sync::Arc, time::Duration};
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
 use longshore_proto::{Fault, Rank, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
-use tokio::time::Instant;
+use tokio::{sync, time::Instant};
 use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
@@ -45,6 +45,8 @@ pub(crate) struct Services {
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
+    /// Changes when a process fences an earlier one. Push calls then end the chunks of fenced processes.
+    pub(crate) fences: sync::watch::Sender<u64>,
     /// Limits of the memory that strangers share.
     pub(crate) bounds: Arc<Bounds>,
     /// Transport of these calls: tcp, tls or unix.

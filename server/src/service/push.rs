@@ -37,8 +37,7 @@ use crate::trust::Caller;
 /// Longest time that an acknowledgement waits for others. No worker waits for an acknowledgement: a commit releases
 /// the gradients that the worker retains.
 const RESULTS_DELAY: Duration = Duration::from_millis(1);
-/// Timeout of silence in the middle of a chunk, detected after 10 to 20 s. Until then no new process can take the
-/// chunk's rank.
+/// Timeout of silence in the middle of a chunk, detected after 10 to 20 s.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
 /// Answers a Push call.
@@ -88,8 +87,18 @@ struct Over;
 
 impl Stream {
     async fn run(mut self) {
+        let (intake, mut fences) = (self.intake.clone(), self.intake.lock().sink.fences());
+        // Beside the call: an acknowledgement may wait for a stopped process.
+        let cut = async {
+            while fences.changed().await.is_ok() {
+                intake.lock().sink.end_if_fenced();
+            }
+        };
         // An aborted call is dropped, and an unfinished chunk releases its slot.
-        let Err(Over) = self.receive().await;
+        tokio::select! {
+            Err(Over) = self.receive() => {}
+            () = cut => {}
+        }
     }
 
     async fn receive(&mut self) -> Result<std::convert::Infallible, Over> {

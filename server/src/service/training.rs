@@ -172,15 +172,17 @@ impl Services {
     ) -> Result<Kept<v1::JoinResponse>, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
+        // Chunks under way of an earlier process end here. A slow link could take minutes to their ends.
+        handle.job.fence(rank, incarnation)?;
+        self.fences.send_modify(|count| *count += 1);
         if request.fence_only {
-            handle.job.fence(rank, incarnation)?;
             let job = Arc::clone(&handle.job);
             blocking(move || job.keep_joined()).await?;
             let progress = handle.job.progress();
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
             return joined(connection, &handle, room, progress, None).await;
         }
-        // Join is busy only while a last chunk of the previous process is copied, which takes microseconds.
+        // Join is busy only while contributions of the previous process are summed, or go to a drive.
         let join = || {
             // A step may be decided before this call is answered, above all during a wait for a drive. The answer
             // must still name the version at the join. With the newer version, a server that lost that step would

@@ -8,6 +8,7 @@ mod operators;
 mod perturbed;
 mod resume;
 mod slow;
+mod stops;
 mod takeover;
 
 use longshore_tests::{

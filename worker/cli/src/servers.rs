@@ -1,6 +1,6 @@
 //! Operators' calls to several servers at once, for commands without a rank.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use futures_util::future::join_all;
@@ -43,6 +43,10 @@ impl Unanswered {
         Unanswered { text: format!("{lead}: {text}"), fault }
     }
 }
+
+/// The longest wait for a server that recovers the job: a session's `slow_deadline`.
+const RECOVERY: Duration = Duration::from_secs(1800);
+const RECOVERY_POLL: Duration = Duration::from_millis(200);
 
 pub(crate) struct Server {
     pub(crate) address: String,
@@ -118,26 +122,52 @@ impl Servers {
         self.runtime.handle()
     }
 
-    /// Makes one call on every server at once. Returns the first refusal as the error.
+    /// Makes one call on every server at once. Returns the first refusal as the error. Waits while a server recovers
+    /// the job.
     pub(crate) fn each<T, F>(
         &mut self,
-        call: impl FnMut(AdminClient<Channel>) -> F,
+        mut call: impl FnMut(AdminClient<Channel>) -> F,
     ) -> anyhow::Result<Vec<(String, T)>>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        all_or_first(self.answers(call))
+        self.once_recovered(|servers| servers.answers(&mut call))
     }
 
     /// Same as `each`, for a call that takes no work: a silent server is an error.
     pub(crate) fn each_promptly<T, F>(
         &mut self,
-        call: impl FnMut(AdminClient<Channel>) -> F,
+        mut call: impl FnMut(AdminClient<Channel>) -> F,
     ) -> anyhow::Result<Vec<(String, T)>>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        all_or_first(self.answers_within(PROMPTLY, call))
+        self.once_recovered(|servers| servers.answers_within(PROMPTLY, &mut call))
+    }
+
+    /// Repeats calls while a server recovers the job. Such a server is alive, and reads all of its state.
+    fn once_recovered<T>(
+        &mut self,
+        mut call: impl FnMut(&mut Servers) -> Vec<(String, Result<T, Fault>)>,
+    ) -> anyhow::Result<Vec<(String, T)>> {
+        let start = Instant::now();
+        let mut told = false;
+        loop {
+            let answers = call(self);
+            let recovers = |(_, answer): &&(String, Result<T, Fault>)| {
+                answer
+                    .as_ref()
+                    .is_err_and(|fault| fault.kind == FaultKind::Unavailable && fault.field == "job")
+            };
+            let Some((address, _)) = answers.iter().find(recovers).filter(|_| start.elapsed() < RECOVERY)
+            else {
+                return all_or_first(answers);
+            };
+            if !std::mem::replace(&mut told, true) {
+                eprintln!("{address} recovers the job: waiting until it has read its state");
+            }
+            self.runtime.block_on(async { tokio::time::sleep(RECOVERY_POLL).await });
+        }
     }
 
     /// Makes one call on every server at once. Returns each answer within `patience`.

@@ -2,17 +2,18 @@
 
 use std::{
     future::Future,
+    sync::atomic::Ordering::Relaxed,
     time::{Duration, Instant},
 };
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
     Fault, FaultKind, ServerId, Step,
-    fault::{ORIGIN, READS},
+    fault::{DELETED, ORIGIN, READS},
 };
 use longshore_wire::{
     fault_from_status,
-    v1::{DescribeRequest, DescribeResponse},
+    v1::{DescribeRequest, DescribeResponse, ListJobsRequest},
 };
 use tonic::{Response, Status};
 
@@ -21,7 +22,10 @@ use super::{
     peer::{SILENCE, whole},
     retry::Backoff,
 };
-use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
+use crate::error::{CallFailed, Error, Fenced, JobDeleted, Outdated, Result, StateLost};
+
+/// The longest wait of a call whose caller has other work.
+const GLANCE: Duration = Duration::from_secs(2);
 
 impl Cluster {
     /// Calls one server until it answers, for at most `deadline`. `call` is the RPC's name, for errors. `request`
@@ -110,6 +114,15 @@ impl Cluster {
         let server = self.address(server).to_string();
         let job = self.job().clone();
         match fault.kind {
+            // Before the process joins, the deletion is of an earlier job of this name.
+            FaultKind::NotFound
+                if fault.field == "job"
+                    && fault.limit == DELETED
+                    && call != "DeleteJob"
+                    && self.incarnation.load(Relaxed) != 0 =>
+            {
+                JobDeleted { server, job, fault }.into()
+            }
             // Checkpoints and versions can be missing while the job is there.
             FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
                 StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
@@ -151,8 +164,14 @@ impl Cluster {
     /// Describes the job on a server within 2 s, for a caller that waits for something else. Neither a dead server
     /// nor a recovering one is waited for.
     pub(crate) async fn glance(&self, server: ServerId) -> Result<DescribeResponse> {
-        const GLANCE: Duration = Duration::from_secs(2);
         self.describe_for(server, false, (GLANCE, Duration::ZERO)).await
+    }
+
+    /// Returns the first server's clock, in ms since 1970. None if the server does not say it within 2 s.
+    pub(crate) async fn clock(&self) -> Option<u64> {
+        let ask = |peer: Peer| async move { peer.admin().list_jobs(ListJobsRequest {}).await };
+        let asked = self.call_for(ServerId(0), "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;
+        asked.ok().map(|answer| answer.unix_micros / 1000).filter(|&now| now > 0)
     }
 
     async fn describe_for(

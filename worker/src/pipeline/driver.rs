@@ -19,7 +19,7 @@ use crate::{
     loss_scale::{Event, LossScaler},
     push::Gradients,
     rank::{OwnCommit, RankState, await_durable, decide_on},
-    session::resume_on,
+    session::spread_on,
 };
 
 /// The driver's extra time beyond the longest wait of a task. The task's own error comes first, since it names the
@@ -186,14 +186,14 @@ impl Driver {
         }
     }
 
-    /// Waits until server 0 is resumed after the pause of a commit, then resumes the other servers. Returns the
-    /// loss scale to continue with.
+    /// Waits until all servers are resumed after the pause of a commit, server 0 first. Returns the loss scale to
+    /// continue with.
     async fn await_resume(&mut self, commit: &Commit) -> Result<f64> {
         self.cluster.waits.paused(&commit.pause_reason);
         let version = commit.step.version();
         let loss_scale = self.shared.resumed.wait(&self.cluster, version).await?;
         let cluster = &*self.cluster;
-        cluster.on_all(|server| resume_on(cluster, server, Some(version), loss_scale)).await?;
+        cluster.on_all(|server| spread_on(cluster, server, version, loss_scale)).await?;
         cluster.waits.resumed();
         Ok(loss_scale)
     }

@@ -20,7 +20,7 @@ use crate::{
     error::Result,
     push::Gradients,
     rank::RankState,
-    session::resume_on,
+    session::spread_on,
 };
 
 /// The server whose order of events counts.
@@ -242,7 +242,7 @@ impl Watcher {
         for server in self.cluster.servers().filter(|server| *server != SERVER) {
             let cluster = Arc::clone(&self.cluster);
             self.cluster.runtime.spawn_for_session(async move {
-                if let Err(error) = resume_on(&cluster, server, Some(version), 0.0).await {
+                if let Err(error) = spread_on(&cluster, server, version, 0.0).await {
                     tracing::warn!(server = cluster.address(server), %error, "not resumed: `longshore resume` again");
                 }
             });

@@ -1,9 +1,10 @@
-//! A rank's standing with the servers of its job: its incarnation, the version it joined at, its decisions, its
+//! A rank's standing with the servers of its job: its incarnations, the version it joined at, its decisions, its
 //! links, and how it joins a restarted server again.
 
 mod commits;
 mod join;
 mod links;
+mod number;
 mod recover;
 mod state;
 mod withdraw;
@@ -11,6 +12,7 @@ mod withdraw;
 pub(crate) use self::{
     commits::{OwnCommit, await_durable, commit_as},
     join::fence,
+    number::{begin, forget, take},
     recover::{check_not_fenced, decide_on, is_undecided, recover, version_when_running},
     state::RankState,
     withdraw::withdraw,

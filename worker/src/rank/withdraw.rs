@@ -14,7 +14,11 @@ pub(crate) async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Res
     let common = answers.values().map(version).min().unwrap_or(0);
     let ahead = answers.iter().filter(|(_, answer)| version(answer) > common);
     // Every call runs to its end, whether others fail or not.
-    join_all(ahead.map(|(server, _)| step_back(cluster, server, common, incarnation)))
+    let taken = |answer: &DescribeResponse| {
+        let commit = answer.progress.as_ref().and_then(|progress| progress.last_commit.as_ref());
+        commit.map_or(0, |commit| commit.decided_by)
+    };
+    join_all(ahead.map(|(server, answer)| step_back(cluster, server, (common, taken(answer)), incarnation)))
         .await
         .into_iter()
         .collect()
@@ -23,10 +27,11 @@ pub(crate) async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Res
 async fn step_back(
     cluster: &Cluster,
     server: ServerId,
-    version: u64,
+    (version, decided_by): (u64, u64),
     incarnation: Incarnation,
 ) -> Result<()> {
-    let request = StepBackRequest { job: cluster.job().to_string(), incarnation: incarnation.0, version };
+    let (job, incarnation) = (cluster.job().to_string(), incarnation.0);
+    let request = StepBackRequest { job, incarnation, version, decided_by };
     // Slow: the server reads all of its state.
     let answer = cluster.call(server, "StepBack", None, cluster.options.slow_deadline, |peer| {
         let request = request.clone();

@@ -13,7 +13,7 @@ use longshore_wire::{
 
 use super::{
     checkpoints::{Checkpoint, common, numbered, unsealed_but_whole},
-    version::{TRIES, has_passed, is_busy, lead},
+    version::{TRIES, asked_version, has_passed, is_busy},
 };
 use crate::{
     cluster::{Backoff, Cluster},
@@ -86,7 +86,7 @@ async fn write_and_seal(cluster: &Cluster, author: Author, name: &str) -> Result
     let mut tried = 0;
     let mut backoff = Backoff::new();
     let parts = loop {
-        match parts(cluster, author, name, lead(tried)).await {
+        match parts(cluster, author, name, tried).await {
             Err(Error::Call(failed)) if is_busy(&failed.fault) => {
                 if !backoff.pause(end).await {
                     return Err(Error::Call(failed));
@@ -108,19 +108,13 @@ async fn write_and_seal(cluster: &Cluster, author: Author, name: &str) -> Result
     Ok(Checkpoint { name: name.to_string(), version, shared, stale: false, damage: None })
 }
 
-/// Writes every server's part of one version: the newest, or the version `lead` steps later.
-async fn parts(cluster: &Cluster, author: Author, name: &str, lead: u64) -> Result<Vec<CheckpointResponse>> {
+/// Writes every server's part of one version: the newest, or a later one after more tries.
+async fn parts(cluster: &Cluster, author: Author, name: &str, tried: u32) -> Result<Vec<CheckpointResponse>> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
-    let version = answers
-        .values()
-        .filter_map(|answer| answer.progress.as_ref())
-        .map(|progress| progress.version)
-        .max()
-        .unwrap_or(0);
     let request = CheckpointRequest {
         job: cluster.job().to_string(),
         name: name.into(),
-        version: version + lead,
+        version: asked_version(answers.values(), tried),
         check: false,
     };
     parts_of(cluster, author, &request).await

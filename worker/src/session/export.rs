@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use longshore_proto::{Fault, FaultKind, Version};
 
-use super::version::{TRIES, has_passed, lead};
+use super::version::{TRIES, asked_version, has_passed};
 use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result},
@@ -32,8 +32,7 @@ pub(super) async fn export(
     loop {
         let begun = Instant::now();
         let answers = cluster.describe_all(false, cluster.options.deadline).await?;
-        let versions = answers.values().filter_map(|answer| Some(answer.progress.as_ref()?.version));
-        let version = Version(versions.max().unwrap_or(0) + lead(tried));
+        let version = Version(asked_version(answers.values(), tried));
         match receive(cluster, contents, version, sink).await {
             Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
             Err(Error::Call(failed)) if passes(&failed.fault) => {

@@ -1,18 +1,22 @@
 //! Takes a rank: a new incarnation on all servers, and one common version before the first step.
 
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use longshore_proto::{Commit, Incarnation, LeftOut, Rank, ServerId, Version};
 use longshore_wire::{
     Wire, left_outs_from_wire,
-    v1::{DescribeResponse, JobProgress, LeaveRequest, Phase},
+    v1::{JobProgress, LeaveRequest, Phase},
 };
 
-use super::{open::judge_all, resume::spread_resume, takeover::take_over};
+use super::{
+    open::{judge_all, open},
+    resume::spread_resume,
+    takeover::take_over,
+};
 use crate::{
     cluster::{Backoff, ByServer, Cluster, renewed},
     error::{Error, Misuse, Result, VersionsDiffer},
-    rank::RankState,
+    rank::{RankState, forget, take},
 };
 
 /// The job's progress as this rank begins to take part.
@@ -31,7 +35,8 @@ pub struct Joined {
     pub paused: Option<String>,
 }
 
-pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
+/// Takes the rank. `is_new` says that rank 0 has opened a new job: a server that loses it again has lost nothing.
+pub(super) async fn join(cluster: &Cluster, rank: &RankState, is_new: bool) -> Result<Joined> {
     if rank.has_joined() {
         return Err(Misuse("the session has joined already: connect a new session to join again").into());
     }
@@ -46,14 +51,17 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState) -> Result<Joined> 
             Err(Error::Outdated(outdated)) if Instant::now() < end => {
                 tracing::debug!(job = %cluster.job(), error = %outdated, "joining again");
             }
+            Err(Error::StateLost(lost)) if is_new && Instant::now() < end => {
+                tracing::debug!(job = %cluster.job(), error = %lost, "opening the new job again");
+                open(cluster).await?;
+            }
             joined => return joined,
         }
     }
 }
 
 async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
-    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
-    let incarnation = next_incarnation(cluster, &answers);
+    let incarnation = take(cluster).await?;
     if cluster.options.rank == Rank(0) {
         take_over(cluster, incarnation).await?;
     }
@@ -77,15 +85,6 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
         last_commit: last_commit.map(|commit| Commit::from_wire(Some(commit))).transpose()?,
         paused: paused.map(|progress| progress.pause_reason.clone()),
     })
-}
-
-/// Returns an incarnation above every earlier one, even if this machine's clock went back.
-fn next_incarnation(cluster: &Cluster, answers: &ByServer<DescribeResponse>) -> Incarnation {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let mine =
-        answers.values().flat_map(|answer| &answer.ranks).filter(|rank| rank.rank == cluster.options.rank.0);
-    let last = mine.map(|rank| rank.incarnation).max().unwrap_or(0);
-    Incarnation(now.max(last.saturating_add(1)))
 }
 
 /// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
@@ -123,7 +122,7 @@ async fn align(
         }
         let asked = Instant::now();
         if cluster.options.rank == Rank(0) {
-            incarnation = Incarnation(incarnation.0 + 1);
+            incarnation = take(cluster).await?;
             take_over(cluster, incarnation).await?;
             progress = join_everywhere(cluster, rank, incarnation).await?;
             end = renewed(end, asked, deadline);
@@ -133,8 +132,7 @@ async fn align(
         progress = answers.map(|answer| answer.progress.unwrap_or_default());
         end = renewed(end, asked, deadline);
         if progress.iter().any(|(server, progress)| progress.version != joined[server].version) {
-            // A process that began later has a much greater number, and still fences this one.
-            incarnation = Incarnation(incarnation.0 + 1);
+            incarnation = take(cluster).await?;
             joined = join_everywhere(cluster, rank, incarnation).await?;
             progress = joined.clone();
         }
@@ -163,5 +161,6 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
         })
     };
     cluster.on_all(leave).await?;
+    forget(cluster);
     Ok(())
 }

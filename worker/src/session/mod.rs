@@ -23,14 +23,14 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use longshore_proto::{Dtype, Incarnation, JobSpec, Layout, Placement, Rank, Version};
 use longshore_wire::{Author, v1};
 
 use self::filling::ByParam;
-pub(crate) use self::resume::resume_on;
+pub(crate) use self::resume::spread_on;
 pub use self::{
     admin::StateHash,
     checkpoint::is_taken,
@@ -42,7 +42,7 @@ pub use self::{
     open::{Opened, is_loading},
     probe::Probe,
     resume::paused_at,
-    version::{TRIES, has_passed, is_busy, lead},
+    version::{TRIES, asked_version, has_passed, is_busy},
 };
 pub use crate::cluster::{Address, Interrupt, Options, Transport, untrusted, whole, with_sources};
 use crate::{
@@ -52,7 +52,7 @@ use crate::{
     memfd::{GradientMemory, ImageMemory},
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
-    rank::RankState,
+    rank::{RankState, begin},
 };
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, from any thread that is
@@ -64,6 +64,8 @@ pub struct Session {
     pub(crate) pulls: Arc<Pulls>,
     /// True after the first `delete_job`: a server without the job may have deleted it then.
     is_deleting: AtomicBool,
+    /// True once rank 0 has opened a job without any state.
+    is_new: AtomicBool,
 }
 
 impl Session {
@@ -72,11 +74,14 @@ impl Session {
     /// # Errors
     /// `Invalid` for an option or spec that cannot be used; `Unreachable` naming the server.
     pub fn connect(options: Options) -> Result<Session> {
+        let start = Instant::now();
         let cluster = Arc::new(Cluster::connect(options)?);
+        cluster.runtime.block_on(begin(&cluster, start))?;
         let rank = Arc::new(RankState::new(&cluster));
         let gradients = Arc::new(Gradients::new(cluster.clone(), rank.clone()));
         let pulls = Arc::new(Pulls::new(cluster.clone(), rank.clone()));
-        Ok(Session { cluster, rank, gradients, pulls, is_deleting: AtomicBool::new(false) })
+        let (is_deleting, is_new) = Default::default();
+        Ok(Session { cluster, rank, gradients, pulls, is_deleting, is_new })
     }
 
     fn block_on<T>(&self, act: impl Future<Output = Result<T>>) -> Result<T> {
@@ -97,7 +102,11 @@ impl Session {
     /// `Call` if a server refuses, for example a differing spec or too little memory. On rank 0, `StateLost` if
     /// some servers have trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
-        self.block_on(self.cluster.watched_at_work("the job on all servers", open::open(&self.cluster)))
+        let opened =
+            self.block_on(self.cluster.watched_at_work("the job on all servers", open::open(&self.cluster)))?;
+        let is_new = opened.is_fresh() && self.cluster.options.rank == Rank(0);
+        self.is_new.store(is_new, Ordering::Relaxed);
+        Ok(opened)
     }
 
     /// Takes the rank with a new incarnation, fences an older process, and brings all servers to one version.
@@ -106,7 +115,7 @@ impl Session {
     /// `VersionsDiffer` if the servers do not reach one version in time; `Misuse` if the session has joined
     /// already.
     pub fn join(&mut self) -> Result<Joined> {
-        let join = join::join(&self.cluster, &self.rank);
+        let join = join::join(&self.cluster, &self.rank, self.is_new.load(Ordering::Relaxed));
         let joined = self.block_on(self.cluster.watched("the servers' common version", join))?;
         start_lanes(&self.gradients);
         Ok(joined)

@@ -12,6 +12,7 @@ use crate::{
     error::Result,
     pull::{Feed, Reading},
     push::{ChunkKey, Outbox, Payload},
+    rank::take,
 };
 
 /// The only server of the job.
@@ -51,8 +52,8 @@ impl Probe {
     /// Joins as a new process: the server forgets the rank's chunks, so that it stores the next ones instead of
     /// comparing them.
     pub fn rejoin(&mut self) -> Result<()> {
-        self.incarnation = Incarnation(self.incarnation.0 + 1);
         let Session { cluster, rank, .. } = &self.session;
+        self.incarnation = cluster.runtime.block_on(take(cluster))?;
         let (job, incarnation) = (cluster.job().to_string(), self.incarnation.0);
         let request = JoinRequest { job, rank: cluster.options.rank.0, incarnation, fence_only: false };
         let peer = cluster.peer(SERVER);

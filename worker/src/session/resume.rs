@@ -1,14 +1,15 @@
 //! Ends a pause on every server: a resume that reached some servers is brought to the others.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::future::try_join_all;
 use longshore_proto::{Fault, FaultKind, ServerId, Version};
 use longshore_wire::v1::{JobProgress, Phase, ResumeRequest};
 
 use crate::{
-    cluster::{Backoff, ByServer, Cluster, renewed},
+    cluster::{Backoff, ByServer, Cluster, Impatience, renewed},
     error::{Error, Result},
+    rank::version_when_running,
 };
 
 /// Returns the version that servers are paused at, or None. The lowest version counts, since a server past it has
@@ -31,7 +32,7 @@ pub(super) async fn resume_all(cluster: &Cluster, loss_scale: Option<f64>) -> Re
 
 /// Ends the pause that began at `version`, or the current pause. A `loss_scale` of 0 keeps the old scale. Waits
 /// for a server that has lost the version in a crash.
-pub(crate) async fn resume_on(
+pub(super) async fn resume_on(
     cluster: &Cluster,
     server: ServerId,
     version: Option<Version>,
@@ -55,6 +56,42 @@ pub(crate) async fn resume_on(
     }
 }
 
+/// Brings an operator's resume to a server that still pauses at `version`. Only an identity of role operator may
+/// resume; without it the rank waits until the operator's command is repeated.
+pub(crate) async fn spread_on(
+    cluster: &Cluster,
+    server: ServerId,
+    version: Version,
+    loss_scale: f64,
+) -> Result<()> {
+    /// The operator's own calls reach all servers within this time.
+    const AT_ONCE: Duration = Duration::from_secs(1);
+    if let Ok(running) = tokio::time::timeout(AT_ONCE, runs_at(cluster, server, version)).await {
+        return running;
+    }
+    match resume_on(cluster, server, Some(version), loss_scale).await {
+        Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Forbidden => {
+            let server_name = cluster.address(server);
+            tracing::warn!(server = server_name, %version, "still paused: `longshore resume` did not reach it, repeat it");
+            match cluster.patiently(runs_at(cluster, server, version)).await {
+                Ok(running) => running,
+                Err(Impatience::Failed(error)) => Err(error),
+                Err(Impatience::Elapsed(_)) => Err(Error::Call(failed)),
+            }
+        }
+        resumed => resumed,
+    }
+}
+
+/// Waits until a server trains at `version` or later.
+async fn runs_at(cluster: &Cluster, server: ServerId, version: Version) -> Result<()> {
+    let mut backoff = Backoff::new();
+    while version_when_running(cluster, server).await? < version {
+        backoff.pause(Instant::now() + cluster.options.deadline).await;
+    }
+    Ok(())
+}
+
 /// Brings an operator's resume to the servers that it had not reached when its sender died. `progress` has all
 /// servers, at one version. A server that trains at a version at which others are paused was resumed.
 pub(super) async fn spread_resume(
@@ -71,8 +108,7 @@ pub(super) async fn spread_resume(
     };
     let paused: Vec<ServerId> = progress.ids().filter(|&server| with_decision(&progress[server])).collect();
     let version = Version(commit.step);
-    try_join_all(paused.iter().map(|&server| resume_on(cluster, server, Some(version), commit.loss_scale)))
-        .await?;
+    try_join_all(paused.iter().map(|&server| spread_on(cluster, server, version, commit.loss_scale))).await?;
     for server in paused {
         tracing::info!(server = cluster.address(server), %version, "resumed, as another server was");
         let answer = cluster.describe(server, false, cluster.options.deadline).await?;

@@ -4,12 +4,15 @@
 use std::{
     collections::VecDeque,
     io::Write,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
 use longshore_proto::{Dtype, FaultKind, ServerId, Version, fault::ORIGIN};
-use longshore_wire::v1::{DescribeResponse, OpenJobResponse, ResumeResponse};
+use longshore_wire::v1::{DescribeResponse, JobProgress, OpenJobResponse, Phase, ResumeResponse};
 
 use super::{Session, export, join, resume};
 use crate::{
@@ -58,7 +61,7 @@ fn joined_by(script: impl IntoIterator<Item = Line>) -> Says {
 
 fn join_with(script: &[Line]) -> Result<join::Joined> {
     let (cluster, _runtime) = cluster(vec![joined_by(script.iter().copied()), joined_by([])]);
-    cluster.runtime.block_on(join::join(&cluster, &RankState::new(&cluster)))
+    cluster.runtime.block_on(join::join(&cluster, &RankState::new(&cluster), false))
 }
 
 /// Rank 0 joins each server twice, first to fence an older process. A server that dies in between may come back
@@ -79,6 +82,26 @@ fn a_rank_joins_again_after_a_recovery() {
     assert_eq!(joined.version, Version(1));
 }
 
+/// The server dies between the opening of a new job and its join, and forgets the job.
+#[test]
+fn a_new_job_is_opened_again_where_a_server_lost_it() {
+    let join = |is_new| {
+        let opened = AtomicBool::new(false);
+        let (cluster, _runtime) = cluster(vec![says(move |call| match (call, opened.load(Relaxed)) {
+            ("OpenJob", _) => {
+                opened.store(true, Relaxed);
+                Answer::new(&OpenJobResponse::default())
+            }
+            (_, false) => Answer::fault(FaultKind::NotFound, "job"),
+            ("Join", true) => Answer::joined(0),
+            (_, true) => Answer::described(0),
+        })]);
+        cluster.runtime.block_on(join::join(&cluster, &RankState::new(&cluster), is_new))
+    };
+    assert_eq!(join(true).unwrap().version, Version(0));
+    assert!(matches!(join(false), Err(Error::StateLost(_))));
+}
+
 #[test]
 fn a_resume_waits_for_the_version_after_a_recovery() {
     let (since, behind) = (Mutex::new(None::<Instant>), Mutex::new(true));
@@ -93,6 +116,24 @@ fn a_resume_waits_for_the_version_after_a_recovery() {
     })]);
     let resumed = resume::resume_on(&cluster, ServerId(0), Some(Version(1)), 0.0);
     cluster.runtime.block_on(resumed).unwrap();
+}
+
+/// An identity of role worker may not resume. The operator's command is repeated.
+#[test]
+fn a_rank_that_may_not_resume_waits_for_the_operator() {
+    let asked = AtomicBool::new(false);
+    let (cluster, _runtime) = cluster(vec![says(move |call| match (call, asked.load(Relaxed)) {
+        ("Resume", _) => {
+            asked.store(true, Relaxed);
+            Answer::fault(FaultKind::Forbidden, "identity")
+        }
+        (_, true) => Answer::described(1),
+        (_, false) => {
+            let progress = JobProgress { phase: Phase::Paused.into(), version: 1, ..Default::default() };
+            Answer::new(&DescribeResponse { progress: Some(progress), ..Default::default() })
+        }
+    })]);
+    cluster.runtime.block_on(resume::spread_on(&cluster, ServerId(0), Version(1), 0.0)).unwrap();
 }
 
 /// Every try begins with the first byte: behind a link that cuts streams, tries would follow each other for ever.

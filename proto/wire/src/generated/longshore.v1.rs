@@ -2698,12 +2698,15 @@ pub struct ResumeResponse {}
 pub struct StepBackRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// the one that rank 0 will join with: higher than any before
+    /// that rank 0 has fenced with
     #[prost(uint64, tag = "2")]
     pub incarnation: u64,
     /// the one before the current; the current one changes nothing
     #[prost(uint64, tag = "3")]
     pub version: u64,
+    /// Commit.decided_by of the decision that is taken back; another one is refused (CONFLICT). 0 is not compared.
+    #[prost(uint64, tag = "4")]
+    pub decided_by: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StepBackResponse {
@@ -3106,8 +3109,8 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Admin", "Resume"));
             self.inner.unary(req, path, codec).await
         }
-        /// Takes back the last decided step, on tier nvme. Rank 0 asks for that before it joins, when another server has lost the step
-        /// in a crash and nobody can send it again; an operator does, when it cannot be read here any more. Ranks stay joined.
+        /// Takes back the last decided step, on tier nvme. A new rank 0 asks for that between its fence and its join, when another server
+        /// has lost the step in a crash and nobody can send it again. Ranks stay joined. A refused call changes nothing.
         pub async fn step_back(
             &mut self,
             request: impl tonic::IntoRequest<super::StepBackRequest>,
@@ -3280,8 +3283,8 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::ResumeRequest>,
         ) -> std::result::Result<tonic::Response<super::ResumeResponse>, tonic::Status>;
-        /// Takes back the last decided step, on tier nvme. Rank 0 asks for that before it joins, when another server has lost the step
-        /// in a crash and nobody can send it again; an operator does, when it cannot be read here any more. Ranks stay joined.
+        /// Takes back the last decided step, on tier nvme. A new rank 0 asks for that between its fence and its join, when another server
+        /// has lost the step in a crash and nobody can send it again. Ranks stay joined. A refused call changes nothing.
         async fn step_back(
             &self,
             request: tonic::Request<super::StepBackRequest>,

@@ -99,6 +99,11 @@ impl Machine {
         Ok(())
     }
 
+    /// Returns true once every rank's process has left: no step follows.
+    pub fn has_been_left(&self) -> bool {
+        self.ranks.iter().all(|state| state.left)
+    }
+
     /// Checks that the caller is the rank's current process.
     pub fn check_rank(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         let world_size = self.spec.world_size;

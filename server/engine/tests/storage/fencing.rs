@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use longshore_engine::tier::Storage;
-use longshore_proto::{FaultKind, Incarnation, Rank, TierKind, Version};
+use longshore_proto::{Fault, FaultKind, Incarnation, Rank, TierKind, Version};
 
 use super::{
     Dirs, check,
@@ -67,6 +67,34 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         assert_eq!((check(&cluster, &references(&spec, 3)), joined(&cluster)), (3, (3, 4)));
         is_fenced(&cluster, 1);
     }
+}
+
+/// The caller names the decision that is taken back, and no other is.
+#[test]
+fn a_step_back_fences_and_a_refused_one_changes_nothing() {
+    let (spec, dirs) = (small(0), Dirs::new(1));
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=2);
+    let ended = Fault::new(FaultKind::Unavailable, "job", "stepping back", "open", "wait");
+    let back = |incarnation, version, decided_by| {
+        let [incarnation, decided_by] = [incarnation, decided_by].map(Incarnation);
+        cluster.jobs[0].end_for_step_back(incarnation, Version(version), decided_by, &ended)
+    };
+    let by = cluster.jobs[0].progress().last_commit.unwrap().decided_by.0;
+    for (refused, kind) in [
+        (back(0, 1, by), FaultKind::Fenced),
+        (back(9, 0, by), FaultKind::Precondition),
+        (back(9, 1, by + 1), FaultKind::Conflict),
+    ] {
+        assert_eq!(refused.unwrap_err().kind, kind);
+    }
+    assert_eq!(joined(&cluster), (1, 0));
+    assert_eq!(back(9, 2, by), Ok(true));
+    is_fenced(&cluster, 1);
+    assert_eq!(back(9, 1, by), Ok(false));
+    // No decision comes between the comparison and the end.
+    let decided = cluster.jobs[0].commit(Incarnation(9), step_of(&spec, 3).1);
+    assert_eq!(decided.unwrap_err(), ended);
 }
 
 #[test]

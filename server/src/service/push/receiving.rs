@@ -86,7 +86,8 @@ impl Sink for Receiving {
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
         match &mut self.chunk {
             Some((_, Ok(Destination::Slot(_, writing)))) => writing.read_from(most, read),
-            _ => Ok(0),
+            // The chunk has lost its slot since its mode was asked for. Reading nothing would say that the peer hung up.
+            _ => read(&mut [0; 4096][..most.min(4096)]),
         }
     }
 }
@@ -119,6 +120,20 @@ impl Receiving {
         let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
         let (held_back, last) = (None, None);
         Receiving { services, caller, connection, held, closing, chunk, waiting, held_back, last, results }
+    }
+
+    pub(super) fn fences(&self) -> watch::Receiver<u64> {
+        self.services.fences.subscribe()
+    }
+
+    /// Gives the current chunk's slot up if a newer process has taken the rank. The rest of the chunk is discarded.
+    pub(super) fn end_if_fenced(&mut self) {
+        let Some((_, place)) = &mut self.chunk else { return };
+        let Ok(Destination::Slot(handle, writing)) = &place else { return };
+        let ContributionChunk { contribution, incarnation, .. } = *writing.chunk();
+        if let Err(fault) = handle.job.check_rank(contribution.rank, incarnation) {
+            *place = Err(fault);
+        }
     }
 
     /// Finds the chunk's slot. Returns false while the slot is busy.

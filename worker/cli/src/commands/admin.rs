@@ -3,18 +3,24 @@
 use std::{
     hash::{BuildHasher, RandomState},
     thread,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
-use longshore_proto::FaultKind;
+use longshore_proto::{Fault, FaultKind};
 use longshore_wire::{Author, v1};
 use longshore_worker::session::{
-    Checkpoint, TRIES, checkpoint_name, common, has_passed, is_busy, is_taken, lead, numbered, paused_at,
+    Checkpoint, TRIES, asked_version, checkpoint_name, common, has_passed, is_busy, is_taken, numbered,
+    paused_at,
 };
 use serde_json::json;
 
-use crate::{access::Access, output::Output, progress::Progress, servers::Servers};
+use crate::{
+    access::Access,
+    output::Output,
+    progress::Progress,
+    servers::{PROMPTLY, Servers},
+};
 
 /// Longest wait for the checkpoints of others, and the pause between two tries.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -100,8 +106,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
     let (mut tried, mut taken, begun) = (0, 0, Instant::now());
     let (name, parts) = loop {
         let described = describe(&mut servers, &job)?;
-        let newest = described.iter().filter_map(|d| Some(d.progress.as_ref()?.version)).max().unwrap_or(0);
-        let version = newest + lead(tried);
+        let version = asked_version(&described, tried);
         let free = || numbered(&checkpoint_name(version)).nth(taken);
         let Some(name) = args.name.clone().or_else(free) else {
             anyhow::bail!("every name for a checkpoint of version {version} is taken: choose one with --name")
@@ -211,15 +216,52 @@ pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
 
 pub(super) fn step_back(args: &StepBackArgs, out: Output) -> anyhow::Result<()> {
     let (mut servers, job) = target(&args.target)?;
-    let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let request = v1::StepBackRequest { job: job.clone(), incarnation, version: args.version };
-    servers.each(|mut admin| {
+    let request = v1::DescribeRequest { job: job.clone(), brief: true, ..Default::default() };
+    let answers = servers.answers_within(PROMPTLY, |mut admin| {
         let request = request.clone();
+        async move { admin.describe(request).await }
+    });
+    let (incarnation, decisions) = plan_step_back(answers, args.version)?;
+    let mut decisions = decisions.into_iter();
+    servers.each(|mut admin| {
+        let (job, decided_by) = (job.clone(), decisions.next().unwrap_or_default());
+        let request = v1::StepBackRequest { job, incarnation, version: args.version, decided_by };
         async move { admin.step_back(request).await }
     })?;
     let version = args.version;
     out.result(|| json!({"job": job, "version": version}), || format!("version {version}"));
     Ok(())
+}
+
+/// Checks that every server holds `version` or the one after it, before any server is changed. A server that cannot
+/// read its newest version is not compared. Returns the incarnation that fences rank 0, and for each server the
+/// incarnation that decided its newest version.
+fn plan_step_back(
+    described: Vec<(String, Result<v1::DescribeResponse, Fault>)>,
+    version: u64,
+) -> anyhow::Result<(u64, Vec<u64>)> {
+    let (mut newest, mut decisions) = (0, Vec::new());
+    for (address, answer) in described {
+        let answer = match answer {
+            Ok(answer) => answer,
+            Err(fault) if fault.kind == FaultKind::Corrupt => {
+                decisions.push(0);
+                continue;
+            }
+            Err(fault) => return Err(fault).context(address),
+        };
+        let rank_zero = answer.ranks.iter().find(|rank| rank.rank == 0);
+        newest = newest.max(rank_zero.map_or(0, |rank| rank.incarnation));
+        let progress = answer.progress.unwrap_or_default();
+        if ![version, version + 1].contains(&progress.version) {
+            let limit = format!("{} or {}", progress.version.saturating_sub(1), progress.version);
+            let remedy = "start rank 0, which brings the servers to one version; where it cannot, restore a checkpoint";
+            return Err(Fault::new(FaultKind::Precondition, "--version", version, limit, remedy))
+                .context(address);
+        }
+        decisions.push(progress.last_commit.map_or(0, |commit| commit.decided_by));
+    }
+    Ok((newest.saturating_add(1), decisions))
 }
 
 pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
@@ -272,4 +314,36 @@ fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<Ch
         async move { admin.list_checkpoints(request).await }
     })?;
     Ok(common(lists.into_iter().map(|(address, list)| (address, list.checkpoints)).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(version: u64) -> Result<v1::DescribeResponse, Fault> {
+        let commit = v1::Commit { decided_by: 40 + version, ..Default::default() };
+        let progress = v1::JobProgress { version, last_commit: Some(commit), ..Default::default() };
+        let ranks = vec![v1::RankStatus { incarnation: 50 + version, ..Default::default() }];
+        Ok(v1::DescribeResponse { progress: Some(progress), ranks, ..Default::default() })
+    }
+
+    fn plan(
+        servers: [Result<v1::DescribeResponse, Fault>; 2],
+        version: u64,
+    ) -> anyhow::Result<(u64, Vec<u64>)> {
+        plan_step_back(["a:1".to_string(), "b:1".to_string()].into_iter().zip(servers).collect(), version)
+    }
+
+    #[test]
+    fn a_step_back_leads_to_one_version_or_to_nothing() {
+        assert_eq!(plan([at(7), at(6)], 6).unwrap(), (58, vec![47, 46]));
+        // Server b would lose the version that it stepped back from before.
+        for version in [5, 7, 8] {
+            assert!(plan([at(7), at(6)], version).is_err(), "{version}");
+        }
+        let unread = Fault::new(FaultKind::Corrupt, "state_dir", "damaged", "whole", "step back");
+        assert_eq!(plan([Err(unread), at(6)], 6).unwrap(), (57, vec![0, 46]));
+        let gone = Fault::new(FaultKind::Unavailable, "server", "silent", "answering", "look");
+        assert!(plan([Err(gone), at(6)], 6).is_err());
+    }
 }

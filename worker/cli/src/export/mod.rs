@@ -13,7 +13,7 @@ use std::{
 
 use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Version};
 use longshore_wire::{Wire, v1};
-use longshore_worker::session::{TRIES, has_passed, lead, whole};
+use longshore_worker::session::{TRIES, asked_version, has_passed, whole};
 
 use self::{files::Files, receive::receive, target::Target};
 use crate::{output::Output, servers::Servers};
@@ -58,7 +58,7 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     let files = Files::create(draft, &spec, &layout, dtype, settings.max_file_bytes)?;
     let mut tried = 0;
     let version = loop {
-        let version = Version(standing(servers, &settings.job)?.version + lead(tried));
+        let version = Version(asked_version(&described(servers, &settings.job)?, tried));
         match receive(servers, settings, (version, dtype), (&layout, &placement), &files) {
             Ok(()) => break version,
             Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
@@ -101,15 +101,14 @@ fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {
     Ok(Described { spec, layout, placement })
 }
 
-/// Returns the progress of the server with the newest version.
-fn standing(servers: &mut Servers, job: &str) -> anyhow::Result<v1::JobProgress> {
+/// Returns the description of the job on each server.
+fn described(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
     let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
     let answers = servers.each_promptly(|mut admin| {
         let request = request.clone();
         async move { admin.describe(request).await }
     })?;
-    let standings = answers.into_iter().filter_map(|(_, answer)| answer.progress);
-    Ok(standings.max_by_key(|progress| progress.version).unwrap_or_default())
+    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
 #[cfg(test)]

@@ -13,21 +13,42 @@ use crate::{
 };
 
 impl Job {
-    /// Checks that the job may be opened again at `version`, for a rank 0 that will join as `incarnation`.
-    /// Returns true if it is at that version already.
-    pub fn check_step_back(&self, incarnation: Incarnation, version: Version) -> Result<bool, Fault> {
-        let machine = self.protocol.machine();
+    /// Fences rank 0's earlier processes, and ends the job with the fault `ended`, so that it can be opened again at
+    /// `version`. Returns true if the job is at that version already, and goes on. A refusal changes nothing.
+    ///
+    /// `decided_by` names the decision that is taken back; 0 is not compared.
+    pub fn end_for_step_back(
+        &self,
+        incarnation: Incarnation,
+        version: Version,
+        decided_by: Incarnation,
+        ended: &Fault,
+    ) -> Result<bool, Fault> {
+        let mut machine = self.protocol.machine();
         machine.check_newest(Rank(0), incarnation)?;
         let current = machine.version();
-        if version == current {
-            return Ok(true);
-        }
-        if version.0 + 1 != current.0 || self.tier.behind.is_none() {
+        let there = version == current;
+        if !there && (version.0 + 1 != current.0 || self.tier.behind.is_none()) {
             let limit = format!("{current}, or the version before where the tier keeps it");
-            let remedy = "restore a checkpoint: the servers have no version in common";
+            let remedy = "start rank 0, which brings the servers to one version; where it cannot, restore a checkpoint";
             return Err(Fault::new(FaultKind::Precondition, "version", version.0, limit, remedy));
         }
-        Ok(false)
+        let found = machine.decided_by(current);
+        if !there && decided_by != Incarnation::default() && found != decided_by {
+            let limit = format!("{}, which decided {current}", found.0);
+            let remedy = "read the servers' versions again: the step was decided anew";
+            return Err(Fault::new(FaultKind::Conflict, "decided_by", decided_by.0, limit, remedy));
+        }
+        if machine.fence(Rank(0), incarnation)? {
+            self.tell_joined(Rank(0), Joined { incarnation, at: current, fence_only: true }, false);
+        }
+        if !there {
+            // The machine stays locked, so that no decision comes between.
+            self.protocol.fail(ended);
+        }
+        drop(machine);
+        self.notify();
+        Ok(there)
     }
 
     /// The newest version that a crash cannot take back. None if no step has to wait for it.
@@ -155,6 +176,8 @@ impl Job {
         self.check_alive()?;
         commit.validate(&self.spec)?;
         let mut machine = self.protocol.machine();
+        // A step back may have ended the job while this call waited for the lock.
+        self.check_alive()?;
         let before = machine.version();
         if let Some(durable) = self.written().filter(|&durable| durable < before)
             && commit.step == before.next_step()

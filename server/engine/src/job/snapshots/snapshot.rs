@@ -203,9 +203,17 @@ impl Job {
         let remedy = "the job has not come so far: ask for its current version";
         self.wait_until(deadline, "snapshot", remedy, |machine| {
             let reached = machine.version() >= copying.version || copying.staging.ended().is_some();
-            reached.then_some(()).ok_or_else(|| format!("{} of {}", machine.version(), copying.version))
+            let over = reached || machine.has_been_left();
+            over.then_some(()).ok_or_else(|| format!("{} of {}", machine.version(), copying.version))
         })?;
-        copying.check()
+        copying.check()?;
+        let version = self.protocol.machine().version();
+        if version < copying.version {
+            let limit = format!("{}, the newest: all ranks have left", version.0);
+            let remedy = "ask for the newest version";
+            return Err(Fault::new(FaultKind::Precondition, "version", copying.version.0, limit, remedy));
+        }
+        Ok(())
     }
 
     fn wait_for_shard(&self, copying: &Copying, owned: OwnedShard, deadline: Instant) -> Result<(), Fault> {

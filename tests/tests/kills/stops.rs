@@ -1,0 +1,93 @@
+//! A process is stopped, or its network is, while a successor takes its rank. Afterwards it goes on, and must end:
+//! the successor stays, and the other rank waits. The soak makes 300 stops.
+
+use std::time::{Duration, Instant};
+
+use longshore_tests::{
+    proxy::Proxy,
+    seed::{Random, spin},
+    soak,
+    train::{Running, Train},
+};
+
+use super::{Bed, in_runs};
+
+const STEPS: u64 = 200;
+const STOPS_A_RUN: u64 = 10;
+/// The time that a replaced process has to notice.
+const NOTICE: Duration = Duration::from_secs(45);
+/// Bytes a second of a slow network: a chunk of 128 KiB takes 32 s.
+const RATE: u64 = 4 << 10;
+
+/// A process of a rank, with its own network to each server.
+struct Member {
+    running: Running,
+    network: Vec<Proxy>,
+}
+
+impl Member {
+    fn start(bed: &Bed, train: &Train, rank: usize) -> Member {
+        let network: Vec<Proxy> = bed.servers.iter().map(Proxy::before).collect();
+        let addresses: Vec<String> = network.iter().map(|proxy| proxy.address().to_string()).collect();
+        let train = train.clone().servers(&addresses);
+        Member { running: train.start_with(["--rank", &rank.to_string()]), network }
+    }
+}
+
+fn survives(tier: &str, job: &[&str], stops: u64) {
+    let mut random = Random::new();
+    let job = [job, &["--world-size", "2"]].concat();
+    let known = Train::new(STEPS).args(&job).undisturbed();
+    for stops in in_runs(stops, STOPS_A_RUN) {
+        let bed = Bed::new(tier, 2);
+        let train = Train::new(STEPS).args(&job).args(["--tier", tier, "--transport", "tcp"]);
+        let train = train.allow("waiting for a server");
+        let mut ranks = [0, 1].map(|rank| Member::start(&bed, &train, rank));
+        for _ in 0..stops {
+            ranks[0].running.until_steps(1 + random.below(STEPS / (2 * STOPS_A_RUN)));
+            spin(random.part_of(known.step));
+            let rank = random.below(2) as usize;
+            let is_slow = random.below(3) == 0;
+            match is_slow {
+                true => ranks[rank].network.iter().for_each(|proxy| proxy.slow_to(RATE)),
+                false => ranks[rank].running.process.stop(),
+            }
+            let begun = Instant::now();
+            let new = Member::start(&bed, &train, rank);
+            let old = std::mem::replace(&mut ranks[rank], new);
+            if is_slow {
+                ranks[0].running.until_steps(2);
+                assert!(
+                    begun.elapsed() < NOTICE / 2,
+                    "the successor waited {:?} for a chunk",
+                    begun.elapsed()
+                );
+                old.network.iter().for_each(|proxy| proxy.slow_to(0));
+            } else {
+                spin(random.part_of(known.startup * 2));
+                old.running.process.go_on();
+            }
+            let (stderr, said) = old.running.fails(NOTICE);
+            assert!(stderr.contains("another process has joined"), "{stderr}");
+            said.check_steps();
+        }
+        let [rank0, rank1] = ranks;
+        assert_eq!(rank0.running.finish().end.state_hash, known.hash, "after {stops} stops");
+        rank1.running.done();
+    }
+}
+
+#[test]
+fn an_nvme_job_survives_processes_that_wake_after_their_successor() {
+    survives("nvme", &[], soak::pick(4, 100));
+}
+
+#[test]
+fn a_shm_job_survives_processes_that_wake_after_their_successor() {
+    survives("shm", &["--micro-steps", "2"], soak::pick(3, 100));
+}
+
+#[test]
+fn a_delayed_job_in_memory_survives_processes_that_wake_after_their_successor() {
+    survives("memory", &["--delay", "1", "--warmup-steps", "5"], soak::pick(3, 100));
+}
