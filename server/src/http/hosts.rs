@@ -16,7 +16,7 @@ pub(super) struct Hosts(Vec<String>);
 impl Hosts {
     pub(super) fn new(configured: &[String]) -> Hosts {
         let own = fs::read_to_string(HOST_NAME).unwrap_or_default().trim().to_string();
-        Hosts(configured.iter().cloned().chain([own]).collect())
+        Hosts(configured.iter().cloned().chain([own]).filter(|name| !name.is_empty()).collect())
     }
 
     /// Checks the names in a request.
