@@ -49,6 +49,6 @@ pub use loss_scale::{LossScaler, LossScalerOptions};
 pub use memfd::{GradientMemory, ImageMemory};
 pub use pipeline::{Accumulate, DelayCorrection, Pipeline, PipelineOptions, StepInputs, StepOutcome};
 pub use pull::{Feed, Lent};
-pub use push::Assembler;
+pub use push::{Assembler, Slot};
 pub use schedule::Schedule;
 pub use session::{Filling, GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};

@@ -1,10 +1,10 @@
 //! A rank's job for Python. Every call that may wait releases the GIL, and ends with Ctrl-C.
 
-use std::{borrow::Cow, ops::Range, process, ptr};
+use std::{borrow::Cow, process, ptr};
 
 use longshore_proto::{Dtype, Fault, Hyper, Version};
 use longshore_worker::{
-    Error, Filling, GoBack, Result, Session, error::Misuse, export::Contents, session::is_loading,
+    Error, Filling, GoBack, Result, Session, Slot, error::Misuse, export::Contents, session::is_loading,
 };
 use pyo3::{prelude::*, types::PyDict};
 
@@ -152,7 +152,12 @@ impl Job {
         Ok(self.train(py, |training| Ok(training.resumed()))?.map(Cow::Owned))
     }
 
-    /// Returns the factor of the losses in the current step.
+    /// Begins the next step, unless it has begun. Waits until the version that it computes with is decided.
+    fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
+        self.train(py, Training::begin_step)
+    }
+
+    /// Returns the factor of the losses in the current step, or in the next one.
     fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
         let factor = self.settings.scale_factor();
         self.train(py, |training| Ok(training.loss_scale()? * factor))
@@ -203,15 +208,16 @@ impl Job {
         self.train(py, |training| training.push(&gradients, scale))
     }
 
-    /// Sends a gradient of the current micro-step that the host cannot read. `write` is called with an address, a
-    /// first element and a count. When it returns, the elements are at that address, in the job's gradient type.
-    fn push_with(&self, py: Python<'_>, param: usize, elements: u64, write: Py<PyAny>) -> PyResult<()> {
-        let write = |address: usize, range: Range<usize>| {
-            Python::attach(|py| {
-                write.call1(py, (address, range.start, range.len())).map(drop).map_err(raised)
-            })
+    /// Sends gradients of the current micro-step that the host cannot read, given by parameter and number of
+    /// elements. `write` is called with slots: the gradient's place in the list, a first element, a count and an
+    /// address. When it returns, the elements are there, in the job's gradient type.
+    fn push_together(&self, py: Python<'_>, gradients: Vec<(usize, u64)>, write: Py<PyAny>) -> PyResult<()> {
+        let write = |slots: &[Slot]| {
+            let slot = |slot: &Slot| (slot.gradient, slot.range.start, slot.range.len(), slot.address);
+            let slots: Vec<_> = slots.iter().map(slot).collect();
+            Python::attach(|py| write.call1(py, (slots,)).map(drop).map_err(raised))
         };
-        self.train(py, |training| training.push_with(param, elements, write))
+        self.train(py, |training| training.push_together(&gradients, write))
     }
 
     /// Returns the memory of gradients; None if the transport lets no server read it.
@@ -274,6 +280,11 @@ impl Job {
     /// Returns the version of requested weights that some parameter has not read; None if all have.
     fn unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.unread().map(|version| version.0)))
+    }
+
+    /// Returns the parameters that lack the requested weights.
+    fn unread_params(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.train(py, |training| Ok(training.unread_params()))
     }
 
     /// Same as `unread_weights`, and marks these weights as read: from now on `fetch` brings them.

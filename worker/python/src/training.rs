@@ -4,7 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Partition, Step, Version};
 use longshore_worker::{
-    Assembler, Error, Joined, Pipeline, PipelineOptions, Result, Session, StepOutcome, error::Misuse,
+    Assembler, Error, Joined, Pipeline, PipelineOptions, Result, Session, Slot, StepOutcome, error::Misuse,
     pipeline::Weights,
 };
 
@@ -45,6 +45,8 @@ const BROKEN: Misuse = Misuse(
     "this step was interrupted while its gradients were leaving, so it cannot go on: build the optimizer again with the \
      same servers and job, and it goes on from the last whole step",
 );
+
+const NOT_BEGUN: Misuse = Misuse("no step has begun: call begin_step first");
 
 impl Training {
     /// Continues from the joined version. Requests the weights of the next step, unless the tensors already hold
@@ -126,21 +128,19 @@ impl Training {
         self.pipeline.session()
     }
 
-    fn begin(&mut self) -> Result<Step> {
-        match self.begun {
-            Some(step) => Ok(step),
-            None => {
-                let inputs = self.pipeline.begin()?;
-                (self.micro_steps, self.loss_scale) = (0, inputs.loss_scale);
-                Ok(*self.begun.insert(inputs.step))
-            }
+    /// Begins the next step, unless it has begun.
+    pub(crate) fn begin_step(&mut self) -> Result<()> {
+        if self.begun.is_none() {
+            let inputs = self.pipeline.begin()?;
+            (self.micro_steps, self.loss_scale) = (0, inputs.loss_scale);
+            self.begun = Some(inputs.step);
         }
+        Ok(())
     }
 
-    /// Begins the step if needed, and returns its loss scale.
-    pub(crate) fn loss_scale(&mut self) -> Result<f64> {
-        self.begin()?;
-        Ok(self.loss_scale)
+    /// Returns the loss scale of the current step, or of the next one.
+    pub(crate) fn loss_scale(&self) -> Result<f64> {
+        if self.begun.is_some() { Ok(self.loss_scale) } else { self.pipeline.next_loss_scale() }
     }
 
     /// Returns the trainer's own bytes in the commit of the joined version.
@@ -158,17 +158,13 @@ impl Training {
         })
     }
 
-    /// Sends a gradient of the current micro-step. `write` gets an address, and the range of elements to put there
-    /// in the wire's type.
-    pub(crate) fn push_with(
+    /// Sends gradients of the current micro-step, which `write` copies to where they leave from.
+    pub(crate) fn push_together(
         &mut self,
-        param: usize,
-        elements: u64,
-        write: impl Fn(usize, Range<usize>) -> Result<()>,
+        gradients: &[(usize, u64)],
+        mut write: impl FnMut(&[Slot]) -> Result<()>,
     ) -> Result<()> {
-        let mut write =
-            |range: Range<usize>, target: &mut [u8]| write(target.as_mut_ptr().expose_provenance(), range);
-        self.put(|assembler| assembler.try_put_with(param, elements, &mut write))
+        self.put(|assembler| assembler.put_together(gradients, &mut write))
     }
 
     /// Notes that these parameters got no gradient. The wire carries zeros for them, or -0 in a job that leaves
@@ -181,7 +177,9 @@ impl Training {
         if self.is_broken {
             return Err(BROKEN.into());
         }
-        self.begin()?;
+        if self.begun.is_none() {
+            return Err(NOT_BEGUN.into());
+        }
         let assembler = match &mut self.assembler {
             Some(assembler) => assembler,
             None => self.assembler.insert(self.pipeline.assembler(self.micro_steps)?),
@@ -211,7 +209,7 @@ impl Training {
         if self.is_broken {
             return Err(BROKEN.into());
         }
-        let step = self.begun.ok_or(Misuse("no gradient was pushed in this step"))?;
+        let step = self.begun.ok_or(NOT_BEGUN)?;
         let groups = self.spec().groups.len();
         if hypers.len() != groups {
             let limit = format!("{groups}, as when the job was opened");
@@ -368,6 +366,11 @@ impl Training {
     /// Returns the version of the requested weights that some tensor does not have yet.
     pub(crate) fn unread(&self) -> Option<Version> {
         self.unread.as_ref().map(|unread| unread.version)
+    }
+
+    /// Returns the parameters that lack the requested weights.
+    pub(crate) fn unread_params(&self) -> Vec<usize> {
+        self.unread.iter().flat_map(|unread| unread.left.iter().copied()).collect()
     }
 
     /// Same as `unread`, and marks these weights as read: from now on they are fetched. A rank that fetches its

@@ -226,7 +226,7 @@ class Calls:
         self._job, self._notes = job, notes
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("push_with", "push", "push_zeros", "commit"):
+        if name in ("push_together", "push", "push_zeros", "commit"):
             self._notes.append(name)
         return getattr(self._job, name)
 
@@ -255,7 +255,7 @@ def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything:
         optimizer.step()
         leaving = [note for note in notes if note != "commit"]
         last = max(place for place, note in enumerate(leaving) if note.startswith("push"))
-        assert leaving[last] == ("push_with" if everything else "push_zeros")
+        assert leaving[last] == ("push_together" if everything else "push_zeros")
         if streaming:
             assert leaving[last - 1] == "finish"
         else:

@@ -124,6 +124,9 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
     class Refusing:
         """A job that refuses gradients."""
 
+        def begin_step(self) -> None:
+            pass
+
         def push(self, places: Any, scale: float) -> None:
             raise errors.GradientError("no room", field="gradient")
 

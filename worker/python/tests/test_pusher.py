@@ -12,6 +12,9 @@ class Held:
         self.may_go = threading.Semaphore(0)
         self.pushed: list[int] = []
 
+    def begin_step(self) -> None:
+        pass
+
     def push(self, places: list[tuple[int, int, int, str]], scale: float) -> None:
         assert self.may_go.acquire(timeout=30)
         self.pushed.append(places[0][0])

@@ -210,6 +210,11 @@ impl Pipeline {
         Ok(plan)
     }
 
+    /// Waits until the version that the next step reads is decided, and returns that step's loss scale.
+    pub fn next_loss_scale(&self) -> Result<f64> {
+        self.await_decision(self.next_reads())
+    }
+
     /// Sends a step to rank 0's driver, and starts to collect its gradient statistics.
     fn announce(
         &self,

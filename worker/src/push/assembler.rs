@@ -1,7 +1,7 @@
 //! Assembles the gradients of one micro-step, put in any order, into chunks. A complete chunk leaves at once.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     ops::Range,
     sync::{Arc, Mutex, PoisonError},
 };
@@ -16,7 +16,7 @@ use super::{Accumulator, ChunkKey, Gradients, Payload, Way, Write, nothing, outb
 use crate::{
     convert,
     device::{BufferPool, PooledBuffer},
-    error::{GradientError, Result},
+    error::{GradientError, Misuse, Result},
     pull::Feed,
 };
 
@@ -75,6 +75,27 @@ fn first_at_or_after(layout: &Layout, params: usize, element: u64) -> usize {
     low
 }
 
+/// A device's copies are enqueued together up to this many bytes, and awaited once. Lanes send while it copies on.
+const TOGETHER_BYTES: usize = 16 * 1024 * 1024;
+
+/// A part of a parameter in one chunk: its shard, its first element there, and its elements in the parameter.
+struct Part {
+    shard: ShardId,
+    offset: u64,
+    range: Range<usize>,
+}
+
+/// Memory for a part of a gradient.
+#[derive(Debug)]
+pub struct Slot {
+    /// Place of the gradient in the list that was given.
+    pub gradient: usize,
+    /// Elements of the gradient.
+    pub range: Range<usize>,
+    /// Address of their memory, which holds the job's gradient type.
+    pub address: usize,
+}
+
 /// A chunk being filled.
 struct Open {
     buffer: PooledBuffer,
@@ -124,7 +145,56 @@ impl Collector {
         mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
     ) -> Result<()> {
         self.accept(plan, param, elements)?;
-        let mut done = 0;
+        for part in self.parts(plan, param) {
+            write(part.range.clone(), self.memory(plan, &part)?)?;
+            self.filled(plan, &part, &mut outbox)?;
+        }
+        Ok(())
+    }
+
+    /// Puts gradients that `write` copies together: it gets the parts of some MiB at a time, with their memory.
+    ///
+    /// # Errors
+    /// As for [`Collector::put`].
+    pub(crate) fn put_together(
+        &mut self,
+        plan: &ChunkSource<'_>,
+        gradients: &[(usize, u64)],
+        write: &mut dyn FnMut(&[Slot]) -> Result<()>,
+        mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
+    ) -> Result<()> {
+        gradients.iter().try_for_each(|&(param, elements)| self.accept(plan, param, elements))?;
+        let dtype = plan.spec.gradient_dtype;
+        let (mut parts, mut slots, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let mut left = gradients.iter().enumerate().peekable();
+        while let Some((gradient, &(param, _))) = left.next() {
+            let mut of_param = self.parts(plan, param).into_iter().peekable();
+            while let Some(part) = of_param.next() {
+                let memory = self.memory(plan, &part)?;
+                bytes += memory.len();
+                let address = memory.as_mut_ptr().expose_provenance();
+                slots.push(Slot { gradient, range: part.range.clone(), address });
+                parts.push(part);
+                if bytes < TOGETHER_BYTES && (of_param.peek().is_some() || left.peek().is_some()) {
+                    continue;
+                }
+                write(&slots)?;
+                for part in parts.drain(..) {
+                    if plan.spec.leave_out && part.range.start == 0 {
+                        nothing::deny(dtype, self.memory(plan, &part)?);
+                    }
+                    self.filled(plan, &part, &mut outbox)?;
+                }
+                slots.clear();
+                bytes = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the parts of a parameter, each in one chunk.
+    fn parts(&self, plan: &ChunkSource<'_>, param: usize) -> Vec<Part> {
+        let (mut parts, mut done) = (Vec::new(), 0);
         for slice in plan.layout.slices(plan.layout.param_range(param)) {
             let (mut offset, end) = (slice.offset, slice.offset + slice.elements);
             let unit = self.unit(plan, slice.shard);
@@ -132,17 +202,11 @@ impl Collector {
                 let until = end.min((offset / unit + 1) * unit);
                 let range = done..done + (until - offset) as usize;
                 done = range.end;
-                if let Some((key, payload)) =
-                    self.fill(plan, slice.shard, offset, range.len(), |target| write(range, target))?
-                {
-                    let crc =
-                        if self.ways[slice.shard.index()] == Way::Lent { 0 } else { crc32(&payload.bytes) };
-                    outbox(key, payload, crc)?;
-                }
+                parts.push(Part { shard: slice.shard, offset, range });
                 offset = until;
             }
         }
-        Ok(())
+        parts
     }
 
     /// Notes that a parameter is put. Each is put once.
@@ -181,36 +245,41 @@ impl Collector {
         }
     }
 
-    /// Writes the elements of one chunk. Returns the chunk once it is complete.
-    fn fill(
+    /// Returns the memory of a part, in a chunk that is begun if needed.
+    fn memory(&mut self, plan: &ChunkSource<'_>, part: &Part) -> Result<&mut [u8]> {
+        let (unit, width) = (self.unit(plan, part.shard), plan.spec.gradient_dtype.bytes());
+        let chunk = ChunkId((part.offset / unit) as u32);
+        let open = match self.open.entry((part.shard, chunk)) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(begin(plan, part.shard, chunk, unit)?),
+        };
+        let start = ((part.offset % unit) * width) as usize;
+        Ok(&mut open.buffer.as_mut()[start..start + part.range.len() * width as usize])
+    }
+
+    /// Notes that a part was written. Its chunk leaves once it is complete.
+    fn filled(
         &mut self,
         plan: &ChunkSource<'_>,
-        shard: ShardId,
-        offset: u64,
-        elements: usize,
-        write: impl FnOnce(&mut [u8]) -> Result<()>,
-    ) -> Result<Option<(ChunkKey, Payload)>> {
-        let (unit, width) = (self.unit(plan, shard), plan.spec.gradient_dtype.bytes());
-        let chunk = ChunkId((offset / unit) as u32);
-        let open = match self.open.entry((shard, chunk)) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => {
-                entry.insert(begin(plan, shard, chunk, unit)?)
-            }
-        };
-        let start = ((offset % unit) * width) as usize;
-        write(&mut open.buffer.as_mut()[start..start + elements * width as usize])?;
-        open.missing -= elements as u64;
-        if open.missing > 0 {
-            return Ok(None);
+        part: &Part,
+        mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
+    ) -> Result<()> {
+        let (shard, chunk) = (part.shard, ChunkId((part.offset / self.unit(plan, part.shard)) as u32));
+        let Entry::Occupied(mut open) = self.open.entry((shard, chunk)) else { return Ok(()) };
+        open.get_mut().missing -= part.range.len() as u64;
+        if open.get().missing > 0 {
+            return Ok(());
         }
         let key = ChunkKey { step: self.step, micro_step: self.micro_step, shard, chunk };
-        let payload = match self.ways[shard.index()] {
-            Way::Chunks => Payload::from,
-            Way::Lent => Payload::lent,
-        };
-        let complete = self.open.remove(&(shard, chunk));
-        Ok(complete.map(|open| (key, payload(open.buffer))))
+        let buffer = open.remove().buffer;
+        match self.ways[shard.index()] {
+            Way::Lent => outbox(key, Payload::lent(buffer), 0),
+            Way::Chunks => {
+                let payload = Payload::from(buffer);
+                let crc = crc32(&payload.bytes);
+                outbox(key, payload, crc)
+            }
+        }
     }
 
     /// Fails unless every parameter of the rank's partitions was put. Then every chunk has left: padding is
@@ -300,27 +369,37 @@ impl Assembler {
         elements: u64,
         write: &mut dyn FnMut(Range<usize>, &mut [u8]),
     ) -> Result<()> {
-        self.try_put_with(param, elements, &mut |range, target| {
-            write(range, target);
-            Ok(())
-        })
-    }
-
-    /// Same as [`Assembler::put_with`], with a `write` that may fail, as a device's copy may. After a failure the
-    /// micro-step cannot go on: a part of the gradient has left.
-    ///
-    /// # Errors
-    /// Errors of `write`, and of [`Assembler::put`].
-    pub fn try_put_with(&mut self, param: usize, elements: u64, write: &mut Write<'_>) -> Result<()> {
         let JobSpec { gradient_dtype: dtype, leave_out, .. } = *self.outbox.gradients().cluster.spec();
         self.put_bytes(param, elements, &mut |range: Range<usize>, target: &mut [u8]| {
             let begins = range.start == 0;
-            write(range, target)?;
+            write(range, target);
             if leave_out && begins {
                 nothing::deny(dtype, target);
             }
             Ok(())
         })
+    }
+
+    /// Takes gradients that a device copies together. `gradients` has parameters and their numbers of elements.
+    /// `write` fills some slots at a time, and may fail; the micro-step cannot go on then.
+    ///
+    /// # Errors
+    /// Errors of `write`, and of [`Assembler::put`]; `Misuse` if this worker adds micro-steps up.
+    pub fn put_together(
+        &mut self,
+        gradients: &[(usize, u64)],
+        write: &mut dyn FnMut(&[Slot]) -> Result<()>,
+    ) -> Result<()> {
+        let _stage = debug_span!(target: "stage", "push", gradients = gradients.len()).entered();
+        self.outbox.check()?;
+        self.take_back();
+        if self.sums.is_some() {
+            return Err(Misuse("gradients that the worker adds up are put one by one").into());
+        }
+        let Assembler { collector, outbox, .. } = self;
+        let Gradients { cluster, pool, .. } = outbox.gradients();
+        let plan = ChunkSource { spec: cluster.spec(), layout: &cluster.layout, pool };
+        collector.put_together(&plan, gradients, write, |key, payload, crc| outbox.send(key, payload, crc))
     }
 
     /// Notes that parameter `param` got no gradient in this micro-step. A job with `leave_out` leaves the

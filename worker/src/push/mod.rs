@@ -15,7 +15,7 @@ mod retained;
 use std::ops::Range;
 
 pub(crate) use accumulator::Accumulator;
-pub use assembler::Assembler;
+pub use assembler::{Assembler, Slot};
 pub(crate) use assembler::{Collector, Sums};
 pub(crate) use gradients::{Gradients, Way};
 pub use ids::ChunkKey;

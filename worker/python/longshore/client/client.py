@@ -168,6 +168,7 @@ class Client:
             _arrays.check_like(f"gradient of {name}", array, param.shape)
             taken.append((param, array))
         self._check_pushed(param for param, _ in taken)
+        self._job.begin_step()
         self._job.push([(param.index, array.address, param.elements, array.wire) for param, array in taken], float(scale))
         self._pushed.update(param.index for param, _ in taken)
         if len(self._pushed) == len(self._params):

@@ -262,7 +262,7 @@ class Sharded(Ranks):
             own = [param for param in locals_ if param.index in sent]
             replicas = [param for param in locals_ if param.index not in sent]
             # The rank's own pieces arrive meanwhile. While any of them is unread, the replicas can be fetched again.
-            fetched: Any = _Fetched(job)
+            fetched: Any = _Fetched(job, replicas)
             self._weights = [Weights(replicas, fetched)] if replicas else []
             self._weights.append(Weights(own, job))
         for weights in self._weights:
@@ -304,15 +304,14 @@ class Sharded(Ranks):
 class _Fetched:
     """A job's weights for :class:`Weights` of pieces whose gradient another rank sends: they are fetched, not read."""
 
-    def __init__(self, job: Any) -> None:
-        self._job = job
+    def __init__(self, job: Any, params: list[Param]) -> None:
+        self._job, self._params = job, params
 
-    def unread_weights(self) -> int | None:
-        version: int | None = self._job.unread_weights()
-        return version
+    def unread_params(self) -> list[int]:
+        return [] if self._job.unread_weights() is None else [param.index for param in self._params]
 
     def read_weights(self, places: list[Place]) -> int | None:
-        version = self.unread_weights()
+        version: int | None = self._job.unread_weights()
         if version is not None:
             self._job.fetch(version, [(place, 0) for place in places]).read()
         return version

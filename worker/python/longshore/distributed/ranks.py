@@ -223,6 +223,7 @@ class Ranks(ABC):
         """Sends zeros for parameters."""
         pieces = [self._mine[param.index].index for param in params if param.index in self._mine]
         if pieces:
+            job.begin_step()
             job.push_zeros(pieces)
 
     def empty_micro_step(self, job: Any) -> None:

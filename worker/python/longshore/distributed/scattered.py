@@ -138,6 +138,7 @@ class Scattered(Reduced):
             scale = self._scale / self.world_size
             absent = [piece.index for piece in bucket.pieces[self.rank] if piece.param.index in self._absent]
             if absent:
+                job.begin_step()
                 job.push_zeros(absent)
             for piece in bucket.pieces[self.rank]:
                 if piece.param.index in self._absent:

@@ -43,7 +43,10 @@ class Scaling:
     @property
     def loss_scale(self) -> float:
         """Factor for the loss of the next backward pass; 1 without the option ``loss_scale``."""
-        return 1.0 if self._options.loss_scale is None else self._opened(in_step=True).job.loss_scale()
+        given = self._options.loss_scale
+        if given is None:
+            return 1.0
+        return given.initial if self._connection is None else self._connection.job.loss_scale()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -190,6 +193,7 @@ class Stepping(Back, Scaling, Watching):
         connection.weights.finish_copies()
         self._gradients.push(connection.job)
         if missing:
+            connection.job.begin_step()
             connection.job.push_zeros([param.index for param in missing])
         connection.job.end_micro_step()
         return True

@@ -293,6 +293,7 @@ def _end(connection: "Connection", absent: list[int]) -> None:
     """Ends a micro-step. ``absent`` have no gradient in it."""
     if absent:
         connection.weights.finish_copies()
+        connection.job.begin_step()
         connection.job.push_zeros(absent)
     connection.job.end_micro_step()
 

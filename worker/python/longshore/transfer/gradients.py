@@ -78,25 +78,30 @@ class Group:
         """Pushes the gradients once they can be read. The wait is without the job, which other threads use meanwhile."""
         for event in self._events:
             _device.accelerator.wait(event)
+        if self.places or self.straight:
+            job.begin_step()
         if self.places:
             job.push(self.places, self.scale)
-        for param, gradient in self.straight:
-            job.push_with(param.index, param.elements, functools.partial(self._copy, gradient))
+        if self.straight:
+            job.push_together([(param.index, param.elements) for param, _ in self.straight], self._copy)
 
-    def _copy(self, gradient: Tensor, address: int, first: int, elements: int) -> None:
-        """Copies elements from ``first`` on to an address, and returns when they are there. The copy is over even after an error: the
-        memory may go to another gradient then."""
+    def _copy(self, slots: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copies parts of the gradients, given by place, first element, number and address, and returns when they are there. The copies are
+        over even after an error: the memory may go to other gradients then."""
         assert self._locked is not None
-        part = gradient.view(-1)[first : first + elements]
-        target = host_tensor(address, elements, part.dtype)
-        if not self._locked.holds(address, part.nbytes, part.device):
-            target.copy_(_device.accelerator.to_host(part))
-            return
-        copier = self._copiers[part.device]
+        accelerator, copiers = _device.accelerator, set()
         try:
-            _device.accelerator.copy(target, part, copier)
+            for place, first, elements, address in slots:
+                part = self.straight[place][1].view(-1)[first : first + elements]
+                target = host_tensor(address, elements, part.dtype)
+                if self._locked.holds(address, part.nbytes, part.device):
+                    copiers.add(part.device)
+                    accelerator.copy(target, part, self._copiers[part.device])
+                else:
+                    target.copy_(accelerator.to_host(part))
         finally:
-            _device.accelerator.wait(_device.accelerator.record(copier))
+            for device in copiers:
+                accelerator.wait(accelerator.record(self._copiers[device]))
 
 
 class Gradients:

@@ -83,7 +83,7 @@ class LockedMemory:
     """The job's gradient memory, registered piece by piece with a device.
 
     The first gradient in a piece registers it until :meth:`release`, since each step uses the piece again. Only a write of
-    :meth:`Job.push_with` calls :meth:`holds`, so calls never overlap.
+    :meth:`Job.push_together` calls :meth:`holds`, so calls never overlap.
 
     Args:
         job: the Rust half's job.

@@ -127,8 +127,6 @@ class Weights:
         #: Indices of parameters that lack the newest weights, and a reader for each group. No gradient can come from them, unless some code
         #: reached their memory past torch's functions.
         self.awaited: set[int] = set()
-        #: The version that parameters are awaited for.
-        self._expected: int | None = None
         #: Called with parameters that have got their weights.
         self.when_read: Callable[[list[Param]], None] | None = None
         self._readers = [_Reader(self, group) for group in groups_of(params)]
@@ -155,17 +153,15 @@ class Weights:
                 _tensors.begin(tensors, reader)
             if at_once:
                 self._read(Columns(at_once))
-            self._expected = self._job.unread_weights()
 
     def read(self) -> None:
         """Waits for new weights, and writes them into all parameters that lack them."""
         with self._lock:
-            version = self._job.unread_weights()
-            if version is not None:
-                # A running backward may need those that were read at their use.
-                is_expected = version == self._expected and self.awaited
-                lacking = Columns([param for param in self._params if param.index in self.awaited]) if is_expected else self._columns
-                self._read(lacking, is_asked_now=True)
+            # A running backward may need weights that were read at their use.
+            lacking = set(self._job.unread_params())
+            if lacking:
+                here = [param for param in self._params if param.index in lacking]
+                self._read(self._columns if len(here) == len(self._params) else Columns(here), is_asked_now=True)
             self.forget()
 
     def read_frozen(self) -> set[int]:
