@@ -99,7 +99,7 @@ pub(super) async fn elsewhere(cluster: &Cluster) -> Result<Option<(ServerId, Pla
         });
         // A description that is too large for one message counts as no other placement.
         let Ok(answer) = answer.await else { continue };
-        let placement = Placement::from_wire(answer.placement).map_err(Error::from)?;
+        let Ok(placement) = Placement::from_wire(answer.placement) else { continue };
         if placement.servers.len() != cluster.placement.servers.len() {
             return Ok(Some((server, placement)));
         }
