@@ -28,7 +28,7 @@ use longshore_wire::{frame::keep_buffers, tls::Credentials};
 pub use self::{
     address::Address,
     interrupt::Interrupt,
-    options::{Options, Transport},
+    options::{Options, Process, Transport},
     peer::{untrusted, whole, with_sources},
 };
 pub(crate) use self::{

@@ -1,9 +1,18 @@
 //! Options of a session: servers, job, rank, deadlines, transport.
 
-use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+use std::{
+    fmt,
+    path::PathBuf,
+    str::FromStr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use longshore_proto::{
-    Fault, JobSpec, Layout, Rank,
+    Fault, Incarnation, JobSpec, Layout, Rank,
     limits::{DATA_CONNECTIONS, MAX_DEADLINE_MS, MAX_SERVERS},
 };
 use tokio::runtime::Handle;
@@ -72,6 +81,26 @@ impl FromStr for Transport {
     }
 }
 
+/// The next incarnation that a process takes; 0 before its first session. Sessions that share it are of one process:
+/// a later one never replaces a process that has taken the rank since the first one began.
+#[derive(Clone, Debug, Default)]
+pub struct Process(Arc<AtomicU64>);
+
+impl Process {
+    pub(crate) fn has_begun(&self) -> bool {
+        self.0.load(Relaxed) != 0
+    }
+
+    /// Sets the first incarnation, unless another session of the process has.
+    pub(crate) fn begin(&self, first: u64) {
+        let _ = self.0.compare_exchange(0, first.max(1), Relaxed, Relaxed);
+    }
+
+    pub(crate) fn take(&self) -> Incarnation {
+        Incarnation(self.0.fetch_add(1, Relaxed))
+    }
+}
+
 /// Options of a session. Start from [`Options::new`], and change single fields.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -85,6 +114,8 @@ pub struct Options {
     pub token_file: Option<PathBuf>,
     pub spec: JobSpec,
     pub rank: Rank,
+    /// The process of this session and of those that it starts over with.
+    pub process: Process,
     /// The longest wait for an event that is immediate in a healthy job: a connection, another rank, a step.
     pub deadline: Duration,
     /// The longest wait for work on all of the state: upload, checkpoint, restore, state hash.
@@ -122,6 +153,7 @@ impl Options {
             token_file: None,
             spec,
             rank,
+            process: Process::default(),
             deadline: Duration::from_secs(60),
             slow_deadline: Duration::from_secs(1800),
             pause_deadline: Duration::from_secs(3600),

@@ -12,7 +12,7 @@ mod withdraw;
 pub(crate) use self::{
     commits::{OwnCommit, await_durable, commit_as},
     join::fence,
-    number::{begin, forget, take},
+    number::{begin, take},
     recover::{check_not_fenced, decide_on, is_undecided, recover, version_when_running},
     state::RankState,
     withdraw::withdraw,

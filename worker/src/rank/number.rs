@@ -5,14 +5,12 @@
 //! process ends with `Fenced`. Random low bits tell two processes apart that began in one millisecond.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
     hash::{BuildHasher, RandomState},
     process,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::{Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use longshore_proto::{Incarnation, JobName, Rank};
+use longshore_proto::Incarnation;
 
 use crate::{cluster::Cluster, error::Result};
 
@@ -20,62 +18,77 @@ use crate::{cluster::Cluster, error::Result};
 const LOW_BITS: u32 = 22;
 const MOST_MS: u64 = u64::MAX >> LOW_BITS;
 
-/// A rank of a job, as one process takes it. A fork is another process.
-type Place = (u32, Vec<String>, JobName, Rank);
+/// A round trip that is short enough to place the process's begin by it, and the tries for one.
+const SHORT: Duration = Duration::from_millis(20);
+const TRIES: usize = 4;
 
-/// The next number of each place that this process has begun to take.
-static NEXT: Mutex<BTreeMap<Place, u64>> = Mutex::new(BTreeMap::new());
-
-fn next() -> MutexGuard<'static, BTreeMap<Place, u64>> {
-    NEXT.lock().unwrap_or_else(PoisonError::into_inner)
+/// When a process began, in ms since 1970.
+struct Begin {
+    began: u64,
+    /// The time of the measurement.
+    now: u64,
+    /// The error of `began`: a round trip, and parts of milliseconds.
+    error: u64,
 }
 
-fn place(cluster: &Cluster) -> Place {
-    let options = &cluster.options;
-    (process::id(), options.servers.clone(), cluster.job().clone(), options.rank)
+impl Begin {
+    /// Asks the first server. A process that was stopped meanwhile asks again.
+    async fn measure(cluster: &Cluster, start: Instant) -> Begin {
+        let mut best: Option<(Duration, Begin)> = None;
+        for _ in 0..TRIES {
+            let sent = Instant::now();
+            let Some(now) = cluster.clock().await else { break };
+            let trip = sent.elapsed();
+            if best.as_ref().is_none_or(|&(least, _)| trip < least) {
+                let began = now.saturating_sub(millis(sent.duration_since(start)));
+                best = Some((trip, Begin { began, now, error: millis(trip) + 2 }));
+            }
+            if trip < SHORT {
+                break;
+            }
+        }
+        best.map_or_else(|| Begin::here(start), |(_, measured)| measured)
+    }
+
+    /// By this host's clock.
+    fn here(start: Instant) -> Begin {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, millis);
+        Begin { began: now.saturating_sub(millis(start.elapsed())), now, error: 2 }
+    }
+
+    /// Returns the first number of the process. It exceeds `seen`, the rank's newest when the process began, unless that
+    /// one's process began later. Numbers later than now show that the clock went back.
+    fn number(&self, seen: u64, random: u64) -> u64 {
+        let Begin { began, now, error } = *self;
+        let newest = seen >> LOW_BITS;
+        let is_earlier = newest <= began.saturating_add(error) || newest > now;
+        let began = if is_earlier { began.max(newest.saturating_add(1)) } else { began };
+        (began.min(MOST_MS) << LOW_BITS) | random >> (u64::BITS - LOW_BITS + 1)
+    }
 }
 
-/// Chooses the first number of a process that began at `start`, unless an earlier session has.
+fn millis(time: Duration) -> u64 {
+    time.as_millis() as u64
+}
+
+/// Chooses the first number of a process that began at `start`, unless an earlier session of it has.
 pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
-    let place = place(cluster);
-    if next().contains_key(&place) {
+    if cluster.options.process.has_begun() {
         return Ok(());
     }
     let answers = cluster.on_each(|server| cluster.glance(server)).await;
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
-    let here = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_millis() as u64);
-    let now = cluster.clock().await.unwrap_or_else(here);
-    let began = now.saturating_sub(start.elapsed().as_millis() as u64);
-    let random = RandomState::new().hash_one((place.0, SystemTime::now()));
-    next().entry(place).or_insert(first(began, now, seen.unwrap_or(0), random));
+    let random = RandomState::new().hash_one((process::id(), SystemTime::now()));
+    let begin = Begin::measure(cluster, start).await;
+    cluster.options.process.begin(begin.number(seen.unwrap_or(0), random));
     Ok(())
 }
 
 /// Takes the next number of this process. Each is given once.
 pub(crate) async fn take(cluster: &Cluster) -> Result<Incarnation> {
-    let place = place(cluster);
-    loop {
-        if let Entry::Occupied(mut next) = next().entry(place.clone()) {
-            let number = *next.get();
-            *next.get_mut() = number.saturating_add(1);
-            return Ok(Incarnation(number));
-        }
-        begin(cluster, Instant::now()).await?;
-    }
-}
-
-/// The process has given its place up: a later session of it begins as another process would.
-pub(crate) fn forget(cluster: &Cluster) {
-    next().remove(&place(cluster));
-}
-
-/// Returns the first number of a process that began at `began`, in ms since 1970. Numbers later than `now` show that
-/// the clock went back, and are exceeded.
-fn first(began: u64, now: u64, seen: u64, random: u64) -> u64 {
-    let newest = seen >> LOW_BITS;
-    let began = if newest > now { newest + 1 } else { began };
-    (began.min(MOST_MS) << LOW_BITS) | random >> (u64::BITS - LOW_BITS + 1)
+    begin(cluster, Instant::now()).await?;
+    Ok(cluster.options.process.take())
 }
 
 #[cfg(test)]
@@ -83,6 +96,10 @@ mod tests {
     use super::*;
 
     const NOW: u64 = 1_800_000_000_000;
+
+    fn first(began: u64, now: u64, seen: u64, random: u64) -> u64 {
+        Begin { began, now, error: 3 }.number(seen, random)
+    }
 
     #[test]
     fn the_later_process_has_the_greater_number_whatever_it_saw() {
@@ -94,6 +111,12 @@ mod tests {
         assert!(woken < new, "{woken} and {new}");
         // Numbers of earlier releases are microseconds.
         assert!(old > NOW * 1000);
+    }
+
+    #[test]
+    fn a_predecessor_of_nearly_the_same_time_is_exceeded() {
+        let old = first(NOW + 2, NOW + 2, 0, u64::MAX);
+        assert!(first(NOW, NOW + 5, old, 0) > old);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     cluster::{Backoff, ByServer, Cluster, renewed},
     error::{Error, Misuse, Result, VersionsDiffer},
-    rank::{RankState, forget, take},
+    rank::{RankState, take},
 };
 
 /// The job's progress as this rank begins to take part.
@@ -161,6 +161,5 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
         })
     };
     cluster.on_all(leave).await?;
-    forget(cluster);
     Ok(())
 }

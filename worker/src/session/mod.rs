@@ -44,7 +44,7 @@ pub use self::{
     resume::paused_at,
     version::{TRIES, asked_version, has_passed, is_busy},
 };
-pub use crate::cluster::{Address, Interrupt, Options, Transport, untrusted, whole, with_sources};
+pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};
 use crate::{
     cluster::Cluster,
     error::Result,

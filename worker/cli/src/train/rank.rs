@@ -10,7 +10,7 @@ use longshore_worker::{
     device::{Budget, Device},
     error::Error,
     pipeline::{Pipeline, StepInputs},
-    session::{GoBack, Joined, Opened, Options, Session},
+    session::{GoBack, Joined, Opened, Options, Process, Session},
 };
 
 use super::{
@@ -40,6 +40,8 @@ struct Run<'a> {
     layout: Layout,
     device: Arc<dyn Device>,
     rank: u32,
+    /// A run that starts over never replaces a process that has taken the rank meanwhile.
+    process: Process,
     stop: Stop,
 }
 
@@ -97,7 +99,8 @@ impl<'a> Run<'a> {
         };
         check_room(&model, &layout, &work, device.budget())?;
         let text = corpus.digest();
-        Ok(Run { settings, model, corpus, text, validation, layout, device, rank, stop })
+        let process = Process::default();
+        Ok(Run { settings, model, corpus, text, validation, layout, device, rank, process, stop })
     }
 
     /// Trains from the connection to the servers to the last step.
@@ -116,6 +119,7 @@ impl<'a> Run<'a> {
             deadline: settings.deadline,
             pause_deadline: settings.pause_deadline,
             host_budget: host.clone(),
+            process: self.process.clone(),
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
         };
         let options = if embedded { options } else { settings.access.of(options) };
