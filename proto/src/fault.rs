@@ -10,6 +10,8 @@ pub const ORIGIN: &str = "commit.origin";
 pub const READS: &str = "push.reads";
 /// Field of a conflict: another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
+/// Field of a commit that waits for gradients of processes that have joined again.
+pub const OWED: &str = "commit.gradients";
 /// Limit of a missing job that the server has deleted since it started.
 pub const DELETED: &str = "open on this server, which has deleted it";
 

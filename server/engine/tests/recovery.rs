@@ -1,12 +1,19 @@
 //! Promise 3 inside one server: workers die at any point of a step and join again. The bits equal those of a
 //! run without deaths.
 
-use longshore_engine::job::Stored;
+use longshore_engine::{job::Stored, kernels::Isa, tier::Storage};
 use longshore_proto::{
-    Commit, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Origin, Rank, Reads, Step,
+    Commit, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Origin, Rank, Reads, ShardId,
+    Step, TierKind, Version,
 };
 
-use crate::common::{self, BLOCK, cluster::Cluster, commit, gradient, reference::Reference, spec, weights};
+use crate::common::{
+    self, BLOCK,
+    cluster::{Cluster, compute},
+    commit, gradient,
+    reference::Reference,
+    spec, weights,
+};
 
 /// A job of three shards over two servers. The first two shards have two chunks each.
 fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {
@@ -223,6 +230,68 @@ fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
         cluster.work();
         finish(&mut cluster, 2, &second);
         assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
+    }
+}
+
+/// A process that has joined again may still read the version that the next update overwrites.
+#[test]
+fn a_delayed_step_waits_for_the_gradients_of_present_processes() {
+    let spec = shape(2, 1, 1);
+    let flats = step_gradients(&spec, 1);
+    let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
+    cluster.push(1, &flats);
+    cluster.join(1);
+    let (shard, decided_by) = (cluster.jobs[0].owned()[0], cluster.incarnations[0]);
+    let decision = Commit { decided_by, ..commit(&spec, 1) };
+    assert!(cluster.jobs[0].statistics(shard, Step(1)).unwrap().is_none());
+    assert_eq!(cluster.commit(&decision).unwrap_err().kind, FaultKind::Precondition);
+    for (chunk, payload) in cluster.chunks(1, 0, 1, &flats[1]) {
+        assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Superseded));
+    }
+    assert!(cluster.jobs[0].statistics(shard, Step(1)).unwrap().is_some());
+    cluster.commit(&decision).unwrap();
+    cluster.work();
+    assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
+}
+
+/// One step must not have gradients of two versions or of two loss scales, also after all of its processes died.
+#[test]
+fn a_sum_keeps_what_it_was_computed_with() {
+    for restarts in [false, true] {
+        let shm = tempfile::tempdir_in("/dev/shm").unwrap();
+        let spec = JobSpec { tier: TierKind::Shm, ..shape(2, 1, 1) };
+        let storage = Storage { shm_dir: Some(shm.path().to_path_buf()), ..Storage::default() };
+        let open = || Cluster::try_open(&spec, 1, &compute(2, Isa::detect()), &storage).unwrap();
+        let mut cluster = open();
+        (0..2).for_each(|rank| cluster.join(rank));
+        cluster.upload(&weights(&spec, 1));
+        for step in 1..=2 {
+            cluster.push(step, &step_gradients(&spec, step));
+            cluster.commit(&Commit { loss_scale: step as f64, ..commit(&spec, step) }).unwrap();
+            cluster.work();
+        }
+        let flats = step_gradients(&spec, 3);
+        let send = |cluster: &mut Cluster, rank: u32, shard: u32, (version, loss_scale): (u64, f64)| {
+            let reads = Reads { version: Version(version), decided_by: Incarnation::default() };
+            for (chunk, payload) in cluster.chunks(3, 0, rank, &flats[rank as usize]) {
+                if chunk.contribution.shard == ShardId(shard) {
+                    cluster.store(&ContributionChunk { loss_scale, reads, ..chunk }, payload)?;
+                }
+            }
+            Ok::<_, Fault>(())
+        };
+        (0..2).for_each(|rank| send(&mut cluster, rank, 0, (1, 1.0)).unwrap());
+        cluster.work();
+        if restarts {
+            drop(cluster);
+            cluster = open();
+        }
+        (0..2).for_each(|rank| cluster.join(rank));
+        for (with, field) in [((2, 1.0), "push.reads_version"), ((1, 2.0), "loss_scale")] {
+            let fault = send(&mut cluster, 0, 1, with).unwrap_err();
+            assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, field), "{restarts}: {fault}");
+        }
+        send(&mut cluster, 0, 1, (1, 1.0)).unwrap();
     }
 }
 

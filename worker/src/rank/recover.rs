@@ -6,7 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Fault, FaultKind, ServerId, Step, Version, fault::ORIGIN};
+use longshore_proto::{
+    Fault, FaultKind, ServerId, Step, Version,
+    fault::{ORIGIN, OWED},
+};
 use longshore_wire::v1::Phase;
 
 use super::{RankState, commits::OwnCommit, withdraw::version};
@@ -119,7 +122,9 @@ pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnComm
         if sent.elapsed() > deadline {
             since = Instant::now();
         }
-        if cluster.waits.out_of_patience(since, deadline) {
+        // A rank that has joined again computes the step first, however long that takes.
+        let comes = error.fault.field == OWED && cluster.is_worth_waiting(since, &|_| true).await;
+        if !comes && cluster.waits.out_of_patience(since, deadline) {
             return Err(Error::Call(error));
         }
         backoff.pause(Instant::now() + deadline).await;

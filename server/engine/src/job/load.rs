@@ -355,6 +355,10 @@ impl Job {
         let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
         let work = machine.resume_updates(kept.records, &shards)?;
         let version = machine.version();
+        let settled = self.tier.kept.iter().flat_map(|kept| kept.settled());
+        for (step, computed_with) in settled.filter(|(step, _)| step.version() > version) {
+            machine.was_computed_with(step, computed_with);
+        }
         for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
             for step in shard.summed {
                 if step.version() <= version || !machine.is_complete(owned, step) {

@@ -35,7 +35,12 @@ impl Machine {
         }
         let shard = &mut self.shards[owned.index()];
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
-        match shard.slot_mut(step).judge(chunk, contributor, chunks)? {
+        let verdict = shard.slot_mut(step).judge(chunk, contributor, chunks)?;
+        let is_last = contribution.micro_step.0 + 1 == self.spec.micro_steps;
+        if is_last && matches!(verdict, Verdict::Duplicate | Verdict::Superseded) {
+            shard.slot_mut(step).sent(chunk, contributor);
+        }
+        match verdict {
             Verdict::Duplicate => Ok(Admission::Duplicate),
             Verdict::Superseded => Ok(Admission::Superseded),
             Verdict::Busy => Ok(Admission::Busy),
@@ -100,7 +105,11 @@ impl Machine {
         let contribution = chunk.contribution;
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
-        let last = self.shards[owned.index()].slots[slot.index()].stored(&chunk, contributor);
+        let held = &mut self.shards[owned.index()].slots[slot.index()];
+        if contribution.micro_step.0 + 1 == self.spec.micro_steps {
+            held.sent(&chunk, contributor);
+        }
+        let last = held.stored(&chunk, contributor);
         let (step, micro_step) = (contribution.step, contribution.micro_step);
         last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
     }

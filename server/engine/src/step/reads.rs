@@ -1,7 +1,7 @@
 //! The versions that gradients are computed with. Such a version has not been taken back, and all ranks compute a
 //! micro-step with the same one.
 
-use longshore_proto::{Contribution, ContributionChunk, Incarnation, MicroStep, Rank, Version};
+use longshore_proto::{Contribution, ContributionChunk, Incarnation, MicroStep, Rank, Step, Version};
 
 use super::{machine::Machine, refusal::Refusal};
 
@@ -30,11 +30,12 @@ impl Machine {
         }
     }
 
-    /// Returns a rank that computes the chunk's micro-step with another version, and that version.
+    /// Returns a rank that computes the chunk's micro-step with another version, and that version. It may be an earlier
+    /// process of the same rank, if a sum contains its gradient.
     fn said_otherwise(&self, chunk: &ContributionChunk) -> Option<(Rank, Version)> {
-        let Contribution { step, micro_step, rank, .. } = chunk.contribution;
+        let Contribution { step, micro_step, .. } = chunk.contribution;
         let said = self.reads.get(&(step, micro_step)).filter(|_| self.is_said(chunk))?;
-        said.iter().copied().find(|&(other, version)| other != rank && version != chunk.reads.version)
+        said.iter().copied().find(|&(_, version)| version != chunk.reads.version)
     }
 
     /// Returns true if the chunk states its version. A chunk that does not leaves the version at 0.
@@ -54,10 +55,31 @@ impl Machine {
         }
     }
 
-    /// Forgets the versions that a rank's earlier process computed with. Its next process may compute with
-    /// another version, as the other ranks do.
+    /// Forgets the versions that a rank's earlier process computed with, unless a sum contains its gradient. Its next
+    /// process may compute with another version, as the other ranks do.
     pub(super) fn forget_reads_of(&mut self, rank: Rank) {
-        self.reads.values_mut().for_each(|said| said.retain(|&(known, _)| known != rank));
+        let Machine { reads, shards, .. } = self;
+        for (&(step, micro_step), said) in reads {
+            if !shards.iter().any(|shard| shard.slot(step).has_summed(step, micro_step)) {
+                said.retain(|&(known, _)| known != rank);
+            }
+        }
+    }
+
+    /// Returns the loss scale of a step, and the version of its first micro-step, as far as contributions stated them.
+    pub fn computed_with(&self, step: Step) -> (Option<f64>, Option<Version>) {
+        let said = self.reads.get(&(step, MicroStep(0))).and_then(|said| said.first());
+        (self.settled(step), said.map(|&(_, version)| version))
+    }
+
+    /// Takes up the loss scale and the version of a sum that an earlier process of this server formed.
+    pub fn was_computed_with(&mut self, step: Step, (scale, reads): (Option<f64>, Option<Version>)) {
+        if !self.shards.iter().any(|shard| shard.slot(step).step == Some(step)) {
+            return;
+        }
+        scale.into_iter().for_each(|scale| self.settle(step, scale));
+        let said = reads.map(|version| ((step, MicroStep(0)), vec![(Rank(0), version)]));
+        self.reads.extend(said);
     }
 
     /// Forgets the versions that decided steps were computed with.

@@ -3,7 +3,7 @@
 use longshore_proto::{
     ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ShardId,
     Step, Version,
-    fault::{ORIGIN, READS, READS_VERSION},
+    fault::{ORIGIN, OWED, READS, READS_VERSION},
 };
 
 /// A refused event changes nothing.
@@ -32,6 +32,7 @@ pub enum Refusal {
     OtherChecksum { contribution: Contribution, chunk: ChunkId, crc32: u32, earlier: u32 },
     CommitTooEarly { step: Step, next: Step },
     CommitTooOld { step: Step, version: Version },
+    CommitOwed { step: Step, missing: String },
     CommitIncomplete { step: Step, missing: String },
     WrongGradientScale { step: Step, gradient_scale: f64, scales: Vec<f64>, contributions: u64 },
     NotFinite { step: Step, shard: ShardId, element: u64 },
@@ -221,6 +222,13 @@ impl From<Refusal> for Fault {
                 step.0,
                 format!("above {}: the job is at {version}", version.0),
                 "join again to learn where the job stands",
+            ),
+            Refusal::CommitOwed { step, missing } => Fault::new(
+                Precondition,
+                OWED,
+                format!("without that of {missing} ({step})"),
+                "of all processes that have joined",
+                "wait for that process: its gradient is not summed again, and it reads a version that the step overwrites",
             ),
             Refusal::CommitIncomplete { step, missing } => Fault::new(
                 Precondition,

@@ -74,7 +74,7 @@ impl Machine {
         Known::OneOf { scales, open: newest > self.version.0 }
     }
 
-    fn settled(&self, step: Step) -> Option<f64> {
+    pub(super) fn settled(&self, step: Step) -> Option<f64> {
         self.scales.iter().find(|(held, _)| *held == step).map(|&(_, scale)| scale)
     }
 

@@ -34,6 +34,9 @@ struct Receipt {
 struct RankSlot {
     stored: Bitmap,
     writing: Bitmap,
+    /// The newest process that sent chunks of the last micro-step, and those chunks, held or not needed any more.
+    sent_by: Incarnation,
+    sent: Bitmap,
     /// Receipts by micro-step and chunk, kept until the step is decided. A repeated chunk of a summed
     /// micro-step can so be told from a conflicting chunk. Receipts take 24 bytes for each MiB received.
     receipts: Vec<Vec<Option<Receipt>>>,
@@ -71,7 +74,8 @@ pub(super) struct ShardProgress {
 
 impl RankSlot {
     fn new(chunks: u32) -> RankSlot {
-        RankSlot { stored: Bitmap::new(chunks), writing: Bitmap::new(chunks), receipts: Vec::new() }
+        let [stored, writing, sent] = [(); 3].map(|()| Bitmap::new(chunks));
+        RankSlot { stored, writing, sent_by: Incarnation::default(), sent, receipts: Vec::new() }
     }
 
     fn receipt(&self, micro_step: MicroStep, chunk: u32) -> Option<Receipt> {
@@ -195,6 +199,30 @@ impl StepSlot {
         self.summing
     }
 
+    /// Notes a chunk of the last micro-step that its process need not send again.
+    pub(super) fn sent(&mut self, chunk: &ContributionChunk, contributor: Contributor) {
+        let rank = &mut self.ranks[contributor.index()];
+        if rank.sent_by != chunk.incarnation {
+            rank.sent_by = chunk.incarnation;
+            rank.sent.clear();
+        }
+        for index in rank.covered(chunk) {
+            rank.sent.set(index, true);
+        }
+    }
+
+    /// Returns true if the process has sent its whole gradient of the step, which it may have computed in vain.
+    pub(super) fn has_sent(&self, contributor: Contributor, process: Incarnation) -> bool {
+        let rank = &self.ranks[contributor.index()];
+        rank.sent_by == process && rank.sent.is_full()
+    }
+
+    /// Returns true if a sum contains the micro-step, or is being formed of it.
+    pub(super) fn has_summed(&self, step: Step, micro_step: MicroStep) -> bool {
+        let summed = self.summed + u32::from(self.summing);
+        self.step == Some(step) && micro_step.0 < summed
+    }
+
     /// The chunk's bytes did not arrive.
     pub(super) fn abandoned(&mut self, chunk: &ContributionChunk, contributor: Contributor) {
         self.ranks[contributor.index()].set_writing(chunk, false);
@@ -242,6 +270,8 @@ impl StepSlot {
         self.nonfinite = None;
         for rank in &mut self.ranks {
             rank.receipts.clear();
+            rank.sent_by = Incarnation::default();
+            rank.sent.clear();
         }
     }
 

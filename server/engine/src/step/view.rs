@@ -10,7 +10,7 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
-use crate::ids::{OwnedShard, OwnedShards};
+use crate::ids::{Contributor, OwnedShard, OwnedShards};
 
 impl Machine {
     pub fn phase(&self) -> &Phase {
@@ -44,6 +44,35 @@ impl Machine {
 
     pub fn is_complete(&self, owned: OwnedShard, step: Step) -> bool {
         self.shards[owned.index()].is_complete(step)
+    }
+
+    /// Returns a rank whose process joined after an earlier one had sent a shard's gradient, and that has not sent its
+    /// own. In a delayed job this process may still read the version that the step's update overwrites.
+    pub fn owing(&self, owned: OwnedShard, step: Step) -> Option<Rank> {
+        let shard = &self.shards[owned.index()];
+        let ranks = Contributor::all(shard.contributors.len()).zip(&shard.contributors);
+        let owes = |contributor: Contributor, rank: Rank| {
+            let state = &self.ranks[rank.index()];
+            let takes_part = self.spec.max_delay > 0 && !state.fence_only && !state.left;
+            let process = state.incarnation.filter(|_| takes_part);
+            process.is_some_and(|process| !shard.slot(step).has_sent(contributor, process))
+        };
+        ranks
+            .map(|(contributor, &rank)| (contributor, rank))
+            .find(|&(one, rank)| owes(one, rank))
+            .map(|(_, rank)| rank)
+    }
+
+    /// Names the first shard, and the rank, for which [`Machine::owing`] holds, once the step is complete on all shards.
+    pub fn owed(&self, step: Step) -> Option<String> {
+        let mut shards = OwnedShards::all(self.shards.len());
+        if !self.shards.iter().all(|shard| shard.is_complete(step)) {
+            return None;
+        }
+        shards.find_map(|owned| {
+            let rank = self.owing(owned, step)?;
+            Some(format!("{} from {}", self.shards[owned.index()].shard, self.describe(rank)))
+        })
     }
 
     /// The origin of a shard's gradient of a step.

@@ -205,6 +205,13 @@ pub trait KeptMemory: Send + Sync {
     /// Called before the start. `loaded` is true if every shard got an image of the version before.
     fn older_images(&self, loaded: bool);
 
+    /// A sum of a step was computed with this loss scale, and its first micro-step with this version, as far as known.
+    /// Called before [`KeptMemory::complete`].
+    fn settle(&self, step: Step, computed_with: (Option<f64>, Option<Version>));
+
+    /// Returns the steps that were settled last.
+    fn settled(&self) -> Vec<(Step, (Option<f64>, Option<Version>))>;
+
     /// All contributions to an undecided step are summed on a shard. Called before anyone is told so.
     fn complete(&self, owned: OwnedShard, step: Step);
 

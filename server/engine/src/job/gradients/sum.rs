@@ -68,6 +68,8 @@ impl Job {
                 self.gradients.set_statistics(owned, slot, statistics);
                 self.gradients.find_left_out(owned, slot);
                 if let Some(kept) = &self.tier.kept {
+                    // What the other shards of the step may be computed with outlives the process too.
+                    kept.settle(step, self.protocol.machine().computed_with(step));
                     kept.complete(owned, step);
                 }
             }
@@ -78,13 +80,14 @@ impl Job {
         Ok(())
     }
 
-    /// The statistics of each block of a shard, once its gradient of a step is complete. A frozen shard has none.
+    /// The statistics of each block of a shard, once its gradient of a step is complete and each rank's present process
+    /// has sent its own. A frozen shard has none.
     pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
         self.check_alive()?;
         let machine = self.protocol.machine();
         let owned = machine.owned_index(shard)?;
         machine.check_stats(step)?;
-        if !machine.is_complete(owned, step) {
+        if !machine.is_complete(owned, step) || machine.owing(owned, step).is_some() {
             return Ok(None);
         }
         Ok(Some(self.gradients.statistics(owned, self.gradients.slot(step))))

@@ -186,6 +186,14 @@ impl Job {
         }
         self.check_left_out(&machine, incarnation, &commit, origin)?;
         let step = commit.step;
+        // A decision that another server has already is not held up.
+        if step == before.next_step()
+            && commit.decided_by == incarnation
+            && machine.check_rank_zero(incarnation).is_ok()
+            && let Some(missing) = machine.owed(step)
+        {
+            return Err(Refusal::CommitOwed { step, missing }.into());
+        }
         let work = machine.commit(incarnation, commit, origin)?;
         let duplicate = machine.version() == before;
         if !duplicate {

@@ -50,6 +50,8 @@ const SUMMED: usize = 3;
 const SUM_WORDS: usize = 4;
 /// Index of the first checksum of an image.
 const IMAGE_SUM: usize = 2;
+/// Number of words of a settled step: the step, its loss scale's bits, and 1 + the version of its first micro-step.
+const SETTLED_WORDS: usize = 3;
 /// Number of words of an undo slot: 1 + the block (0 when unused), and the version that its update makes.
 const UNDO_WORDS: usize = 2;
 
@@ -68,6 +70,7 @@ const UNDO_WORDS: usize = 2;
 ///              1 for each rank (its incarnation);
 ///              undo slots: one block's state each;
 ///              1 word for each rank (twice the version at which that incarnation joined; 1 more while it has only fenced);
+///              3 words for each of two steps, by parity: the step, and what its sums were computed with;
 ///              4 words for each block: CRC-64 of its state and of its image, each by version parity; 0 where unknown
 /// ```
 ///
@@ -87,6 +90,7 @@ pub(super) struct ShmTier {
     memory: MemoryTier,
     words: AtomicWords,
     joined_at: AtomicWords,
+    settled: AtomicWords,
     sums: AtomicWords,
     records: Mutex<Region>,
     /// Copies that no thread uses, with their slot.
@@ -177,6 +181,28 @@ impl Tier for ShmTier {
 }
 
 impl KeptMemory for ShmTier {
+    fn settle(&self, step: Step, (scale, reads): (Option<f64>, Option<Version>)) {
+        let words = &self.settled.get()[(step.0 % 2) as usize * SETTLED_WORDS..][..SETTLED_WORDS];
+        if words[0].load(Ordering::Acquire) == step.0 {
+            return;
+        }
+        let scale = scale.map_or(0, f64::to_bits);
+        // The step's number comes last: a kill in between leaves no settled step.
+        words[0].store(0, Ordering::SeqCst);
+        words[1].store(scale, Ordering::SeqCst);
+        words[2].store(reads.map_or(0, |version| 1 + version.0), Ordering::SeqCst);
+        words[0].store(step.0, Ordering::SeqCst);
+    }
+
+    fn settled(&self) -> Vec<(Step, (Option<f64>, Option<Version>))> {
+        let settled = self.settled.get().chunks_exact(SETTLED_WORDS).map(|words| {
+            let [step, scale, reads] = [0, 1, 2].map(|word| words[word].load(Ordering::Acquire));
+            let scale = Some(f64::from_bits(scale)).filter(|scale| *scale > 0.0);
+            (Step(step), (scale, reads.checked_sub(1).map(Version)))
+        });
+        settled.filter(|(step, _)| step.0 > 0).collect()
+    }
+
     fn older_images(&self, loaded: bool) {
         self.older_loaded.store(loaded, Ordering::Relaxed);
     }
@@ -248,7 +274,8 @@ impl Durable for ShmTier {
 
     fn joined(&self, rank: Rank, joined: Joined, over: bool) {
         let summed = self.shards().flat_map(|owned| &self.shard(owned)[SUMMED..]);
-        summed.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
+        let words = summed.chain(self.settled.get());
+        words.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
         // A kill may leave the new version beside the incarnation before. The version is then too new, for a
         // process that is being replaced.
         let at = 2 * joined.at.0 + u64::from(joined.fence_only);

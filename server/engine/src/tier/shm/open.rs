@@ -118,14 +118,14 @@ impl ShmTier {
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), AtomicWords::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
-        let joined_at = AtomicWords::new(next());
-        let sums = AtomicWords::new(next());
+        let [joined_at, settled, sums] = [(); 3].map(|()| AtomicWords::new(next()));
         let memory = MemoryTier::over(state, &sizes.lengths, sizes.shapes.clone(), pool)
             .map_err(|error| io("touch", &folder.path)(error.source))?;
         let tier = ShmTier {
             memory,
             words,
             joined_at,
+            settled,
             sums,
             records,
             undo: Mutex::new(undo),

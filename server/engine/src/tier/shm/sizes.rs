@@ -2,7 +2,7 @@
 
 use longshore_proto::{JobSpec, Layout, ShardId};
 
-use super::{BLOCK, SHARD_WORDS, SUM_WORDS, UNDO_SLOTS, UNDO_WORDS};
+use super::{BLOCK, SETTLED_WORDS, SHARD_WORDS, SUM_WORDS, UNDO_SLOTS, UNDO_WORDS};
 use crate::{
     memory::Slab,
     tier::{memory::MemoryTier, record::RECORD_BYTES, state::Shape},
@@ -37,14 +37,15 @@ impl Sizes {
         let mut progress = vec![2 * RECORD_BYTES, words * 8];
         progress.extend(vec![Shape::of(spec).bytes(BLOCK); UNDO_SLOTS]);
         progress.push(ranks * 8);
+        progress.push(2 * SETTLED_WORDS * 8);
         progress.push(blocks[lengths.len()] * SUM_WORDS * 8);
         let state = MemoryTier::bytes(&lengths, &shapes);
         Sizes { state, buffers, progress, lengths, shapes, blocks }
     }
 
-    /// Returns the bytes of a `progress` file of release 0.1: neither the versions at which ranks had joined, which then
-    /// read as 0, nor checksums.
+    /// Returns the bytes of a `progress` file of release 0.1: without the versions at which ranks had joined, which then
+    /// read as 0, without settled steps and without checksums.
     pub(super) fn least_progress(&self) -> usize {
-        Slab::bytes_for(self.progress[..self.progress.len() - 2].iter().copied())
+        Slab::bytes_for(self.progress[..self.progress.len() - 3].iter().copied())
     }
 }
