@@ -49,8 +49,8 @@ pub struct ChunkRefused {
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "another process has joined job {job} as this rank, or another optimizer of this process with the same job=, and later than \
-     this one, as server {server} says. One at a time may run each rank: the newer one goes on. If both were meant, give this \
-     one another rank or another job"
+     this one, as server {server} says. Only one process may run each rank, with one optimizer: the newer one goes on. If both \
+     were meant, give this one another rank or another job"
 )]
 pub struct Fenced {
     pub server: String,
