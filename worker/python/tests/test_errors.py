@@ -207,6 +207,9 @@ def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
     weight = nn.Parameter(torch.ones(2))
     with pytest.raises(errors.InvalidError, match=r"again is given twice in one group, as w before"):
         kind([("w", weight), ("again", weight)])
+    weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's own
+        kind([("w", weight), ("again", weight), ("x", nn.Parameter(torch.ones(1)))])
 
 
 @pytest.mark.parametrize("arguments", [{"momentum": 1.5}, {"momentum": 0.9, "dampening": -1.0}, {"momentum": 0.9, "dampening": 2.0}])

@@ -110,9 +110,8 @@ def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) 
         name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
         if not isinstance(tensor, Tensor):
             continue
-        if id(tensor) in own:
-            twice = f"given twice in one group, as {own[id(tensor)]} before"
-            raise invalid(str(name), twice, "given once", "leave one of them out: tied weights are one parameter")
+        if id(tensor) in own and (tensor.requires_grad or later):
+            raise _given_twice(str(name), own[id(tensor)])
         own[id(tensor)] = str(name)
         if id(tensor) in known:
             # torch's words lead, since callers search for them.
@@ -174,6 +173,10 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
     return frozen
 
 
+def _given_twice(name: str, other: str) -> Exception:
+    return invalid(name, f"given twice in one group, as {other} before", "given once", "leave one of them out: tied weights are one parameter")
+
+
 def _named_twice(name: str) -> Exception:
     remedy = "pass model.named_parameters(), and those of several models each with a prefix, for example critic.named_parameters('critic')"
     return invalid(name, "the name of two parameters", "of one", remedy)
@@ -182,7 +185,7 @@ def _named_twice(name: str) -> Exception:
 def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int) -> list[Param]:
     """Returns the parameters whose ``requires_grad`` is in ``which``, numbered from ``first`` on."""
     params: list[Param] = []
-    seen: dict[tuple[int, int], str] = {}
+    seen: dict[tuple[int, int], tuple[str, Tensor]] = {}
     names: set[str] = set()
     for group_index, group in enumerate(groups):
         for index, tensor in enumerate(group["params"]):
@@ -192,11 +195,13 @@ def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int)
             check(name, tensor)
             memory = _memory(tensor)
             if memory in seen and memory[1]:
-                limit = f"memory of its own, and shares it with {seen[memory]}"
+                if tensor is seen[memory][1]:
+                    raise _given_twice(name, seen[memory][0])
+                limit = f"memory of its own, and shares it with {seen[memory][0]}"
                 raise invalid(name, "tied", limit, "tie weights by assigning one Parameter to both modules")
             if name in names:
                 raise _named_twice(name)
-            seen[memory] = name
+            seen[memory] = name, tensor
             names.add(name)
             place, wire = first + len(params), DTYPES[tensor.dtype]
             params.append(Param(place, name, group_index, tensor, tensor.shape, tensor.dtype, wire, tensor.numel()))
