@@ -82,14 +82,14 @@ const STATE_CASES: &[StateCase] = &[
         StateArray::First,
         Some(3),
         f32::NAN,
-        (Invalid, "payload", &["NaN at element 0", "first moments"]),
+        (Invalid, "payload", &["NaN in layer.0, element 0", "first moments"]),
     ),
     (
         Rule::AdamW,
         StateArray::Second,
         Some(3),
         -1.0,
-        (Invalid, "payload", &["-1 at element 0", "not below 0"]),
+        (Invalid, "payload", &["-1 in layer.0, element 0", "not below 0"]),
     ),
     (Rule::Adagrad, StateArray::First, Some(3), -1.0, (Invalid, "payload", &["not below 0"])),
 ];
