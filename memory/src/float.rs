@@ -2,7 +2,7 @@
 //! -ffast-math change it, and new threads inherit it. Arithmetic whose bits are promised runs in the [`Standard`] mode:
 //! denormals kept, rounding to nearest, no traps.
 
-use std::marker::PhantomData;
+use std::{hint::black_box, marker::PhantomData};
 
 /// Puts the calling thread into the standard mode while this lives, then restores the mode before. Values computed
 /// meanwhile depend on no setting of the host process.
@@ -31,6 +31,14 @@ impl Drop for Standard {
             write(before);
         }
     }
+}
+
+/// Calls `act` in the standard mode. For arithmetic on a few numbers: compilers, which know nothing of the mode, move
+/// that past a [`Standard`], and past these boxes they move nothing.
+#[inline]
+pub fn standard<T>(act: impl FnOnce() -> T) -> T {
+    let _standard = Standard::enter();
+    black_box(black_box(act)())
 }
 
 /// Puts the calling thread into the standard mode for its life: for threads that belong to Longshore.

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use longshore_memory::float::Standard;
+use longshore_memory::float::standard;
 use longshore_proto::limits::BLOCK_ELEMENTS;
 
 /// Statistics of one block of the summed gradient, which is still scaled.
@@ -38,25 +38,26 @@ pub fn decide(
     clip: Option<f64>,
     gradient_scale: f64,
 ) -> Decision {
-    let _standard = Standard::enter();
-    let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
-        stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
-    });
-    // A sum over fewer ranks counts as a mean after division by the share, and a sum of squares by the share's
-    // square.
-    let squares = shares.iter().flat_map(|(range, share)| {
-        blocks[range.clone()].iter().map(move |stats| stats.sum_squares / (share * share))
-    });
-    let sum: f64 = squares.sum();
-    let norm = sum.sqrt() / gradient_scale;
-    // Finite f32 gradients exceed f64 in their sum of squares only after 2^256 elements. A norm that is not finite
-    // is a defect elsewhere.
-    let skip = first_nonfinite.is_some() || !norm.is_finite();
-    let clip_coefficient = match clip {
-        Some(clip) if !skip => (clip / (norm + CLIP_EPSILON)).min(1.0),
-        _ => 1.0,
-    };
-    Decision { skip, norm, clip_coefficient, first_nonfinite }
+    standard(|| {
+        let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
+            stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
+        });
+        // A sum over fewer ranks counts as a mean after division by the share, and a sum of squares by the share's
+        // square.
+        let squares = shares.iter().flat_map(|(range, share)| {
+            blocks[range.clone()].iter().map(move |stats| stats.sum_squares / (share * share))
+        });
+        let sum: f64 = squares.sum();
+        let norm = sum.sqrt() / gradient_scale;
+        // Finite f32 gradients exceed f64 in their sum of squares only after 2^256 elements. A norm that is not finite
+        // is a defect elsewhere.
+        let skip = first_nonfinite.is_some() || !norm.is_finite();
+        let clip_coefficient = match clip {
+            Some(clip) if !skip => (clip / (norm + CLIP_EPSILON)).min(1.0),
+            _ => 1.0,
+        };
+        Decision { skip, norm, clip_coefficient, first_nonfinite }
+    })
 }
 
 #[cfg(test)]

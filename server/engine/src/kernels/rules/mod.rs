@@ -16,7 +16,7 @@ mod sgd;
 use longshore_proto::{Hyper, Rule as Kind};
 
 use super::{Code, scalar::convert::CANONICAL_NAN};
-use crate::memory::float::Standard;
+use crate::memory::float::standard;
 
 /// The arithmetic of rules: one f32, or 16 lanes of an instruction set that do the same in every lane. A NaN may be any
 /// NaN until the caller makes it the canonical one.
@@ -118,10 +118,9 @@ macro_rules! rules {
             /// If `applied` is 0.
             pub fn new(rule: Kind, hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Scalars {
                 assert!(applied >= 1, "applied steps are counted from 1");
-                let _standard = Standard::enter();
-                match rule {
+                standard(|| match rule {
                     $(Kind::$rule => Scalars::$rule(Constants::new(hyper, applied, grad_multiplier)),)*
-                }
+                })
             }
 
             /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and
@@ -130,10 +129,9 @@ macro_rules! rules {
             /// # Panics
             /// If the rule [cannot](Kind::can_look_ahead).
             pub fn looking_ahead(mut self, hyper: &Hyper, applied: u64, next_lr: f64) -> Scalars {
-                let _standard = Standard::enter();
-                match &mut self {
+                standard(|| match &mut self {
                     $(Scalars::$rule(constants) => constants.look_ahead(hyper, applied, next_lr),)*
-                }
+                });
                 self
             }
 
