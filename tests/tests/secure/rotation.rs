@@ -139,6 +139,7 @@ fn one_certificate_of_an_identity_is_revoked_and_its_connections_end() {
     let mut call = || runtime.block_on(admin.list_jobs(ListJobsRequest {}));
     assert!(call().is_ok());
     folders.list(&format!("revoked_sha256 = [{:?}]\n{workers}", fingerprint(&lost)));
+    server.process.hang_up();
     let ended = "since their credentials were taken back";
     eventually("the connection to end", || server.process.stderr().contains(ended).then_some(()));
     // The connection may end under the first call.
