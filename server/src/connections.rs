@@ -39,7 +39,7 @@ impl Origin {
     }
 
     /// Returns the origin by which connections are counted: a host has all addresses of its network.
-    fn of_host(self) -> Origin {
+    pub(crate) fn of_host(self) -> Origin {
         match self {
             Origin::Host(address) => Origin::Host(network(address)),
             Origin::Neighbour { .. } | Origin::Local(_) => self,

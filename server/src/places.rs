@@ -31,6 +31,7 @@ impl Places {
     /// socket only when scheduled, so the caller should yield. Otherwise a flood is accepted 128 at a time, and as
     /// many extra sockets are open.
     pub(crate) fn take(&mut self, origin: Origin, task: AbortHandle) -> bool {
+        let origin = origin.of_host();
         let full = self.taken.len() >= self.most;
         if full && let Some(oldest) = self.oldest_of_the_most() {
             self.taken.remove(oldest).task.abort();
