@@ -1,6 +1,6 @@
 //! Check of messages that name a job: the name itself, and the caller's permission.
 
-use longshore_proto::{Fault, JobName};
+use longshore_proto::Fault;
 use longshore_wire::{self as wire, v1};
 use tonic::{Request, Status};
 
@@ -8,14 +8,18 @@ use crate::{refusals, trust::Caller};
 
 /// A message that names its job.
 pub(super) trait OfJob {
-    fn job(&self) -> Result<JobName, Fault>;
+    /// Field of the name.
+    const FIELD: &str = "job";
+
+    /// Returns the name as the caller wrote it. None without the message that has it.
+    fn job(&self) -> Option<&str>;
 }
 
 macro_rules! of_job {
     ($($message:ident),* $(,)?) => {
         $(impl OfJob for v1::$message {
-            fn job(&self) -> Result<JobName, Fault> {
-                wire::parse_name("job", &self.job)
+            fn job(&self) -> Option<&str> {
+                Some(&self.job)
             }
         })*
     };
@@ -45,15 +49,24 @@ of_job!(
 );
 
 impl OfJob for v1::OpenJobRequest {
-    fn job(&self) -> Result<JobName, Fault> {
-        let spec = self.spec.as_ref().ok_or_else(|| wire::missing("spec"))?;
-        wire::parse_name("spec.name", &spec.name)
+    const FIELD: &str = "spec.name";
+
+    fn job(&self) -> Option<&str> {
+        self.spec.as_ref().map(|spec| spec.name.as_str())
     }
 }
 
-/// Checks that the caller may make its call on the message's job.
-pub(super) fn permit(caller: &Caller, message: &impl OfJob) -> Result<(), Fault> {
-    caller.permit(&message.job()?)
+/// Checks that the caller may make its call on the message's job, and then that its name is one. Who may not call hears
+/// that alone.
+pub(super) fn permit<M: OfJob>(caller: &Caller, message: &M) -> Result<(), Fault> {
+    let job = message.job();
+    match wire::parse_name(M::FIELD, job.unwrap_or_default()) {
+        Ok(name) => caller.permit(&name),
+        Err(wrong) => {
+            caller.may_name(job.unwrap_or_default())?;
+            Err(job.map_or_else(|| wire::missing("spec"), |_| wrong))
+        }
+    }
 }
 
 /// Returns the message if its caller may make this call on its job.

@@ -269,10 +269,9 @@ impl Pull {
         self.once_ready(slice, || if waits { tokio::task::block_in_place(read) } else { read() }).await
     }
 
-    /// Reserves room for a copied payload, once the version is decided: the wait for a version may take a day.
+    /// Reserves room for a copied payload, once the payload can be read: the wait for a version may take a day.
     async fn room_for(&self, slice: Slice) -> Result<Held, Fault> {
-        let decided = || Ok((self.handle.job.progress().version >= self.version).then_some(()));
-        self.once_ready(slice, decided).await?;
+        self.once_ready(slice, || self.handle.job.has_image(&slice, self.version)).await?;
         let bytes = slice.elements * self.dtype.bytes();
         Ok(self.room.hold(bytes as usize, Instant::now() + self.wait).await?.as_answer())
     }

@@ -75,6 +75,11 @@ impl Caller {
         checked
     }
 
+    /// Checks the caller on a name that is none. The record does not keep it.
+    pub(crate) fn may_name(&self, job: &str) -> Result<(), Fault> {
+        self.check(Some(job))
+    }
+
     /// Returns whether the call was permitted on its job once, so that it may have taken effect.
     pub(super) fn was_permitted(&self) -> bool {
         self.asked().permitted

@@ -146,6 +146,11 @@ impl Job {
         Ok(Some(ImagePlace::At { at: image + start as u64, stamp }))
     }
 
+    /// Returns Some once the slice can be read, without reading it.
+    pub fn has_image(&self, slice: &Slice, version: Version) -> Result<Option<()>, Fault> {
+        Ok(self.ready(slice, version)?.map(|_| ()))
+    }
+
     /// The start and length of a slice in its shard's image.
     fn image_bytes(&self, slice: &Slice) -> (usize, usize) {
         let size = self.spec.image_dtype.bytes();
