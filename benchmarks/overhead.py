@@ -1,15 +1,17 @@
-"""Python's own share of a step of small tensors: ``python benchmarks/overhead.py [--tensors N] [--streaming]``."""
+"""Python's own share of a step of small tensors: ``python benchmarks/overhead.py [--tensors N] [--streaming] [--device]``."""
 
 import argparse
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import longshore
+from longshore.transfer import device
 from longshore.transfer.weights import Weights
 
 
@@ -25,23 +27,67 @@ def _parameters(tensors: int) -> list[tuple[str, nn.Parameter]]:
 
 
 class _Clocked:
-    """A job that sums the CPU time of its calls on this thread, unaffected by other processes."""
+    """A job that sums the CPU time of its calls on their threads, without calls back into Python, unaffected by other processes."""
 
     def __init__(self, job: Any) -> None:
         self._job = job
+        self._lock = threading.Lock()
         self.seconds = 0.0
+
+    def _count(self, act: Callable[..., Any], args: Sequence[Any], sign: int) -> Any:
+        start = time.thread_time()
+        try:
+            return act(*args)
+        finally:
+            with self._lock:
+                self.seconds += sign * (time.thread_time() - start)
 
     def __getattr__(self, name: str) -> Any:
         inner = getattr(self._job, name)
 
         def call(*args: Any) -> Any:
-            start = time.thread_time()
-            try:
-                return inner(*args)
-            finally:
-                self.seconds += time.thread_time() - start
+            return self._count(inner, [self._back(arg) if callable(arg) else arg for arg in args], 1)
 
         return call
+
+    def _back(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self._count(act, args, -1)
+
+
+class _OnHost(device.Accelerator):
+    """A device in the host's memory that does everything at once."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._addresses = {tensor.data_ptr() for tensor in tensors if tensor is not None}
+
+    def has(self, tensor: Tensor) -> bool:
+        return tensor.data_ptr() in self._addresses
+
+    def current_stream(self, device: torch.device) -> Any:
+        return "main"
+
+    def new_stream(self, device: torch.device) -> Any:
+        return "copies"
+
+    def record(self, stream: Any) -> Any:
+        return stream
+
+    def let_wait(self, stream: Any, event: Any) -> None:
+        pass
+
+    wait = register = unregister = lambda self, *_, **__: None  # type: ignore[assignment]
+
+    def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        target.copy_(source)
+
+
+def _python_seconds() -> float:
+    """Returns the CPU time of all threads that Python started."""
+    clocks = (time.pthread_getcpuclockid(thread.ident) for thread in threading.enumerate() if thread.ident is not None)
+    return sum(map(time.clock_gettime, clocks))
 
 
 def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]) -> Callable[[], None]:
@@ -61,10 +107,21 @@ def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]
     return step
 
 
-def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False) -> float:
-    """Prints the time of a step of small tensors. Returns Python's own share in seconds: the median CPU time of this thread outside of the
-    Rust half. In streaming mode the share covers backward's hooks, the first uses of parameters and ``step``, without autograd."""
+def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False, on_device: bool = False) -> float:
+    """Prints the time of a step of small tensors. Returns Python's own share in seconds: the median CPU time of Python's threads outside of
+    the Rust half. In streaming mode the share covers backward's hooks, the first uses of parameters and ``step``, without autograd. With
+    ``on_device`` a simulated device has parameters and gradients."""
     params = _parameters(tensors)
+    before = device.accelerator
+    if on_device:
+        device.accelerator = _OnHost([*(parameter for _, parameter in params), *(parameter.grad for _, parameter in params)])
+    try:
+        return _overhead(params, rounds, streaming, on_device)
+    finally:
+        device.accelerator = before
+
+
+def _overhead(params: list[tuple[str, nn.Parameter]], rounds: int, streaming: bool, on_device: bool) -> float:
     optimizer = longshore.AdamW(params, lr=1e-4, streaming=streaming)
     step = _streamed(optimizer, params) if streaming else optimizer.step
     step()
@@ -72,17 +129,24 @@ def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False) -
     assert connection is not None and isinstance(connection.weights, Weights)
     clocked: Any = _Clocked(connection.job)
     connection.job = connection.weights._job = clocked
+    stream = optimizer._stream
+    if stream is not None and stream._pusher is not None:
+        stream._pusher._job = clocked
     whole, own = [], []
     for _ in range(rounds):
         clocked.seconds = 0.0
-        start = time.thread_time()
+        start = _python_seconds()
         began = time.perf_counter()
         step()
         whole.append(time.perf_counter() - began)
-        own.append(time.thread_time() - start - clocked.seconds)
-    share = statistics.median(own)
-    mode = "streaming" if streaming else "safe"
-    print(f"{tensors} tensors, {mode} mode: a step takes {statistics.median(whole) * 1e3:.2f} ms, of which Python's own {share * 1e3:.2f} ms")
+        own.append(_python_seconds() - start - clocked.seconds)
+    optimizer.close()
+    share, tensors = statistics.median(own), len(params)
+    mode = ("streaming" if streaming else "safe") + (" mode on a simulated device" if on_device else " mode")
+    print(
+        f"{tensors} tensors, {mode}: a step takes {statistics.median(whole) * 1e3:.2f} ms, of which Python's own {share * 1e3:.2f} ms, "
+        f"{share / tensors * 1e6:.1f} us a tensor"
+    )
     return share
 
 
@@ -90,8 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=400)
     parser.add_argument("--streaming", action="store_true", help="gradients are taken one by one, and weights are read as they are used")
+    parser.add_argument("--device", action="store_true", help="a simulated device has parameters and gradients")
     args = parser.parse_args()
-    overhead(args.tensors, streaming=args.streaming)
+    overhead(args.tensors, streaming=args.streaming, on_device=args.device)
 
 
 if __name__ == "__main__":

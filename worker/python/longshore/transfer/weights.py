@@ -116,6 +116,7 @@ class Weights:
 
     def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None) -> None:
         self._params, self._columns = params, Columns(params)
+        self._indices = {param.index for param in params}
         self._job = job
         self._lending = lending
         self._staged: dict[int, Tensor] = {}
@@ -160,8 +161,9 @@ class Weights:
             # A running backward may need weights that were read at their use.
             lacking = set(self._job.unread_params())
             if lacking:
-                here = [param for param in self._params if param.index in lacking]
-                self._read(self._columns if len(here) == len(self._params) else Columns(here), is_asked_now=True)
+                is_whole = self._indices <= lacking
+                columns = self._columns if is_whole else Columns([param for param in self._params if param.index in lacking])
+                self._read(columns, is_asked_now=True)
             self.forget()
 
     def read_frozen(self) -> set[int]:
