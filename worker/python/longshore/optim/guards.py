@@ -173,10 +173,14 @@ class Writes:
         if params is None or len(params) == len(self._columns.params):
             self._noted = self._marks(self._columns.tensors)
         elif self._noted is not None:
-            indices = [param.index for param in params]
+            first, last = params[0].index, params[-1].index
+            is_run = last - first + 1 == len(params)  # indices ascend
             for noted, marks in zip(self._noted, self._marks([param.tensor for param in params]), strict=True):
-                for index, mark in zip(indices, marks, strict=True):
-                    noted[index] = mark
+                if is_run:
+                    noted[first : last + 1] = marks
+                    continue
+                for param, mark in zip(params, marks, strict=True):
+                    noted[param.index] = mark
 
     def forget(self) -> None:
         """Ends the watch: :meth:`written` finds nothing until the next :meth:`note`."""
