@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::Fault;
 use rustix::{
     fs::{FallocateFlags, fallocate},
     io::Errno,
@@ -49,16 +49,24 @@ impl Draft {
         let folder = parent(&target);
         // Weights are as private as the training data.
         let open = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
+        let missing = missing_folders(&target);
         let mut tries = 0;
         let file = loop {
-            let opened = create_folder(folder).and_then(|()| open().map_err(io("create", &temporary)));
-            match opened {
+            // A file in the folder's place is named when the draft is opened.
+            let made = fs::create_dir_all(folder).or_else(|error| match error.kind() {
+                ErrorKind::AlreadyExists => Ok(()),
+                _ => Err(error),
+            });
+            match made.and_then(|()| open()) {
                 // Other servers remove the folder whenever they find it empty.
-                Err(fault) if fault.kind == FaultKind::NotFound && tries < MOST_TRIES => tries += 1,
-                opened => break Arc::new(opened?),
+                Err(error) if error.kind() == ErrorKind::NotFound && tries < MOST_TRIES => tries += 1,
+                opened => break Arc::new(opened.map_err(io("create", &temporary))?),
             }
         };
-        Ok(Draft { file, temporary, target, settled: AtomicBool::new(false) })
+        let draft = Draft { file, temporary, target, settled: AtomicBool::new(false) };
+        // The folders stay now. A crash must not take their names from a file that was flushed.
+        missing.iter().try_for_each(|folder| sync_folder(parent(folder)))?;
+        Ok(draft)
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -134,17 +142,11 @@ pub(super) fn sync_folder(folder: &Path) -> Result<(), Fault> {
     opened.sync_all().map_err(io("fsync", folder))
 }
 
-/// Creates a folder and its missing parents, and flushes each new folder's entry into its parent.
-fn create_folder(folder: &Path) -> Result<(), Fault> {
-    if folder.is_dir() {
-        return Ok(());
-    }
-    let above = parent(folder);
-    create_folder(above)?;
-    match fs::create_dir(folder) {
-        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(io("create folder", folder)(error)),
-        _ => sync_folder(above),
-    }
+/// Returns the folders above `path` that do not exist, the innermost first.
+fn missing_folders(path: &Path) -> Vec<PathBuf> {
+    let above =
+        path.ancestors().skip(1).take_while(|folder| !folder.as_os_str().is_empty() && !folder.is_dir());
+    above.map(Path::to_path_buf).collect()
 }
 
 fn parent(path: &Path) -> &Path {

@@ -1,50 +1,59 @@
 //! Parts that this process writes or has written, and who asked for each. Two authors may ask for one name: one
-//! writes at a time, and a part stays until the last of its authors gives it up.
+//! writes at a time, both get the same part, and it stays until the last of its authors gives it up.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
-    sync::{Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, Weak},
     time::Instant,
 };
 
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::{Fault, FaultKind, Version};
 
-use super::fault::FIELD;
-use crate::lock;
+use super::{fault::FIELD, part::Part};
+use crate::{job::Job, lock};
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Writers {
-    parts: Mutex<BTreeMap<PathBuf, Part>>,
+    parts: Mutex<BTreeMap<PathBuf, State>>,
     written: Condvar,
 }
 
-#[derive(Debug, Default)]
-struct Part {
+impl std::fmt::Debug for Writers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(lock(&self.parts).keys()).finish()
+    }
+}
+
+#[derive(Default)]
+struct State {
     is_being_written: bool,
     authors: BTreeSet<u64>,
+    /// The part as it was written last, of which job.
+    last: Option<(Part, Weak<Job>)>,
 }
 
 /// The turn to write a part.
 pub(super) struct Turn<'a> {
     writers: &'a Writers,
-    part: PathBuf,
+    path: PathBuf,
+    author: u64,
 }
 
 impl Writers {
     /// Waits until no other call writes this part, and notes its author.
-    pub(super) fn enter(&self, part: &Path, author: u64, deadline: Instant) -> Result<Turn<'_>, Fault> {
+    pub(super) fn enter(&self, path: &Path, author: u64, deadline: Instant) -> Result<Turn<'_>, Fault> {
         let mut parts = lock(&self.parts);
         loop {
-            let found = parts.entry(part.to_path_buf()).or_default();
-            found.authors.insert(author);
-            if !std::mem::replace(&mut found.is_being_written, true) {
-                return Ok(Turn { writers: self, part: part.to_path_buf() });
+            let state = parts.entry(path.to_path_buf()).or_default();
+            state.authors.insert(author);
+            if !std::mem::replace(&mut state.is_being_written, true) {
+                return Ok(Turn { writers: self, path: path.to_path_buf(), author });
             }
             let wait = deadline.saturating_duration_since(Instant::now());
             if wait.is_zero() {
-                found.authors.remove(&author);
-                let value = format!("{}, being written for another caller", part.display());
+                state.authors.remove(&author);
+                let value = format!("{}, being written for another caller", path.display());
                 let remedy = "try again later, or choose another name";
                 return Err(Fault::new(FaultKind::Deadline, FIELD, value, "written in time", remedy));
             }
@@ -56,28 +65,64 @@ impl Writers {
     }
 
     /// Notes that an author gives a part up. Returns true if no other author needs it.
-    pub(super) fn leave(&self, part: &Path, author: u64) -> bool {
+    pub(super) fn leave(&self, path: &Path, author: u64) -> bool {
         let mut parts = lock(&self.parts);
-        let Some(found) = parts.get_mut(part) else { return true };
-        found.authors.remove(&author);
-        if found.is_being_written || !found.authors.is_empty() {
+        let Some(state) = parts.get_mut(path) else { return true };
+        state.authors.remove(&author);
+        if state.is_being_written || !state.authors.is_empty() {
             return false;
         }
-        parts.remove(part);
+        parts.remove(path);
         true
     }
 
     /// Forgets the parts of a sealed checkpoint.
     pub(super) fn sealed(&self, folder: &Path) {
-        lock(&self.parts).retain(|part, found| found.is_being_written || part.parent() != Some(folder));
+        lock(&self.parts).retain(|path, state| state.is_being_written || path.parent() != Some(folder));
+    }
+}
+
+impl Turn<'_> {
+    /// Returns the part that is written already, if it is of the wanted version.
+    ///
+    /// # Errors
+    /// `Conflict` if another author may seal a part of another version.
+    pub(super) fn found(
+        &self,
+        job: &Arc<Job>,
+        name: &str,
+        expected: Option<Version>,
+    ) -> Result<Option<Part>, Fault> {
+        let mut parts = lock(&self.writers.parts);
+        let Some(state) = parts.get_mut(&self.path) else { return Ok(None) };
+        let is_of_job = |of: &Weak<Job>| std::ptr::eq(of.as_ptr(), Arc::as_ptr(job));
+        let Some((part, _)) = state.last.as_ref().filter(|(_, of)| is_of_job(of) && self.path.exists())
+        else {
+            return Ok(None);
+        };
+        if part.version == expected.unwrap_or_else(|| job.progress().version) {
+            return Ok(Some(part.clone()));
+        }
+        if state.authors.iter().all(|author| *author == self.author) {
+            return Ok(None);
+        }
+        state.authors.remove(&self.author);
+        let value = format!("{name}, of {}", part.version);
+        let remedy = "choose another name: another caller makes this checkpoint";
+        Err(Fault::new(FaultKind::Conflict, "name", value, "not another caller's", remedy))
+    }
+
+    pub(super) fn written(&self, part: &Part, job: &Arc<Job>) {
+        if let Some(state) = lock(&self.writers.parts).get_mut(&self.path) {
+            state.last = Some((part.clone(), Arc::downgrade(job)));
+        }
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let mut parts = lock(&self.writers.parts);
-        if let Some(found) = parts.get_mut(&self.part) {
-            found.is_being_written = false;
+        if let Some(state) = lock(&self.writers.parts).get_mut(&self.path) {
+            state.is_being_written = false;
         }
         self.writers.written.notify_all();
     }

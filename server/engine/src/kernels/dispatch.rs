@@ -9,15 +9,14 @@ use super::x86;
 use super::{
     Code, Gradient, ImageMut, Isa, Moment, MomentMut, Random, Scalars, State, StateLow, Statistics, scalar,
 };
-use crate::memory::float::Standard;
+use crate::memory::float::standard;
 
 /// Runs `$function` of the module that `$isa` names, in the standard floating-point mode whatever the caller's is.
 macro_rules! dispatch {
     ($isa:expr, $function:ident($($argument:expr),*)) => {{
         let isa: Isa = $isa;
         assert!(isa.is_available(), "{isa} kernels called on a CPU without {isa}");
-        let _standard = Standard::enter();
-        match isa {
+        standard(|| match isa {
             Isa::Scalar => scalar::$function($($argument),*),
             // SAFETY: this CPU has the instruction set, and the caller has compared the lengths.
             #[cfg(target_arch = "x86_64")]
@@ -30,7 +29,7 @@ macro_rules! dispatch {
             Isa::Neon => unsafe { aarch64::neon::$function($($argument),*) },
             #[allow(unreachable_patterns, reason = "which arms are left depends on the target")]
             _ => unreachable!("{isa} is not available on this target"),
-        }
+        })
     }};
 }
 

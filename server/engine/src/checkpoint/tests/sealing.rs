@@ -444,8 +444,7 @@ fn a_file_begins_in_a_folder_that_others_remove_while_it_is_empty() {
                 crate::checkpoint::files::remove_empty(&folder);
             }
         });
-        let drafts =
-            (0..2000).map(|_| crate::checkpoint::files::Draft::create(folder.join("part")).map(drop));
+        let drafts = (0..100).map(|_| crate::checkpoint::files::Draft::create(folder.join("part")).map(drop));
         let drafts = drafts.collect::<Result<Vec<()>, Fault>>();
         over.store(true, std::sync::atomic::Ordering::Relaxed);
         drafts.unwrap();
