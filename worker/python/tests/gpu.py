@@ -33,12 +33,14 @@ class Gpu(_device.Accelerator):
     Args:
         late: A key of :data:`LATE`.
         ignored: A call ``"function.method"`` that does nothing, to drop the wait that a function of the package asks for.
+        cycles: Clock cycles of a delay.
     """
 
-    def __init__(self, late: str = "nothing", seed: int = 0, ignored: str | None = None) -> None:
+    def __init__(self, late: str = "nothing", seed: int = 0, ignored: str | None = None, cycles: int = _CYCLES) -> None:
         self._copies, self._computing = LATE[late]
         self._random = random.Random(seed)
         self._ignored = ignored
+        self._cycles = cycles
         #: Number of registered pieces of memory, and of those for writing, and for reading alone.
         self.registered = self.to_be_written = self.to_be_read = 0
         #: Bytes of page-locked memory that torch made.
@@ -47,7 +49,7 @@ class Gpu(_device.Accelerator):
     def pause(self, share: float) -> None:
         """Delays the current stream, in this share of calls."""
         if self._random.random() < share:
-            torch.cuda._sleep(_CYCLES)
+            torch.cuda._sleep(self._cycles)
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         def late(*given: Tensor | None) -> None:
