@@ -3,6 +3,9 @@
 An error about one value has it as ``field``, ``value``, ``limit`` and ``remedy``; these are None in other errors.
 """
 
+import sys
+import warnings
+
 
 class LongshoreError(RuntimeError):
     """The base class of all errors here."""
@@ -84,3 +87,11 @@ def invalid(field: str, value: object, limit: str, remedy: str, kind: type[Longs
     """Returns an error about one value, worded like the servers' errors."""
     message = f"{field} is {value}, but must be {limit}: {remedy}"
     return kind(message, field=field, value=value, limit=limit, remedy=remedy)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the caller's line: the nearest one outside of this package and of PyTorch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("longshore", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -355,3 +355,23 @@ def test_it_ends_with_its_last_name() -> None:
     again = longshore.AdamW(model.named_parameters())
     step(model, again)
     assert again.version == 1
+
+
+def test_a_script_that_goes_on_without_asking_is_warned(servers: str) -> None:
+    def run(ask: bool) -> list[str]:
+        model, _ = pair("mlp")
+        optimizer = longshore.AdamW(model.named_parameters(), servers=servers, job="goes-on")
+        if ask:
+            assert (optimizer.version, optimizer.resumed) == (4, b"epoch 3")
+        optimizer.resume_data = lambda: b"epoch 3"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(model, optimizer)
+            step(model, optimizer)
+        optimizer.close()
+        return [str(warning.message) for warning in caught if warning.filename == __file__]
+
+    assert run(ask=False) == []  # a new job
+    (warning,) = run(ask=False)
+    assert "goes on from version 2" in warning and "optimizer.version" in warning
+    assert run(ask=True) == []

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Unpack
 
 from longshore import _longshore
 from longshore.client import arrays as _arrays
-from longshore.errors import GradientError, LongshoreError, MissingGradientError, UsageError, invalid
+from longshore.errors import GradientError, LongshoreError, MissingGradientError, UsageError, invalid, warn
 from longshore.transfer import job as _job
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.options import JobOptions, Options
@@ -334,7 +333,7 @@ class Client:
             if report.skipped:
                 if self._options.nonfinite == "raise":
                     raise LongshoreError(report.why_skipped(), field="gradient", value="not finite")
-                warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
+                warn(report.why_skipped(), RuntimeWarning)
 
 
 def _table(arrays: Mapping[str, _arrays.HostArray | Shape], groups: Sequence[Collection[str]]) -> list[_Param]:

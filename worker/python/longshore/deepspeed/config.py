@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from longshore.deepspeed import keys as _keys
 from longshore.deepspeed import schedules
-from longshore.errors import invalid
+from longshore.errors import invalid, warn
 from longshore.optim import rules
 from longshore.transfer import server
 from longshore.transfer.options import LossScale, Options
@@ -150,7 +149,7 @@ class Config:
                 "gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. "
                 "Write it to be sure"
             )
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warn(message)
         job = {
             "streaming": True,
             "accumulate": self.micro_steps,
@@ -307,7 +306,7 @@ def _auto(path: str) -> Exception:
 
 
 def _warn(path: str, what: str) -> None:
-    warnings.warn(f"{path} changes nothing here: {what}", UserWarning, stacklevel=6)
+    warn(f"{path} changes nothing here: {what}")
 
 
 def _near(name: str, known: list[str]) -> str:
@@ -366,7 +365,7 @@ class _Keys:
                 self._check_unknown(path, value, line)
         if ignored:
             message = f"without effect here: {', '.join(ignored)}. docs/migrate.md says what holds instead"
-            warnings.warn(message, UserWarning, stacklevel=5)
+            warn(message)
 
     def _check_unknown(self, path: str, value: Any, line: str | None) -> None:
         """Refuses an unused key, unless its value or its section is switched off."""

@@ -7,7 +7,6 @@ getters under DeepSpeed's names.
 import contextlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from longshore.deepspeed import files
 from longshore.deepspeed.config import Config
-from longshore.errors import InvalidError, UsageError, invalid
+from longshore.errors import InvalidError, UsageError, invalid, warn
 from longshore.optim import rules
 from longshore.optim import shard as _shard
 from longshore.transfer import params as _params
@@ -341,11 +340,9 @@ class Engine(Asked):
             self._warn_of_given_up(passes)
 
     def _warn_of_given_up(self, passes: int) -> None:
-        warnings.warn(
+        warn(
             f"zero_grad() gives up {passes} of the {self._config.micro_steps} backward passes of a step: call it after the step() that "
-            "ends one, or leave it out",
-            UserWarning,
-            stacklevel=4,
+            "ends one, or leave it out"
         )
 
     def _begin_anew(self) -> bool:

@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from torch import nn
 
 from longshore.checkpoint import files, formats
 from longshore.distributed import agree
-from longshore.errors import StateError, invalid
+from longshore.errors import StateError, invalid, warn
 from longshore.optim import rules
 
 _STATE = "engine.pt"
@@ -125,7 +124,7 @@ def load(
 
 def _nothing_in(folder: Path) -> tuple[None, dict[str, Any]]:
     """Returns None: a first run has nothing to load. The warning reveals a mistyped folder."""
-    warnings.warn(f"there is no checkpoint in {folder}, so nothing was loaded: training starts from the model as it is", UserWarning, stacklevel=4)
+    warn(f"there is no checkpoint in {folder}, so nothing was loaded: training starts from the model as it is")
     return None, {}
 
 
@@ -143,20 +142,14 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
     optimizer.open()
     path, states = formats.deepspeed_rest(folder, tag)
     if states is None:
-        warnings.warn(
-            f"{path} has more than tensors and plain containers, or is not there: buffers, scheduler and counters stay as they are",
-            UserWarning,
-            stacklevel=3,
-        )
+        warn(f"{path} has more than tensors and plain containers, or is not there: buffers, scheduler and counters stay as they are")
         return str(path), {}
     trained = _trained(engine)
     kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
     # ZeRO-3 saves frozen parameters in pieces, with an empty tensor in place of each.
     empty = sorted(name for name in kept.keys() & frozen(engine.module) if kept[name].numel() == 0)
     if empty:
-        warnings.warn(
-            f"{path} has no weights of {empty[0]} and what else is frozen: they stay as they are in the model", UserWarning, stacklevel=3
-        )
+        warn(f"{path} has no weights of {empty[0]} and what else is frozen: they stay as they are in the model")
     kept = {name: value for name, value in kept.items() if name not in empty}
     _load_rest(engine.module, kept, is_strict=False)
     if loads_scheduler and engine.lr_scheduler is not None and states.get("lr_scheduler") is not None:

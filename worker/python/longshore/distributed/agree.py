@@ -8,7 +8,6 @@ import contextlib
 import json
 import pickle
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from torch import Tensor, distributed
 
 from longshore.distributed import collectives
 from longshore.distributed.collectives import Failure
-from longshore.errors import UsageError, WaitError, invalid
+from longshore.errors import UsageError, WaitError, invalid, warn
 from longshore.transfer import device as _device
 
 T = TypeVar("T")
@@ -230,7 +229,7 @@ def _wait(store: Any, job: str, number: int) -> None:
         if waited >= _LONGEST:
             raise WaitError(f"waited {_LONGEST:.0f} s for rank 0 to open job {job} and to fill it: see what it does, and call open() on all ranks")
         if waited >= _LONG and not said:
-            warnings.warn(f"still waiting for rank 0 to open job {job} and to fill it, for {_LONGEST:.0f} s at most", RuntimeWarning, stacklevel=2)
+            warn(f"still waiting for rank 0 to open job {job} and to fill it, for {_LONGEST:.0f} s at most", RuntimeWarning)
             said = True
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE)

@@ -12,14 +12,13 @@ import json
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, distributed
 
 from longshore import errors
-from longshore.errors import LongshoreError, UsageError, WaitError
+from longshore.errors import LongshoreError, UsageError, WaitError, warn
 from longshore.transfer import device
 
 E = TypeVar("E", bound=BaseException)
@@ -172,7 +171,7 @@ class _Waiting:
             self._is_said = True
             rank = distributed.get_rank()
             message = f"rank {rank} still waits for {self._what}, and {self.missing()}: see what they do"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warn(message, RuntimeWarning)
 
     def missing(self) -> str:
         """Returns a sentence on the ranks that have not come, as far as the store knows."""

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.training_args import ParallelMode
 
 from longshore.deepspeed import auto, engine
 from longshore.deepspeed.config import Config
-from longshore.errors import UsageError, invalid
+from longshore.errors import UsageError, invalid, warn
 from longshore.integrations import trainer_data
 from longshore.integrations.saving import Saving
 from longshore.integrations.trainer_data import BEHIND, TrainerData, last_whole
@@ -154,11 +153,9 @@ class Callback(TrainerCallback):
         resume."""
         if not self._was_there and optimizer.is_named_by_place:
             self._was_there = True
-            warnings.warn(
+            warn(
                 f"the callback was added after the Trainer was built, so the parameters of job {optimizer.job} are named by their places "
-                "(group0.param0), on the status page and in exports too: pass callbacks=[longshore.huggingface.Callback()] to the Trainer",
-                UserWarning,
-                stacklevel=3,
+                "(group0.param0), on the status page and in exports too: pass callbacks=[longshore.huggingface.Callback()] to the Trainer"
             )
 
     def _check_best(self, args: Any, optimizer: Optimizer) -> None:

@@ -1,8 +1,7 @@
 """Common handling of saves in the adapters of frameworks."""
 
-import warnings
 
-from longshore.errors import RefusedError
+from longshore.errors import RefusedError, warn
 from longshore.optim.optimizer import Optimizer
 
 
@@ -39,7 +38,7 @@ class Saving:
         if not optimizer.saves_all and not self._has_warned:
             self._has_warned = True
             message = f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job="
-            warnings.warn(message, UserWarning, stacklevel=4)
+            warn(message)
 
     def save(self, optimizer: Optimizer, step: int) -> None:
         """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
@@ -63,4 +62,4 @@ class Saving:
                 raise
             self._checkpoint = False
             message = f"the servers write no checkpoints, so nothing can go back to this save: {error}"
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warn(message)

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError, RefusedError, UsageError, invalid
+from longshore.errors import LongshoreError, RefusedError, UsageError, invalid, warn
 from longshore.optim import guards
 from longshore.optim.connection import Connection
 from longshore.optim.guards import Absent, Groups, Watch
@@ -131,6 +130,7 @@ class Optimizer(Stepping, Stateful, Succession):
         self.last_report = None
         self._loss = None
         self.resume_data = None
+        self._is_version_known = False
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
         self._now = Step()
@@ -212,6 +212,7 @@ class Optimizer(Stepping, Stateful, Succession):
     @property
     def version(self) -> int:
         """The version whose weights the parameters hold: the number of decided steps behind them."""
+        self._is_version_known = True  # a script that asks needs no warning
         return self._connection.version if self._connection else 0
 
     @property
@@ -242,11 +243,9 @@ class Optimizer(Stepping, Stateful, Succession):
     def _warn_of_no_name(self) -> None:
         if self._options.job or self._options.server() is not None:
             return
-        warnings.warn(
+        warn(
             f"no job= was given, so this one is {self._job_name}: it stays on the servers when this process ends, and takes their memory "
-            "until `longshore delete` ends it. Give it a name, and the next run goes on with it",
-            UserWarning,
-            stacklevel=4,
+            "until `longshore delete` ends it. Give it a name, and the next run goes on with it"
         )
 
     def _join_if_there(self) -> None:

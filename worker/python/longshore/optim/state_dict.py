@@ -6,7 +6,6 @@ A handle has plain containers and one tensor. :class:`Back` returns to the versi
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshore.distributed import agree
-from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid
+from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid, warn
 from longshore.optim.connection import Connection
 from longshore.optim.state import State, Step
 from longshore.optim.streaming import Stream
@@ -256,6 +255,7 @@ class Back:
     @property
     def resumed(self) -> bytes | None:
         """The bytes of :attr:`resume_data` committed with the version that this optimizer joined at; None in a new job."""
+        self._is_version_known = True
         return self._connection.job.resumed() if self._connection else None
 
     def flush(self) -> int:
@@ -357,11 +357,9 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
     _check_meeting(connection, version)
     job = connection.name
     if old is not None:
-        warnings.warn(
+        warn(
             f"job {job} goes back from version {old.made} to {version}, as the state that is loaded says: the steps between are "
-            f"given up. Checkpoint {name} stays",
-            UserWarning,
-            stacklevel=4,
+            f"given up. Checkpoint {name} stays"
         )
         # The job that ``old`` holds may be deleted already.
         with contextlib.suppress(LongshoreError):
@@ -469,12 +467,10 @@ class Stateful(torch.optim.Optimizer):
         if not self.warns_of_handles or not self.version or "checkpoint" in handle or self.passing_checkpoints is None:
             return
         self.warns_of_handles = False
-        warnings.warn(
+        warn(
             f"state_dict() of job {self._job_name} is a handle, without moments, and the job's server ends with this process: no other process can "
             "go on from a file of it. Save state_dict(full=True), or name servers= and job=, or have the framework's adapter save all state "
-            "(longshore.huggingface.Callback, longshore.lightning.Callback, longshore.accelerate.attach). full=False says that a handle is wanted",
-            UserWarning,
-            stacklevel=4,
+            "(longshore.huggingface.Callback, longshore.lightning.Callback, longshore.accelerate.attach). full=False says that a handle is wanted"
         )
 
     def _handle(self, fingerprint: str | None) -> dict[str, Any]:

@@ -4,13 +4,12 @@ The scale comes from the servers or from torch's ``GradScaler``. The training th
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from longshore.errors import LongshoreError, UsageError, invalid
+from longshore.errors import LongshoreError, UsageError, invalid, warn
 from longshore.optim import guards
 from longshore.optim.connection import Connection
 from longshore.optim.state import Step
@@ -138,13 +137,11 @@ class Watching:
         if not names:
             return
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        warnings.warn(
+        warn(
             f"{shown} got no gradient in {'all' if steps == guards.FIRST_STEPS else steps} of the first {guards.FIRST_STEPS} steps, and do not train. If the model "
             "was changed after its optimizer was built (a layer replaced, its embedding resized), the new parameters do not train either: build the "
             "optimizer after that. Otherwise freeze these with requires_grad_(False), or pass missing_gradients='skip' if some later step will use "
-            "them",
-            UserWarning,
-            stacklevel=5,
+            "them"
         )
 
 
@@ -162,6 +159,7 @@ class Stepping(Back, Scaling, Watching):
     last_report: StepReport | None
     #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
     resume_data: Callable[[], bytes] | None
+    _is_version_known: bool
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         raise NotImplementedError
@@ -213,6 +211,7 @@ class Stepping(Back, Scaling, Watching):
     def _commit(self) -> None:
         connection = self._opened()
         self._now.push(connection.made)
+        self._warn_of_older_steps(connection.joined)
         connection.joined = None
         kept = self.resume_data() if self.resume_data is not None else b""
         loss, self._loss = self._loss, None
@@ -222,6 +221,16 @@ class Stepping(Back, Scaling, Watching):
         self._now.end()
         self._report(connection)
         self._warn_of_unused(connection)
+
+    def _warn_of_older_steps(self, joined: int | None) -> None:
+        """Warns at the first step of a script that goes on with a job and has not asked for its version."""
+        if joined and not self._is_version_known:
+            message = (
+                f"the job goes on from version {joined}, and this script did not ask for it: its own step counter and schedule began anew. Read "
+                "optimizer.version before the loop, or name another job= for a new run"
+            )
+            warn(message)
+        self._is_version_known = True
 
     def _report(self, connection: Connection) -> None:
         reports = [StepReport.of(fields) for fields in connection.job.outcomes()]
@@ -234,7 +243,7 @@ class Stepping(Back, Scaling, Watching):
         if skipped and self._options.nonfinite == "raise":
             raise LongshoreError(skipped[0].why_skipped(), field="gradient", value="not finite")
         for report in skipped:
-            warnings.warn(report.why_skipped(), RuntimeWarning, stacklevel=4)
+            warn(report.why_skipped(), RuntimeWarning)
 
     def report_loss(self, loss: float) -> None:
         """Shows this loss with the next step on the servers' status page and in metrics. Only rank 0's loss is shown.

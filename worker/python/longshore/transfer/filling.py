@@ -5,7 +5,6 @@ frozen parameters that servers keep. :func:`allocate` makes the tensors for an e
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import GroupsError, StateError, UsageError, invalid
+from longshore.errors import GroupsError, StateError, UsageError, invalid, warn
 from longshore.transfer import device
 from longshore.transfer.gradients import Place
 from longshore.transfer.job import JobParam
@@ -183,12 +182,10 @@ class Filling:
         """Warns of master weights that were not taken."""
         if self.others:
             more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
-            warnings.warn(
+            warn(
                 f"the model's weights of {next(iter(self.others))}{more} are not those of the loaded state, for example averages or a fresh "
                 "model. The model's count, as with torch.optim. To go on from the state's, load the model that was saved with it before the "
-                "first step",
-                UserWarning,
-                stacklevel=4,
+                "first step"
             )
 
 

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from longshore.errors import LongshoreError, ShortageError, UsageError, invalid
+from longshore.errors import LongshoreError, ShortageError, UsageError, invalid, warn
 from longshore.transfer import tensors
 from longshore.transfer.gradients import Place
 from longshore.transfer.params import Param
@@ -124,11 +123,9 @@ def size(member: Member, nbytes: int) -> None:
     if member.memory.resizable():
         member.memory.resize_(nbytes)
     elif not nbytes:
-        warnings.warn(
+        warn(
             f"an array of NumPy has the memory of {member.name} of unit {member.unit.name}, which stays on the device beside the budget, and new "
-            "weights are written there: copy the weights with .clone() before .numpy()",
-            UserWarning,
-            stacklevel=2,
+            "weights are written there: copy the weights with .clone() before .numpy()"
         )
 
 
