@@ -24,7 +24,7 @@ KINDS = [
     (longshore.Adam, torch.optim.Adam, {"lr": 1e-2}),
     (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
     (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
-    (longshore.NAdam, torch.optim.NAdam, {"lr": 1e-2, "momentum_decay": 0.1}),
+    (longshore.NAdam, torch.optim.NAdam, {"lr": 2e-3, "momentum_decay": 0.1}),
 ]
 
 
