@@ -204,12 +204,16 @@ def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
             kind([nn.Parameter(torch.ones(2))], lr=wrong)
     with pytest.raises(errors.InvalidError, match=r"group0\.param0 is on the meta device.*to_empty\(\)"):
         kind([nn.Parameter(torch.ones(2, device="meta"))])
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_a_parameter_given_twice_is_named() -> None:
+    """torch's constructor warns."""
     weight = nn.Parameter(torch.ones(2))
+    optimizer = longshore.AdamW([("w", weight), ("again", weight)])
+    weight.grad = torch.ones(2)
     with pytest.raises(errors.InvalidError, match=r"again is given twice in one group, as w before"):
-        kind([("w", weight), ("again", weight)])
-    weight.requires_grad_(False)
-    with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's own
-        kind([("w", weight), ("again", weight), ("x", nn.Parameter(torch.ones(1)))])
+        optimizer.step()
 
 
 @pytest.mark.parametrize("arguments", [{"momentum": 1.5}, {"momentum": 0.9, "dampening": -1.0}, {"momentum": 0.9, "dampening": 2.0}])

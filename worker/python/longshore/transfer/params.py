@@ -105,14 +105,10 @@ def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) 
     """Refuses a group with a parameter of another group, or with a parameter that no server can keep. For the first, torch's own error
     names no parameter. ``later`` is as in :func:`table`."""
     known = {id(tensor): name for name, tensor in named(groups)}
-    own: dict[int, str] = {}
     for index, item in enumerate(added):
         name, tensor = item if isinstance(item, tuple) else (f"group{len(groups)}.param{index}", item)
         if not isinstance(tensor, Tensor):
             continue
-        if id(tensor) in own and (tensor.requires_grad or later):
-            raise _given_twice(str(name), own[id(tensor)])
-        own[id(tensor)] = str(name)
         if id(tensor) in known:
             # torch's words lead, since callers search for them.
             raise invalid(
