@@ -12,7 +12,6 @@ use longshore_tests::{
 
 use super::{Bed, in_runs};
 
-const STEPS: u64 = 200;
 const STOPS_A_RUN: u64 = 10;
 /// The time that a replaced process has to notice.
 const NOTICE: Duration = Duration::from_secs(45);
@@ -35,16 +34,18 @@ impl Member {
 }
 
 fn survives(tier: &str, job: &[&str], stops: u64) {
+    // The job goes on while processes start.
+    let steps = soak::pick(200, 1200);
     let mut random = Random::new();
     let job = [job, &["--world-size", "2"]].concat();
-    let known = Train::new(STEPS).args(&job).undisturbed();
+    let known = Train::new(steps).args(&job).undisturbed();
     for stops in in_runs(stops, STOPS_A_RUN) {
         let bed = Bed::new(tier, 2);
-        let train = Train::new(STEPS).args(&job).args(["--tier", tier, "--transport", "tcp"]);
+        let train = Train::new(steps).args(&job).args(["--tier", tier, "--transport", "tcp"]);
         let train = train.allow("waiting for a server");
         let mut ranks = [0, 1].map(|rank| Member::start(&bed, &train, rank));
         for _ in 0..stops {
-            ranks[0].running.until_steps(1 + random.below(STEPS / (2 * STOPS_A_RUN)));
+            ranks[0].running.until_steps(1 + random.below(10));
             spin(random.part_of(known.step));
             let rank = random.below(2) as usize;
             let is_slow = random.below(3) == 0;
@@ -79,7 +80,7 @@ fn survives(tier: &str, job: &[&str], stops: u64) {
 
 #[test]
 fn an_nvme_job_survives_processes_that_wake_after_their_successor() {
-    survives("nvme", &[], soak::pick(4, 100));
+    survives("nvme", &[], soak::pick(3, 100));
 }
 
 #[test]

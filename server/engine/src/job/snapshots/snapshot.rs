@@ -63,6 +63,8 @@ pub(super) struct Copying {
     pub(super) version: Version,
     pub(super) purpose: Purpose,
     copy: Box<CopyBlock>,
+    /// All ranks had left before the request: another process may come and make the version.
+    asked_after: bool,
     /// Number of copied blocks, by owned shard. Its lock is held while more are being copied.
     copied: Vec<Mutex<usize>>,
     pub(super) staging: Staging,
@@ -99,7 +101,8 @@ impl Job {
                 "ask for the current version; older ones are not kept",
             ));
         }
-        let copying = Arc::new(Copying { version, purpose, copy, copied, staging, info: Mutex::default() });
+        let (asked_after, info) = (machine.has_been_left(), Mutex::default());
+        let copying = Arc::new(Copying { version, purpose, copy, asked_after, copied, staging, info });
         self.snapshots.add(&copying)?;
         self.snapshots.tell(&machine);
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
@@ -203,7 +206,7 @@ impl Job {
         let remedy = "the job has not come so far: ask for its current version";
         self.wait_until(deadline, "snapshot", remedy, |machine| {
             let reached = machine.version() >= copying.version || copying.staging.ended().is_some();
-            let over = reached || machine.has_been_left();
+            let over = reached || !copying.asked_after && machine.has_been_left();
             over.then_some(()).ok_or_else(|| format!("{} of {}", machine.version(), copying.version))
         })?;
         copying.check()?;
