@@ -118,7 +118,6 @@ fn class(error: &Error) -> &'static str {
         Error::Fenced(_) => "FencedError",
         Error::Outdated(_) => "OutdatedError",
         Error::StateLost(_)
-        | Error::Deleted(_)
         | Error::VersionsDiffer(_)
         | Error::NotRestored(_)
         | Error::StateKept(_)

@@ -2,14 +2,13 @@
 
 use std::{
     future::Future,
-    sync::atomic::Ordering::Relaxed,
     time::{Duration, Instant},
 };
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
     Fault, FaultKind, ServerId, Step,
-    fault::{DELETED, ORIGIN, READS},
+    fault::{ORIGIN, READS},
 };
 use longshore_wire::{
     fault_from_status,
@@ -22,7 +21,7 @@ use super::{
     peer::{SILENCE, whole},
     retry::Backoff,
 };
-use crate::error::{CallFailed, Error, Fenced, JobDeleted, Outdated, Result, StateLost};
+use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
 
 /// The longest wait of a call whose caller has other work.
 const GLANCE: Duration = Duration::from_secs(2);
@@ -114,15 +113,6 @@ impl Cluster {
         let server = self.address(server).to_string();
         let job = self.job().clone();
         match fault.kind {
-            // Before the process joins, the deletion is of an earlier job of this name.
-            FaultKind::NotFound
-                if fault.field == "job"
-                    && fault.limit == DELETED
-                    && call != "DeleteJob"
-                    && self.incarnation.load(Relaxed) != 0 =>
-            {
-                JobDeleted { server, job, fault }.into()
-            }
             // Checkpoints and versions can be missing while the job is there.
             FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
                 StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()

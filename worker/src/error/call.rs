@@ -58,15 +58,6 @@ pub struct Fenced {
     pub fault: Fault,
 }
 
-/// The job was deleted while this process took part, by `longshore delete` or to go back to a checkpoint.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("job {job} was deleted on server {server} while this process trained it: {}", .fault.remedy)]
-pub struct JobDeleted {
-    pub server: String,
-    pub job: JobName,
-    pub fault: Fault,
-}
-
 /// This process holds outdated data. Either a step that it built on was taken back, since a server lost it
 /// together with a rank's process. Or the job went on with data that an earlier process of this rank had sent.
 ///

@@ -13,7 +13,7 @@ use std::fmt;
 use longshore_proto::{Fault, JobName};
 
 pub use self::{
-    call::{CallFailed, ChunkRefused, Fenced, JobDeleted, MissingBlock, Outdated, Unreachable, Untrusted},
+    call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable, Untrusted},
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
     state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
     wait::{Interrupted, StillPaused, TimedOut},
@@ -40,8 +40,6 @@ pub enum Error {
     Fenced(Box<Fenced>),
     #[error(transparent)]
     Outdated(Box<Outdated>),
-    #[error(transparent)]
-    Deleted(Box<JobDeleted>),
     #[error(transparent)]
     VersionsDiffer(#[from] VersionsDiffer),
     #[error(transparent)]
@@ -89,7 +87,6 @@ boxed!(
     Refused(ChunkRefused),
     Fenced(Fenced),
     Outdated(Outdated),
-    Deleted(JobDeleted),
     NotRestored(NotRestored),
     StateKept(StateKept),
     Untrusted(Untrusted),

@@ -3,17 +3,29 @@
 
 use std::{fmt, time::Duration};
 
-use longshore_proto::{JobName, Lifetime, TierKind, Version};
+use longshore_proto::{JobName, Lifetime, TierKind, Version, fault::DELETED};
 
 /// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders of that
-/// state.
+/// state. Or the job was deleted.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("server {server} lost the state of job {job}: {detail}. {}", Regain(*.tier))]
+#[error("server {server} lost the state of job {job}: {detail}{}", WayOn(self))]
 pub struct StateLost {
     pub server: String,
     pub job: JobName,
     pub tier: TierKind,
     pub detail: String,
+}
+
+/// Names the ways to regain lost state, unless the server has said that the job was deleted and how to go on.
+struct WayOn<'a>(&'a StateLost);
+
+impl fmt::Display for WayOn<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.detail.contains(DELETED) {
+            true => Ok(()),
+            false => write!(f, ". {}", Regain(self.0.tier)),
+        }
+    }
 }
 
 /// Names the ways to regain lost state. If the state may still exist, remedies that lose a step come last.
