@@ -147,10 +147,13 @@ fn systemd_takes_the_service() {
     }
     let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/systemd/longshored.service");
     // The service's program is not installed here. The unit must give no other message.
-    let said = run("systemd-analyze", Command::new("systemd-analyze").arg("verify").arg(unit));
+    let said = run("systemd-analyze", Command::new("systemd-analyze").arg("verify").arg(&unit));
     let others: Vec<&str> =
         said.stderr.lines().filter(|line| !line.contains("/usr/bin/longshored")).collect();
     assert!(others.is_empty(), "{others:?}");
+    // Members of the group may write to no folder of the service.
+    let text = fs::read_to_string(&unit).unwrap();
+    assert!(text.lines().any(|line| line == "UMask=0077"), "{text}");
 }
 
 /// Returns a shell that runs a script in a copy-on-write overlay of this system, with `folder` as /mnt. The
@@ -192,10 +195,17 @@ fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
         all() { for file in /usr/bin/longshored $conf /var/lib/longshore/state /var/lib/longshore/state/job; do at $file; done; }
         echo == install; dpkg -i longshore_*.deb; all
         says version "$(longshored --version)"
+        # The service's start makes both folders.
+        install -d -m 0700 -o longshore -g longshore /var/lib/longshore /var/lib/longshore/state
         echo '# edited' >> $conf; : > /var/lib/longshore/state/job
         echo == upgrade
         dpkg-deb -R longshore_*.deb tree; sed -i 's/^Version: .*/&+1/' tree/DEBIAN/control; dpkg-deb -b tree newer.deb
         dpkg -i newer.deb; all; says edited "$(tail -1 $conf)"
+        # The service's user links to /etc, and the operator has deleted the configuration.
+        echo == again
+        (cd /var/lib/longshore; mv state kept; ln -s /etc state); mv $conf kept
+        dpkg -i newer.deb; at /etc; at $conf
+        (cd /var/lib/longshore; rm state; mv kept state); mv kept $conf
         echo == remove; dpkg -r longshore; all
         echo == purge; dpkg -P longshore; all
         says user "$(getent passwd longshore | cut -d: -f1,6,7)"
@@ -214,7 +224,7 @@ fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
     let out = run("dpkg in a copy of this system", copy.envs(QUICKLY));
     assert_eq!(out.code, 0, "{out:?}");
     let phases: Vec<&str> = out.stdout.split("== ").collect();
-    let [_, install, upgrade, remove, purge] = phases[..] else { panic!("{}", out.stdout) };
+    let [_, install, upgrade, again, remove, purge] = phases[..] else { panic!("{}", out.stdout) };
     let has = |phase: &str, lines: &[&str]| {
         for line in lines {
             assert!(phase.lines().any(|said| said.contains(line)), "no {line:?} in {phase}");
@@ -222,8 +232,9 @@ fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
     };
     let (conf, state) = ("longshored.toml: root:longshore 640", "longshore/state: longshore:longshore 700");
     let version = format!("version: longshored {}", env!("CARGO_PKG_VERSION"));
-    has(install, &["longshored: root:root 755", conf, state, &version, "systemctl daemon-reload"]);
-    has(upgrade, &["longshored: root:root 755", conf, "state/job: root:root 644", "edited: # edited"]);
+    has(install, &["longshored: root:root 755", conf, "state: gone", &version, "systemctl daemon-reload"]);
+    has(upgrade, &["longshored: root:root 755", conf, state, "state/job: root:root 644", "edited: # edited"]);
+    has(again, &["/etc: root:root 755", "longshored.toml: gone", "systemctl daemon-reload"]);
     // An upgrade leaves the service running, and a removal stops it in order.
     assert!(!upgrade.contains("disable") && !install.contains("disable"), "{}", out.stdout);
     has(
