@@ -170,7 +170,7 @@ def test_ctrl_c_while_a_job_is_opened(server: Stopped) -> None:
     whole, ours = pair(Deep, depth=2)
     train(whole, optimizer_of(whole), steps=3)
     optimizer = made(ours, server)
-    interrupted(server, optimizer.open, "_start")
+    interrupted(server, optimizer.open, "__init__")
     optimizer.open()
     train(ours, optimizer, steps=3)
     same(whole, ours)

@@ -155,6 +155,7 @@ def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     reads.wait(60)
+    connection.job.begin_step()
     connection.job.push([place])
     assert reader.is_alive(), "the weights have not come"
     fetch.cancel()
