@@ -285,6 +285,10 @@ impl Job {
     pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
         job.check_alive()?;
         let admission = job.protocol.machine().admit(chunk)?;
+        if matches!(admission, Admission::Duplicate | Admission::Superseded) {
+            // The statistics of a delayed step may wait for this process's last chunk.
+            job.notify();
+        }
         let ticket = match admission {
             Admission::Duplicate => return Ok(Admitted::Duplicate),
             Admission::Superseded => return Ok(Admitted::Superseded),
