@@ -75,7 +75,7 @@ fn the_page_of_errors_has_faults_of_every_kind() {
         "ask an operator of the server to give this one more in identities.toml",
         "free space there, name more state directories, or add servers",
         "divide by the scale that the step's gradients have",
-        "One at a time may run each rank",
+        "Only one process may run each rank",
         // A constant whose name has another value in another file.
         "| checkpoint | CORRUPT |",
     ] {

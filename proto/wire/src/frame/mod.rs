@@ -42,8 +42,6 @@ pub trait Frame: Message + Default + 'static {
 
     /// Most memory of a message's fields, once decoded.
     const MEMORY: usize = 2 * Self::LIMIT;
-    /// Remedy for a larger message.
-    const REMEDY: &str = "send at most 1 MiB of payload";
 
     /// Takes the payload out of a message that was decoded whole.
     fn take_payload(&mut self) -> Bytes {
@@ -74,5 +72,4 @@ impl Frame for v1::PullRequest {
     /// A slice takes at most 24 bytes, so the limit holds the most slices of a pull.
     const LIMIT: usize = 25 * MAX_PULL_SLICES + CHUNK_HEADROOM_BYTES;
     const MEMORY: usize = Self::LIMIT + 48 * MAX_PULL_SLICES;
-    const REMEDY: &str = "pull in several calls";
 }

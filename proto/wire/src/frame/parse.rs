@@ -182,7 +182,7 @@ impl<M: Frame> Parser<M> {
         }
         if len > M::LIMIT {
             let limit = format!("at most {} bytes", M::LIMIT);
-            return Err(Fault::invalid("message", format!("{len} bytes"), limit, M::REMEDY));
+            return Err(Fault::invalid("message", format!("{len} bytes"), limit, SMALLER));
         }
         self.gathered.clear();
         self.left = len;
@@ -235,6 +235,9 @@ impl<M: Frame> Parser<M> {
     }
 }
 
+/// Remedy for a message that is too large.
+const SMALLER: &str = "send at most 1 MiB of payload, and pull in several calls";
+
 fn decode<M: Frame>(head: &[u8]) -> Result<M, Fault> {
     check_memory::<M>(head)?;
     M::decode(head).map_err(malformed)
@@ -247,7 +250,7 @@ fn check_memory<M: Frame>(message: &[u8]) -> Result<(), Fault> {
         return Ok(());
     }
     let limit = format!("at most {}", M::MEMORY);
-    Err(Fault::invalid("message", format!("{memory} bytes in memory"), limit, M::REMEDY))
+    Err(Fault::invalid("message", format!("{memory} bytes in memory"), limit, SMALLER))
 }
 
 fn malformed(error: prost::DecodeError) -> Fault {

@@ -199,18 +199,20 @@ pub trait WriteBehind: Send + Sync {
     fn failure(&self) -> Option<Fault>;
 }
 
+/// Loss scale of a step's gradients, and the version that its first micro-step was computed with, as far as known.
+pub(super) type ComputedWith = (Option<f64>, Option<Version>);
+
 /// A tier gives this if the next process finds images, contributions and sums as they were. The next process
 /// finishes the steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
     /// Called before the start. `loaded` is true if every shard got an image of the version before.
     fn older_images(&self, loaded: bool);
 
-    /// A sum of a step was computed with this loss scale, and its first micro-step with this version, as far as known.
-    /// Called before [`KeptMemory::complete`].
-    fn settle(&self, step: Step, computed_with: (Option<f64>, Option<Version>));
+    /// A sum of a step was computed with these. Called before [`KeptMemory::complete`].
+    fn settle(&self, step: Step, computed_with: ComputedWith);
 
     /// Returns the steps that were settled last.
-    fn settled(&self) -> Vec<(Step, (Option<f64>, Option<Version>))>;
+    fn settled(&self) -> Vec<(Step, ComputedWith)>;
 
     /// All contributions to an undecided step are summed on a shard. Called before anyone is told so.
     fn complete(&self, owned: OwnedShard, step: Step);

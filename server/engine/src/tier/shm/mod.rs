@@ -24,7 +24,7 @@ pub use self::inspect::too_short;
 pub(super) use self::{inspect::inspect, sizes::overhead};
 use self::{records::damaged, undo::Undo};
 use super::{
-    contract::{Durable, Guard, KeptMemory, Tier},
+    contract::{ComputedWith, Durable, Guard, KeptMemory, Tier},
     folder::Folder,
     memory::MemoryTier,
     record::crc64,
@@ -181,7 +181,7 @@ impl Tier for ShmTier {
 }
 
 impl KeptMemory for ShmTier {
-    fn settle(&self, step: Step, (scale, reads): (Option<f64>, Option<Version>)) {
+    fn settle(&self, step: Step, (scale, reads): ComputedWith) {
         let words = &self.settled.get()[(step.0 % 2) as usize * SETTLED_WORDS..][..SETTLED_WORDS];
         if words[0].load(Ordering::Acquire) == step.0 {
             return;
@@ -194,7 +194,7 @@ impl KeptMemory for ShmTier {
         words[0].store(step.0, Ordering::SeqCst);
     }
 
-    fn settled(&self) -> Vec<(Step, (Option<f64>, Option<Version>))> {
+    fn settled(&self) -> Vec<(Step, ComputedWith)> {
         let settled = self.settled.get().chunks_exact(SETTLED_WORDS).map(|words| {
             let [step, scale, reads] = [0, 1, 2].map(|word| words[word].load(Ordering::Acquire));
             let scale = Some(f64::from_bits(scale)).filter(|scale| *scale > 0.0);
