@@ -18,7 +18,16 @@ const TMPFS: &str = "/dev/shm";
 /// Locks on the directories, held while the server runs.
 pub(crate) struct Directories {
     pub(crate) shm: Option<PathBuf>,
+    /// The default folder for the `shm` tier, which goes with this if it is empty.
+    made: Option<PathBuf>,
     _claims: Vec<Claim>,
+}
+
+impl Drop for Directories {
+    fn drop(&mut self) {
+        // A folder with jobs stays: only an empty one can be removed.
+        self.made.iter().for_each(|dir| drop(fs::remove_dir(dir)));
+    }
 }
 
 impl Directories {
@@ -29,7 +38,7 @@ impl Directories {
         let named = state_dirs.chain(config.shm_dir.iter().map(|dir| Claim::take(dir, "shm_dir")));
         let mut claims = named.collect::<Result<Vec<_>, Fault>>()?;
         let Some(port) = port.filter(|&port| port != 0 && config.shm_dir.is_none()) else {
-            return Ok(Directories { shm: config.shm_dir.clone(), _claims: claims });
+            return Ok(Directories { shm: config.shm_dir.clone(), made: None, _claims: claims });
         };
         let root = Path::new(TMPFS).join(format!("longshore-{}", rustix::process::getuid().as_raw()));
         let dir = root.join(port.to_string());
@@ -37,7 +46,7 @@ impl Directories {
             Ok(()) => match Claim::take(&dir, "shm_dir") {
                 Ok(claim) => {
                     claims.push(claim);
-                    return Ok(Directories { shm: Some(dir), _claims: claims });
+                    return Ok(Directories { made: Some(dir.clone()), shm: Some(dir), _claims: claims });
                 }
                 Err(fault) => {
                     tracing::info!(%fault, "no default folder for the shm tier: name one with --shm-dir")
@@ -47,7 +56,7 @@ impl Directories {
                 tracing::info!(dir = %dir.display(), %error, "no default folder for the shm tier: name one with --shm-dir");
             }
         }
-        Ok(Directories { shm: None, _claims: claims })
+        Ok(Directories { shm: None, made: None, _claims: claims })
     }
 }
 

@@ -1,7 +1,10 @@
 //! Planned stops of a server. The server finishes the step in hand, writes and seals a checkpoint, and loses
 //! nothing.
 
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use longshore_tests::{
     command::longshore,
@@ -134,6 +137,17 @@ fn undecided(server: &Longshored) -> Pipeline {
         status.stdout.contains("waits for the decision on step 1").then_some(())
     });
     pipeline
+}
+
+/// The drain's deadline is 30 s.
+#[test]
+fn a_step_whose_ranks_are_gone_is_not_waited_for() {
+    let mut server = ServerOptions::new().start();
+    drop(undecided(&server));
+    let start = Instant::now();
+    tell(&server, Told::Signal);
+    assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
 }
 
 /// While a drain waits for one job's step, other jobs begin no step. Otherwise each new step would prolong

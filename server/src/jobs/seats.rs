@@ -33,6 +33,12 @@ impl Seats {
         }
     }
 
+    /// Returns true if no connection of a rank lives.
+    pub(crate) fn are_empty(&self) -> bool {
+        let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.accounts.iter().all(|account| account.strong_count() == 0)
+    }
+
     /// Takes all seats back, for good.
     pub(super) fn close(&self) {
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -14,7 +14,7 @@ use futures_util::future::join_all;
 use longshore_engine::step::Phase;
 use longshore_proto::{Fault, Version};
 use longshore_wire::v1::{tensors_server::TensorsServer, training_server::TrainingServer};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::{Server, error::ServerError};
 use crate::{
@@ -26,6 +26,8 @@ use crate::{
 
 /// Time for open streams to finish once a drain is over.
 const STOP_GRACE: Duration = Duration::from_secs(2);
+/// Interval at which the end of a job's connections is looked for.
+const LOOK: Duration = Duration::from_millis(100);
 
 impl Server {
     /// Finishes the current step, writes checkpoints if configured, and stops.
@@ -82,14 +84,24 @@ impl Server {
     }
 }
 
-/// Waits for the current step, at most until the deadline. A job without workers keeps its unfinished step.
+/// Waits for the current step, at most until the deadline. A job without connections of ranks keeps its unfinished
+/// step at once, since nobody finishes it.
 async fn finish(handle: &Arc<JobHandle>, last: Version, deadline: Instant) {
     let done = || {
         let progress = handle.job.progress();
         Ok((progress.version >= last).then_some(()))
     };
     let late = || handle.late("drain", last);
-    if let Err(fault) = handle.until(deadline, done, late).await {
+    let abandoned = async {
+        while !handle.seats.are_empty() {
+            sleep(LOOK).await;
+        }
+    };
+    let finished = tokio::select! {
+        finished = handle.until(deadline, done, late) => finished,
+        () = abandoned => Ok(()),
+    };
+    if let Err(fault) = finished {
         tracing::warn!(job = %handle.job.spec().name, %fault, "the step in hand was not finished");
     }
     let job = Arc::clone(&handle.job);
