@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+/// Number of the protocol. A field that changes bits or meaning raises it: older servers would drop the field.
+pub const PROTOCOL: u32 = 1;
+
 /// Elements of a block, the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element,
 /// a block is 900 KiB. The working set of a block stays in a core's 1 MiB L2.
 pub const BLOCK_ELEMENTS: u64 = 64 * 1024;

@@ -71,7 +71,7 @@ async fn train_on(server: &Server, tier: v1::Tier) -> Client {
     let mut training = TrainingClient::new(channel.clone());
     let mut tensors = TensorsClient::new(channel);
     let placement = v1::Placement { epoch: 0, servers: vec!["here".into()], owners: vec![0] };
-    let open = OpenJobRequest { spec: Some(spec(tier)), placement: Some(placement), server: 0 };
+    let open = OpenJobRequest { spec: Some(spec(tier)), placement: Some(placement), ..Default::default() };
     training.open_job(open).await.unwrap();
     let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1, fence_only: false };
     training.join(join(0)).await.unwrap();

@@ -56,7 +56,7 @@ impl Stock {
         let mut training = TrainingClient::new(channel.clone());
         let mut tensors = TensorsClient::new(channel.clone());
         let placement = v1::Placement { epoch: 0, servers: vec![address.into()], owners: vec![0] };
-        let open = OpenJobRequest { spec: Some(spec(job)), placement: Some(placement), server: 0 };
+        let open = OpenJobRequest { spec: Some(spec(job)), placement: Some(placement), ..Default::default() };
         assert!(training.open_job(open).await.unwrap().into_inner().created);
         training
             .join(JoinRequest { job: job.into(), rank: 0, incarnation: 1, ..Default::default() })

@@ -444,7 +444,8 @@ async fn a_long_description_reaches_a_stock_client() {
         ..Default::default()
     };
     let placement = v1::Placement { servers: vec!["a".into()], owners: vec![0, 0], ..Default::default() };
-    let open = v1::OpenJobRequest { spec: Some(spec.clone()), placement: Some(placement), server: 0 };
+    let open =
+        v1::OpenJobRequest { spec: Some(spec.clone()), placement: Some(placement), ..Default::default() };
     v1::training_client::TrainingClient::new(channel.clone()).open_job(open).await.unwrap();
 
     let mut admin = v1::admin_client::AdminClient::new(channel);

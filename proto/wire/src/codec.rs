@@ -236,7 +236,7 @@ mod tests {
             };
             let placement =
                 Placement { servers: vec![String::new(); others], owners: vec![0; 5 * others], epoch: 0 };
-            let open = OpenJobRequest { spec: Some(spec), placement: Some(placement), server: 0 };
+            let open = OpenJobRequest { spec: Some(spec), placement: Some(placement), ..Default::default() };
             let bytes = open.encode_to_vec();
             assert!(weigh::<OpenJobRequest>(&bytes) >= memory(&open), "{params} {others}");
             assert!(weigh::<OpenJobRequest>(&bytes) < 20 * memory(&open));

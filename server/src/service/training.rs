@@ -7,7 +7,7 @@ use longshore_engine::{
     tier::StoredJob,
 };
 use longshore_proto::{
-    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version,
+    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version, limits::PROTOCOL,
 };
 use longshore_wire::{
     self as wire, Wire,
@@ -123,6 +123,11 @@ impl Services {
         room: &Room,
     ) -> Result<Kept<v1::OpenJobResponse>, Fault> {
         self.draining.refuse()?;
+        if request.protocol > PROTOCOL {
+            let limit = format!("at most {PROTOCOL}, this server's");
+            let remedy = "start the workers' version of longshored here, before the workers";
+            return Err(Fault::new(FaultKind::Precondition, "protocol", request.protocol, limit, remedy));
+        }
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
         self.check_not_evicted(&spec.name).await?;

@@ -62,7 +62,16 @@ impl Raw {
         placement: &Placement,
         server: u32,
     ) -> Result<v1::OpenJobResponse, Fault> {
-        let request = v1::OpenJobRequest { spec: Some(spec), placement: Some(placement.to_wire()), server };
+        let request = v1::OpenJobRequest {
+            spec: Some(spec),
+            placement: Some(placement.to_wire()),
+            server,
+            ..Default::default()
+        };
+        self.open_by(request)
+    }
+
+    pub fn open_by(&self, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
         self.call(self.training.clone().open_job(request))
     }
 

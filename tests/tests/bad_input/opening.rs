@@ -1,8 +1,9 @@
 //! Jobs that cannot be opened: a different spec, an impossible spec, a spec that does not fit.
 
 use longshore_proto::{
-    FaultKind::{Conflict, Invalid},
-    JobSpec, Param, Rule, TierKind,
+    FaultKind::{Conflict, Invalid, Precondition},
+    JobName, JobSpec, Param, Rule, TierKind,
+    limits::PROTOCOL,
 };
 use longshore_tests::conformance::{
     cluster::Cluster,
@@ -60,5 +61,22 @@ fn a_spec_that_cannot_be_is_refused_before_anything_is_allocated() {
     assert_fault(victim.servers[0].open(wire, &placement, 0), Invalid, "spec.name", "../escape", "A-Z a-z");
     let jobs = victim.servers[0].call(victim.servers[0].admin.clone().list_jobs(v1::ListJobsRequest {}));
     assert_eq!(jobs.expect("a list").jobs, ["neighbour"]);
+    victim.finish();
+}
+
+/// An older server would drop the fields of a newer client that it does not know.
+#[test]
+fn a_client_of_a_newer_protocol_is_refused() {
+    let cluster = Cluster::start(2);
+    let victim = Victim::start(&cluster, "newer");
+    let name = JobName::parse("name", "unknown").expect("a name");
+    let request = v1::OpenJobRequest {
+        spec: Some(JobSpec { name, ..victim.spec.clone() }.to_wire()),
+        placement: Some(placement(&cluster.addresses(), &victim.layout).to_wire()),
+        server: 0,
+        protocol: PROTOCOL + 1,
+    };
+    assert_fault(victim.servers[0].open_by(request), Precondition, "protocol", "2", "at most 1");
+    assert!(victim.servers[0].find("unknown").is_err(), "it was not opened");
     victim.finish();
 }

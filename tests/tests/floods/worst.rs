@@ -113,7 +113,7 @@ fn descriptions_that_nobody_takes_share_a_room() {
     Runtime::new().unwrap().block_on(async {
         let channel = Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await.unwrap();
         let (spec, placement) = (Some(spec.to_wire()), Some(placed.to_wire()));
-        let open = OpenJobRequest { spec, placement, server: 0 };
+        let open = OpenJobRequest { spec, placement, ..Default::default() };
         TrainingClient::new(channel).open_job(open).await.unwrap();
     });
     let describe = encode(&DescribeRequest { job: "large".into(), ..Default::default() }).head;

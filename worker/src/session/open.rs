@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, ShardId, Version};
+use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, ShardId, Version, limits::PROTOCOL};
 use longshore_wire::{
     Wire, left_outs_from_wire,
     v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, OpenJobResponse, Phase},
@@ -147,6 +147,7 @@ pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJ
         spec: Some(cluster.spec().to_wire()),
         placement: Some(cluster.placement.to_wire()),
         server: server.0,
+        protocol: PROTOCOL,
     };
     // Slow: a server allocates and touches all of its memory before it answers.
     let answer = cluster.call(server, "OpenJob", None, cluster.options.slow_deadline, |peer| {

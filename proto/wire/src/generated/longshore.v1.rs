@@ -1176,6 +1176,9 @@ pub struct OpenJobRequest {
     /// which of placement.servers this one is
     #[prost(uint32, tag = "3")]
     pub server: u32,
+    /// highest number whose fields the client sets: a server of a lower one refuses (PRECONDITION); 0 counts as 1
+    #[prost(uint32, tag = "4")]
+    pub protocol: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct OpenJobResponse {
