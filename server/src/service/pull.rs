@@ -66,13 +66,8 @@ pub(super) async fn answer(
     }
     let (sender, pieces) = mpsc::channel(MESSAGES_AHEAD);
     let payloads = taps.zip(mark).and_then(|(taps, mark)| Payloads::claim(taps, mark));
-    let (response, wanted) = frame::answer_wanted(pieces);
-    tokio::spawn(async move {
-        // Nothing is read or copied for a reader whose window is closed.
-        let _ = wanted.await;
-        pull.send(sender, payloads).await;
-    });
-    Ok(response)
+    tokio::spawn(pull.send(sender, payloads));
+    Ok(frame::answer(pieces))
 }
 
 async fn request(body: Body) -> Result<(v1::PullRequest, Option<Mark>), Status> {

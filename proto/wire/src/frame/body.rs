@@ -7,7 +7,7 @@ use std::{
 
 use bytes::Bytes;
 use http::HeaderMap;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tonic::{Code, Status};
 
 use crate::piece::Piece;
@@ -19,24 +19,15 @@ pub(super) struct Outgoing {
     payload: Bytes,
     trailers: bool,
     done: bool,
-    /// Dropped once HTTP/2 asks for the first bytes: the peer's window has room.
-    unwanted: Option<oneshot::Sender<()>>,
 }
 
 impl Outgoing {
     pub(super) fn request(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Outgoing {
-        Outgoing { pieces, payload: Bytes::new(), trailers: false, done: false, unwanted: None }
+        Outgoing { pieces, payload: Bytes::new(), trailers: false, done: false }
     }
 
     pub(super) fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Outgoing {
         Outgoing { trailers: true, ..Outgoing::request(pieces) }
-    }
-
-    /// Returns a receiver that resolves once the peer's window has room for the first bytes, or the body is dropped.
-    pub(super) fn wanted(&mut self) -> oneshot::Receiver<()> {
-        let (unwanted, wanted) = oneshot::channel();
-        self.unwanted = Some(unwanted);
-        wanted
     }
 
     fn end(&mut self, status: Status) -> Option<Result<http_body::Frame<Bytes>, Status>> {
@@ -57,7 +48,6 @@ impl http_body::Body for Outgoing {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<http_body::Frame<Bytes>, Status>>> {
-        self.unwanted = None;
         if !self.payload.is_empty() {
             let payload = std::mem::take(&mut self.payload);
             return Poll::Ready(Some(Ok(http_body::Frame::data(payload))));

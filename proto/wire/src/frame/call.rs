@@ -1,7 +1,7 @@
 //! Calls and answers as HTTP: the work that tonic's generated code does around a codec.
 
 use http::{HeaderValue, Method, Request, Response, header};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tonic::{Code, Status, body::Body, transport::Error};
 use tower_service::Service;
 
@@ -61,20 +61,7 @@ pub async fn call_once<M: Frame>(
 
 /// Returns a server's answer, which sends `pieces`. An error ends the answer with that status.
 pub fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Response<Body> {
-    respond(Outgoing::answer(pieces))
-}
-
-/// Acts like [`answer`], and returns a receiver that resolves once the peer's window has room, or the call is over.
-pub fn answer_wanted(
-    pieces: mpsc::Receiver<Result<Piece, Status>>,
-) -> (Response<Body>, oneshot::Receiver<()>) {
-    let mut body = Outgoing::answer(pieces);
-    let wanted = body.wanted();
-    (respond(body), wanted)
-}
-
-fn respond(body: Outgoing) -> Response<Body> {
-    let mut response = Response::new(Body::new(body));
+    let mut response = Response::new(Body::new(Outgoing::answer(pieces)));
     response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
     response
 }

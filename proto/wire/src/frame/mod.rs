@@ -16,7 +16,7 @@ mod parse;
 mod tests;
 
 pub use crate::piece::Piece;
-pub use call::{PULL, PUSH, Pieces, answer, answer_wanted, call, call_once};
+pub use call::{PULL, PUSH, Pieces, answer, call, call_once};
 pub use encode::{encode, encode_with};
 pub use incoming::Incoming;
 pub use intake::{Intake, SharedIntake};
