@@ -254,7 +254,7 @@ fn a_delayed_step_waits_for_the_gradients_of_present_processes() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// One step must not have gradients of two versions or of two loss scales, also after all of its processes died.
+/// Gradients of a step have one version and one loss scale, also after all of its processes died.
 #[test]
 fn a_sum_keeps_what_it_was_computed_with() {
     for restarts in [false, true] {

@@ -33,7 +33,7 @@ const JOIN: &str = "/longshore.v1.Training/Join";
 const OPEN: &str = "/longshore.v1.Training/OpenJob";
 const PULL: &str = "/longshore.v1.Tensors/Pull";
 const PUSH: &str = "/longshore.v1.Tensors/Push";
-/// What the allocator and HTTP/2 add to the counted bytes.
+/// Bytes that the allocator and HTTP/2 add to the counted ones.
 const MARGIN: u64 = 24 << 20;
 
 fn train(server: &Longshored) {

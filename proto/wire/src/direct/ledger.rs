@@ -118,7 +118,7 @@ impl Account {
             return;
         }
         let share = self.ledger.share(&owner);
-        // What the connection holds already may exceed the new share for a while.
+        // Bytes that the connection holds already may exceed the new share for a while.
         share.held.fetch_add(state.charged, Ordering::AcqRel);
         state.share.give_back(state.charged);
         (state.owner, state.share) = (owner, share);

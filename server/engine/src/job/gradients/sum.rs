@@ -68,7 +68,7 @@ impl Job {
                 self.gradients.set_statistics(owned, slot, statistics);
                 self.gradients.find_left_out(owned, slot);
                 if let Some(kept) = &self.tier.kept {
-                    // What the other shards of the step may be computed with outlives the process too.
+                    // Version and loss scale of the step's other shards outlive the process too.
                     kept.settle(step, self.protocol.machine().computed_with(step));
                     kept.complete(owned, step);
                 }
