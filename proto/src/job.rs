@@ -13,7 +13,7 @@ use crate::{
         MAX_LEAVE_OUT_PARAMS, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS, MAX_WORLD_SIZE,
     },
     partition::{self, Partition},
-    properties::TierKind,
+    properties::{JobProperties, TierKind},
     state::{Formats, StateFormat},
 };
 
@@ -81,6 +81,10 @@ pub struct JobSpec {
 }
 
 impl JobSpec {
+    pub fn properties(&self) -> JobProperties {
+        self.tier.properties()
+    }
+
     /// Returns a job of one rank and one group in tier `memory`: AdamW, exact steps, bf16 on the wire. Callers override
     /// fields with struct update syntax.
     pub fn new(name: JobName, params: Vec<Param>) -> JobSpec {

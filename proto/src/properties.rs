@@ -3,7 +3,7 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::{fault::Fault, job::JobSpec};
+use crate::fault::Fault;
 
 macro_rules! tiers {
     ($($tier:ident = $number:literal, $name:literal, $lifetime:expr, durable_later: $durable_later:literal;)*) => {
@@ -90,11 +90,5 @@ impl FromStr for TierKind {
         let found = TierKind::ALL.into_iter().find(|tier| tier.name() == text);
         let names = || format!("one of {}", TierKind::ALL.map(TierKind::name).join(", "));
         found.ok_or_else(|| Fault::invalid("tier", text, names(), "name one of them"))
-    }
-}
-
-impl JobSpec {
-    pub fn properties(&self) -> JobProperties {
-        self.tier.properties()
     }
 }

@@ -33,7 +33,8 @@ impl Embedded {
     /// # Errors
     /// On an invalid configuration, and as [`Server::start`].
     pub fn start(change: impl FnOnce(Config) -> Config) -> Result<Embedded, ServerError> {
-        let folder = SocketFolder::make()?;
+        let folder =
+            SocketFolder::make().map_err(|(path, source)| ServerError::SocketFolder { path, source })?;
         let config = change(Config { listen_unix: Some(folder.socket()), ..Config::nowhere() });
         config.check()?;
         let runtime = crate::runtime("server")

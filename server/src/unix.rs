@@ -15,7 +15,7 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
 
-use crate::{accept::Accept, connections::Origin, lifecycle::ServerError, log::Seldom, members::Members};
+use crate::{accept::Accept, connections::Origin, log::Seldom, members::Members};
 
 /// Connections that may wait to be accepted, as when all ranks of a host start at the same moment.
 const BACKLOG: i32 = 1024;
@@ -40,12 +40,13 @@ pub(crate) struct SocketFolder(PathBuf);
 const LONGEST_FOLDER: usize = 90;
 
 impl SocketFolder {
-    /// Makes a folder below TMPDIR, or below /tmp if that path is unfit for an address.
-    pub(crate) fn make() -> Result<SocketFolder, ServerError> {
+    /// Makes a folder below TMPDIR, or below /tmp if that path is unfit for an address. A failure names the folder
+    /// above.
+    pub(crate) fn make() -> Result<SocketFolder, (PathBuf, io::Error)> {
         SocketFolder::below(&env::temp_dir())
     }
 
-    fn below(parent: &Path) -> Result<SocketFolder, ServerError> {
+    fn below(parent: &Path) -> Result<SocketFolder, (PathBuf, io::Error)> {
         // A list of addresses has commas, and a URL has no spaces.
         let fits = |path: &str| {
             path.starts_with('/')
@@ -57,8 +58,7 @@ impl SocketFolder {
         let number = RandomState::new().build_hasher().finish();
         let path = parent.join(format!("longshore-{number:016x}"));
         let made = DirBuilder::new().mode(0o700).create(&path);
-        made.map(|()| SocketFolder(path))
-            .map_err(|source| ServerError::SocketFolder { path: parent.into(), source })
+        made.map(|()| SocketFolder(path)).map_err(|source| (parent.into(), source))
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -181,8 +181,8 @@ mod tests {
             drop(folder);
             assert!(!path.exists());
         }
-        let missing = SocketFolder::below(&dir.path().join("missing")).err().unwrap().to_string();
-        assert!(missing.contains("TMPDIR"), "{missing}");
+        let missing = dir.path().join("missing");
+        assert_eq!(SocketFolder::below(&missing).err().unwrap().0, missing);
     }
 
     #[tokio::test]

@@ -148,7 +148,7 @@ mod tests {
             frame[bit / 8] ^= 1 << (bit % 8);
         }
         assert!(matches!(decode::<Vec<u32>>(&vec![0; SECTOR]), Found::Blank));
-        // Of a newer format only magic and format are known.
+        // Magic and format alone are known of a newer record.
         frame[8] = 2;
         frame[12..].fill(0xAB);
         let Found::Refused(fault) = decode::<Vec<u32>>(&frame) else { panic!("a newer format is no damage") };

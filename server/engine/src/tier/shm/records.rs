@@ -10,9 +10,9 @@ use std::{
 use longshore_proto::{Fault, Step, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{SUMMED, ShmTier, inspect::check_words, sizes::Sizes};
+use super::{SHARD_WORDS, SUMMED, ShmTier, UNDO_SLOTS, UNDO_WORDS, sizes::Sizes};
 use crate::{
-    ids::OwnedShard,
+    ids::{OwnedShard, OwnedShards},
     lock,
     record::{Record, Standing, exact},
     threads::ThreadPool,
@@ -175,4 +175,38 @@ pub(in crate::tier) fn records_of(file: &File, path: &Path) -> Result<Vec<Result
         }
     }
     Ok(records)
+}
+
+/// Returns the first word with a value that a server cannot have left behind, wherever it died.
+pub(super) fn check_words(words: &[u64], sizes: &Sizes, versions: &[Version]) -> Option<String> {
+    let shards = sizes.blocks.len() - 1;
+    let blocks = sizes.blocks[shards];
+    let (of_shards, rest) = words.split_at(shards * SHARD_WORDS);
+    let (of_blocks, rest) = rest.split_at(blocks);
+    let newest = versions.last().map_or(0, |version| version.0);
+    let known = |version: u64| versions.contains(&Version(version));
+    for (owned, shard) in OwnedShards::all(shards).zip(of_shards.chunks_exact(SHARD_WORDS)) {
+        let (begun, done) = (shard[0], shard[1]);
+        if begun < done || begun > done + 1 || begun > newest {
+            return Some(format!(
+                "shard {} of it is at version {done} and began {begun}, of {newest} decided",
+                owned.index()
+            ));
+        }
+        // Missing updates are made from the records.
+        if let Some(missing) = (done + 1..=newest).take(versions.len() + 1).find(|&version| !known(version)) {
+            return Some(format!(
+                "shard {} of it is at version {done}, and the record of {missing} is gone",
+                owned.index()
+            ));
+        }
+        let range = sizes.blocks[owned.index()]..sizes.blocks[owned.next().index()];
+        if let Some(block) = range.clone().find(|&block| of_blocks[block] > begun) {
+            let version = of_blocks[block];
+            return Some(format!("block {block} of it is at version {version}, before its shard began it"));
+        }
+    }
+    let slots = rest.chunks_exact(UNDO_WORDS).take(UNDO_SLOTS).enumerate();
+    let held = slots.map(|(slot, words)| (slot, words[0])).find(|(_, held)| *held > blocks as u64);
+    held.map(|(slot, held)| format!("the copy in slot {slot} is of block {}, of {blocks}", held - 1))
 }
