@@ -49,7 +49,7 @@ impl Seldom {
 pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let filter =
         without_guests(filter.parse().unwrap_or_else(|_| Targets::new().with_default(LevelFilter::INFO)));
-    let stderr = fmt::layer().with_writer(|| Lines(io::stderr())).with_ansi(false);
+    let stderr = fmt::layer().with_writer(|| Lines(io::stderr()));
     let stderr = match format {
         LogFormat::Text => stderr.with_filter(filter).boxed(),
         LogFormat::Json => stderr.json().with_filter(filter).boxed(),
@@ -107,7 +107,7 @@ mod tests {
         }
         let kept = Kept::default();
         let writer = kept.clone();
-        let layer = fmt::layer().with_writer(move || Lines(writer.clone())).with_ansi(false);
+        let layer = fmt::layer().with_writer(move || Lines(writer.clone()));
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             let fault = "x\n2026-01-01T00:00:00Z  INFO audit: who=\"operator\" \u{1b}[1A\u{202e}";
             tracing::warn!(name = fault, error = %fault, "{fault}");

@@ -1,5 +1,5 @@
 //! A pseudo-terminal made by util-linux's `script`. A program in it takes it for an interactive terminal.
-//! Tests search the drawn text; tests with ratatui's `TestBackend` check places and colours.
+//! Tests search the drawn text.
 
 use std::{
     io::{Read, Write},

@@ -7,6 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use longshore_wire::tls::{certificate_pem, key_pem};
 use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use tempfile::TempDir;
 
@@ -47,7 +48,7 @@ impl Authority {
         let name = format!("authority {}", NEXT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let certificate = params.self_signed(&key).expect("a certificate").pem();
+        let certificate = certificate_pem(params.self_signed(&key).expect("a certificate").der());
         Authority { key, params, certificate }
     }
 
@@ -62,7 +63,7 @@ impl Authority {
         };
         (params.not_before, params.not_after) = (from.into(), to.into());
         let signed = params.signed_by(&key, &Issuer::from_params(&self.params, &self.key));
-        [signed.expect("a certificate").pem(), key.serialize_pem()]
+        [certificate_pem(signed.expect("a certificate").der()), key_pem(key.serialized_der())]
     }
 
     /// Writes a server's certificate and key, for `names` or for all addresses that tests' servers listen on.

@@ -10,7 +10,8 @@ use std::{
 
 use anyhow::{Context, bail, ensure};
 use longshore_wire::tls::{
-    CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN,
+    CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN, certificate_pem,
+    key_pem,
 };
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -20,6 +21,7 @@ use ring::{
     digest::{SHA256, digest},
     rand::{SecureRandom, SystemRandom},
 };
+use rustls::pki_types::{PrivateKeyDer, pem::PemObject};
 
 /// The authority's own key, which neither servers nor clients need.
 pub(crate) const CA_KEY: &str = "ca.key";
@@ -54,10 +56,10 @@ impl Authority {
     pub(crate) fn create(dir: &Path) -> anyhow::Result<Authority> {
         let key = KeyPair::generate()?;
         let params = authority_params(&key)?;
-        let certificate = params.self_signed(&key)?.pem();
+        let certificate = certificate_pem(params.self_signed(&key)?.der());
         make_folder(dir)?;
         write_new(&dir.join(CA), certificate.as_bytes())?;
-        write_new(&dir.join(CA_KEY), key.serialize_pem().as_bytes())?;
+        write_new(&dir.join(CA_KEY), key_pem(key.serialized_der()).as_bytes())?;
         Ok(Authority { certificate, key, params })
     }
 
@@ -68,7 +70,10 @@ impl Authority {
             fs::read_to_string(&path)
                 .with_context(|| format!("{}: name the folder of `longshore tls init`", path.display()))
         };
-        let (certificate, key) = (read(CA)?, KeyPair::from_pem(&read(CA_KEY)?)?);
+        let certificate = read(CA)?;
+        let key = PrivateKeyDer::from_pem_slice(read(CA_KEY)?.as_bytes())
+            .with_context(|| dir.join(CA_KEY).display().to_string())?;
+        let key = KeyPair::try_from(&key)?;
         let params = authority_params(&key)?;
         Ok(Authority { certificate, key, params })
     }
@@ -97,8 +102,8 @@ impl Authority {
         let signed = params.signed_by(&key, &Issuer::from_params(&self.params, &self.key))?;
         make_folder(dir)?;
         write_new(&dir.join(CA), self.certificate.as_bytes())?;
-        write_new(&dir.join(files[0]), signed.pem().as_bytes())?;
-        write_new(&dir.join(files[1]), key.serialize_pem().as_bytes())
+        write_new(&dir.join(files[0]), certificate_pem(signed.der()).as_bytes())?;
+        write_new(&dir.join(files[1]), key_pem(key.serialized_der()).as_bytes())
     }
 
     /// Makes a folder with a new token and the authority's certificate. Returns the token's hash for

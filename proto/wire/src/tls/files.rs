@@ -2,6 +2,7 @@
 
 use std::{fs, path::Path};
 
+use base64::{Engine, prelude::BASE64_STANDARD};
 use longshore_proto::{Fault, FaultKind, limits::MOST_CHAIN_BYTES};
 use rustls::{
     RootCertStore,
@@ -88,4 +89,20 @@ pub(super) fn length(chain: &[CertificateDer<'_>]) -> usize {
 
 pub(super) fn key(dir: &Path, name: &str, bytes: &[u8]) -> Result<PrivateKeyDer<'static>, Fault> {
     PrivateKeyDer::from_pem_slice(bytes).map_err(|error| wrong(dir, name, format!("no private key: {error}")))
+}
+
+/// Returns a certificate as a PEM file has it.
+pub fn certificate_pem(der: &[u8]) -> String {
+    pem("CERTIFICATE", der)
+}
+
+/// Returns a private key of PKCS #8 as a PEM file has it.
+pub fn key_pem(der: &[u8]) -> String {
+    pem("PRIVATE KEY", der)
+}
+
+fn pem(kind: &str, der: &[u8]) -> String {
+    let text = BASE64_STANDARD.encode(der);
+    let lines: String = text.as_bytes().chunks(64).map(|line| String::from_utf8_lossy(line) + "\n").collect();
+    format!("-----BEGIN {kind}-----\n{lines}-----END {kind}-----\n")
 }

@@ -17,7 +17,10 @@ mod tests;
 
 pub use self::{
     client::{Client, Credentials},
-    files::{CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN},
+    files::{
+        CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN,
+        certificate_pem, key_pem,
+    },
     pages::{Pages, Reader},
     refusal::{DialError, Untrusted},
     secured::Secured,

@@ -26,15 +26,15 @@ fn folder(name: &str) -> TempDir {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.distinguished_name.push(DnType::CommonName, name);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    write(CA, params.self_signed(&key).unwrap().pem());
+    write(CA, certificate_pem(params.self_signed(&key).unwrap().der()));
     let authority = Issuer::new(params, key);
     for (subject, certificate, file) in
         [(HOST, SERVER_CERTIFICATE, SERVER_KEY), (name, CLIENT_CERTIFICATE, CLIENT_KEY)]
     {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![subject.to_string()]).unwrap();
-        write(certificate, params.signed_by(&key, &authority).unwrap().pem());
-        write(file, key.serialize_pem());
+        write(certificate, certificate_pem(params.signed_by(&key, &authority).unwrap().der()));
+        write(file, key_pem(key.serialized_der()));
     }
     folder
 }

@@ -118,18 +118,19 @@ fn made(dir: &Path, args: &InitArgs) -> serde_json::Value {
 }
 
 fn say_what_goes_where(dir: &Path, args: &InitArgs) {
-    let shown = dir.display();
-    say!("{shown}/server    to each server:    longshored --tls-dir server --listen 0.0.0.0:7070");
+    let shown = |name: &str| dir.join(name).display().to_string();
+    say!("{}    to each server:    longshored --tls-dir server --listen 0.0.0.0:7070", shown("server"));
     let host = args.hosts.first().map_or("host", String::as_str);
     for (name, _, what) in IDENTITIES {
         say!(
-            "{shown}/{name}    to whoever {what}:    --servers {host}:7070 --tls-dir {name}, or LONGSHORE_TLS_DIR"
+            "{}    to whoever {what}:    --servers {host}:7070 --tls-dir {name}, or LONGSHORE_TLS_DIR",
+            shown(name)
         );
     }
     if !args.no_tokens {
-        say!("{shown}/NAME-token    instead, where a token is handier than a certificate");
+        say!("{}    instead, where a token is handier than a certificate", shown("NAME-token"));
     }
-    say!("{shown}/{CA_KEY}    nowhere: keep it, `longshore tls issue` makes more certificates with it");
+    say!("{}    nowhere: keep it, `longshore tls issue` makes more certificates with it", shown(CA_KEY));
 }
 
 fn issue(args: &IssueArgs, out: Output) -> anyhow::Result<()> {

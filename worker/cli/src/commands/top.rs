@@ -31,7 +31,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if !silent.is_empty() && silent.len() == view.servers.len() {
         return Err(Unanswered::with(&silent, "no server answers").into());
     }
-    let (object, frame) = (serde_json::to_value(&view)?, once(&view)?);
-    out.result(|| object, || frame);
+    let object = serde_json::to_value(&view)?;
+    out.result(|| object, || once(&view));
     Ok(())
 }

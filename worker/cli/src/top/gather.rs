@@ -8,8 +8,7 @@ use std::{
 use longshore_wire::v1;
 
 use super::{
-    job::job_view,
-    known::Known,
+    job::{Known, job_view},
     view::{ServerView, View},
 };
 use crate::{

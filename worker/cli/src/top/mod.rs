@@ -1,12 +1,9 @@
 //! `longshore top`: the status page in a terminal.
 
-mod charts;
 mod draw;
 mod gather;
 mod job;
-mod known;
 mod screen;
-mod styles;
 mod troubles;
 mod view;
 

@@ -1,23 +1,19 @@
-//! The terminal: a frame a second, keys, and a single frame for a pipe.
+//! The terminal: a frame where the view or the size has changed, keys, and a single frame for a pipe.
 
 use std::{
-    io::{self, IsTerminal},
+    io::{self, IsTerminal, Write},
+    os::fd::AsFd,
+    panic,
     sync::mpsc::{self, RecvTimeoutError},
     thread,
     time::Duration,
 };
 
-use ratatui::{
-    Terminal,
-    backend::TestBackend,
-    crossterm::{
-        event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers},
-        terminal,
-    },
-};
+use console::{Key, Term, strip_ansi_codes};
 use rustix::{
     event::{PollFd, PollFlags, Timespec},
     io::Errno,
+    termios::{OptionalActions, Termios, tcgetattr, tcsetattr},
 };
 
 use super::{
@@ -25,32 +21,35 @@ use super::{
     gather::Poller,
     view::View,
 };
+use crate::train::{LastWords, Part, Stop};
 
 /// The period of looks at the servers.
 const PERIOD: Duration = Duration::from_secs(1);
 /// The longest wait for keys before the next frame. A change of the window's size shows that late at most.
 const KEYS: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// Size of a frame without a terminal.
-const SIZE: (u16, u16) = (80, 24);
+/// Width and height of a frame without a terminal.
+const SIZE: (usize, usize) = (80, 24);
+/// Begins the alternate screen and hides the cursor.
+const TAKE: &str = "\x1b[?1049h\x1b[?25l";
+const GIVE_BACK: &str = "\x1b[?1049l\x1b[?25h";
 
 /// Returns one frame as text.
-pub(crate) fn once(view: &View) -> anyhow::Result<String> {
-    let size = if io::stdout().is_terminal() { terminal::size().unwrap_or(SIZE) } else { SIZE };
-    frame_of(view, Chosen::default(), size)
+pub(crate) fn once(view: &View) -> String {
+    frame_of(view, Chosen::default(), size().unwrap_or(SIZE))
 }
 
-pub(super) fn frame_of(view: &View, chosen: Chosen, (width, height): (u16, u16)) -> anyhow::Result<String> {
-    let mut terminal = Terminal::new(TestBackend::new(width, height))?;
-    terminal.draw(|frame| draw(frame, view, chosen, None))?;
-    let buffer = terminal.backend().buffer();
-    let line = |row: &[ratatui::buffer::Cell]| {
-        let text: String = row.iter().map(ratatui::buffer::Cell::symbol).collect();
-        text.trim_end().to_string()
-    };
-    Ok(buffer.content().chunks(usize::from(width)).map(line).collect::<Vec<_>>().join("\n"))
+/// Returns width and height of the terminal.
+fn size() -> Option<(usize, usize)> {
+    Term::stdout().size_checked().map(|(rows, columns)| (columns.into(), rows.into()))
 }
 
-/// Draws until a key ends the program.
+pub(super) fn frame_of(view: &View, chosen: Chosen, size: (usize, usize)) -> String {
+    let lines = draw(view, chosen, None, size);
+    let plain = lines.iter().map(|line| strip_ansi_codes(line).trim_end().to_string());
+    plain.collect::<Vec<_>>().join("\n")
+}
+
+/// Draws until a key or a signal ends the program.
 ///
 /// # Errors
 /// If there is no terminal, or the first look fails.
@@ -58,84 +57,111 @@ pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
     anyhow::ensure!(io::stdout().is_terminal(), "stdout is no terminal: --once prints one frame");
     let mut view = poller.look()?;
     let (looked, looks) = mpsc::channel();
-    let (wanted, wants) = mpsc::channel::<()>();
-    // A silent server blocks this thread, and not the keys. The thread ends with the sender of `wanted`.
-    let asking = thread::Builder::new().name("top".into()).spawn(move || {
+    let (_wanted, wants) = mpsc::channel::<()>();
+    // A silent server blocks this thread, and not the keys. The thread ends with `_wanted`, and is not joined.
+    thread::Builder::new().name("top".into()).spawn(move || {
         while let Err(RecvTimeoutError::Timeout) = wants.recv_timeout(PERIOD) {
             if looked.send(poller.look()).is_err() {
                 return;
             }
         }
     })?;
-    let mut terminal = ratatui::try_init()?;
-    let mut chosen = Chosen::default();
-    let mut failed = None;
-    let drawn = (|| -> anyhow::Result<()> {
-        loop {
-            for look in looks.try_iter() {
-                match look {
-                    Ok(new) => (view, failed) = (new, None),
-                    Err(error) => failed = Some(format!("{error:#}")),
-                }
-            }
-            terminal.draw(|frame| draw(frame, &view, chosen, failed.as_deref()))?;
-            wait_for_keys()?;
-            if event::poll(Duration::ZERO)?
-                && let Event::Key(key) = event::read()?
-                && key.kind != KeyEventKind::Release
-                && !chosen.take(key, view.jobs.len())
-            {
-                return Ok(());
+    let stop = Stop::catch(Part::Follows, LastWords::default())?;
+    let screen = Screen::take()?;
+    let (mut chosen, mut failed, mut shown) = (Chosen::default(), None, None);
+    while stop.asked().is_none() {
+        for look in looks.try_iter() {
+            match look {
+                Ok(new) => (view, failed) = (new, None),
+                Err(error) => failed = Some(format!("{error:#}")),
             }
         }
-    })();
-    ratatui::restore();
-    drop(wanted);
-    // The thread may be waiting for a silent server, so it is not joined.
-    drop(asking);
-    drawn
+        let size = size().unwrap_or(SIZE);
+        let frame = Some((size, draw(&view, chosen, failed.as_deref(), size)));
+        if frame != shown {
+            show(frame.iter().flat_map(|(_, lines)| lines))?;
+            shown = frame;
+        }
+        if screen.key()?.is_some_and(|key| !chosen.take(&key, view.jobs.len())) {
+            break;
+        }
+    }
+    Ok(())
 }
 
-/// Waits for keys, for at most `KEYS`.
-///
-/// # Errors
-/// If the terminal is gone. crossterm would then read the end of its input for ever: a program that ignores
-/// SIGHUP, as under `nohup`, is not ended with its terminal.
-fn wait_for_keys() -> anyhow::Result<()> {
-    let (keys, screen) = (io::stdin(), io::stdout());
-    // poll reports a hang-up of the terminal for any flags.
-    let mut fds = vec![PollFd::new(&screen, PollFlags::empty())];
-    if keys.is_terminal() {
-        fds.push(PollFd::new(&keys, PollFlags::IN));
+/// Writes a frame. Each line is cleared before its text: after it, a full line would lose its last letter.
+fn show<'a>(lines: impl Iterator<Item = &'a String>) -> io::Result<()> {
+    let lines: Vec<String> = lines.map(|line| format!("\x1b[2K{line}")).collect();
+    let mut out = io::stdout().lock();
+    write!(out, "\x1b[H{}", lines.join("\r\n"))?;
+    out.flush()
+}
+
+/// The terminal in raw mode, on its alternate screen. Drop gives it back.
+struct Screen(Termios);
+
+impl Screen {
+    fn take() -> anyhow::Result<Screen> {
+        let screen = Screen(tcgetattr(io::stdout())?);
+        let mut raw = screen.0.clone();
+        raw.make_raw();
+        tcsetattr(io::stdout(), OptionalActions::Now, &raw)?;
+        write!(io::stdout(), "{TAKE}")?;
+        // On the alternate screen the message of a panic would be lost.
+        let (settings, before) = (screen.0.clone(), panic::take_hook());
+        panic::set_hook(Box::new(move |panic| {
+            give_back(&settings);
+            before(panic);
+        }));
+        Ok(screen)
     }
-    match rustix::event::poll(&mut fds, Some(&KEYS)) {
-        // The window's size has changed, which crossterm reports.
-        Err(Errno::INTR) => return Ok(()),
-        other => other?,
-    };
-    let is_gone = fds.iter().any(|fd| fd.revents().intersects(PollFlags::HUP | PollFlags::ERR));
-    anyhow::ensure!(!is_gone, "the terminal is gone: start it again in another one");
-    Ok(())
+
+    /// Waits for a key, for at most `KEYS`.
+    ///
+    /// # Errors
+    /// If the terminal is gone: a program that ignores SIGHUP, as under `nohup`, is not ended with its terminal.
+    fn key(&self) -> anyhow::Result<Option<Key>> {
+        // Keys come from the terminal also where stdin is another file.
+        let (stdin, stdout) = (io::stdin(), io::stdout());
+        let keys = if stdin.is_terminal() { stdin.as_fd() } else { stdout.as_fd() };
+        let mut fds = [PollFd::new(&keys, PollFlags::IN)];
+        match rustix::event::poll(&mut fds, Some(&KEYS)) {
+            Ok(0) | Err(Errno::INTR) => return Ok(None),
+            other => other?,
+        };
+        let is_gone = fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR);
+        anyhow::ensure!(!is_gone, "the terminal is gone: start it again in another one");
+        Ok(Some(Term::stdout().read_key_raw()?))
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        give_back(&self.0);
+    }
+}
+
+/// Restores the terminal; one that is gone needs no more.
+fn give_back(settings: &Termios) {
+    let _ = write!(io::stdout(), "{GIVE_BACK}").and_then(|()| io::stdout().flush());
+    let _ = tcsetattr(io::stdout(), OptionalActions::Now, settings);
 }
 
 impl Chosen {
     /// Handles a key. Returns false if the key ends the program.
-    fn take(&mut self, key: KeyEvent, jobs: usize) -> bool {
+    fn take(&mut self, key: &Key, jobs: usize) -> bool {
         let jobs = jobs.max(1);
-        match key.code {
-            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
-            KeyCode::Char('q') => return false,
-            KeyCode::Esc if !self.help => return false,
-            KeyCode::Esc => self.help = false,
-            KeyCode::Char('?') => self.help = !self.help,
-            KeyCode::Tab | KeyCode::Right => {
-                *self = Chosen { job: (self.job + 1) % jobs, ..Chosen::default() }
-            }
-            KeyCode::BackTab | KeyCode::Left => {
+        match key {
+            Key::CtrlC | Key::Char('q') => return false,
+            Key::Escape if !self.help => return false,
+            Key::Escape => self.help = false,
+            Key::Char('?') => self.help = !self.help,
+            Key::Tab | Key::ArrowRight => *self = Chosen { job: (self.job + 1) % jobs, ..Chosen::default() },
+            Key::BackTab | Key::ArrowLeft => {
                 *self = Chosen { job: (self.job + jobs - 1) % jobs, ..Chosen::default() };
             }
-            KeyCode::Down => self.scrolled += 1,
-            KeyCode::Up => self.scrolled = self.scrolled.saturating_sub(1),
+            Key::ArrowDown => self.scrolled += 1,
+            Key::ArrowUp => self.scrolled = self.scrolled.saturating_sub(1),
             _ => {}
         }
         true
@@ -149,22 +175,19 @@ mod tests {
     #[test]
     fn keys_do_what_the_help_says() {
         let mut chosen = Chosen::default();
-        let mut press = |code| {
-            chosen.take(KeyEvent::new(code, KeyModifiers::NONE), 3).then_some((
-                chosen.job,
-                chosen.scrolled,
-                chosen.help,
-            ))
-        };
-        assert_eq!(press(KeyCode::Tab), Some((1, 0, false)));
-        assert_eq!(press(KeyCode::Down), Some((1, 1, false)));
-        assert_eq!(press(KeyCode::Left), Some((0, 0, false)));
-        assert_eq!(press(KeyCode::Left), Some((2, 0, false)));
-        assert_eq!(press(KeyCode::Right), Some((0, 0, false)));
-        assert_eq!(press(KeyCode::Char('?')), Some((0, 0, true)));
-        assert_eq!(press(KeyCode::Esc), Some((0, 0, false)));
-        assert_eq!(press(KeyCode::Up), Some((0, 0, false)));
-        assert_eq!((press(KeyCode::Esc), press(KeyCode::Char('q'))), (None, None));
-        assert!(!chosen.take(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 1));
+        for (key, job, scrolled, help) in [
+            (Key::Tab, 1, 0, false),
+            (Key::ArrowDown, 1, 1, false),
+            (Key::ArrowLeft, 0, 0, false),
+            (Key::ArrowLeft, 2, 0, false),
+            (Key::ArrowRight, 0, 0, false),
+            (Key::Char('?'), 0, 0, true),
+            (Key::Escape, 0, 0, false),
+            (Key::ArrowUp, 0, 0, false),
+        ] {
+            assert!(chosen.take(&key, 3), "{key:?} ends");
+            assert_eq!((chosen.job, chosen.scrolled, chosen.help), (job, scrolled, help), "{key:?}");
+        }
+        assert!([Key::Escape, Key::Char('q'), Key::CtrlC].iter().all(|key| !chosen.take(key, 3)));
     }
 }

@@ -16,7 +16,7 @@ mod tested;
 pub mod text;
 mod weights;
 
-pub(crate) use self::stop::Stopped;
+pub(crate) use self::stop::{LastWords, Part, Stop, Stopped};
 pub use self::{
     gradients::{LayerGradients, Sink},
     launch::run,

@@ -20,7 +20,7 @@ pub(super) const SIGNALLED: i32 = 128;
 
 /// The part of a process in handling signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(crate) enum Part {
     /// Rank 0: decides, so it ends the run. A second signal ends the process at once.
     Decides,
     /// Started the ranks' processes, and ends once they have.
@@ -32,7 +32,7 @@ pub(super) enum Part {
 
 /// The message of a process that a second signal ends at once.
 #[derive(Clone, Debug, Default)]
-pub(super) struct LastWords {
+pub(crate) struct LastWords {
     /// State of the run, and how to continue.
     pub(super) said: String,
     pub(super) as_json: bool,
@@ -40,7 +40,7 @@ pub(super) struct LastWords {
 
 /// Signals that were heard.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Stop(Arc<Heard>);
+pub(crate) struct Stop(Arc<Heard>);
 
 #[derive(Debug, Default)]
 struct Heard {
@@ -52,7 +52,7 @@ struct Heard {
 impl Stop {
     /// Catches SIGINT and SIGTERM from here on. The process that starts the ranks tells rank 0 by SIGUSR1: a
     /// terminal sends SIGINT to both processes, and that is one signal and not two.
-    pub(super) fn catch(part: Part, words: LastWords) -> io::Result<Stop> {
+    pub(crate) fn catch(part: Part, words: LastWords) -> io::Result<Stop> {
         let stop = Stop::default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
         let entered = runtime.enter();
@@ -97,7 +97,7 @@ impl Stop {
     }
 
     /// Returns the signal that told the run to stop.
-    pub(super) fn asked(&self) -> Option<i32> {
+    pub(crate) fn asked(&self) -> Option<i32> {
         Some(self.0.first.load(Ordering::Acquire)).filter(|signal| *signal != 0)
     }
 
