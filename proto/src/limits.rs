@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Number of the protocol. A field that changes bits or meaning raises it: older servers would drop the field.
+/// Number of the protocol. A field that changes bits or meaning raises it.
 pub const PROTOCOL: u32 = 1;
 
 /// Elements of a block, the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element,

@@ -78,7 +78,7 @@ where
                 return Box::pin(std::future::ready(Ok(refused)));
             }
         }
-        let scope = Scope::new(Arc::clone(&account));
+        let scope = Scope::new(Arc::clone(&account), request.uri().path());
         let call = self.service.call(request.map(|body| Body::new(Metering::new(body, account))));
         Box::pin(async move {
             let mut answer = scope.run(call).await?;

@@ -143,3 +143,13 @@ async fn a_malformed_push_ends_its_stream_and_nothing_else() {
     let results = tokio::time::timeout(Duration::from_secs(10), stock.push(sound)).await.unwrap();
     assert!(results.len() == 2 && results.iter().all(|result| result.refusal.is_none()), "{results:?}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_field_of_a_newer_client_is_refused() {
+    let (_server, address) = start().await;
+    let mut channel = Endpoint::from_shared(address).unwrap().connect().await.unwrap();
+    let newer = Piece { head: Bytes::from_static(&[0, 0, 0, 0, 2, 9 << 3, 1]), payload: Bytes::new() };
+    let call = frame::call_once::<PushResponse>(&mut channel, "/longshore.v1.Training/OpenJob", newer);
+    let refused = fault_from_status(&call.await.err().unwrap(), "here");
+    assert_eq!(refused.field, "OpenJobRequest", "{refused}");
+}

@@ -49,6 +49,7 @@ pub struct CheckpointStatus {
 
 #[derive(Clone, Debug, Deserialize)]
 pub struct RankStatus {
+    pub state: String,
     pub transport: String,
 }
 

@@ -254,6 +254,12 @@ fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     // docs/observe.md: about 50 samples of a job beside those of its ranks.
     let of_job = samples.len() - alone - counts.iter().sum::<usize>();
     assert!((30..70).contains(&of_job), "{of_job} samples of the job beside its ranks': {samples:?}");
+    drop(raw);
+    eventually("the end of the ranks' connection", || {
+        let samples = http::metrics(&http);
+        let gone = samples["longshore_job_ranks{job=\"wide\",state=\"not connected\"}"];
+        (gone == f64::from(RANKS) && samples["longshore_job_trains{job=\"wide\"}"] == 0.0).then_some(())
+    });
 }
 
 #[test]

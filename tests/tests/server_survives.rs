@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use longshore_tests::{
+    conformance::cluster::eventually,
     proxy::Proxy,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
@@ -164,14 +165,15 @@ fn a_server_that_restarted_shares_memory_again() {
     let addresses = server::addresses(&servers);
     let train = Train::new(1_000_000).args(["--tier", "nvme"]).allow("waiting for a server");
     let mut worker = train.servers(&addresses).start();
-    let transport = || job_status(&addresses).servers[0].ranks[0].transport.clone();
+    let rank = || job_status(&addresses).servers[0].ranks[0].clone();
     worker.until_step(3);
-    assert_eq!(transport(), "memfd");
+    assert_eq!(rank().transport, "memfd");
     servers[0].process.kill();
     servers[0].restart();
     worker.until_steps(5);
-    assert_eq!(transport(), "memfd");
+    assert_eq!((rank().state.as_str(), rank().transport.as_str()), ("joined", "memfd"));
     worker.kill();
+    eventually("the killed rank to be shown", || (rank().state == "not connected").then_some(()));
 }
 
 /// A worker was stopped and replaced. The worker resumes when its successor and its server have died, and is

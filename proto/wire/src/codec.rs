@@ -1,4 +1,5 @@
-//! The codec of generated calls: protobuf, with the memory of a decoded message reserved before it is decoded.
+//! The codec of generated calls: protobuf. Before a message is decoded, its memory is reserved, and unknown fields are
+//! refused.
 //!
 //! An empty element of a list takes 2 bytes on the wire and up to 120 decoded, so 16 MiB become a GiB. [`weigh`] counts
 //! the elements without decoding. The call's [`Scope`] reserves them until the call is answered.
@@ -23,6 +24,7 @@ use tonic_prost::{ProstDecoder, ProstEncoder};
 
 use crate::{
     direct::{Account, Held},
+    known::Request,
     status, v1,
 };
 
@@ -63,8 +65,11 @@ impl<U: Message + Default + 'static> Decoder for Weighing<U> {
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
         // A scope is a server's. tonic gives each message as one piece.
-        let reserved = SCOPE.try_with(|scope| scope.reserve(weigh::<U>(bytes.chunk())));
-        reserved.unwrap_or(Ok(())).map_err(|fault| status(&fault))?;
+        let admitted = SCOPE.try_with(|scope| {
+            scope.reserve(weigh::<U>(bytes.chunk()))?;
+            scope.request.map_or(Ok(()), |request| request.check(bytes.chunk()))
+        });
+        admitted.unwrap_or(Ok(())).map_err(|fault| status(&fault))?;
         self.0.decode(bytes)
     }
 }
@@ -73,15 +78,17 @@ tokio::task_local! {
     static SCOPE: Arc<Scope>;
 }
 
-/// Memory of a call's decoded message.
+/// Memory of a call's decoded message, and its known fields.
 pub struct Scope {
     account: Arc<Account>,
+    request: Option<Request>,
     held: Mutex<Option<Held>>,
 }
 
 impl Scope {
-    pub fn new(account: Arc<Account>) -> Arc<Scope> {
-        Arc::new(Scope { account, held: Mutex::default() })
+    /// Returns the scope of a call to `path`.
+    pub fn new(account: Arc<Account>, path: &str) -> Arc<Scope> {
+        Arc::new(Scope { account, request: Request::at(path), held: Mutex::default() })
     }
 
     /// Runs a call, whose messages are reserved in this scope. A later message of a stream takes the place of the last.
@@ -264,7 +271,7 @@ mod tests {
     #[test]
     fn a_scope_holds_one_message() {
         let account = Bounds::default().account(Owner::Local);
-        let scope = Scope::new(Arc::clone(&account));
+        let scope = Scope::new(Arc::clone(&account), "");
         assert_eq!(scope.reserve(SHARE_BYTES + 1).unwrap_err().kind, FaultKind::Exhausted);
         scope.reserve(SHARE_BYTES).unwrap();
         assert!(account.hold(1).is_none());

@@ -8,6 +8,7 @@ mod convert;
 mod dialled;
 pub mod direct;
 pub mod frame;
+mod known;
 mod mark;
 pub mod memfd;
 mod parts;

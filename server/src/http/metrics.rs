@@ -18,7 +18,7 @@ use prometheus_client::{
 
 use super::{
     families::{Families, Labels, one, with},
-    seen::{Seen, resident_bytes, standing},
+    seen::{Seen, resident_bytes},
 };
 use crate::{
     jobs::{Decided, StepStage, traffic},
@@ -92,7 +92,8 @@ impl fmt::Debug for Scrape {
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut families = Families { encoder };
-        let jobs: Vec<Seen> = self.services.jobs.all().into_iter().map(Seen::now).collect();
+        let seen = |handle| Seen::now(&self.services, handle);
+        let jobs: Vec<Seen> = self.services.jobs.all().into_iter().map(seen).collect();
         server(&mut families, &self.services)?;
         trust(&mut families, &self.services)?;
         states(&mut families, &self.services, &jobs)?;
@@ -173,7 +174,7 @@ fn states(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fm
     )?;
     families.gauge(
         "job_trains",
-        "1 while the job takes steps: it is filled, has a rank, is not paused, and has not failed here.",
+        "1 while the job takes steps: it is filled, has a connected rank, is not paused, and has not failed here.",
         None,
         each(jobs, |job| i64::from(job.state() == "training")),
     )
@@ -267,8 +268,8 @@ fn owners(families: &mut Families<'_>, services: &Services) -> fmt::Result {
 
 fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let states = jobs.iter().flat_map(|job| {
-        ["joined", "left", "never joined"].map(|state| {
-            let count = job.ranks.iter().filter(|rank| standing(rank) == state).count();
+        ["joined", "not connected", "left", "never joined"].map(|state| {
+            let count = job.standings.iter().filter(|standing| **standing == state).count();
             (with(job.labels(), "state", state), count)
         })
     });
@@ -298,7 +299,7 @@ fn ranks(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let waits = each(jobs, |job| i64::from(!job.waiting_for().is_empty()));
     families.gauge(
         "job_waits",
-        "1 while the next step waits for a rank, and some rank is there.",
+        "1 while the next step waits for a rank, and some rank has joined and not left.",
         None,
         waits,
     )

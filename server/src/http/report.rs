@@ -6,11 +6,7 @@ use longshore_engine::step::{Phase, RankProgress};
 use longshore_proto::{Param, remedies};
 use serde::Serialize;
 
-use super::{
-    room::Room,
-    seen::{Seen, standing},
-    wanted::Wanted,
-};
+use super::{room::Room, seen::Seen, wanted::Wanted};
 use crate::{jobs::Decided, service::Services};
 
 /// Ranks of a job in the report. Ranks with the oldest last step, which the job waits for, come
@@ -104,7 +100,7 @@ struct Checkpoint {
 }
 
 pub(super) fn json(services: &Services, listen: Listen, wanted: &Wanted) -> String {
-    let jobs = services.jobs.all().into_iter().map(Seen::now);
+    let jobs = services.jobs.all().into_iter().map(|handle| Seen::now(services, handle));
     let away = services.jobs.away();
     let report = Report {
         release: env!("CARGO_PKG_VERSION"),
@@ -193,14 +189,15 @@ fn remedy(seen: &Seen) -> &'static str {
 }
 
 fn ranks(services: &Services, seen: &Seen) -> Vec<Rank> {
-    let mut ranks: Vec<&RankProgress> = seen.ranks.iter().collect();
-    ranks.sort_by_key(|rank| (rank.last_step, rank.rank));
+    let mut ranks: Vec<(&RankProgress, &'static str)> =
+        seen.ranks.iter().zip(seen.standings.iter().copied()).collect();
+    ranks.sort_by_key(|(rank, _)| (rank.last_step, rank.rank));
     ranks.truncate(RANKS);
-    ranks.sort_by_key(|rank| rank.rank);
-    let told = |rank: &RankProgress| Rank {
+    ranks.sort_by_key(|(rank, _)| rank.rank);
+    let told = |(rank, state): (&RankProgress, &'static str)| Rank {
         rank: rank.rank.0,
-        state: standing(rank),
-        transport: services.transport_of(&seen.handle, rank.rank),
+        state,
+        transport: services.transport_of(&seen.handle, rank),
         last_step: rank.last_step.0,
     };
     ranks.into_iter().map(told).collect()

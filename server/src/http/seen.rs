@@ -4,18 +4,21 @@ use std::{fs, sync::Arc};
 
 use longshore_engine::step::{Phase, Progress, RankProgress};
 
-use crate::jobs::JobHandle;
+use crate::{jobs::JobHandle, service::Services};
 
 pub(super) struct Seen {
     pub(super) handle: Arc<JobHandle>,
     pub(super) progress: Progress,
     pub(super) ranks: Vec<RankProgress>,
+    /// State of each rank, in a word or two.
+    pub(super) standings: Vec<&'static str>,
 }
 
 impl Seen {
-    pub(super) fn now(handle: Arc<JobHandle>) -> Seen {
+    pub(super) fn now(services: &Services, handle: Arc<JobHandle>) -> Seen {
         let (progress, ranks) = (handle.job.progress(), handle.job.ranks());
-        Seen { handle, progress, ranks }
+        let standings = ranks.iter().map(|rank| services.standing(&handle, rank)).collect();
+        Seen { handle, progress, ranks, standings }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -31,14 +34,11 @@ impl Seen {
         self.handle.elements()
     }
 
-    /// Names the ranks that the next step waits for. Empty if no rank has joined.
+    /// Names the ranks that the next step waits for, killed ones included. Empty if no rank has joined or all have left.
     pub(super) fn waiting_for(&self) -> String {
-        if self.is_idle() { String::new() } else { self.handle.job.waiting_for().unwrap_or_default() }
-    }
-
-    /// Returns true if no rank has joined or all have left. A killed rank counts as joined.
-    fn is_idle(&self) -> bool {
-        self.ranks.iter().all(|rank| standing(rank) != "joined")
+        let is_awaited = |standing: &&str| ["joined", "not connected"].contains(standing);
+        let awaits = self.standings.iter().any(is_awaited);
+        if awaits { self.handle.job.waiting_for().unwrap_or_default() } else { String::new() }
     }
 
     /// Returns the state of the job on this server, in a word.
@@ -46,19 +46,10 @@ impl Seen {
         match self.progress.phase {
             _ if self.handle.job.check_alive().is_err() => "failed",
             Phase::Loading => "loading",
-            Phase::Training if self.is_idle() => "idle",
+            Phase::Training if !self.standings.contains(&"joined") => "idle",
             Phase::Training => "training",
             Phase::Paused { .. } => "paused",
         }
-    }
-}
-
-/// Returns the state of a rank, in a word or two.
-pub(super) fn standing(rank: &RankProgress) -> &'static str {
-    match (rank.incarnation, rank.left) {
-        (None, _) => "never joined",
-        (Some(_), true) => "left",
-        (Some(_), false) => "joined",
     }
 }
 

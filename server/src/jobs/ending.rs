@@ -193,7 +193,7 @@ impl Jobs {
 /// others took back.
 fn check_not_led(handle: &JobHandle, incarnation: Incarnation) -> Result<(), Fault> {
     let current = handle.job.ranks().first().and_then(|rank| rank.incarnation);
-    match current.filter(|&current| current < incarnation && handle.watchers.has(Rank(0), current)) {
+    match current.filter(|&current| current < incarnation && handle.processes.is_watching(Rank(0), current)) {
         None => Ok(()),
         Some(_) => {
             let remedy = "stop the job's ranks first; a new rank 0 steps back by itself where that is needed";

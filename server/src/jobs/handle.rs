@@ -2,10 +2,10 @@
 //! handle owns one thread, named `job-NAME`.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -19,17 +19,18 @@ use longshore_engine::{
     step::Work,
     tier::{Storage, StoredJob},
 };
-use longshore_proto::{Fault, FaultKind, Rank, Step, Version};
+use longshore_proto::{Fault, FaultKind, Step, Version};
 use tokio::{sync::watch, time::Instant};
 
 use super::{
-    Hashes, Watchers,
+    Hashes,
     busy::Busy,
     checkpoints::CheckpointLog,
     hashing::Hashing,
     history::{Decided, History},
     idle::Idle,
     pace::Pace,
+    processes::Processes,
     restores::Restores,
     seats::Seats,
     stages::Stages,
@@ -57,9 +58,7 @@ pub(crate) struct JobHandle {
     /// Identity that opened the job. None without identities.
     pub(crate) owner: Option<String>,
     pub(crate) idle: Idle,
-    /// Transport of each rank's calls.
-    transports: Mutex<BTreeMap<Rank, &'static str>>,
-    pub(crate) watchers: Arc<Watchers>,
+    pub(crate) processes: Arc<Processes>,
     pub(crate) pace: Pace,
     pub(crate) history: History,
     pub(crate) busy: Arc<Busy>,
@@ -123,8 +122,7 @@ impl JobHandle {
             changed,
             closed: watch::Sender::new(None),
             last_step: AtomicU64::new(u64::MAX),
-            transports: Mutex::default(),
-            watchers: Arc::default(),
+            processes: Arc::default(),
             pace: Pace::default(),
             history: History::default(),
             busy,
@@ -169,16 +167,6 @@ impl JobHandle {
             Some(fault) = closed => Err(fault),
             hashes = self.hashing.hashes(&self.job, deadline) => hashes,
         }
-    }
-
-    /// Records the transport over which a rank has joined.
-    pub(crate) fn came_by(&self, rank: Rank, transport: &'static str) {
-        self.transports.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, transport);
-    }
-
-    /// Returns the rank's transport, empty for a rank that has not joined this process.
-    pub(crate) fn transport_of(&self, rank: Rank) -> &'static str {
-        self.transports.lock().unwrap_or_else(PoisonError::into_inner).get(&rank).copied().unwrap_or_default()
     }
 
     pub(crate) fn is_closed(&self) -> bool {

@@ -10,13 +10,13 @@ mod history;
 mod idle;
 mod owned;
 mod pace;
+mod processes;
 mod restores;
 mod seats;
 mod stages;
 pub(crate) mod traffic;
 mod turns;
 mod waits;
-mod watchers;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -46,7 +46,6 @@ pub(crate) use self::{
     restores::{Act, Stage},
     stages::StepStage,
     turns::Turns,
-    watchers::Watchers,
 };
 use crate::{
     quota::{Owners, Usage},

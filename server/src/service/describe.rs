@@ -208,8 +208,9 @@ impl Services {
         let job = &handle.job;
         let (pushed_bytes, pulled_bytes) = job.traffic();
         let rank = |rank: RankProgress| {
-            let transport = self.transport_of(handle, rank.rank);
-            let watches = rank.incarnation.is_some_and(|process| handle.watchers.has(rank.rank, process));
+            let transport = self.transport_of(handle, &rank);
+            let watches =
+                rank.incarnation.is_some_and(|process| handle.processes.is_watching(rank.rank, process));
             convert::rank(rank, transport, watches)
         };
         let span = handle.pace.span();

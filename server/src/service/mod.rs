@@ -18,8 +18,8 @@ mod watch;
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_engine::{checkpoint::Store, io::Drives, job::Job};
-use longshore_proto::{Fault, Rank, limits::DEFAULT_DEADLINE_MS};
+use longshore_engine::{checkpoint::Store, io::Drives, job::Job, step::RankProgress};
+use longshore_proto::{Fault, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
 use tokio::{sync, time::Instant};
 use tonic::Status;
@@ -60,10 +60,27 @@ pub(crate) struct Services {
 }
 
 impl Services {
-    /// Returns the transport of a rank's payloads: tcp, tls, unix or memfd. Empty until the rank joins this
-    /// process.
-    pub(crate) fn transport_of(&self, handle: &Arc<JobHandle>, rank: Rank) -> &'static str {
-        if self.links.linked(handle, rank) { "memfd" } else { handle.transport_of(rank) }
+    /// Returns the transport of a rank's payloads: tcp, tls, unix or memfd. Empty while its process has no connection.
+    pub(crate) fn transport_of(&self, handle: &Arc<JobHandle>, rank: &RankProgress) -> &'static str {
+        let (processes, process) = (&handle.processes, rank.incarnation.unwrap_or_default());
+        if self.links.linked(handle, rank.rank) {
+            "memfd"
+        } else if rank.left || processes.is_connected(rank.rank, process) {
+            processes.transport(rank.rank)
+        } else {
+            ""
+        }
+    }
+
+    /// Returns the state of a rank, in a word or two.
+    pub(crate) fn standing(&self, handle: &Arc<JobHandle>, rank: &RankProgress) -> &'static str {
+        let Some(process) = rank.incarnation else { return "never joined" };
+        let is_there = || handle.processes.is_watching(rank.rank, process);
+        match rank.left {
+            true => "left",
+            false if is_there() || !self.transport_of(handle, rank).is_empty() => "joined",
+            false => "not connected",
+        }
     }
 }
 

@@ -180,6 +180,9 @@ impl Services {
         // Chunks under way of an earlier process end here. A slow link could take minutes to their ends.
         handle.job.fence(rank, incarnation)?;
         self.fences.send_modify(|count| *count += 1);
+        if let Some(connection) = connection {
+            handle.processes.called(rank, incarnation, self.transport, &connection.account);
+        }
         if request.fence_only {
             let job = Arc::clone(&handle.job);
             blocking(move || job.keep_joined()).await?;
@@ -198,7 +201,6 @@ impl Services {
         let progress = handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
         let job = Arc::clone(&handle.job);
         blocking(move || job.keep_joined()).await?;
-        handle.came_by(rank, self.transport);
         handle.stages.joined();
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");

@@ -36,7 +36,7 @@ pub(super) fn stream(
     let (sender, answers) = answers();
     let rank = Rank(request.rank);
     let watching = (is_rank && request.incarnation != 0)
-        .then(|| handle.watchers.enter(rank, Incarnation(request.incarnation)));
+        .then(|| handle.processes.enter(rank, Incarnation(request.incarnation)));
     tokio::spawn(async move {
         let _watching = watching;
         loop {

@@ -64,7 +64,7 @@ fn a_spec_that_cannot_be_is_refused_before_anything_is_allocated() {
     victim.finish();
 }
 
-/// An older server would drop the fields of a newer client that it does not know.
+/// An older server cannot know what a newer client's fields mean.
 #[test]
 fn a_client_of_a_newer_protocol_is_refused() {
     let cluster = Cluster::start(2);

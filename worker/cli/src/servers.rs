@@ -294,3 +294,13 @@ pub(crate) fn name_silent(silent: &Silent) -> String {
     let named: Vec<String> = silent.iter().map(|(address, why)| format!("{address} {why}")).collect();
     named.join("; ")
 }
+
+/// Returns the state of a rank, in a word or two.
+pub(crate) fn standing(rank: &v1::RankStatus) -> &'static str {
+    match (rank.incarnation, rank.left, rank.watches || !rank.transport.is_empty()) {
+        (0, ..) => "never joined",
+        (_, true, _) => "left",
+        (_, false, true) => "joined",
+        (_, false, false) => "not connected",
+    }
+}

@@ -185,7 +185,7 @@ function troubles(job, now) {
   const usual = steps.map((step) => step.seconds).filter((value) => value !== null).sort((a, b) => a - b);
   const median = usual.length ? usual[usual.length >> 1] : 0;
   const silent = last ? (now - last.at_ms) / 1e3 : 0;
-  if (job.state === "training" && job.waiting_for && silent > Math.max(5, 5 * median)) {
+  if (["training", "idle"].includes(job.state) && job.waiting_for && silent > Math.max(5, 5 * median)) {
     const what = `${job.name} has decided nothing since ${time(last.at_ms)}. It waits for ${job.waiting_for}`;
     found.push(trouble(what, { remedy, warn: true, since: last.at_ms }));
   }

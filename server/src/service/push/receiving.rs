@@ -148,8 +148,16 @@ impl Receiving {
                 None => Err(waiting),
             })
         });
-        if let (Ok(_), Some(handle), Some(connection)) = (&place, self.held.upgrade(), &self.connection) {
+        if let (Ok(placed), Some(handle), Some(connection)) = (&place, self.held.upgrade(), &self.connection)
+        {
             handle.seats.take(connection);
+            let (Ok((chunk, _)) | Err(Waiting { chunk, .. })) = placed;
+            let sender = |chunk: &ContributionChunk| (chunk.contribution.rank, chunk.incarnation);
+            if self.last.as_ref().map(sender) != Some(sender(chunk)) {
+                let (rank, incarnation) = sender(chunk);
+                let transport = self.services.transport;
+                handle.processes.called(rank, incarnation, transport, &connection.account);
+            }
         }
         match place {
             Ok(Ok((chunk, place))) => {

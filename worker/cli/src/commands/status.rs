@@ -18,7 +18,7 @@ use self::{
 use super::admin::ServersArgs;
 use crate::{
     output::Output,
-    servers::{PROMPTLY, Unanswered},
+    servers::{PROMPTLY, Unanswered, standing},
     sizes::human,
     wrong_use::wrong_use,
 };
@@ -135,17 +135,12 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
         say!("  {}", legible(&decision(commit, spec)));
     }
     for rank in first.iter().flat_map(|first| &first.ranks) {
-        let state = match (rank.incarnation, rank.left) {
-            (0, _) => "never joined",
-            (_, true) => "left",
-            _ => "joined",
-        };
         // A server counts from the rank's last join.
         let step = match rank.last_step {
             0 => "no gradient yet".to_string(),
             step => format!("last step {step}"),
         };
-        say!("  rank {}  {state}  {}  {step}", rank.rank, rank.transport);
+        say!("  rank {}  {}  {}  {step}", rank.rank, standing(rank), rank.transport);
     }
     match combined_hash(answers) {
         Some((version, hash)) => say!("  state hash {hash} at version {version}"),

@@ -9,6 +9,7 @@ use super::{
     troubles::{troubles, without},
     view::{Answers, JobView, Part, RankView, State, StepView},
 };
+use crate::servers::standing;
 
 /// Steps kept of a job, as many as on the servers.
 const KEPT: usize = 512;
@@ -91,12 +92,12 @@ fn part(address: &str, answer: &DescribeResponse, version: u64) -> Part {
 }
 
 fn rank_view(rank: &v1::RankStatus) -> RankView {
-    let state = match (rank.incarnation, rank.left) {
-        (0, _) => "never joined",
-        (_, true) => "left",
-        _ => "joined",
-    };
-    RankView { rank: rank.rank, state, transport: rank.transport.clone(), last_step: rank.last_step }
+    RankView {
+        rank: rank.rank,
+        state: standing(rank),
+        transport: rank.transport.clone(),
+        last_step: rank.last_step,
+    }
 }
 
 /// Returns the worst state in any server's answer.
@@ -104,14 +105,13 @@ fn state(there: &[(&String, &DescribeResponse)]) -> State {
     let phase = |wanted: v1::Phase| {
         there.iter().any(|(_, one)| one.progress.as_ref().is_some_and(|progress| progress.phase() == wanted))
     };
-    let joined = |rank: &v1::RankStatus| rank.incarnation != 0 && !rank.left;
     if there.iter().any(|(_, answer)| !answer.failure.is_empty()) {
         State::Failed
     } else if phase(v1::Phase::Paused) {
         State::Paused
     } else if phase(v1::Phase::Loading) {
         State::Loading
-    } else if there.iter().any(|(_, answer)| answer.ranks.iter().any(joined)) {
+    } else if there.iter().any(|(_, answer)| answer.ranks.iter().any(|rank| standing(rank) == "joined")) {
         State::Training
     } else {
         State::Idle
@@ -286,9 +286,15 @@ pub(super) mod tests {
         let away =
             view_of(Err(Fault::new(FaultKind::NotFound, "job", "default", "one that is open", "open it")));
         assert_eq!((away.state, away.troubles[0].remedy.as_str()), (State::Away, "open it"));
-        let mut idle = answer(20, 60_000);
-        idle.ranks[0].left = true;
-        assert_eq!(view_of(Ok(idle)).state, State::Idle);
+        let mut killed = waits(60_000);
+        killed.ranks[0].transport.clear();
+        let killed = view_of(Ok(killed));
+        assert_eq!((killed.state, killed.ranks[0].state), (State::Idle, "not connected"));
+        assert!(killed.troubles[0].what.contains("it waits for rank 1"), "{killed:?}");
+        let mut ended = waits(60_000);
+        ended.ranks[0].left = true;
+        let ended = view_of(Ok(ended));
+        assert!(ended.state == State::Idle && ended.troubles.is_empty(), "{ended:?}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use longshore_proto::{Fault, FaultKind, remedies};
 use longshore_wire::v1;
 
-use super::view::{Answers, JobView, State, Trouble};
+use super::view::{Answers, JobView, RankView, State, Trouble};
 
 /// A job without a decision for this many seconds, and for this many of its usual steps, is stalled.
 const STALL_S: f64 = 5.0;
@@ -49,9 +49,11 @@ pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Tr
     found
 }
 
-/// Returns how long a training job has been without a decision, if that is longer than usual.
+/// Returns how long a job whose ranks have not left has been without a decision, if that is longer than usual.
 fn stalled(view: &JobView, now_ms: u64) -> Option<(f64, &str)> {
-    if view.state != State::Training || view.waiting_for.is_empty() {
+    let is_awaited = |rank: &RankView| ["joined", "not connected"].contains(&rank.state);
+    let takes_steps = matches!(view.state, State::Training | State::Idle);
+    if !takes_steps || !view.ranks.iter().any(is_awaited) || view.waiting_for.is_empty() {
         return None;
     }
     let last = view.steps.last()?;

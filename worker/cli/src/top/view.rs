@@ -25,7 +25,7 @@ pub(crate) struct ServerView {
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {
     Training,
-    /// No rank has joined.
+    /// No rank is connected.
     #[default]
     Idle,
     Paused,

@@ -7,6 +7,7 @@ use super::{
     read::{Wear, combined_hash, formats, last_commit, phase},
     steps::steps,
 };
+use crate::servers::standing;
 
 /// Returns one object for a job, with its `last_steps` newest steps as each server saw them.
 pub(super) fn object(
@@ -83,6 +84,7 @@ fn rank(rank: &v1::RankStatus) -> serde_json::Value {
     serde_json::json!({
         "rank": rank.rank,
         "joined": rank.incarnation != 0 && !rank.left,
+        "state": standing(rank),
         "transport": rank.transport,
         "last_step": rank.last_step,
     })
