@@ -5,14 +5,12 @@ mod channel;
 mod codec;
 mod commit;
 mod convert;
-mod dialled;
 pub mod direct;
 pub mod frame;
 mod known;
 mod mark;
 pub mod memfd;
 mod parts;
-mod piece;
 pub mod sink;
 mod status;
 pub mod tls;
@@ -25,7 +23,6 @@ pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
     incarnation_from_wire, missing, param_to_wire, parse_name,
 };
-pub use dialled::Dialled;
 pub use parts::pieces;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};
 

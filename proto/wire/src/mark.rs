@@ -1,10 +1,8 @@
-//! Marks that identify a call among the frames of its connection.
+//! Outgoing messages, and marks that identify a call among the frames of its connection.
 
 use std::hash::{BuildHasher, RandomState};
 
-use bytes::{BufMut, BytesMut};
-
-use crate::piece::Piece;
+use bytes::{BufMut, Bytes, BytesMut};
 
 /// Length of a marked call's first bytes: the prefix of a message, the mark's field, magic and number.
 pub(crate) const START_BYTES: usize = PREFIX_BYTES + FIELD_BYTES;
@@ -12,6 +10,13 @@ const PREFIX_BYTES: usize = 5;
 const FIELD_BYTES: usize = 3 + 8 + 8;
 /// Key of field 100, of 16 bytes. No message has that field, so protobuf skips it.
 const KEY: [u8; 3] = [0xA2, 0x06, 16];
+
+/// An encoded message. Its two parts become two DATA frames, and one write sends the small one with the large one.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Piece {
+    pub head: Bytes,
+    pub payload: Bytes,
+}
 
 /// A number that names a call on its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -10,8 +10,7 @@ use std::{
 use http::Uri;
 use hyper_util::rt::TokioIo;
 use longshore_wire::{
-    Dialled,
-    direct::{Direct, Side, Taps},
+    direct::{Dialled, Direct, Side, Taps},
     tls::{Credentials, DialError},
 };
 use tokio::net::{TcpStream, UnixStream};
@@ -48,7 +47,7 @@ impl Dialler {
 
     async fn dial(&self, uri: &Uri) -> Result<Dialled, DialError> {
         if let Some(path) = &self.path {
-            return Ok(Dialled::Unix(UnixStream::connect(path).await?));
+            return Ok(Box::new(UnixStream::connect(path).await?));
         }
         let absent = || io::Error::new(io::ErrorKind::InvalidInput, "no host and port");
         let (host, port) = uri.host().zip(uri.port_u16()).ok_or_else(absent)?;
@@ -59,8 +58,8 @@ impl Dialler {
         // another.
         socket.set_nodelay(true)?;
         match &self.credentials {
-            Some(credentials) => Ok(Dialled::Tls(Box::new(credentials.connect(socket, host).await?))),
-            None => Ok(Dialled::Tcp(socket)),
+            Some(credentials) => Ok(Box::new(credentials.connect(socket, host).await?)),
+            None => Ok(Box::new(socket)),
         }
     }
 }

@@ -13,11 +13,9 @@
 mod allowances;
 mod bounds;
 mod conduct;
-mod credit;
 mod io;
 mod ledger;
 mod outgoing;
-mod outlet;
 mod outward;
 mod socket;
 mod tap;
@@ -28,5 +26,5 @@ pub use bounds::{Bounds, Standing};
 pub use io::{Connection, Direct, Kept, Side};
 pub use ledger::{Account, Held, Owner};
 pub use outgoing::{Payloads, blank};
-pub use socket::{Certificate, LOOPBACK_BYTES, Socket, UNIX_BYTES};
+pub use socket::{Certificate, Dialled, LOOPBACK_BYTES, Socket, UNIX_BYTES};
 pub use tap::{Claim, Tap, Taps};

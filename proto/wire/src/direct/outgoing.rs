@@ -4,21 +4,63 @@
 //! h2 copies at least a part of its payloads, and memory that another thread may overwrite cannot be copied: see
 //! [`SharedBytes`]. Blanks are found by their position in the stream, since h2 cuts and copies them freely.
 
-use std::{io::IoSlice, sync::Arc};
+use std::{
+    collections::VecDeque,
+    io::IoSlice,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use bytes::Bytes;
 use longshore_memory::{MOST_PARTS, Part, SharedBytes};
 use longshore_proto::limits::CHUNK_BYTES;
 
 use super::{
-    outlet::Outlet,
     outward::{Cursor, Follows},
     tap::Taps,
 };
-use crate::{mark::Mark, piece::Piece};
+use crate::mark::{Mark, Piece};
 
 /// The blanks that h2 sends. No thread writes them, and h2 reads only the few bytes that it copies.
 static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];
+
+/// Waiting payloads of one stream, by their position among the bytes of its DATA frames. The call's task fills it, and the
+/// connection's task drains it.
+#[derive(Default)]
+pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
+
+impl Outlet {
+    /// Adds a payload for the position `range`, which must lie behind all earlier ones.
+    fn put(&self, range: Range<u64>, payload: SharedBytes) {
+        self.lock().push_back((range, payload));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(Range<u64>, SharedBytes)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the length of the uniform run at `at`, up to `most` bytes, and the payload that replaces it, if any.
+    fn find(&self, at: u64, most: usize) -> (usize, Option<SharedBytes>) {
+        let held = self.lock();
+        let end = at + most as u64;
+        match held.iter().find(|(range, _)| at < range.end) {
+            Some((range, bytes)) if range.start <= at => {
+                let within = (at - range.start) as usize..(end.min(range.end) - range.start) as usize;
+                (within.len(), Some(bytes.slice(within)))
+            }
+            Some((range, _)) => ((end.min(range.start) - at) as usize, None),
+            None => (most, None),
+        }
+    }
+
+    /// Drops the payloads before `at`, which have been written.
+    fn written(&self, at: u64) {
+        let mut held = self.lock();
+        while held.front().is_some_and(|(range, _)| range.end <= at) {
+            held.pop_front();
+        }
+    }
+}
 
 /// A connection's end of an outlet.
 pub(super) struct Outgoing {

@@ -86,6 +86,23 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     }
 }
 
+/// The socket that a client dialled, of whatever kind.
+pub type Dialled = Box<dyn Socket>;
+
+impl Socket for Dialled {
+    fn poll_read_into(
+        &mut self,
+        context: &mut Context<'_>,
+        places: &mut [IoSliceMut<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.as_mut().poll_read_into(context, places)
+    }
+
+    fn size_buffers(&self) {
+        self.as_ref().size_buffers();
+    }
+}
+
 /// Reads into `places`. A short read has emptied the socket, so WouldBlock is reported in advance, which saves a system
 /// call.
 fn read_all(socket: impl AsFd, places: &mut [IoSliceMut<'_>], count: &mut Option<usize>) -> io::Result<()> {

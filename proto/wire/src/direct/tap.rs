@@ -12,7 +12,7 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 
-use super::outlet::Outlet;
+use super::outgoing::Outlet;
 use crate::{
     mark::Mark,
     sink::{Mode, Read, Sink},
@@ -218,12 +218,7 @@ impl Taps {
 
     /// Returns false if the mark is taken.
     pub(super) fn offer(&self, mark: Mark, tap: Arc<Tap>) -> bool {
-        let mut waiting = lock(&self.0.waiting);
-        let free = !waiting.contains_key(&mark);
-        if free {
-            waiting.insert(mark, tap);
-        }
-        free
+        offer(&self.0.waiting, mark, tap)
     }
 
     pub(super) fn meet(&self, mark: Mark) -> Option<Arc<Tap>> {
@@ -232,12 +227,7 @@ impl Taps {
 
     /// Offers an outlet on a server. Returns false if the mark is taken.
     pub(super) fn offer_outlet(&self, mark: Mark, outlet: Arc<Outlet>) -> bool {
-        let mut outlets = lock(&self.0.outlets);
-        let free = !outlets.contains_key(&mark);
-        if free {
-            outlets.insert(mark, outlet);
-        }
-        free
+        offer(&self.0.outlets, mark, outlet)
     }
 
     pub(super) fn meet_outlet(&self, mark: Mark) -> Option<Arc<Outlet>> {
@@ -277,6 +267,15 @@ impl Drop for Claim {
         self.tap.close();
         self.tap.tell();
     }
+}
+
+fn offer<T>(waiting: &Mutex<HashMap<Mark, Arc<T>>>, mark: Mark, offered: Arc<T>) -> bool {
+    let mut waiting = lock(waiting);
+    let free = !waiting.contains_key(&mark);
+    if free {
+        waiting.insert(mark, offered);
+    }
+    free
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

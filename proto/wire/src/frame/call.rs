@@ -1,11 +1,18 @@
-//! Calls and answers as HTTP: the work that tonic's generated code does around a codec.
+//! Calls and answers as HTTP: the work that tonic's generated code does around a codec. The messages of a call are the
+//! body of its request, or of its answer.
 
-use http::{HeaderValue, Method, Request, Response, header};
+use std::{
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
 use tokio::sync::mpsc;
 use tonic::{Code, Status, body::Body, transport::Error};
 use tower_service::Service;
 
-use super::{Frame, Incoming, Outgoing, Piece};
+use super::{Frame, Incoming, Piece};
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
@@ -64,4 +71,62 @@ pub fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Response<Body> {
     let mut response = Response::new(Body::new(Outgoing::answer(pieces)));
     response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
     response
+}
+
+/// A body that sends the pieces of a channel. A server's answer ends with the status in its trailers; a request
+/// has no trailers.
+struct Outgoing {
+    pieces: mpsc::Receiver<Result<Piece, Status>>,
+    payload: Bytes,
+    trailers: bool,
+    done: bool,
+}
+
+impl Outgoing {
+    fn request(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Outgoing {
+        Outgoing { pieces, payload: Bytes::new(), trailers: false, done: false }
+    }
+
+    fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Outgoing {
+        Outgoing { trailers: true, ..Outgoing::request(pieces) }
+    }
+
+    fn end(&mut self, status: Status) -> Option<Result<http_body::Frame<Bytes>, Status>> {
+        self.done = true;
+        if !self.trailers {
+            return (status.code() != Code::Ok).then_some(Err(status));
+        }
+        let mut trailers = HeaderMap::new();
+        Some(status.add_header(&mut trailers).map(|()| http_body::Frame::trailers(trailers)))
+    }
+}
+
+impl http_body::Body for Outgoing {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<http_body::Frame<Bytes>, Status>>> {
+        if !self.payload.is_empty() {
+            let payload = std::mem::take(&mut self.payload);
+            return Poll::Ready(Some(Ok(http_body::Frame::data(payload))));
+        }
+        if self.done {
+            return Poll::Ready(None);
+        }
+        Poll::Ready(match ready!(self.pieces.poll_recv(context)) {
+            Some(Ok(piece)) => {
+                self.payload = piece.payload;
+                Some(Ok(http_body::Frame::data(piece.head)))
+            }
+            Some(Err(status)) => self.end(status),
+            None => self.end(Status::ok("")),
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.done && self.payload.is_empty()
+    }
 }

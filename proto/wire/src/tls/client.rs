@@ -14,7 +14,6 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
-    expiry,
     files::{self, CA, CLIENT_CERTIFICATE, CLIENT_KEY, TOKEN},
     refusal::DialError,
     secured::{ALPN, Secured},
@@ -91,7 +90,7 @@ impl Credentials {
     pub async fn expiry_of(&self, socket: TcpStream, host: &str) -> Result<Option<SystemTime>, DialError> {
         let stream = self.shake(socket, host).await.map_err(|error| DialError::of_handshake(error, host))?;
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
-        Ok(chain.first().and_then(expiry::of))
+        Ok(chain.first().and_then(files::expiry))
     }
 
     async fn shake(&self, socket: TcpStream, host: &str) -> io::Result<TlsStream<TcpStream>> {
@@ -124,7 +123,7 @@ impl Client {
         let mut config = match certificate {
             Some(certificate) => {
                 let chain = files::shown(dir, CLIENT_CERTIFICATE, &certificate)?;
-                expires = chain.first().and_then(expiry::of);
+                expires = chain.first().and_then(files::expiry);
                 let key = files::key(dir, CLIENT_KEY, &files::read(dir, CLIENT_KEY)?)?;
                 let wrong =
                     |error| files::wrong(dir, CLIENT_CERTIFICATE, format!("not of {CLIENT_KEY}: {error}"));

@@ -1,13 +1,18 @@
 //! The files of a TLS folder.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, SystemTime},
+};
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use longshore_proto::{Fault, FaultKind, limits::MOST_CHAIN_BYTES};
 use rustls::{
     RootCertStore,
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    pki_types::{CertificateDer, PrivateKeyDer, UnixTime, pem::PemObject},
 };
+use webpki::{EndEntityCert, Error, KeyUsage};
 
 /// Certificates of the authorities that must have issued the peer's certificate.
 pub const CA: &str = "ca.pem";
@@ -24,6 +29,9 @@ pub(super) const REMEDY: &str =
     "make the folder's files with `longshore tls init`, or see docs/secure.md for their names";
 /// Largest file that is read. Chains and lists of authorities take some kilobytes.
 const MOST_BYTES: u64 = 1 << 20;
+
+/// The year 10000: X.509 has no time after 9999.
+const AFTER_ALL: UnixTime = UnixTime::since_unix_epoch(Duration::from_secs(253_402_300_800));
 
 /// Reads a file.
 ///
@@ -105,4 +113,19 @@ fn pem(kind: &str, der: &[u8]) -> String {
     let text = BASE64_STANDARD.encode(der);
     let lines: String = text.as_bytes().chunks(64).map(|line| String::from_utf8_lossy(line) + "\n").collect();
     format!("-----BEGIN {kind}-----\n{lines}-----END {kind}-----\n")
+}
+
+/// Returns a certificate's expiry without checking its issuer, which handshakes check. None if the certificate is
+/// malformed.
+///
+/// webpki reveals a certificate's times only in the error for an expired one. Its time check precedes the issuer check,
+/// so no authorities are needed.
+pub(super) fn expiry(certificate: &CertificateDer<'_>) -> Option<SystemTime> {
+    let certificate = EndEntityCert::try_from(certificate).ok()?;
+    match certificate.verify_for_usage(&[], &[], &[], AFTER_ALL, KeyUsage::client_auth(), None, None) {
+        Err(Error::CertExpired { not_after, .. }) => {
+            Some(SystemTime::UNIX_EPOCH + Duration::from_secs(not_after.as_secs()))
+        }
+        _ => None,
+    }
 }

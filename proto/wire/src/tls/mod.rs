@@ -1,14 +1,11 @@
 //! TLS below HTTP/2, by tokio-rustls: both ends' configurations, read from the files of a folder, and the socket.
-//! `pages` has TLS below HTTP/1.1.
 //!
 //! TLS 1.3 alone, which both of Longshore's ends and every stock gRPC client since 2019 support. TLS 1.3 leaves no weak
 //! cipher suite to choose, and older versions are not compiled in. Sessions are not resumed, so each connection shows
 //! its certificate anew, and a replaced one takes effect at once.
 
 mod client;
-mod expiry;
 mod files;
-mod pages;
 mod refusal;
 mod secured;
 mod server;
@@ -21,8 +18,7 @@ pub use self::{
         CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN,
         certificate_pem, key_pem,
     },
-    pages::{Pages, Reader},
     refusal::{DialError, Untrusted},
     secured::Secured,
-    server::{Certificates, Server, first_expiry},
+    server::{Certificates, Pages, Reader, Server, first_expiry},
 };

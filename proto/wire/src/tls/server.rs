@@ -1,4 +1,4 @@
-//! TLS configuration and handshake of a server.
+//! TLS configurations and handshakes of a server: below HTTP/2, and below HTTP/1.1 for its pages.
 
 use std::{io, path::Path, sync::Arc, time::SystemTime};
 
@@ -11,14 +11,16 @@ use rustls::{
     version::TLS13,
 };
 use tokio::net::TcpStream;
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{
-    expiry,
     files::{self, CA, SERVER_CERTIFICATE, SERVER_KEY},
     secured::{ALPN, Secured, Shown},
 };
 use crate::direct::Certificate;
+
+/// ALPN name of the pages' protocol.
+const PAGES_ALPN: &[u8] = b"http/1.1";
 
 /// Requirement of a client's certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +57,42 @@ impl Server {
     }
 }
 
+/// TLS configuration of a server's pages, for browsers and Prometheus. Their certificate is optional. A clone is cheap.
+#[derive(Clone)]
+pub struct Pages {
+    acceptor: TlsAcceptor,
+}
+
+/// A reader after the handshake.
+pub struct Reader {
+    pub socket: TlsStream<TcpStream>,
+    pub certificate: Option<Arc<Certificate>>,
+}
+
+impl Pages {
+    /// Reads the folder.
+    ///
+    /// # Errors
+    /// If a file of the folder is missing or unusable.
+    pub fn read(dir: &Path) -> Result<Pages, Fault> {
+        let config = config(dir, Certificates::Optional, PAGES_ALPN)?;
+        Ok(Pages { acceptor: Arc::new(config).into() })
+    }
+
+    /// Performs the handshake with a reader, without a deadline.
+    ///
+    /// # Errors
+    /// If the reader disconnects, does not speak TLS, or shows a certificate that is not accepted.
+    pub async fn accept(&self, socket: TcpStream) -> io::Result<Reader> {
+        let socket = self.acceptor.accept(socket).await?;
+        let chain = socket.get_ref().1.peer_certificates().unwrap_or_default();
+        let certificate = shown(chain).map(|shown| shown.certificate);
+        Ok(Reader { socket, certificate })
+    }
+}
+
 /// Returns a server's TLS configuration from the folder, for the protocol `protocol` (ALPN).
-pub(super) fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) -> Result<ServerConfig, Fault> {
+fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) -> Result<ServerConfig, Fault> {
     let provider = Arc::new(crypto::ring::default_provider());
     let roots = files::authorities(dir, &files::read(dir, CA)?)?;
     let verifier = WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::clone(&provider));
@@ -80,17 +116,17 @@ pub(super) fn config(dir: &Path, certificates: Certificates, protocol: &[u8]) ->
     Ok(config)
 }
 
-pub(super) fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
+fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
     let first = chain.first()?;
     let parsed = webpki::EndEntityCert::try_from(first).ok()?;
     let mut sha256 = [0; 32];
     sha256.copy_from_slice(digest(&SHA256, first).as_ref());
     let certificate =
         Certificate { name: parsed.valid_dns_names().next().unwrap_or_default().into(), sha256 };
-    Some(Shown { certificate: certificate.into(), expires: expiry::of(first) })
+    Some(Shown { certificate: certificate.into(), expires: files::expiry(first) })
 }
 
 /// Returns when the first certificate of a file expires. None if there is none that can be read.
 pub fn first_expiry(dir: &Path, file: &str) -> Option<SystemTime> {
-    files::chain(dir, file, &files::read(dir, file).ok()?).ok()?.iter().filter_map(expiry::of).min()
+    files::chain(dir, file, &files::read(dir, file).ok()?).ok()?.iter().filter_map(files::expiry).min()
 }

@@ -1,25 +1,15 @@
 //! Arbitrary frames, with arbitrary cuts of reads and writes: the bytes that h2 and the sinks get, and the windows
 //! returned.
 
-use std::{
-    collections::VecDeque,
-    io::{IoSlice, Read as _},
-    pin::Pin,
-    sync::{Mutex, PoisonError},
-    task::Waker,
-};
+use std::{collections::VecDeque, io::Read as _, task::Waker};
 
 use bytes::Bytes;
 use longshore_memory::{Part, SharedFile, write_parts};
 use proptest::prelude::*;
-use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::*;
 use crate::{
-    direct::{
-        Claim, Payloads, blank,
-        outward::{HEADER_BYTES, Header},
-    },
+    direct::{Claim, Payloads, blank, outward::HEADER_BYTES},
     frame::{Piece, encode},
     sink::{Mode, Read, Sink},
     v1::PushRequest,
@@ -141,7 +131,7 @@ impl Collect {
         })))
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Collected> {
+    fn lock(&self) -> MutexGuard<'_, Collected> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -385,7 +375,6 @@ fn answer(lens: &[(usize, usize)], payloads: &mut Payloads) -> (Vec<u8>, Vec<u8>
 }
 
 proptest! {
-
     /// Each payload takes its blank's place, for any cuts into frames and writes.
     #[test]
     fn payloads_take_the_place_of_blanks(
@@ -428,6 +417,7 @@ proptest! {
         prop_assert!(run.direct.socket.outgoing[before..] == expected);
         prop_assert!(run.direct.outlets.is_empty(), "it is over");
     }
+
     #[test]
     fn requests_part_at_their_marks(
         frames in sent(),
@@ -573,31 +563,6 @@ fn what_nobody_wants_any_more_goes_to_h2_from_the_next_frame_on() {
     assert!(run.direct.streams.is_empty());
     let (_, given_back) = run.outgoing(0);
     assert_eq!(given_back(0) + run.direct.credit.owed, 9000);
-}
-
-#[test]
-fn a_peer_that_ignores_its_window_is_cut_off() {
-    let (mut run, _) = begun(&frame(Header::DATA, 0, 1, &bytes(600_000, 1)).repeat(2));
-    let error = loop {
-        match run.turn() {
-            Ok(over) => assert!(!over),
-            Err(error) => break error,
-        }
-    };
-    assert_eq!(error.to_string(), "the peer sent more than its window");
-}
-
-#[test]
-fn a_connection_that_ends_inside_a_payload_ends() {
-    let whole = frame(Header::DATA, 0, 1, &bytes(9000, 1));
-    let (mut run, mark) = begun(&whole[..4000]);
-    let sink = Collect::new(&[Mode::Direct(100_000), Mode::Direct(100_000)]);
-    let mut claim = None;
-    while !run.turn().unwrap() {
-        claim = claim
-            .or_else(|| run.direct.taps.claim(mark).inspect(|claim| claim.install(Box::new(sink.clone()))));
-    }
-    assert_eq!(sink.lock().got, bytes(9000, 1)[..4000 - HEADER_BYTES]);
 }
 
 #[test]
