@@ -14,6 +14,7 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http::{Request, Response};
 use http_body::Frame;
+use http_body_util::BodyExt;
 use longshore_proto::{
     Fault, FaultKind,
     limits::{MESSAGE_DEADLINE, SMALL_MESSAGE_BYTES},
@@ -24,7 +25,7 @@ use longshore_wire::{
     frame::PUSH,
 };
 use tokio::time::{Sleep, sleep};
-use tonic::{Status, body::Body, server::NamedService};
+use tonic::{Status, body::Body};
 use tower_service::Service;
 
 use crate::refusals;
@@ -35,65 +36,44 @@ const PREFIX_BYTES: usize = 5;
 const REFLECTION: &str = "/grpc.reflection.";
 const REFLECTION_BYTES: usize = 256 * 1024;
 
-/// A service whose messages and answers count in the account of their connection.
-#[derive(Clone)]
-pub(crate) struct Metered<S> {
-    service: S,
-}
+/// The answer of a service in progress.
+pub(crate) type Answering = BoxFuture<'static, Result<Response<Body>, Infallible>>;
 
-impl<S> Metered<S> {
-    pub(crate) fn new(service: S) -> Metered<S> {
-        Metered { service }
-    }
-}
-
-impl<S: NamedService> NamedService for Metered<S> {
-    const NAME: &'static str = S::NAME;
-}
-
-impl<S> Service<Request<Body>> for Metered<S>
+/// Makes a call whose messages and answer count in the account of its connection.
+pub(crate) fn metered<S>(service: &mut S, request: Request<Body>) -> Answering
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
     S::Future: Send + 'static,
 {
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        self.service.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let connection = Connection::of(request.extensions()).map(|of| Arc::clone(&of.account));
-        // Push payloads are not buffered, and the stream may wait for the next one indefinitely.
-        let Some(account) = connection.filter(|_| request.uri().path() != PUSH) else {
-            return Box::pin(self.service.call(request));
-        };
-        let mut room = None;
-        if request.uri().path().starts_with(REFLECTION) {
-            room = account.hold(REFLECTION_BYTES).map(|held| Arc::new(held.as_answer()));
-            if room.is_none() {
-                let refused = refusals::status(&wire::no_room("answer", REFLECTION_BYTES)).into_http();
-                return Box::pin(std::future::ready(Ok(refused)));
-            }
+    let path = request.uri().path();
+    let connection = Connection::of(request.extensions()).map(|of| Arc::clone(&of.account));
+    // Push payloads are not buffered, and the stream may wait for the next one indefinitely.
+    let Some(account) = connection.filter(|_| path != PUSH) else {
+        return Box::pin(service.call(request));
+    };
+    let mut room = None;
+    if path.starts_with(REFLECTION) {
+        room = account.hold(REFLECTION_BYTES).map(|held| Arc::new(held.as_answer()));
+        if room.is_none() {
+            let refused = refusals::status(&wire::no_room("answer", REFLECTION_BYTES)).into_http();
+            return Box::pin(std::future::ready(Ok(refused)));
         }
-        let scope = Scope::new(Arc::clone(&account), request.uri().path());
-        let call = self.service.call(request.map(|body| Body::new(Metering::new(body, account))));
-        Box::pin(async move {
-            let mut answer = scope.run(call).await?;
-            Ok(match room.or_else(|| answer.extensions_mut().remove::<Arc<Held>>()) {
-                Some(room) => answer.map(|body| Body::new(Roomed { body, room })),
-                None => answer,
-            })
-        })
     }
+    let scope = Scope::new(Arc::clone(&account), path);
+    let call = service.call(request.map(|body| Body::new(Metering::new(body, account))));
+    Box::pin(async move {
+        let mut answer = scope.run(call).await?;
+        Ok(match room.or_else(|| answer.extensions_mut().remove::<Arc<Held>>()) {
+            Some(room) => answer.map(|body| kept_until_sent(body, room)),
+            None => answer,
+        })
+    })
 }
 
-/// An answer whose room is released once its last bytes are sent, or dropped.
-struct Roomed {
-    body: Body,
-    room: Arc<Held>,
+/// Returns an answer whose room is released once its last bytes are sent, or dropped.
+fn kept_until_sent(body: Body, room: Arc<Held>) -> Body {
+    let counted = move |bytes| Bytes::from_owner(Bytewise { bytes, _room: Arc::clone(&room) });
+    Body::new(body.map_frame(move |frame| frame.map_data(&counted)))
 }
 
 /// Bytes of such an answer.
@@ -105,29 +85,6 @@ struct Bytewise {
 impl AsRef<[u8]> for Bytewise {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
-    }
-}
-
-impl http_body::Body for Roomed {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let polled = Pin::new(&mut self.body).poll_frame(context);
-        let room = &self.room;
-        let counted = |bytes| Bytes::from_owner(Bytewise { bytes, _room: Arc::clone(room) });
-        polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(counted))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> http_body::SizeHint {
-        self.body.size_hint()
     }
 }
 

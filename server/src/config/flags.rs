@@ -1,20 +1,29 @@
-//! Flags, each with its environment variable.
+//! Flags, each with its environment variable and its key in the TOML file. Unknown variables and keys are refused.
 
-use std::{net::SocketAddr, path::PathBuf};
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
 
 use clap::{CommandFactory, Parser};
 
-use super::{ByteSize, ConfigError, Spill, StorageIo, check_variables, retired::SETTINGS};
+use super::{
+    ByteSize, ConfigError, Spill, StorageIo,
+    retired::{self, SETTINGS, check_variables, nearest},
+};
 use crate::log::LogFormat;
 
 /// Owns a model's fp32 weights and optimizer state, and updates them as GPU workers push gradients.
 ///
 /// Flags win over environment variables, these over the TOML file, and that over the defaults.
-#[derive(Debug, Default, Parser)]
+#[derive(Debug, Default, Parser, serde::Deserialize)]
+#[serde(default)]
 #[command(name = "longshored", version)]
 pub struct Flags {
     /// TOML file with any of the options below, written with underscores
     #[arg(long, env = "LONGSHORED_CONFIG", value_name = "FILE")]
+    #[serde(skip)]
     pub config: Option<PathBuf>,
     /// Address to serve on; port 0 takes a free one. On loopback without --tls-dir this user and root may call
     /// [default: 127.0.0.1:7070, and none with --listen-unix]
@@ -99,6 +108,28 @@ pub struct Flags {
     /// Log format [default: text]
     #[arg(long, env = "LONGSHORED_LOG_FORMAT", value_enum)]
     pub log_format: Option<LogFormat>,
+}
+
+impl Flags {
+    /// Reads a TOML file, whose keys are the flags' names with underscores.
+    pub(super) fn read(path: &Path) -> Result<Flags, ConfigError> {
+        let text =
+            fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        let parse =
+            |error: toml::de::Error| ConfigError::Parse { path: path.into(), message: error.to_string() };
+        let table: toml::Table = text.parse().map_err(parse)?;
+        let flags = Flags::command();
+        let known: Vec<&str> =
+            flags.get_arguments().map(|flag| flag.get_id().as_str()).filter(|id| *id != "config").collect();
+        if let Some(key) = table.keys().find(|key| !known.contains(&key.as_str())) {
+            let (path, key) = (path.into(), key.clone());
+            return Err(match retired::instead(&key, &retired::SETTINGS) {
+                Some(instead) => ConfigError::RetiredKey { path, key, instead },
+                None => ConfigError::UnknownKey { path, nearest: nearest(&key, known), key },
+            });
+        }
+        toml::from_str(&text).map_err(parse)
+    }
 }
 
 const PREFIX: &str = "LONGSHORED_";

@@ -1,19 +1,15 @@
 //! Configuration: flags over environment over a TOML file over defaults.
 
-mod error;
-mod file;
 mod flags;
-mod names;
 pub mod retired;
 mod size;
 mod storage;
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-pub use error::ConfigError;
 pub use flags::Flags;
 pub use longshore_engine::tier::Spill;
-pub use names::{check_variables, nearest};
+pub use retired::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::{StorageConfig, StorageIo};
 
@@ -95,8 +91,8 @@ impl Config {
     pub fn resolve(flags: Flags) -> Result<Config, ConfigError> {
         flags::check_environment(std::env::vars().map(|(name, _)| name))?;
         let file = match &flags.config {
-            Some(path) => file::File::read(path)?,
-            None => file::File::default(),
+            Some(path) => Flags::read(path)?,
+            None => Flags::default(),
         };
         let storage = StorageConfig::resolve(&flags, &file);
         let listen_unix = flags.listen_unix.or(file.listen_unix);
@@ -109,12 +105,9 @@ impl Config {
             listen_unix,
             unix_group: flags.unix_group.or(file.unix_group),
             http: flags.http.or(file.http),
-            http_open: flags.http_open || file.http_open.unwrap_or(false),
-            http_host: Some(flags.http_host)
-                .filter(|names| !names.is_empty())
-                .or(file.http_host)
-                .unwrap_or_default(),
-            http_tls: flags.http_tls || file.http_tls.unwrap_or(false),
+            http_open: flags.http_open || file.http_open,
+            http_host: if flags.http_host.is_empty() { file.http_host } else { flags.http_host },
+            http_tls: flags.http_tls || file.http_tls,
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
             storage,
@@ -127,8 +120,8 @@ impl Config {
                 .map_or(defaults.drain_deadline, Duration::from_secs),
             max_connections: flags.max_connections.or(file.max_connections),
             tls_dir: flags.tls_dir.or(file.tls_dir),
-            insecure: flags.insecure || file.insecure.unwrap_or(false),
-            no_memfd: flags.no_memfd || file.no_memfd.unwrap_or(false),
+            insecure: flags.insecure || file.insecure,
+            no_memfd: flags.no_memfd || file.no_memfd,
             log: flags.log.or(file.log).unwrap_or(defaults.log),
             log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
         };
@@ -182,11 +175,11 @@ impl Config {
 }
 
 impl StorageConfig {
-    fn resolve(flags: &Flags, file: &file::File) -> StorageConfig {
+    fn resolve(flags: &Flags, file: &Flags) -> StorageConfig {
         let defaults = StorageConfig::default();
-        let state_dirs = Some(&flags.state_dir).filter(|dirs| !dirs.is_empty()).or(file.state_dir.as_ref());
+        let state_dirs = if flags.state_dir.is_empty() { &file.state_dir } else { &flags.state_dir };
         StorageConfig {
-            state_dirs: state_dirs.cloned().unwrap_or_default(),
+            state_dirs: state_dirs.clone(),
             resident: flags.resident.or(file.resident).map_or(defaults.resident, |size| size.0),
             io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
             buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
@@ -195,6 +188,53 @@ impl StorageConfig {
             shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
         }
     }
+}
+
+/// Reason why a configuration is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{path}: {source}. Give the path of a readable TOML file with --config")]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{path}: {message}")]
+    Parse { path: PathBuf, message: String },
+    #[error("{path}: unknown key `{key}`{}", suggest(nearest.as_deref()))]
+    UnknownKey { path: PathBuf, key: String, nearest: Option<String> },
+    #[error("{path}: key `{key}` is no longer there: {instead}")]
+    RetiredKey { path: PathBuf, key: String, instead: &'static str },
+    #[error("variable {name} is no longer there: {instead}")]
+    RetiredVariable { name: String, instead: &'static str },
+    #[error("unknown variable {name}{}", suggest(nearest.as_deref()))]
+    UnknownVariable { name: String, nearest: Option<String> },
+    #[error(
+        "listen is {listen}, which is not a loopback address, and connections would be neither encrypted nor authenticated: \
+         name a folder of certificates with --tls-dir (`longshore tls init` makes one), or keep the server on a trusted network \
+         and say --insecure, or listen on 127.0.0.1"
+    )]
+    Exposed { listen: SocketAddr },
+    #[error(
+        "http is {http}, which is not a loopback address, and whoever can reach it could read what the status page shows, as jobs, identities and paths of folders: \
+         serve it over TLS to identities with --http-tls and --tls-dir, or keep it on a trusted network and say --http-open, or serve it on 127.0.0.1"
+    )]
+    HttpExposed { http: SocketAddr },
+    #[error(
+        "http_tls needs tls_dir, which has the certificate and the identities that may read, and contradicts http_open: name the folder with --tls-dir, \
+         and leave http_open out"
+    )]
+    HttpTls,
+    #[error("tls_dir and insecure contradict each other: leave one of them out")]
+    InsecureTls,
+    #[error("listen and listen_unix are both absent: say where to serve with --listen or --listen-unix")]
+    Nowhere,
+    #[error("{field} is {value}, but must be {limit}")]
+    Value { field: &'static str, value: String, limit: &'static str },
+    #[error("checkpoint_on_drain needs checkpoint_dir: say where with --checkpoint-dir")]
+    DrainWithoutDir,
+    #[error("unix_group needs listen_unix: say where with --listen-unix")]
+    GroupWithoutSocket,
+}
+
+fn suggest(nearest: Option<&str>) -> String {
+    nearest.map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
 }
 
 #[cfg(test)]

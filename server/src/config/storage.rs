@@ -7,7 +7,7 @@ use longshore_engine::{
     tier::{self, Spill},
 };
 
-use super::error::ConfigError;
+use super::ConfigError;
 
 /// Settings of the tiers `nvme` and `shm`.
 #[derive(Clone, Debug)]

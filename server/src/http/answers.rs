@@ -16,8 +16,7 @@ use tokio::{sync::Semaphore, task::spawn_blocking};
 
 use super::{
     metrics::{self, Format},
-    report::{self, Listen},
-    wanted::Wanted,
+    report::{self, Listen, Wanted},
 };
 use crate::service::Services;
 

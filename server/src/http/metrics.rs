@@ -10,18 +10,17 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use longshore_engine::io::{Counted, LATENCIES, Operation};
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, text},
+    encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, EncodeMetric, NoLabelSet, text},
+    metrics::{MetricType, histogram::Histogram},
     registry::{Registry, Unit},
 };
 
-use super::{
-    families::{Families, Labels, one, with},
-    seen::{Seen, resident_bytes},
-};
+use super::seen::{Seen, resident_bytes};
 use crate::{
-    jobs::{Decided, StepStage, traffic},
+    jobs::{Decided, RANKS, StepStage},
     quota::{Listed, Usage},
     refusals,
     service::Services,
@@ -48,10 +47,6 @@ impl Format {
         }
     }
 }
-
-/// Ranks of a job with samples of their own. In a larger job the counts by state show a missing rank, and `longshore
-/// status` names it.
-const RANKS: usize = traffic::RANKS;
 
 pub(super) fn text(services: Services, format: Format) -> String {
     let mut registry = Registry::with_prefix("longshore");
@@ -103,7 +98,7 @@ impl Collector for Scrape {
         owners(&mut families, &self.services)?;
         ranks(&mut families, &jobs)?;
         checkpoints(&mut families, &jobs)?;
-        super::drives::write(&mut families, &self.services, &jobs)
+        drives(&mut families, &self.services, &jobs)
     }
 }
 
@@ -327,6 +322,116 @@ fn checkpoints(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
         None,
         logged.iter().map(|(labels, status)| (labels.clone(), i64::from(!status.failure.is_empty()))),
     )
+}
+
+/// Writes the samples of drives: requests, latencies, requests in flight, and shards taken from DRAM instead of a drive.
+fn drives(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
+    let mut counted: Vec<(Labels, Operation, Counted)> = Vec::new();
+    for (folder, operations) in services.drives.counted() {
+        let drive = with(Labels::new(), "drive", folder.display());
+        let each = Operation::ALL.into_iter().zip(operations);
+        counted.extend(each.map(|(operation, counts)| {
+            (with(drive.clone(), "operation", operation.name()), operation, counts)
+        }));
+    }
+    let times = counted.iter().map(|(labels, _, counts)| {
+        let ends = LATENCIES.iter().map(|end| end.as_secs_f64()).chain([f64::MAX]);
+        (labels.clone(), counts.time.as_secs_f64(), ends.zip(counts.latencies).collect())
+    });
+    let help = "How long requests to a state directory took, from when they were made: those of a shard are up to some tens of MB.";
+    families.buckets("drive_request", help, Some(Unit::Seconds), times)?;
+    let owed = counted.iter().map(|(labels, _, counts)| (labels.clone(), counts.under_way));
+    families.gauge("drive_requests", "Requests that a state directory owes now.", None, owed)?;
+    let moved = counted.iter().filter(|(_, operation, _)| *operation != Operation::Flush);
+    let moved = moved.map(|(labels, _, counts)| (labels.clone(), counts.bytes));
+    let help = "What was read from a state directory and written to it.";
+    families.counter("drive", help, Some(Unit::Bytes), moved)?;
+    if services.drive_endurance > 0 {
+        let help = "What the drives together may be written with in their lives: --drive-endurance.";
+        families.gauge("drives_endurance", help, Some(Unit::Bytes), one(services.drive_endurance))?;
+    }
+    let taken = jobs.iter().filter_map(|job| Some((job, job.handle.job.taken()?)));
+    let taken = taken.flat_map(|(job, taken)| {
+        [("resident", taken.resident), ("ahead", taken.ahead), ("waited", taken.waited)]
+            .map(|(place, count)| (with(job.labels(), "place", place), count))
+    });
+    let help = "Shards of an nvme job by where they were when work needed them: resident in DRAM, read ahead, or still on a drive.";
+    families.counter("job_shards_taken", help, None, taken)
+}
+
+/// Labels of one sample.
+pub(super) type Labels = Vec<(&'static str, String)>;
+
+/// Returns the only sample of a family without labels.
+fn one<V>(value: V) -> [(Labels, V); 1] {
+    [(Labels::new(), value)]
+}
+
+/// Returns the labels with one more.
+fn with(mut labels: Labels, name: &'static str, value: impl ToString) -> Labels {
+    labels.push((name, value.to_string()));
+    labels
+}
+
+/// Writer of families in sequence. The first failure ends the scrape.
+struct Families<'a> {
+    encoder: DescriptorEncoder<'a>,
+}
+
+impl Families<'_> {
+    fn gauge<V: EncodeGaugeValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, V)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Gauge)?;
+        samples.into_iter().try_for_each(|(labels, value)| match labels.is_empty() {
+            true => family.encode_gauge(&value),
+            false => family.encode_family(&labels)?.encode_gauge(&value),
+        })
+    }
+
+    /// Writes a counter. `name` is without the suffix `_total`.
+    fn counter<V: EncodeCounterValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, V)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
+        samples.into_iter().try_for_each(|(labels, value)| {
+            family.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&value, None)
+        })
+    }
+
+    fn histogram<'a>(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, &'a Histogram)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Histogram)?;
+        samples.into_iter().try_for_each(|(labels, value)| value.encode(family.encode_family(&labels)?))
+    }
+
+    /// Writes histograms counted elsewhere: each has a sum, and buckets with their upper bounds.
+    fn buckets(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<Unit>,
+        samples: impl IntoIterator<Item = (Labels, f64, Vec<(f64, u64)>)>,
+    ) -> fmt::Result {
+        let mut family = self.encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Histogram)?;
+        samples.into_iter().try_for_each(|(labels, sum, buckets)| {
+            let count = buckets.iter().map(|(_, count)| count).sum();
+            family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+        })
+    }
 }
 
 #[cfg(test)]

@@ -2,14 +2,9 @@
 //! read-only.
 
 mod answers;
-mod drives;
-mod families;
-mod hosts;
 mod listen;
 mod metrics;
 mod report;
-mod room;
 mod seen;
-mod wanted;
 
 pub(crate) use self::{listen::serve, report::Listen};

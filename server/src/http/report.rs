@@ -1,13 +1,23 @@
 //! `/status.json`: the data of the status page.
 
-use std::time::UNIX_EPOCH;
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Mutex, TryLockError},
+    time::UNIX_EPOCH,
+};
 
 use longshore_engine::step::{Phase, RankProgress};
 use longshore_proto::{Param, remedies};
+use rustix::fs::statvfs;
 use serde::Serialize;
 
-use super::{room::Room, seen::Seen, wanted::Wanted};
-use crate::{jobs::Decided, service::Services};
+use super::seen::{Seen, resident_bytes};
+use crate::{
+    jobs::Decided,
+    quota::{Listed, Usage},
+    service::Services,
+};
 
 /// Ranks of a job in the report. Ranks with the oldest last step, which the job waits for, come
 /// first.
@@ -201,4 +211,118 @@ fn ranks(services: &Services, seen: &Seen) -> Vec<Rank> {
         last_step: rank.last_step.0,
     };
     ranks.into_iter().map(told).collect()
+}
+
+/// The last step that the reader has, for each job. `?after=STEP` sets it for all jobs, `?after=JOB:STEP` for one. A
+/// job without either is reported from its first kept step.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Wanted {
+    all: u64,
+    of: HashMap<String, u64>,
+}
+
+impl Wanted {
+    /// Parses a query. Invalid values are ignored, so the reader gets more steps than asked for.
+    pub(super) fn of(query: &str) -> Wanted {
+        let mut wanted = Wanted::default();
+        for value in query.split('&').filter_map(|pair| pair.strip_prefix("after=")) {
+            // Browsers escape the colon as %3A. Characters of a job's name are never escaped.
+            match value.split_once(':').or_else(|| value.split_once("%3A")) {
+                Some((job, step)) => {
+                    wanted.of.extend(step.parse().ok().map(|step| (job.to_string(), step)));
+                }
+                None => wanted.all = value.parse().unwrap_or(wanted.all),
+            }
+        }
+        wanted
+    }
+
+    pub(super) fn after(&self, job: &str) -> u64 {
+        self.of.get(job).copied().unwrap_or(self.all)
+    }
+}
+
+/// Use of a server's memory and drives: in total, by drive and by owner.
+#[derive(Serialize)]
+struct Room {
+    memory: Memory,
+    drives: Vec<Drive>,
+    identities: Vec<Identity>,
+}
+
+#[derive(Serialize)]
+struct Memory {
+    budget: u64,
+    reserved: u64,
+    resident: Option<u64>,
+}
+
+/// A folder of `--state-dir`.
+#[derive(Serialize)]
+struct Drive {
+    folder: String,
+    /// Size of the file system, and its free space for unprivileged users. None if the kernel does not tell.
+    bytes: Option<u64>,
+    free_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Identity {
+    name: String,
+    jobs: Used,
+    memory_bytes: Used,
+    drive_bytes: Used,
+    connections: Used,
+}
+
+/// Amount in use and its limit. No limit: bounded by the server alone.
+#[derive(Serialize)]
+struct Used {
+    now: u64,
+    limit: Option<u64>,
+}
+
+impl Room {
+    fn now(services: &Services) -> Room {
+        let budget = services.jobs.budget();
+        Room {
+            memory: Memory {
+                budget: budget.total(),
+                reserved: budget.reserved(),
+                resident: resident_bytes(),
+            },
+            drives: services.drives.counted().map(|(folder, _)| drive(folder)).collect(),
+            identities: services.jobs.owners().into_iter().map(identity).collect(),
+        }
+    }
+}
+
+/// Held during `statvfs`. A network file system may hang: then one reader waits, and one thread is lost.
+static ASKING: Mutex<()> = Mutex::new(());
+
+/// Returns a folder's drive. Its sizes are None while another reader asks.
+fn drive(folder: &Path) -> Drive {
+    let asking = match ASKING.try_lock() {
+        Ok(asking) => Some(asking),
+        Err(TryLockError::Poisoned(asking)) => Some(asking.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    };
+    let found = asking.and_then(|_held| statvfs(folder).ok()).filter(|found| found.f_blocks > 0);
+    Drive {
+        folder: folder.display().to_string(),
+        bytes: found.as_ref().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
+        free_bytes: found.as_ref().map(|found| found.f_bavail.saturating_mul(found.f_frsize)),
+    }
+}
+
+fn identity((listed, has): (Listed, Usage)) -> Identity {
+    let Listed { name, quota, connections } = listed;
+    let used = |now, limit| Used { now, limit };
+    Identity {
+        name,
+        jobs: used(has.jobs, quota.jobs),
+        memory_bytes: used(has.memory, quota.memory),
+        drive_bytes: used(has.drives, quota.drives),
+        connections: used(connections, quota.connections),
+    }
 }

@@ -25,7 +25,7 @@ impl Seen {
         self.handle.job.spec().name.as_str()
     }
 
-    pub(super) fn labels(&self) -> super::families::Labels {
+    pub(super) fn labels(&self) -> super::metrics::Labels {
         vec![("job", self.name().to_string())]
     }
 

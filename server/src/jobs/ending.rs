@@ -13,10 +13,7 @@ use tokio::{
 };
 
 use super::{
-    JobEntry, JobHandle, Jobs,
-    away::{Away, Kept},
-    deleted, directories, not_found, recovering,
-    turns::Turn,
+    Away, JobEntry, JobHandle, Jobs, Kept, deleted, directories, not_found, recovering, turns::Turn,
     unreadable,
 };
 use crate::tasks::{blocking, finished};

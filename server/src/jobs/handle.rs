@@ -24,17 +24,13 @@ use tokio::{sync::watch, time::Instant};
 
 use super::{
     Hashes,
-    busy::Busy,
-    checkpoints::CheckpointLog,
+    counters::{Busy, CheckpointLog, Pace, Traffic},
     hashing::Hashing,
     history::{Decided, History},
     idle::Idle,
-    pace::Pace,
-    processes::Processes,
+    ranks::{Processes, Seats},
     restores::Restores,
-    seats::Seats,
     stages::Stages,
-    traffic::Traffic,
     waits::Decisions,
 };
 

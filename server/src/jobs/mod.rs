@@ -1,20 +1,15 @@
 //! The jobs of this server: opened by workers, recovered from state directories, deleted.
 
-mod away;
-mod busy;
-mod checkpoints;
+mod counters;
 mod ending;
 mod handle;
 mod hashing;
 mod history;
 mod idle;
 mod owned;
-mod pace;
-mod processes;
+mod ranks;
 mod restores;
-mod seats;
 mod stages;
-pub(crate) mod traffic;
 mod turns;
 mod waits;
 
@@ -28,17 +23,15 @@ use std::{
 };
 
 use longshore_engine::{
-    admission::Budget,
+    admission::{Budget, Need},
     job::Compute,
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Fault, FaultKind, JobName, fault::DELETED};
 
-use self::{
-    away::{Away, Kept},
-    turns::Turn,
-};
+use self::turns::Turn;
 pub(crate) use self::{
+    counters::RANKS,
     ending::StepBack,
     handle::JobHandle,
     hashing::Hashes,
@@ -79,6 +72,35 @@ const DELETED_KEPT: usize = 4096;
 enum JobEntry {
     Open(Arc<JobHandle>),
     Away(Box<Away>),
+}
+
+/// A stored job that this server cannot serve now.
+struct Away {
+    /// Reason why the job is not served: recovery in progress, or failed.
+    fault: Fault,
+    /// None if the job's folder is unreadable.
+    kept: Option<Kept>,
+}
+
+/// A job in the state directories.
+#[derive(Clone)]
+struct Kept {
+    stored: StoredJob,
+    /// Bytes on drives. Computed once from the whole layout, since each question about an owner's usage needs it.
+    drives: u64,
+}
+
+impl Kept {
+    fn new(stored: StoredJob, storage: &Storage) -> Kept {
+        let need = stored.need(storage).unwrap_or_else(|_| Need::default());
+        Kept { stored, drives: need.disk }
+    }
+}
+
+impl Away {
+    fn entry(fault: Fault, kept: Option<Kept>) -> JobEntry {
+        JobEntry::Away(Box::new(Away { fault, kept }))
+    }
 }
 
 pub(crate) fn not_found(name: &str) -> Fault {

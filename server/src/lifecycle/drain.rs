@@ -11,23 +11,24 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
-use longshore_engine::step::Phase;
-use longshore_proto::{Fault, Version};
+use longshore_engine::{
+    checkpoint::{Part, Store},
+    job::Job,
+    step::Phase,
+};
+use longshore_proto::{Fault, FaultKind, Version};
 use longshore_wire::v1::{tensors_server::TensorsServer, training_server::TrainingServer};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Server, error::ServerError};
-use crate::{
-    jobs::JobHandle,
-    service::Services,
-    tasks::blocking,
-    unasked::{self, Written},
-};
+use super::{Server, ServerError};
+use crate::{jobs::JobHandle, service::Services, tasks::blocking};
 
 /// Time for open streams to finish once a drain is over.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 /// Interval at which the end of a job's connections is looked for.
 const LOOK: Duration = Duration::from_millis(100);
+/// Most checkpoints of one name, told apart by a number.
+const MOST_NAMES: u32 = 100;
 
 impl Server {
     /// Finishes the current step, writes checkpoints if configured, and stops.
@@ -74,13 +75,33 @@ impl Server {
             return Ok(());
         }
         blocking(move || {
-            let written = unasked::write(&store, &job, "drain", deadline)?;
-            let sealed = unasked::seal(&store, &job, &written, keep)?;
-            let (job, Written { name, version, servers, .. }) = (&job.spec().name, written);
+            let (name, part) = write_part(&store, &job, deadline)?;
+            let (job, version, servers) = (&job.spec().name, part.version, part.servers);
+            // No client seals the checkpoint. The last server of a shared folder finds all parts.
+            let sealed = store.seal_if_whole(job, &name, servers)?;
+            if sealed {
+                store.prune(job, keep, &name)?;
+            }
             tracing::info!(%job, %version, name, sealed, servers, "checkpoint written on drain");
             Ok(())
         })
         .await
+    }
+}
+
+/// Writes this server's part of a checkpoint. If another state has taken the name, as after a step back, writes under
+/// the first free of name.2, name.3, ... Servers that share a folder find the same names taken.
+fn write_part(store: &Store, job: &Arc<Job>, deadline: std::time::Instant) -> Result<(String, Part), Fault> {
+    let version = job.progress().version;
+    let name = format!("drain-{:08}", version.0);
+    let mut number = 1;
+    loop {
+        let numbered = if number == 1 { name.clone() } else { format!("{name}.{number}") };
+        number += 1;
+        match store.write(job, &numbered, Some(version), deadline) {
+            Err(fault) if fault.kind == FaultKind::Conflict && number <= MOST_NAMES => {}
+            written => return written.map(|part| (numbered, part)),
+        }
     }
 }
 

@@ -1,23 +1,27 @@
 //! Life of a server: start, serve, drain, stop.
 
 mod drain;
-mod error;
-mod listening;
 mod prepared;
-mod routes;
 mod serving;
-mod signals;
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
 use longshore_engine::kernels::Isa;
+use longshore_proto::Fault;
 use longshore_wire as wire;
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    sync::watch,
+    task::JoinHandle,
+};
 
-pub use self::{error::ServerError, signals::StopSignals};
-use self::{listening::Listening, prepared::Prepared};
+use self::prepared::{Listening, Prepared};
 use crate::{
-    config::Config, descriptors, directories::Directories, jobs::Jobs, service::Services, unix::SocketFile,
+    config::{Config, ConfigError},
+    directories::Directories,
+    jobs::Jobs,
+    service::Services,
+    unix::SocketFile,
 };
 
 fn shown(address: Option<SocketAddr>, config: &Config) -> String {
@@ -41,13 +45,13 @@ impl Server {
     /// Binds, starts the update threads and serves. The caller must be inside a tokio runtime.
     pub async fn start(config: Config) -> Result<Server, ServerError> {
         wire::frame::keep_buffers();
-        let descriptors = descriptors::raise();
+        let descriptors = prepared::raise_descriptors();
         prepared::warn_of_limits(&config, descriptors);
         let isa = Isa::from_env()?;
         let prepared = Prepared::new(&config, isa)?;
         let mut listening = Listening::bind(&config).await?;
         let (address, http) = (listening.address(), listening.http());
-        let socket_file = listening.take_socket_file();
+        let _socket_file = listening.socket_file.take();
         let (stop, stopped) = watch::channel(false);
         let Prepared { services, stored, directories, register, linking } = prepared;
         let serving = serving::Serving { services: services.clone(), register, linking, descriptors };
@@ -65,7 +69,6 @@ impl Server {
             .name("recover".into())
             .spawn(move || jobs.recover(stored))
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
-        let _socket_file = socket_file;
         Ok(Server { address, config, services, stop, serving, health, _socket_file, directories })
     }
 
@@ -103,4 +106,68 @@ impl Server {
             () = signals.any() => Err(ServerError::BrokenOff),
         }
     }
+}
+
+/// SIGTERM and SIGINT, caught from here on, so that a signal during startup still ends in a drain. SIGHUP is caught
+/// as well: its default would end a server that has nothing to reload.
+pub struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+    hang_up: Signal,
+}
+
+impl StopSignals {
+    /// Installs the handlers. The caller must be inside a tokio runtime.
+    pub fn catch() -> Result<StopSignals, ServerError> {
+        Ok(StopSignals {
+            terminate: signal(SignalKind::terminate()).map_err(ServerError::Signals)?,
+            interrupt: signal(SignalKind::interrupt()).map_err(ServerError::Signals)?,
+            hang_up: signal(SignalKind::hangup()).map_err(ServerError::Signals)?,
+        })
+    }
+
+    async fn any(&mut self) {
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => return,
+                _ = self.interrupt.recv() => return,
+                _ = self.hang_up.recv() => {
+                    tracing::info!("SIGHUP: only the folder of --tls-dir is read again; where there is none, nothing is");
+                }
+            }
+        }
+    }
+}
+
+/// Errors of a server's start and stop.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error("cannot listen on {address}: {source}. Choose another --listen, or stop what uses the port")]
+    Bind { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen on {address}: {source}. Choose another --http, or stop what uses the port")]
+    BindHttp { address: SocketAddr, source: std::io::Error },
+    #[error("cannot listen on {}: {source}. Choose another --listen-unix, or stop what uses it", path.display())]
+    BindUnix { path: PathBuf, source: std::io::Error },
+    #[error("cannot make a folder for the Unix socket in {}: {source}. Name a folder that this user may write to with TMPDIR", path.display())]
+    SocketFolder { path: PathBuf, source: std::io::Error },
+    #[error("cannot let a group use the Unix socket: {0}. Choose another --unix-group")]
+    UnixGroup(std::io::Error),
+    #[error("cannot start {threads} update threads: {reason}. Lower --threads or raise the process limit")]
+    Threads { threads: usize, reason: String },
+    #[error("{0}")]
+    StateDir(Fault),
+    #[error("{0}")]
+    Tls(Fault),
+    #[error(transparent)]
+    Isa(#[from] longshore_engine::kernels::IsaError),
+    #[error(transparent)]
+    Checkpoints(#[from] Fault),
+    #[error("cannot handle signals: {0}")]
+    Signals(std::io::Error),
+    #[error("serving ended: {0}")]
+    Serve(String),
+    #[error("told to stop a second time: the drain was broken off")]
+    BrokenOff,
 }

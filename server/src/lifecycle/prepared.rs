@@ -1,6 +1,6 @@
-//! Resources acquired before a server listens: memory, threads, folders and stored jobs.
+//! Resources acquired before a server serves: memory, threads, descriptors, folders, stored jobs and addresses.
 
-use std::sync::Arc;
+use std::{io, net::SocketAddr, sync::Arc};
 
 use longshore_engine::{
     admission::Budget,
@@ -12,19 +12,20 @@ use longshore_engine::{
 };
 use longshore_proto::{Fault, FaultKind, limits::SPARE_CONNECTIONS};
 use longshore_wire::{direct::Bounds, memfd::Listener};
-use tokio::sync::watch;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::{net::TcpListener, sync::watch};
 
-use super::error::ServerError;
+use super::ServerError;
 use crate::{
     config::{Config, total_memory},
-    descriptors,
     directories::Directories,
-    draining::Draining,
     jobs::Jobs,
+    members::Members,
     memfd::Links,
     quota::Owners,
-    service::Services,
+    service::{Draining, Services},
     trust::Register,
+    unix::{self, Local, SocketFile},
 };
 
 pub(super) struct Prepared {
@@ -58,7 +59,7 @@ impl Prepared {
             jobs: Arc::new(jobs),
             drive_endurance: config.storage.drive_endurance,
             drives,
-            draining: Draining::new(),
+            draining: Draining::default(),
             checkpoints,
             folders: Arc::default(),
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
@@ -93,14 +94,80 @@ pub(super) fn warn_of_limits(config: &Config, descriptors: usize) {
         let memory = config.memory;
         tracing::warn!(memory, total, "--memory is more than this host or its cgroup has: lower it");
     }
-    let (most, wanted) =
-        (descriptors::for_connections(descriptors), config.max_connections.unwrap_or(SPARE_CONNECTIONS));
+    let (most, wanted) = (for_connections(descriptors), config.max_connections.unwrap_or(SPARE_CONNECTIONS));
     if most < wanted {
         tracing::warn!(
-            descriptors,
             most,
             wanted,
             "few descriptors: there cannot be as many connections as wanted. Raise the limit with ulimit -n or LimitNOFILE"
         );
     }
+}
+
+/// Raises the limit of descriptors as far as this process may, and returns it.
+pub(super) fn raise_descriptors() -> usize {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
+    {
+        tracing::debug!(%error, "the limit of descriptors stays as it is");
+    }
+    getrlimit(Resource::Nofile)
+        .current
+        .map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+/// Returns the number of connections that leaves descriptors for the rest. The rest is state files, checkpoints,
+/// and memfd links with their memory.
+pub(super) fn for_connections(limit: usize) -> usize {
+    limit - (limit / 4).clamp(24, 1024).min(limit / 2)
+}
+
+/// The addresses that a server listens on.
+pub(super) struct Listening {
+    /// Listener of TCP, with its bound address.
+    pub(super) tcp: Option<(TcpListener, SocketAddr)>,
+    /// Listener of the status page and metrics, with its bound address.
+    pub(super) page: Option<(TcpListener, SocketAddr)>,
+    pub(super) unix: Option<Local>,
+    /// Removed on drop.
+    pub(super) socket_file: Option<SocketFile>,
+}
+
+impl Listening {
+    pub(super) async fn bind(config: &Config) -> Result<Listening, ServerError> {
+        let tcp = match config.listen {
+            Some(address) => {
+                Some(listen(address).await.map_err(|source| ServerError::Bind { address, source })?)
+            }
+            None => None,
+        };
+        let page = match config.http {
+            Some(address) => {
+                Some(listen(address).await.map_err(|source| ServerError::BindHttp { address, source })?)
+            }
+            None => None,
+        };
+        let local = config.listen_unix.as_deref().map(|path| {
+            let members = Members::of(config.unix_group.as_deref()).map_err(ServerError::UnixGroup)?;
+            unix::listen_on(path, members)
+                .map_err(|source| ServerError::BindUnix { path: path.into(), source })
+        });
+        let (unix, socket_file) = local.transpose()?.unzip();
+        Ok(Listening { tcp, page, unix, socket_file })
+    }
+
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        self.tcp.as_ref().map(|(_, address)| *address)
+    }
+
+    pub(super) fn http(&self) -> Option<SocketAddr> {
+        self.page.as_ref().map(|(_, address)| *address)
+    }
+}
+
+async fn listen(address: SocketAddr) -> io::Result<(TcpListener, SocketAddr)> {
+    let listener = TcpListener::bind(address).await?;
+    let bound = listener.local_addr()?;
+    Ok((listener, bound))
 }

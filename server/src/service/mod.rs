@@ -13,20 +13,18 @@ mod room;
 mod stats;
 mod tensors;
 mod training;
-mod upload;
 mod watch;
 
 use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job, step::RankProgress};
-use longshore_proto::{Fault, limits::DEFAULT_DEADLINE_MS};
+use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
 use tokio::{sync, time::Instant};
 use tonic::Status;
 
 pub(crate) use self::tensors::DataPlane;
 use crate::{
-    draining::Draining,
     jobs::{JobHandle, Jobs, Turns},
     memfd::Links,
     refusals,
@@ -109,5 +107,37 @@ async fn stand(
             return Ok(());
         }
         handle.until_durable(handle.job.progress().version, deadline).await?;
+    }
+}
+
+/// Tells whether a drain has begun. Cheap to clone.
+#[derive(Clone, Default)]
+pub(crate) struct Draining {
+    begun: sync::watch::Sender<bool>,
+}
+
+impl Draining {
+    pub(crate) fn begin(&self) {
+        self.begun.send_replace(true);
+    }
+
+    /// Returns Unavailable once a drain has begun.
+    pub(crate) fn refuse(&self) -> Result<(), Fault> {
+        if !*self.begun.borrow() {
+            return Ok(());
+        }
+        Err(Fault::new(
+            FaultKind::Unavailable,
+            "server",
+            "draining",
+            "serving",
+            "use another server, or start it again",
+        ))
+    }
+
+    pub(crate) async fn wait(&self) {
+        let mut begun = self.begun.subscribe();
+        // The sender lives as long as self, so the wait ends only with a drain.
+        let _ = begun.wait_for(|begun| *begun).await;
     }
 }

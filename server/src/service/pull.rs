@@ -314,22 +314,3 @@ fn pieces(slice: Slice, most: u64) -> impl Iterator<Item = Slice> {
         Slice { shard: slice.shard, offset, elements: most.min(slice.offset + slice.elements - offset) }
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pieces_cover_a_slice_in_order() {
-        let slice = Slice { shard: ShardId(3), offset: 64, elements: 2 * 524_288 + 1 };
-        let cut: Vec<Slice> = pieces(slice, 524_288).collect();
-        assert_eq!(cut.len(), 3);
-        let mut at = slice.offset;
-        for piece in cut {
-            assert_eq!(piece.offset, at);
-            assert!(piece.elements * 2 <= CHUNK_BYTES as u64);
-            at += piece.elements;
-        }
-        assert_eq!(at, slice.offset + slice.elements);
-    }
-}

@@ -1,5 +1,5 @@
-//! The data plane's calls, each in its own module: Push and Pull below the codec, the others through generated
-//! code.
+//! The data plane's calls: Push and Pull below the codec, each in its own module, and Upload of initial weights and
+//! optimizer state through generated code.
 
 use std::{
     convert::Infallible,
@@ -8,8 +8,14 @@ use std::{
 
 use futures_util::future::BoxFuture;
 use http::{Request, Response};
-use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES};
+use longshore_engine::job::UploadChunk;
+use longshore_proto::{
+    ChunkId, Fault, FaultKind, ShardId,
+    checksum::crc32,
+    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES},
+};
 use longshore_wire::{
+    self as wire,
     direct::Connection,
     frame::{PULL, PUSH},
     v1::{
@@ -21,7 +27,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming, body::Body, server::NamedService};
 use tower_service::Service;
 
-use super::{Services, pull, push, refuse, room::Room, upload};
+use super::{Services, blocking, permitted::permit, pull, push, refuse, room::Room};
 use crate::trust::Caller;
 
 /// Service `longshore.v1.Tensors`. Push and Pull are served by hand, and look to callers like the generated calls.
@@ -109,7 +115,47 @@ impl Tensors for Services {
         request: tonic::Request<Streaming<v1::UploadRequest>>,
     ) -> Result<tonic::Response<v1::UploadResponse>, Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Upload", "", fault))?;
-        let chunks = upload::receive(self, &caller, request.into_inner()).await?;
+        let chunks = receive(self, &caller, request.into_inner()).await?;
         Ok(tonic::Response::new(v1::UploadResponse { chunks }))
     }
+}
+
+/// Stores chunks until the stream ends, and returns their number.
+async fn receive(
+    services: &Services,
+    caller: &Caller,
+    mut requests: Streaming<v1::UploadRequest>,
+) -> Result<u64, Status> {
+    let mut chunks = 0;
+    while let Some(request) = requests.message().await? {
+        let job = request.job.clone();
+        let stored = async {
+            permit(caller, &request)?;
+            store(services, request).await
+        };
+        stored.await.map_err(|fault| refuse("Upload", &job, fault))?;
+        chunks += 1;
+    }
+    Ok(chunks)
+}
+
+async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fault> {
+    let found = crc32(&request.payload);
+    if found != request.crc32 {
+        let value = format!("{:08x}", request.crc32);
+        let limit = format!("{found:08x}, the CRC-32 of the payload received");
+        return Err(Fault::new(FaultKind::Corrupt, "upload.crc32", value, limit, "send the chunk again"));
+    }
+    let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+    let part = UploadChunk {
+        shard: ShardId(request.shard),
+        array: wire::array_from_wire("array", request.array)?,
+        chunk: ChunkId(request.chunk),
+        applied: request.applied,
+        left_out: wire::left_outs_from_wire(request.left_out),
+        crc32: request.crc32,
+    };
+    let handle = services.jobs.get(&request.job)?;
+    // The last chunk also builds the first image of every shard.
+    blocking(move || handle.job.upload_chunk(incarnation, part, &request.payload)).await
 }

@@ -90,18 +90,3 @@ impl Call {
         self.path.rsplit('/').next().unwrap_or(self.path)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use super::*;
-
-    #[test]
-    fn each_call_stands_there_once() {
-        let paths: HashSet<&str> = CALLS.iter().map(|call| call.path).collect();
-        assert_eq!(paths.len(), CALLS.len());
-        assert_eq!(Call::at("/longshore.v1.Training/Commit").map(Call::name), Some("Commit"));
-        assert!(Call::at("/longshore.v1.Training/Commit/").is_none());
-    }
-}

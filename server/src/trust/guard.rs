@@ -8,7 +8,6 @@ use std::{
 };
 
 use bytes::Bytes;
-use futures_util::future::BoxFuture;
 use http::{HeaderMap, Request, Response, header::AUTHORIZATION};
 use http_body::{Frame, SizeHint};
 use longshore_proto::{Fault, FaultKind};
@@ -23,7 +22,13 @@ use super::{
     identities::Credential,
     register::Register,
 };
-use crate::{connections::Origin, log::Seldom, members::Members, refusals};
+use crate::{
+    connections::Origin,
+    log::Seldom,
+    members::Members,
+    refusals,
+    requests::{Answering, metered},
+};
 
 /// Callers that a listener trusts.
 #[derive(Clone)]
@@ -38,7 +43,7 @@ pub(crate) enum Trust {
     Listed(Arc<Register>),
 }
 
-/// A service that knows its callers.
+/// A service that knows its callers, and counts their messages.
 #[derive(Clone)]
 pub(crate) struct Guard<S> {
     service: S,
@@ -89,7 +94,7 @@ where
 {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
+    type Future = Answering;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         self.service.poll_ready(context)
@@ -107,7 +112,7 @@ where
         request.extensions_mut().insert(caller.clone());
         // The record drops with the call, even before its first poll.
         let record = Record::of(&caller);
-        let answer = self.service.call(request);
+        let answer = metered(&mut self.service, request);
         Box::pin(async move {
             let answer = tokio::select! {
                 // A finished answer is logged as done. A revoked caller gets nothing of the answer.
@@ -235,19 +240,5 @@ impl http_body::Body for Guarded {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tokens_are_taken_from_headers() {
-        assert_eq!(bearer(b"Bearer abc"), Some(&b"abc"[..]));
-        assert_eq!(bearer(b"bearer  abc "), Some(&b"abc"[..]));
-        for other in [&b"Basic abc"[..], b"Bearer", b"", b"Bearerabc"] {
-            assert_eq!(bearer(other), None);
-        }
     }
 }

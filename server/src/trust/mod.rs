@@ -10,10 +10,8 @@ mod calls;
 mod guard;
 mod handshakes;
 mod identities;
-mod presence;
 mod readers;
 mod register;
-mod unencrypted;
 
 pub(crate) use self::{
     audit::note_refused_message, caller::Caller, guard::Guard, guard::Trust, handshakes::Handshakes,

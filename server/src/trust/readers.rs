@@ -95,12 +95,12 @@ mod tests {
 
     #[test]
     fn a_token_comes_by_itself_or_as_a_password() {
-        assert_eq!(token(b"Bearer abc").as_deref(), Some(&b"abc"[..]));
+        assert_eq!(token(b"bearer  abc ").as_deref(), Some(&b"abc"[..]));
         let basic = |text: &str| token(format!("basic {}", BASE64_STANDARD.encode(text)).as_bytes());
         assert_eq!(basic("me:a:b").as_deref(), Some(&b"a:b"[..]));
         assert_eq!(basic(":abc").as_deref(), Some(&b"abc"[..]));
         assert_eq!(basic("abc"), None);
-        for other in [&b"Basic ???"[..], b"Digest abc", b""] {
+        for other in [&b"Basic ???"[..], b"Digest abc", b"Bearer", b"Bearerabc", b""] {
             assert_eq!(token(other), None);
         }
     }

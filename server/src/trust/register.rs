@@ -1,15 +1,16 @@
 //! The current TLS folder, reloaded when its files change. Open connections stay.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
     time::{Duration, SystemTime},
 };
 
 use longshore_proto::{Fault, FaultKind};
 use longshore_wire::{
-    direct::Kept,
+    direct::{Connection, Kept, Owner},
     tls::{self, CA, Certificates, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY},
 };
 use tokio::{
@@ -17,10 +18,7 @@ use tokio::{
     sync::watch,
 };
 
-use super::{
-    identities::{Credential, Identities},
-    presence::Presences,
-};
+use super::identities::{Credential, Identities};
 use crate::quota::{Listed, Owners, Quota};
 
 /// Interval between reads of the files. A change is taken up once two reads agree, since several files are seldom
@@ -180,4 +178,60 @@ fn read(dir: &Path, contents: Contents) -> Result<Known, Fault> {
     let expiry = |file| Some((file, tls::first_expiry(dir, file)?));
     let expires = [CA, SERVER_CERTIFICATE].into_iter().filter_map(expiry).collect();
     Ok(Known { contents, identities, tls, pages, expires })
+}
+
+/// Number of connections of each identity. A connection that has shown several identities, by tokens, counts for
+/// each.
+#[derive(Default)]
+pub(super) struct Presences(Mutex<BTreeMap<String, u64>>);
+
+/// Guard of an identity on one connection, stored with the connection.
+struct Presence {
+    among: Arc<Presences>,
+    name: String,
+}
+
+impl Presences {
+    fn of(&self, name: &str) -> u64 {
+        self.lock().get(name).copied().unwrap_or_default()
+    }
+
+    /// Counts the connection once for this identity.
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        connection: &Connection,
+        name: &str,
+        quota: &Quota,
+    ) -> Result<(), Fault> {
+        // The lock is held meanwhile, so that two calls on one connection count it once.
+        let mut kept = connection.kept();
+        let here = |presence: &Presence| presence.name == name;
+        if kept.iter().filter_map(|kept| kept.downcast_ref()).any(here) {
+            return Ok(());
+        }
+        let mut counts = self.lock();
+        let count = counts.get(name).copied().unwrap_or_default();
+        let most = connection.account.most_connections().map(|most| most as u64);
+        Quota { connections: quota.connections.or(most), ..*quota }.admit_connection(name, count)?;
+        counts.insert(name.to_string(), count + 1);
+        connection.account.belongs_to(Owner::Identity(name.to_string()));
+        kept.push(Box::new(Presence { among: Arc::clone(self), name: name.to_string() }));
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, u64>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Presence {
+    fn drop(&mut self) {
+        let mut counts = self.among.lock();
+        if let Some(count) = counts.get_mut(&self.name) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.name);
+            }
+        }
+    }
 }
