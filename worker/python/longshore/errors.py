@@ -52,7 +52,7 @@ class GroupsError(StateError, ValueError):
 
 class OutdatedError(StateError):
     """A step that this process built on was taken back: a server lost it together with a rank's process. Servers keep all other state:
-    end all ranks and start them again."""
+    end all ranks and start them again. A process that was replaced raises :class:`FencedError`."""
 
 
 class UnreachableError(LongshoreError, ConnectionError):
@@ -68,7 +68,7 @@ class RefusedError(LongshoreError):
 
 
 class FencedError(LongshoreError):
-    """Another process has taken over this rank."""
+    """Another process has taken over this rank, or another optimizer of this process with the same job."""
 
 
 class WaitError(LongshoreError, TimeoutError):

@@ -30,6 +30,17 @@ enum Stage {
     Closed,
 }
 
+impl Stage {
+    /// Returns `Fenced` in place of `Outdated`, if a newer process has taken the rank.
+    fn cause(&self, error: Error) -> Error {
+        match self {
+            Stage::Connected(session) => session.cause(error),
+            Stage::Training(training) => training.session().cause(error),
+            Stage::Closed => error,
+        }
+    }
+}
+
 const NOT_STARTED: Misuse = Misuse("the job is not started here: call start first");
 const CLOSED: Misuse = Misuse("the optimizer was closed: build a new one");
 
@@ -58,7 +69,7 @@ impl Job {
             return Err(exception(py, "UsageError", message, None)?);
         }
         let _call = Call::of(py, self.number())?;
-        without_gil(py, || self.stage.with(is_ended, act))
+        without_gil(py, || self.stage.with(is_ended, |stage| act(stage).map_err(|error| stage.cause(error))))
     }
 
     fn train<T: Send>(
@@ -150,6 +161,11 @@ impl Job {
     /// Returns the trainer's bytes in the commit of the version that the job was joined at; None in a fresh job.
     fn resumed(&self, py: Python<'_>) -> PyResult<Option<Cow<'static, [u8]>>> {
         Ok(self.train(py, |training| Ok(training.resumed()))?.map(Cow::Owned))
+    }
+
+    /// Returns the bytes that rank 0 gave to the newest commit since this rank joined. None on rank 0.
+    fn of_rank_0(&self, py: Python<'_>) -> PyResult<Option<Cow<'static, [u8]>>> {
+        Ok(self.train(py, |training| Ok(training.of_rank_0()))?.map(Cow::Owned))
     }
 
     /// Begins the next step, unless it has begun. Waits until the version that it computes with is decided.

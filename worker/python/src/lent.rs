@@ -54,7 +54,7 @@ impl LentWeights {
     fn runs(&self, py: Python<'_>) -> PyResult<Option<Vec<Runs>>> {
         let _call = Call::of(py, self.job)?;
         let _until = until(&self.is_cancelled);
-        without_gil(py, || self.find())
+        without_gil(py, || self.find().map_err(|error| self.feed.cause(error)))
     }
 
     /// Ends the wait of a thread in `runs`.
@@ -65,7 +65,10 @@ impl LentWeights {
     /// Raises if a server has begun to overwrite the weights: bytes read there may then be of two versions.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::of(py, self.job)?;
-        without_gil(py, || self.places.iter().try_for_each(|place| self.feed.check_lent(place.clone())))
+        without_gil(py, || {
+            let checked = self.places.iter().try_for_each(|place| self.feed.check_lent(place.clone()));
+            checked.map_err(|error| self.feed.cause(error))
+        })
     }
 }
 

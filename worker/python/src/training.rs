@@ -148,6 +148,11 @@ impl Training {
         self.pipeline.resumed().map(<[u8]>::to_vec)
     }
 
+    /// Returns rank 0's bytes of the newest step that was decided since this rank joined. None on rank 0.
+    pub(crate) fn of_rank_0(&self) -> Option<Vec<u8>> {
+        self.pipeline.of_rank_0()
+    }
+
     /// Sends gradients of the current micro-step, times `scale`.
     pub(crate) fn push(&mut self, gradients: &[HostTensor], scale: f32) -> Result<()> {
         let wire = self.spec().gradient_dtype;

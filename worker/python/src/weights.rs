@@ -60,7 +60,11 @@ impl Weighed {
     /// Waits for the weights and writes them into the tensors.
     pub(crate) fn write(self) -> Result<()> {
         let Weighed { from, dtype, targets } = self;
-        targets.into_iter().try_for_each(|(target, place)| from.write(dtype, &target, place))
+        let written = targets.into_iter().try_for_each(|(target, place)| from.write(dtype, &target, place));
+        written.map_err(|error| match &from {
+            From::Images(feed) => feed.cause(error),
+            From::OnDemand | From::Master(_) => error,
+        })
     }
 }
 

@@ -17,6 +17,7 @@ use crate::{
     cluster::{ByServer, Cluster, Impatience},
     convert,
     error::{Error, Outdated, Result},
+    rank::cause,
 };
 
 /// Flat ranges of one version's image that arrive in the background. Clones share the memory. Dropping the last
@@ -216,6 +217,12 @@ impl Feed {
             segment.read(0..0, |_| ()).map_err(|Overwritten| self.overwritten(segment.shard))?;
         }
         Ok(())
+    }
+
+    /// Returns the cause of an error of this feed: `Fenced` in place of `Outdated`, if a newer process has taken the
+    /// rank.
+    pub fn cause(&self, error: Error) -> Error {
+        cause(&self.handle.shared.pulls.cluster, error)
     }
 
     /// Returns the error of a reader that was too late. The server has overwritten the weights in its memory, with

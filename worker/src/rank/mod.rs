@@ -13,7 +13,7 @@ pub(crate) use self::{
     commits::{OwnCommit, await_durable, commit_as},
     join::fence,
     number::{begin, take},
-    recover::{check_not_fenced, decide_on, is_undecided, recover, version_when_running},
+    recover::{cause, check_not_fenced, decide_on, is_undecided, recover, version_when_running},
     state::RankState,
     withdraw::withdraw,
 };

@@ -76,6 +76,17 @@ pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Res
     cluster.check_newest(server, &answer)
 }
 
+/// Returns the cause of an error: `Fenced` in place of `Outdated`, if a newer process has taken this rank.
+pub(crate) fn cause(cluster: &Cluster, error: Error) -> Error {
+    let Error::Outdated(_) = error else { return error };
+    let first = ServerId(0);
+    let answer = cluster.runtime.block_on(cluster.glance(first));
+    match answer.and_then(|answer| cluster.check_newest(first, &answer)) {
+        Err(fenced @ Error::Fenced(_)) => fenced,
+        _ => error,
+    }
+}
+
 /// Returns the server's version, once the server is not paused.
 pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) -> Result<Version> {
     let mut was_paused = false;

@@ -47,12 +47,12 @@ pub use self::{
 pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};
 use crate::{
     cluster::Cluster,
-    error::Result,
+    error::{Error, Result},
     export::{Contents, Sink},
     memfd::{GradientMemory, ImageMemory},
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
-    rank::{RankState, begin},
+    rank::{RankState, begin, cause},
 };
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, from any thread that is
@@ -93,6 +93,11 @@ impl Session {
     /// would wait for itself.
     fn block_unless_failed<T>(&self, act: impl Future<Output = Result<T>>) -> Result<T> {
         self.block_on(self.cluster.waits.unless_failed(act))
+    }
+
+    /// Returns the cause of a call's error: `Fenced` in place of `Outdated`, if a newer process has taken the rank.
+    pub fn cause(&self, error: Error) -> Error {
+        cause(&self.cluster, error)
     }
 
     /// Creates the job on every server, or finds it there. Calls may be repeated. If a server has trained, the job

@@ -118,11 +118,13 @@ class Client:
         #: Report of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
         name = self._options.job or _job.new_job_name("client")
-        settings = _job.settings(self._options, name, rule, self._params, self._groups)
+        settings = _job.settings(self._options, name, rule, self._params, self._hyper)
         self._name = settings.job
         self._job = _longshore.Job(settings)
         #: The last committed step, and the last pulled version.
         self._step, _ = self._job.start([] if pieces else _places(self._params, arrays), pieces=pieces)
+        self._record = _job.Record(settings)
+        self._record.warn_of_others(self._job)
         self._version = self._step
         self._finalizer = weakref.finalize(self, _closed, self._job, self._options.servers is None)
         # At the interpreter's end the process ends the job of an embedded server; any other job goes on.
@@ -207,8 +209,9 @@ class Client:
         """
         hypers = self._hyper if hyper is None else self._each(hyper)
         self._complete()
-        self._step = self._job.commit(hypers, b"")
+        self._step = self._job.commit(hypers, self._record.data)
         self._micro_steps = 0
+        self._record.check_rank(self._job)
         self._report()
         return self._step
 

@@ -23,7 +23,7 @@ from longshore.transfer import device as _device
 T = TypeVar("T")
 
 #: Settings that may differ between ranks: the way to the servers, and settings that no server receives.
-_OWN = {"rank", "servers", "transport", "partition", "reduce_dtype", "streaming", "layerwise", "frozen", "written_weights", "nonfinite"}
+_OWN = {"rank", "servers", "transport", "streaming", "layerwise", "frozen", "written_weights", "nonfinite"}
 
 
 def place() -> tuple[int, int]:
@@ -130,7 +130,9 @@ def check_same(settings: Any) -> None:
     Raises:
         InvalidError: naming the first setting that differs, and both ranks' values.
     """
-    mine = {field: value for field, value in asdict(settings).items() if field not in _OWN}
+    given = asdict(settings)
+    given |= given.pop("hyper")
+    mine = {field: value for field, value in given.items() if field not in _OWN}
     everyones = together(lambda: mine)
     for rank, theirs in enumerate(everyones):
         for field, value in everyones[0].items():

@@ -22,7 +22,7 @@ from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import weights as _weights
 from longshore.transfer.filling import Filling, FrozenParams
-from longshore.transfer.job import settings
+from longshore.transfer.job import Hyper, Record, settings
 from longshore.transfer.options import Options
 from longshore.transfer.params import Columns, Param, dtype_of, fingerprint, is_sharded
 from longshore.transfer.partitions import in_one_piece
@@ -84,7 +84,7 @@ class Connection:
     """An open job: its parameters, their memory, and the Rust half's job."""
 
     def __init__(
-        self, options: Options, job: str, rule: str, params: list[Param], groups: int, step: Step, frozen: list[Param] | None = None
+        self, options: Options, job: str, rule: str, params: list[Param], hypers: list[Hyper], step: Step, frozen: list[Param] | None = None
     ) -> None:
         #: The reducing ranks; None if each rank sends all of its gradients.
         self.ranks = _ranks(options, params)
@@ -92,7 +92,7 @@ class Connection:
         partitions = self.ranks.layout.partitions if self.ranks else ()
         #: Frozen parameters that servers keep.
         self._kept = self.ranks.keep(frozen or []) if self.ranks else FrozenParams(frozen or [], len(params), options.place()[0] == 0)
-        settings_ = settings(options, job, rule, of_job, groups, partitions, self._kept.described())
+        settings_ = settings(options, job, rule, of_job, hypers, partitions, self._kept.described())
         self.params, self.columns = params, Columns(params)
         #: The trained parameters, and the frozen ones that servers keep.
         self.table = params, frozen or []
@@ -104,6 +104,7 @@ class Connection:
         self.world_size = settings_.world_size
         self._place = options.place()
         self.fingerprint = fingerprint(rule, params)
+        self.record = Record(settings_)
         self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
         # Ranks that share weights place them by themselves.
         is_lent = self.ranks is None and any(device.accelerator.has(param.tensor) for param in params)
@@ -186,6 +187,7 @@ class Connection:
                 "name another job=, or go on from this one without loading a state",
                 StateError,
             )
+        self.record.warn_of_others(self.job)
         self.joined = self.made = version
         self._read_first(in_step, held)
         if self.ranks is not None:

@@ -120,6 +120,8 @@ class Optimizer(Stepping, Stateful, Succession):
         self._filling: Filling | None = None
         self._table: tuple[list[Param], list[Param]] | None = None
         self._groups: Groups | None = None
+        #: The groups' hyperparameters as they were given.
+        self._first_hypers: list[Hyper] = []
         self._stream: Stream | None = None
         #: Source of weights once the model is in units.
         self._units: UnitWeights | None = None
@@ -169,6 +171,7 @@ class Optimizer(Stepping, Stateful, Succession):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_group(group)
+        self._first_hypers.append(self._hyper(group))
         for tensor in group["params"]:
             # All parameters share one tensor. A non-empty state keeps other code from making a step to fill it.
             self.state[tensor]["step"] = self._applied
@@ -233,8 +236,7 @@ class Optimizer(Stepping, Stateful, Succession):
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
         params, frozen = self._table_of_job()
-        groups = len(self.param_groups) if self._groups is None else self._groups.count
-        connection = Connection(self._options, self._job_name, self.rule, params, groups, self._now, frozen)
+        connection = Connection(self._options, self._job_name, self.rule, params, self._first_hypers, self._now, frozen)
         if any(map(is_built, tensors)):
             connection.weights = Unplaced()
             self._filling = self._filling or filling(params)

@@ -22,6 +22,7 @@ from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
 from longshore.transfer.filling import NAMES, Filling
+from longshore.transfer.job import Record
 from longshore.transfer.options import Options
 from longshore.transfer.params import Param
 from longshore.transfer.weights import on_host
@@ -256,7 +257,8 @@ class Back:
     def resumed(self) -> bytes | None:
         """The bytes of :attr:`resume_data` committed with the version that this optimizer joined at; None in a new job."""
         self._is_version_known = True
-        return self._connection.job.resumed() if self._connection else None
+        data = self._connection.job.resumed() if self._connection else None
+        return None if data is None else Record.split(data)[1]
 
     def flush(self) -> int:
         raise NotImplementedError

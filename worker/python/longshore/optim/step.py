@@ -184,7 +184,7 @@ class Stepping(Back, Scaling, Watching):
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, self._check_missing)
         self._gradients.group = Group()  # without gradients of a refused step
-        missing = self._gradients.take_all(connection.columns, scale)
+        missing = self._gradients.take_together(connection.columns, connection.columns.gradients(), scale)
         if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
         self._check_missing(missing)
@@ -213,12 +213,13 @@ class Stepping(Back, Scaling, Watching):
         self._now.push(connection.made)
         self._warn_of_older_steps(connection.joined)
         connection.joined = None
-        kept = self.resume_data() if self.resume_data is not None else b""
+        kept = connection.record.data + (self.resume_data() if self.resume_data is not None else b"")
         loss, self._loss = self._loss, None
         connection.weights.finish_copies()  # copies of weights read since the gradients left
         connection.made = connection.job.commit([self._hyper(group) for group in self._groups_of_job()], kept, loss)
         connection.expect()
         self._now.end()
+        connection.record.check_rank(connection.job)
         self._report(connection)
         self._warn_of_unused(connection)
 

@@ -7,6 +7,8 @@ copy.
 import contextlib
 import functools
 import weakref
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from longshore.errors import GradientError, UsageError, invalid
 from longshore.optim.state import Step
 from longshore.transfer import device, params
 from longshore.transfer.gradients import ENOUGH, Gradients, Group, Pusher
-from longshore.transfer.params import Param
+from longshore.transfer.params import Columns, Param, check_gradient
 
 if TYPE_CHECKING:
     from longshore.distributed.ranks import Ranks
@@ -57,8 +59,14 @@ class Stream:
         self._by_tensor: dict[int, Param] = {}
         self._step, self._gradients = optimizer._now, optimizer._gradients
         self._gradients.group = Group()
-        #: Job of the gradients in the group; None if there are none.
-        self._leaving: Connection | None = None
+        #: Parameters of the host whose gradients leave next, these gradients, and the number of their elements.
+        self._params: list[Param] = []
+        self._waiting: list[Tensor] = []
+        self._elements = 0
+        #: Parameters that left together in an earlier step, by the first one's index: backward has one order in most models.
+        self._groups: dict[int, Columns] = {}
+        #: Whether each of the job's parameters has a hook.
+        self._watches_all = False
         #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
         #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
@@ -88,16 +96,14 @@ class Stream:
                     if id(tensor) not in self._hooks and tensor.requires_grad:
                         self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(left)
                         new.append(tensor)
+        # A parameter that requires no gradient yet may train later.
+        self._watches_all = bool(self._by_tensor) and self._by_tensor.keys() <= self._hooks.keys()
         return new
-
-    def _watches_all(self) -> bool:
-        """Returns whether each of the job's parameters has a hook. A parameter that required no gradient earlier may train now."""
-        return bool(self._by_tensor) and self._by_tensor.keys() <= self._hooks.keys()
 
     def unhook(self) -> None:
         if self._pusher is not None:
             self._pusher.close()
-        self._gradients.group, self._leaving = Group(), None
+        self._gradients.group, self._params, self._waiting, self._elements = Group(), [], [], 0
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -128,15 +134,26 @@ class Stream:
 
     def _take(self, tensor: Tensor) -> None:
         """Sends the gradient that backward has just made, and frees it. A small one leaves with the next ones."""
-        param, connection = self._by_tensor.get(id(tensor)), self._leaving
-        if connection is not None and param is not None and param.index not in self._step.taken:
-            # The group's first gradient checked everything but this gradient itself; leaving checks it all again.
-            gradient = tensor.grad
-            if gradient is not None:
-                self._add(connection, param, gradient)
+        waiting, taken = self._waiting, self._step.taken
+        param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
+        if not waiting or param is None or param.index in taken or gradient is None or gradient.requires_grad:
+            self._take_first(tensor)
             return
+        # The group's first gradient checked the optimizer. Leaving checks that again, and all gradients at once.
+        self._params.append(param)
+        waiting.append(gradient)
+        taken.add(param.index)
+        tensor.grad = None
+        self._elements += param.elements
+        if len(taken) == len(self._by_tensor):
+            self._end_micro_step()
+        elif self._elements >= ENOUGH:
+            self._leave_together()
+
+    def _take_first(self, tensor: Tensor) -> None:
+        """Implements :meth:`_take` with all checks."""
         optimizer, connection = self._open()
-        if not self._step.taken and not self._watches_all():
+        if not self._step.taken and not self._watches_all:
             for other in self.hook():
                 # The parameter trains since the last check, and this backward may have made its gradient already. An accelerator's gradient
                 # may be of another stream, which nothing here waits for: it leaves when backward has ended.
@@ -186,19 +203,25 @@ class Stream:
         step, index, room = self._step, param.index, self.room
         if gradient.requires_grad or index in connection.weights.awaited:
             _check(connection, param, gradient)
-        if self._pusher is not None:
+        if self._pusher is None:
+            check_gradient(param, gradient)
+            self._params.append(param)
+            self._waiting.append(gradient)
+            self._elements += param.elements
+            is_full = self._elements >= ENOUGH or room is not None
+        else:
             self._pusher.wait_for(index)
             if room is not None:
                 if self._gradients.group.nbytes + gradient.nbytes > room:
                     self._leave_together()
                 self._pusher.wait_for_room(self._gradients.group.nbytes + gradient.nbytes, room)
-        group = self._gradients.take(param, gradient)
-        self._leaving = connection
+            group = self._gradients.take(param, gradient)
+            is_full = group.elements >= ENOUGH or (room is not None and (not group.nbytes or group.nbytes * _GROUPS >= room))
         step.take(index)
         param.tensor.grad = None
         if len(step.taken) == len(connection.params):
             self._end_micro_step()
-        elif group.elements >= ENOUGH or (room is not None and (not group.nbytes or group.nbytes * _GROUPS >= room)):
+        elif is_full:
             self._leave_together()
 
     def _leave_together(self, *, is_last: bool = False) -> None:
@@ -206,12 +229,26 @@ class Stream:
         _, connection = self._open()
         self._step.check_open()
         if self._pusher is None:
+            self._collect(connection)
             self._gradients.push(connection.job)
         else:
             if is_last:
                 self._pusher.then(connection.weights.finish_copies)
             self._pusher.push(self._gradients.leave())
-        self._leaving = None
+
+    def _collect(self, connection: "Connection") -> None:
+        """Checks the gradients that wait, and gives them to the group."""
+        if not self._waiting:
+            return
+        if connection.weights.awaited:
+            for param, gradient in zip(self._params, self._waiting, strict=True):
+                _check(connection, param, gradient)
+        first = self._params[0].index
+        columns = self._groups.get(first)
+        if columns is None or columns.params != self._params:
+            columns = self._groups[first] = Columns(self._params)
+        self._gradients.take_together(columns, self._waiting)
+        self._params, self._waiting, self._elements = [], [], 0
 
     def _end_micro_step(self) -> None:
         step, (optimizer, connection) = self._step, self._open()
@@ -228,11 +265,13 @@ class Stream:
 
     def _take_left(self, optimizer: Streamed) -> None:
         """Sends gradients that no hook has seen: backward made them before their parameters had hooks, or the caller wrote ``.grad``."""
-        if not self._watches_all():
+        if not self._watches_all:
             self.hook()
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             gradients = list(map(_grad, tensors))
+            if all(map(is_, gradients, repeat(None))):
+                return
             left = [tensor for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None and tensor.numel()]
         for tensor in left:
             if id(tensor) not in self._by_tensor or self._by_tensor[id(tensor)].index not in self._step.taken:

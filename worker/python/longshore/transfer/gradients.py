@@ -19,8 +19,6 @@ from longshore.transfer import device as _device
 from longshore.transfer.params import Columns, Param, check_gradient
 from longshore.transfer.pinned import LockedMemory, host_memory, host_tensor
 
-_grad = Tensor.grad.__get__  # type: ignore[attr-defined]
-
 #: A gradient for the Rust half: parameter, address, elements, type.
 Place = tuple[int, int, int, str]
 #: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
@@ -147,12 +145,17 @@ class Gradients:
         group.held.append(memory)
         return group
 
-    def take_all(self, columns: Columns, scale: float) -> list[Param]:
-        """Takes the gradients in ``.grad``. Returns the parameters without one."""
-        gradients = list(map(_grad, columns.tensors))
+    def take_together(self, columns: Columns, gradients: Sequence[Tensor | None], scale: float = 1.0) -> list[Param]:
+        """Takes the parameters' gradients. Those of the host pass without the interpreter between them.
+
+        Returns:
+            The parameters without a gradient.
+        """
         places = columns.places(gradients) if set(map(type, gradients)) == {Tensor} else None
         if places is not None:
-            self.group.places, self.group.held, self.group.scale = places, gradients, scale
+            self.group.places += places
+            self.group.held += gradients
+            self.group.scale = scale
             return []
         missing = []
         for param, gradient in zip(columns.params, gradients, strict=True):

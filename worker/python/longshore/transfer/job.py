@@ -3,13 +3,15 @@
 Connections and clients build :class:`Settings` once, :class:`Hyper` for each step and group, and :class:`StepReport` from each outcome.
 """
 
+import json
 import math
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from longshore.errors import invalid, warn
 from longshore.transfer import server
 from longshore.transfer.options import Options
 
@@ -47,6 +49,7 @@ class Settings(Options):
         rule: the update rule's name.
         partitions: the first parameter of each partition, and the rank that sends it. Empty if all ranks send everything.
         frozen_from: index of the first frozen parameter; None without any.
+        hyper: the first hyperparameters by name: a value, or the groups' values where these differ.
     """
 
     servers: list[str]
@@ -59,6 +62,7 @@ class Settings(Options):
     rule: str
     partitions: list[tuple[int, int]]
     frozen_from: int | None
+    hyper: dict[str, Any]
 
     @property
     def sums_on_worker(self) -> bool:
@@ -76,13 +80,13 @@ def settings(
     job: str,
     rule: str,
     params: Sequence[JobParam],
-    groups: int,
+    hypers: Sequence["Hyper"],
     partitions: Sequence[tuple[int, int]] = (),
     frozen: Sequence[JobParam] = (),
 ) -> Settings:
     """Returns a job's settings.
 
-    ``partitions`` has the first parameter and the rank of each partition, for ranks that send a part of the gradient. ``frozen`` parameters
+    ``hypers`` has the first hyperparameters of each group. ``partitions`` has the first parameter and the rank of each partition, for ranks that send a part of the gradient. ``frozen`` parameters
     are changed by no step; servers keep their weights alone."""
     addresses, transport = options.addresses(), options.transport
     if options.is_embedded() and transport == "tcp":
@@ -106,11 +110,73 @@ def settings(
     return Settings(
         **{**vars(options), **resolved},
         params=[(param.name, list(param.shape), param.group) for param in everything],
-        groups=[f"group{index}" for index in range(groups)],
+        groups=[f"group{index}" for index in range(len(hypers))],
         rule=rule,
         partitions=list(partitions),
         frozen_from=len(params) if frozen else None,
+        hyper=_by_name(hypers),
     )
+
+
+def _by_name(hypers: Sequence["Hyper"]) -> dict[str, Any]:
+    columns = {name: [getattr(hyper, name) for hyper in hypers] for name in Hyper.__slots__}
+    return {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}
+
+
+#: Options that decide a run's bits and that servers do not compare.
+_DECISIVE = ("partition", "reduce_dtype", "accumulate", "accumulate_on", "max_grad_norm", "loss_scale", "warmup_steps", "correction")
+#: Head of the settings in a commit's data; their length follows in 4 bytes.
+_MARK = b"LSPY"
+
+
+class Record:
+    """Settings that decide a run's bits and that servers do not compare. Each commit carries rank 0's, before the trainer's own data.
+
+    Attributes:
+        data: the settings as bytes of a commit.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        unused = set() if settings.delay else {"warmup_steps", "correction"}
+        unused |= set() if settings.accumulate > 1 else {"accumulate_on"}
+        unused |= set() if settings.partition == "reduce-scatter" else {"reduce_dtype"}
+        options = asdict(settings)
+        given = {**{name: options[name] for name in _DECISIVE if name not in unused}, **settings.hyper}
+        text = json.dumps(given).encode()
+        self.data = _MARK + len(text).to_bytes(4, "little") + text
+        self._given, _ = self.split(self.data)
+        self._rank, self._job = settings.rank, settings.job
+
+    @staticmethod
+    def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+        """Returns the settings in a commit's data, none of another program, and the trainer's own data."""
+        if not data.startswith(_MARK):
+            return {}, data
+        end = 8 + int.from_bytes(data[4:8], "little")
+        return json.loads(data[8:end]), data[end:]
+
+    def check_rank(self, job: Any) -> None:
+        """Refuses to train with other settings than rank 0's in the newest commit.
+
+        Raises:
+            InvalidError: naming the first setting that differs, and both ranks' values.
+        """
+        of_rank_0 = job.of_rank_0() if self._rank else None
+        if of_rank_0 is None or of_rank_0.startswith(self.data):
+            return
+        for name, theirs, mine in self._differences(of_rank_0):
+            raise invalid(name, f"{mine} on rank {self._rank}", f"{theirs}, as on rank 0", "give all ranks the same settings")
+
+    def warn_of_others(self, job: Any) -> None:
+        """Warns on rank 0 of settings that differ from those that the job was trained with so far."""
+        differing = [] if self._rank else self._differences(job.resumed() or b"")
+        if differing:
+            changes = ", ".join(f"{name}={theirs}, and now {name}={mine}" for name, theirs, mine in differing)
+            warn(f"job {self._job} was trained so far with {changes}: its bits are those of neither")
+
+    def _differences(self, data: bytes) -> list[tuple[str, Any, Any]]:
+        theirs, _ = self.split(data)
+        return [(name, theirs[name], mine) for name, mine in self._given.items() if name in theirs and theirs[name] != mine]
 
 
 def common_dtype(params: Sequence[JobParam]) -> str:

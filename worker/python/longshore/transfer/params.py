@@ -24,7 +24,7 @@ def dtype_of(wire: str) -> torch.dtype:
     return next(dtype for dtype, name in DTYPES.items() if name == wire)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Param:
     """A parameter of the job, at its place in the job's order."""
 
@@ -39,7 +39,7 @@ class Param:
     elements: int
 
 
-_dtype, _shape = Tensor.dtype.__get__, Tensor.shape.__get__  # type: ignore[attr-defined]
+_dtype, _shape, _grad = Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class Columns:
@@ -51,11 +51,16 @@ class Columns:
         self._shapes = [param.shape for param in params]
         self._dtypes = [param.dtype for param in params]
         self._fixed = [param.index for param in params], [param.elements for param in params], [param.wire for param in params]
+        self.indices = frozenset(self._fixed[0])
         #: The addresses and places of the last tensors.
         self._addresses: list[int] = []
         self._places: list[tuple[int, int, int, str]] = []
 
-    def places(self, tensors: Sequence[Tensor]) -> list[tuple[int, int, int, str]] | None:
+    def gradients(self) -> list[Tensor | None]:
+        """Returns the gradients in ``.grad``."""
+        return list(map(_grad, self.tensors))
+
+    def places(self, tensors: Sequence[Any]) -> list[tuple[int, int, int, str]] | None:
         """Returns the places of tensors of the parameters' shapes and types for the Rust half; None if some differ, or have memory that it
         cannot use."""
         try:

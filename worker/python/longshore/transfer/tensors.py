@@ -106,8 +106,8 @@ def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
     """Makes the tensors awaited: ``reader`` is called before the first use of their elements, and calls :func:`end`."""
     _keep_compilers_out()
     _readers.update(dict.fromkeys(map(id, tensors), reader))
-    for tensor in tensors:
-        tensor.__class__ = _KINDS[type(tensor)]
+    for tensor, awaited in zip(tensors, map(_KINDS.get, map(type, tensors)), strict=True):
+        tensor.__class__ = awaited
 
 
 def _keep_compilers_out() -> None:
@@ -122,11 +122,11 @@ def _keep_compilers_out() -> None:
 
 def end(tensors: Sequence[Tensor]) -> None:
     """Makes tensors plain again once they have their weights."""
-    for tensor in tensors:
-        plain = _PLAIN.get(type(tensor))
+    for tensor, plain in zip(tensors, map(_PLAIN.get, map(type, tensors)), strict=True):
         if plain is not None:
             tensor.__class__ = plain
-        _readers.pop(id(tensor), None)
+    for known in map(id, tensors):
+        _readers.pop(known, None)
 
 
 def read(tensor: Any) -> None:

@@ -116,7 +116,6 @@ class Weights:
 
     def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None) -> None:
         self._params, self._columns = params, Columns(params)
-        self._indices = {param.index for param in params}
         self._job = job
         self._lending = lending
         self._staged: dict[int, Tensor] = {}
@@ -150,7 +149,7 @@ class Weights:
                     tensors = [param.tensor for param in expected]
                     others = [param for param in reader.group if not _tensors.can_await(param.tensor)]
                     at_once += [param for param in others if param.index not in self.awaited]
-                self.awaited.update([param.index for param in expected])
+                self.awaited.update(reader.columns.indices if expected is reader.group else [param.index for param in expected])
                 _tensors.begin(tensors, reader)
             if at_once:
                 self._read(Columns(at_once))
@@ -161,7 +160,7 @@ class Weights:
             # A running backward may need weights that were read at their use.
             lacking = set(self._job.unread_params())
             if lacking:
-                is_whole = self._indices <= lacking
+                is_whole = self._columns.indices <= lacking
                 columns = self._columns if is_whole else Columns([param for param in self._params if param.index in lacking])
                 self._read(columns, is_asked_now=True)
             self.forget()
@@ -192,21 +191,21 @@ class Weights:
     def read_group(self, group: Columns) -> None:
         """Waits for the new weights of a group's awaited parameters, and writes them."""
         with self._lock:
-            left = [param for param in group.params if param.index in self.awaited]
-            if left:
-                self._read(group if len(left) == len(group.params) else Columns(left))
+            if group.indices <= self.awaited:
+                self._read(group)
+            elif not group.indices.isdisjoint(self.awaited):
+                self._read(Columns([param for param in group.params if param.index in self.awaited]))
 
     def forget(self) -> None:
         """Makes all parameters plain again, with the weights that they have."""
         with self._lock:
-            self._arrived(self._params)
+            self._arrived(self._columns)
 
-    def _arrived(self, params: list[Param]) -> None:
+    def _arrived(self, columns: Columns) -> None:
         """Ends the wait of parameters that have their weights. After Ctrl-C the remaining ones are read again."""
         if self.awaited:
-            here = [param for param in params if param.index in self.awaited]
-            _tensors.end([param.tensor for param in here])
-            self.awaited.difference_update([param.index for param in here])
+            _tensors.end(columns.tensors)
+            self.awaited -= columns.indices
 
     def finish_copies(self) -> None:
         """Waits until no device copies weights from a server's memory. Called before a step's last gradient has left.
@@ -233,8 +232,8 @@ class Weights:
                 if is_asked_now:
                     self._note_what_came_before()
                 fit, others = self._by_fit(params)
-                if fit and self._copy_lent(fit):
-                    params = others
+                if fit and self._copy_lent(Columns(fit)):
+                    params, columns = others, Columns(others)
                 if not params:
                     return
                 staged = [param for param in params if not is_plain(param.tensor)]
@@ -249,7 +248,7 @@ class Weights:
                 torch.autograd.graph.increment_version(tensors)  # autograd learns of the change
                 if self.when_read is not None:
                     self.when_read(params)
-            self._arrived(params)
+            self._arrived(columns)
 
     def _by_fit(self, params: list[Param]) -> tuple[list[Param], list[Param]]:
         """Returns the parameters that a device may copy from servers' memory, and the others."""
@@ -258,9 +257,10 @@ class Weights:
         fits = [self._lending.fits(param.tensor) for param in params]
         return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
 
-    def _copy_lent(self, params: list[Param]) -> bool:
+    def _copy_lent(self, columns: Columns) -> bool:
         """Has devices copy weights from servers' memory. Returns False if the weights lie where no device can copy them."""
         assert self._lending is not None
+        params = columns.params
         lent = self._job.lent_weights([param.index for param in params])
         runs = None if lent is None else lent.runs()
         if runs is None:
@@ -274,7 +274,7 @@ class Weights:
         self._job.have_weights([param.index for param in params])
         if self.when_read is not None:
             self.when_read(params)
-        self._arrived(params)
+        self._arrived(columns)
         return True
 
     def _free(self, param: Param) -> None:
