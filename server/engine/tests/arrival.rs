@@ -64,7 +64,7 @@ fn what_breaks_off_was_never_there() {
     assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Busy));
     assert_eq!(job.join(Rank(0), Incarnation(2)), Ok(false));
     drop(writing);
-    assert!(!job.is_step_begun());
+    assert!(!job.protocol.is_step_begun());
 
     let mut damaged = payload.to_vec();
     damaged[12] ^= 1;
@@ -72,13 +72,13 @@ fn what_breaks_off_was_never_there() {
     writing.write(&damaged).unwrap();
     let fault = writing.finish().unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Corrupt, "push.crc32"));
-    assert!(!job.is_step_begun());
+    assert!(!job.protocol.is_step_begun());
 
     let mut writing = admit(&job, &chunk);
     writing.write(&payload[1..]).unwrap();
     assert_eq!(writing.write(&payload[..2]).unwrap_err().kind, FaultKind::Invalid);
     assert_eq!(writing.finish().unwrap_err().field, "payload");
-    assert!(!job.is_step_begun());
+    assert!(!job.protocol.is_step_begun());
     assert_eq!(cluster.store(&chunk, payload), Ok(Stored::New(None)));
     assert_eq!(job.traffic().0, payload.len() as u64);
 }

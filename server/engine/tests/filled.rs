@@ -88,7 +88,7 @@ proptest! {
         second.join(0);
         // A count does not say which step was missed.
         let lacks: Vec<LeftOut> = counts(&first).iter().map(|lacks| LeftOut { now: false, ..*lacks }).collect();
-        second.upload_uneven(&state, applied, &lacks);
+        second.upload_state(&state, applied, &lacks);
         prop_assert_eq!(counts(&second), lacks);
         prop_assert!(bits(&second, 0) == bits(&first, 3));
         steps(&mut first, seed, 4..=6);
@@ -116,7 +116,7 @@ fn chunks_of_state_come_in_any_order() {
         for (index, &(array, shard)) in parts.iter().enumerate() {
             let loading = !cluster.jobs[0].progress().missing.is_empty();
             assert!(loading, "seed {seed}: started after {index} of {} parts", parts.len());
-            cluster.upload_array(array, &arrays[array.index()], ShardId(shard), 5).unwrap();
+            cluster.upload_array(array, &arrays[array.index()], ShardId(shard), (5, &[])).unwrap();
         }
         assert_eq!(cluster.exported(), (vec![values.clone(), values.clone(), squares.clone()], 5));
     }
@@ -135,12 +135,14 @@ fn a_filled_job_outlives_its_server() {
     let mut cluster = open();
     cluster.join(0);
     let bytes = common::encode(&state[0], Dtype::F32);
-    (0..4).for_each(|shard| cluster.upload_array(StateArray::Master, &bytes, ShardId(shard), 9).unwrap());
+    (0..4).for_each(|shard| {
+        cluster.upload_array(StateArray::Master, &bytes, ShardId(shard), (9, &[])).unwrap()
+    });
     drop(cluster);
     let mut cluster = open();
     cluster.join(0);
     assert_eq!(cluster.jobs[0].progress().missing.len(), 4);
-    cluster.upload_state(&state, 9);
+    cluster.upload_state(&state, 9, &[]);
     cluster.settle().unwrap();
     drop(cluster);
     let cluster = open();
@@ -166,7 +168,7 @@ fn each_parameter_goes_on_from_its_own_count() {
             let state = vec![positive; 3];
             let mut uneven = Cluster::try_open(&spec, 2, &host(), &storage).unwrap();
             uneven.join(0);
-            uneven.upload_uneven(&state, 7, &UNEVEN);
+            uneven.upload_state(&state, 7, &UNEVEN);
             if tier != TierKind::Memory {
                 drop(uneven);
                 uneven = Cluster::try_open(&spec, 2, &host(), &storage).unwrap();
@@ -196,7 +198,7 @@ fn each_parameter_goes_on_from_its_own_count() {
                 let of_all: Vec<LeftOut> =
                     (0..3).map(|param| LeftOut { param, steps: 1, now: false }).collect();
                 let left_out = if updates == 0 { &of_all[..] } else { &[] };
-                even.upload_uneven(&state, updates.max(1), left_out);
+                even.upload_state(&state, updates.max(1), left_out);
                 for step in 1..=2 {
                     let decided = Commit { left_out: left_out.to_vec(), ..commit(&spec, step) };
                     even.step(&[gradient(&spec, 5 + step, 1.0)], &decided);

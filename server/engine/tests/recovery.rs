@@ -81,6 +81,7 @@ fn a_lone_worker_killed_after_any_chunk_starts_its_step_over() {
             assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"));
             assert!(
                 cluster.jobs[0]
+                    .protocol
                     .waiting_for()
                     .unwrap()
                     .starts_with("step 2, micro-step 0, shard 0 from rank 0")
@@ -174,7 +175,7 @@ fn a_worker_that_missed_the_commits_answer_goes_on() {
             cluster.work();
         }
         cluster.join(0);
-        assert_eq!(cluster.jobs[1].commits_after(Step(0)), Some(vec![decision.clone()]));
+        assert_eq!(cluster.jobs[1].protocol.commits_after(Step(0)), Some(vec![decision.clone()]));
         assert_eq!(cluster.commit(&decision), Ok(vec![true, true]));
         finish(&mut cluster, 2, &second);
         assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
@@ -187,8 +188,8 @@ fn a_rank_that_left_is_named_and_may_join_again() {
     let flats = step_gradients(&spec, 1);
     let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
     let job = cluster.jobs[0].clone();
-    job.leave(Rank(1), Incarnation(1)).unwrap();
-    assert!(job.waiting_for().unwrap().ends_with("rank 0, rank 1 (left)"));
+    job.protocol.leave(Rank(1), Incarnation(1)).unwrap();
+    assert!(job.protocol.waiting_for().unwrap().ends_with("rank 0, rank 1 (left)"));
     let (chunk, payload) = cluster.chunks(1, 0, 1, &flats[1])[0];
     let fault: Fault = cluster.store(&chunk, payload).unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "incarnation"));
@@ -213,8 +214,8 @@ fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
         cluster.works[0].extend(work);
         let new = Incarnation(old.0 + 1);
         for job in &cluster.jobs {
-            job.fence(Rank(0), new).unwrap();
-            job.fence(Rank(0), new).unwrap();
+            job.protocol.fence(Rank(0), new).unwrap();
+            job.protocol.fence(Rank(0), new).unwrap();
         }
         let fault = cluster.jobs[1].commit(old, decision.clone()).unwrap_err();
         assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"));

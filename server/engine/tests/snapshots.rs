@@ -163,7 +163,7 @@ fn a_hash_is_of_one_version_while_a_delayed_job_trains() {
             scope.spawn(move || push(job, chunks, &works));
         }
         decide(&cluster, &works);
-        job.settle(soon()).unwrap();
+        job.protocol.settle(soon()).unwrap();
         drop(works);
         done.store(true, Ordering::Release);
         watchers.map(|watcher| watcher.join().unwrap())
@@ -413,7 +413,7 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
     let never = job.begin_export(Some(Version(4)), Exported::Weights(Dtype::F32)).unwrap();
     assert_eq!(never.run(Instant::now(), |_| Ok(())).unwrap_err().kind, FaultKind::Deadline);
     let never = job.begin_export(Some(Version(4)), Exported::Weights(Dtype::F32)).unwrap();
-    job.leave(Rank(0), cluster.incarnations[0]).unwrap();
+    job.protocol.leave(Rank(0), cluster.incarnations[0]).unwrap();
     let fault = never.run(soon(), |_| Ok(())).unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "version"), "{fault}");
 }

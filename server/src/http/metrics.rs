@@ -179,7 +179,12 @@ fn steps(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let decided = "Decided steps, skipped ones included.";
     families.gauge("job_version", decided, None, each(jobs, |job| job.progress.version.0))?;
     let durable = "The newest version that no crash of this server takes back.";
-    families.gauge("job_durable_version", durable, None, each(jobs, |job| job.handle.job.durable().0))?;
+    families.gauge(
+        "job_durable_version",
+        durable,
+        None,
+        each(jobs, |job| job.handle.job.protocol.durable().0),
+    )?;
     let applied = "Decided steps that updated: Adam's t.";
     families.gauge("job_applied", applied, None, each(jobs, |job| job.progress.applied))?;
     let outcomes = jobs.iter().flat_map(|job| {

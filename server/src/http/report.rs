@@ -141,7 +141,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         reason: reason(seen),
         waiting_for: seen.waiting_for(),
         version: progress.version.0,
-        durable_version: job.durable().0,
+        durable_version: job.protocol.durable().0,
         applied: progress.applied,
         rule: spec.rule.name(),
         parameters: spec.params.iter().filter_map(Param::elements).sum(),
@@ -174,7 +174,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
 }
 
 fn reason(seen: &Seen) -> String {
-    if let Err(fault) = seen.handle.job.check_alive() {
+    if let Err(fault) = seen.handle.job.protocol.check_alive() {
         return fault.to_string();
     }
     match &seen.progress.phase {

@@ -16,7 +16,7 @@ pub(super) struct Seen {
 
 impl Seen {
     pub(super) fn now(services: &Services, handle: Arc<JobHandle>) -> Seen {
-        let (progress, ranks) = (handle.job.progress(), handle.job.ranks());
+        let (progress, ranks) = (handle.job.progress(), handle.job.protocol.ranks());
         let standings = ranks.iter().map(|rank| services.standing(&handle, rank)).collect();
         Seen { handle, progress, ranks, standings }
     }
@@ -38,13 +38,13 @@ impl Seen {
     pub(super) fn waiting_for(&self) -> String {
         let is_awaited = |standing: &&str| ["joined", "not connected"].contains(standing);
         let awaits = self.standings.iter().any(is_awaited);
-        if awaits { self.handle.job.waiting_for().unwrap_or_default() } else { String::new() }
+        if awaits { self.handle.job.protocol.waiting_for().unwrap_or_default() } else { String::new() }
     }
 
     /// Returns the state of the job on this server, in a word.
     pub(super) fn state(&self) -> &'static str {
         match self.progress.phase {
-            _ if self.handle.job.check_alive().is_err() => "failed",
+            _ if self.handle.job.protocol.check_alive().is_err() => "failed",
             Phase::Loading => "loading",
             Phase::Training if !self.standings.contains(&"joined") => "idle",
             Phase::Training => "training",

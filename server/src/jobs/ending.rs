@@ -136,9 +136,10 @@ impl Jobs {
                 Ok(handle) => {
                     check_not_led(&handle, incarnation)?;
                     let ended = recovering(&name);
-                    let there = handle.job.end_for_step_back(incarnation, version, decided_by, &ended)?;
+                    let there =
+                        handle.job.protocol.end_for_step_back(incarnation, version, decided_by, &ended)?;
                     let job = Arc::clone(&handle.job);
-                    let kept = blocking(move || job.keep_joined()).await;
+                    let kept = blocking(move || job.protocol.keep_joined()).await;
                     if there {
                         return kept.map(|()| handle);
                     }
@@ -189,7 +190,7 @@ impl Jobs {
 /// Refuses a step back by a caller that has not fenced, while rank 0 trains: its next commit would be of a step that
 /// others took back.
 fn check_not_led(handle: &JobHandle, incarnation: Incarnation) -> Result<(), Fault> {
-    let current = handle.job.ranks().first().and_then(|rank| rank.incarnation);
+    let current = handle.job.protocol.ranks().first().and_then(|rank| rank.incarnation);
     match current.filter(|&current| current < incarnation && handle.processes.is_watching(Rank(0), current)) {
         None => Ok(()),
         Some(_) => {

@@ -94,7 +94,7 @@ impl JobHandle {
         let tasks = Arc::new(tasks);
         // The callback holds a weak sender: the compute thread owns the job and must end with the handle's sender.
         let collect = Arc::downgrade(&tasks);
-        job.on_arrival(Box::new(move || {
+        job.gradients.on_arrival(Box::new(move || {
             let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
         }));
         let busy = Arc::<Busy>::default();
@@ -106,7 +106,7 @@ impl JobHandle {
         thread::Builder::new().name(name).spawn(run).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
-        let unfinished = job.take_unfinished();
+        let unfinished = job.protocol.take_unfinished();
         let world_size = job.spec().world_size;
         let (traffic, seats) = (Traffic::new(world_size), Seats::new(world_size));
         let handle = JobHandle {
@@ -172,7 +172,7 @@ impl JobHandle {
     /// Stops contributions beyond the current step, if that has begun. Returns the version to wait for.
     pub(crate) fn finish_step_in_hand(&self) -> Version {
         let version = self.job.progress().version;
-        let last = version.0 + u64::from(self.job.is_step_begun());
+        let last = version.0 + u64::from(self.job.protocol.is_step_begun());
         self.last_step.store(last, Ordering::Release);
         Version(last)
     }
@@ -198,7 +198,7 @@ impl JobHandle {
         self.job.close_load();
         self.seats.close();
         // Woken waiters find the job closed and drop it.
-        self.job.nudge();
+        self.job.protocol.notify();
     }
 
     /// Returns a channel that yields the fault once the job is closed. The channel does not keep the job alive.
@@ -252,7 +252,7 @@ fn fail_if_panics(job: &Job, body: impl FnOnce() -> Result<(), Fault>) {
             panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
         let value = format!("panicked ({})", said.unwrap_or("without a message"));
         let remedy = "report this as a defect of Longshore, with the server's log; then restart the server, or restore a checkpoint";
-        job.fail(Fault::new(FaultKind::Internal, "job.compute", value, "running", remedy));
+        job.protocol.fail(Fault::new(FaultKind::Internal, "job.compute", value, "running", remedy));
     }
 }
 
@@ -275,7 +275,7 @@ mod tests {
     async fn a_compute_thread_that_panics_fails_its_job() {
         let (_, handle) = jobs().open(wanted("run", None)).await.unwrap();
         super::fail_if_panics(&handle.job, || panic!("in block 3"));
-        let fault = handle.job.check_alive().unwrap_err();
+        let fault = handle.job.protocol.check_alive().unwrap_err();
         assert!(fault.field == "job.compute" && fault.value.contains("in block 3"), "{fault}");
     }
 }

@@ -30,7 +30,7 @@ struct Sign {
 impl Sign {
     fn of(job: &Job, restores: u64) -> Sign {
         let Progress { version, phase, missing, restoring, .. } = job.progress();
-        let (traffic, missing, ranks) = (job.traffic(), missing.len(), job.ranks());
+        let (traffic, missing, ranks) = (job.traffic(), missing.len(), job.protocol.ranks());
         Sign { traffic, version, phase, missing, restoring, ranks, restores }
     }
 }
@@ -51,7 +51,7 @@ impl Idle {
     pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
         let sign = Sign::of(job, restores);
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.sign != sign || restoring || job.copies() > 0 {
+        if state.sign != sign || restoring || job.snapshots.len() > 0 {
             *state = State { sign, since: Instant::now() };
         }
         state.since.elapsed()

@@ -92,7 +92,7 @@ impl JobHandle {
         let value = check()?;
         if value.is_none() {
             // A job with a failed store changes no more.
-            self.job.check_alive()?;
+            self.job.protocol.check_alive()?;
         }
         Ok(value)
     }
@@ -120,9 +120,9 @@ impl JobHandle {
 
     /// Waits until no crash of this server can take the version back.
     pub(crate) async fn until_durable(&self, version: Version, deadline: Instant) -> Result<(), Fault> {
-        let durable = || Ok((self.job.durable() >= version).then_some(()));
+        let durable = || Ok((self.job.protocol.durable() >= version).then_some(()));
         let late = || {
-            let value = format!("{version}; {} is the newest durable one", self.job.durable());
+            let value = format!("{version}; {} is the newest durable one", self.job.protocol.durable());
             let remedy = "the drives are slower than the deadline: raise it, or add drives or servers; where the version \
                           is not decided, see rank 0";
             Fault::new(FaultKind::Deadline, "version", value, "durable in time", remedy)
@@ -132,7 +132,8 @@ impl JobHandle {
 
     /// Returns the fault of a wait that passed its deadline.
     pub(crate) fn late(&self, field: &str, value: impl std::fmt::Display) -> Fault {
-        let waiting = self.job.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
+        let waiting =
+            self.job.protocol.waiting_for().unwrap_or_else(|| "the commit of the step in hand".to_string());
         let remedy = format!("the job waits for {waiting}: see that worker, or raise the deadline");
         Fault::new(FaultKind::Deadline, field, value, "there in time", remedy)
     }

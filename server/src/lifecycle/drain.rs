@@ -126,7 +126,7 @@ async fn finish(handle: &Arc<JobHandle>, last: Version, deadline: Instant) {
         tracing::warn!(job = %handle.job.spec().name, %fault, "the step in hand was not finished");
     }
     let job = Arc::clone(&handle.job);
-    let settled = tokio::task::spawn_blocking(move || job.settle(deadline.into_std())).await;
+    let settled = tokio::task::spawn_blocking(move || job.protocol.settle(deadline.into_std())).await;
     if let Ok(Err(fault)) = settled {
         tracing::warn!(job = %handle.job.spec().name, %fault, "updates were not finished");
     }

@@ -54,7 +54,7 @@ impl Links {
     fn open(&self, jobs: &Jobs, hello: &v1::MemfdHello) -> Result<(Arc<Link>, Arc<JobHandle>), Fault> {
         let handle = jobs.get(&hello.job)?;
         let (rank, incarnation) = (Rank(hello.rank), Incarnation(hello.incarnation));
-        handle.job.check_rank(rank, incarnation)?;
+        handle.job.protocol.check_rank(rank, incarnation)?;
         let link = Arc::new(Link::new(random()?, Arc::downgrade(&handle), rank, incarnation));
         let mut links = self.lock();
         links.retain(|_, other| !other.is_of(&handle, rank));

@@ -102,7 +102,7 @@ async fn greet(socket: &Socket, links: &Links, jobs: &Jobs) -> io::Result<Greete
 }
 
 async fn welcome(socket: &Socket, link: &Link, handle: &JobHandle) -> io::Result<()> {
-    let images = handle.job.shared_images();
+    let images = handle.job.images.shared();
     let image_bytes = images.map_or(0, SharedFile::bytes);
     answer(socket, Answer::Welcome(MemfdWelcome { link: link.id, image_bytes }), images).await
 }

@@ -191,7 +191,7 @@ impl Services {
     async fn resume_job(&self, request: &v1::ResumeRequest) -> Result<(), Fault> {
         let handle = self.jobs.get(&request.job)?;
         let (version, loss_scale) = (request.version.map(Version), request.loss_scale);
-        stand(&handle, move |job| job.resume(version, loss_scale)).await
+        stand(&handle, move |job| job.protocol.resume(version, loss_scale)).await
     }
 
     async fn step_job_back(

@@ -124,7 +124,7 @@ impl Services {
 /// Refuses a rank 0 that a newer process has fenced.
 fn check_author(handle: &JobHandle, author: Author) -> Result<(), Fault> {
     match author {
-        Author::Rank(incarnation) => handle.job.check_newest(Rank(0), incarnation),
+        Author::Rank(incarnation) => handle.job.protocol.check_newest(Rank(0), incarnation),
         Author::Operator(_) | Author::Unknown => Ok(()),
     }
 }

@@ -214,7 +214,8 @@ impl Services {
             convert::rank(rank, transport, watches)
         };
         let span = handle.pace.span();
-        let (written_of_checkpoints, bytes_of_checkpoints) = job.checkpoint_progress().unwrap_or_default();
+        let (written_of_checkpoints, bytes_of_checkpoints) =
+            job.snapshots.checkpoint_progress().unwrap_or_default();
         v1::DescribeResponse {
             owner: handle.owner.clone().unwrap_or_default(),
             idle_ms: handle.look().as_millis() as u64,
@@ -225,14 +226,14 @@ impl Services {
                 missing_shards: Vec::new(),
                 ..convert::progress(job.progress())
             }),
-            ranks: job.ranks().into_iter().map(rank).collect(),
+            ranks: job.protocol.ranks().into_iter().map(rank).collect(),
             memory_bytes: job.memory_bytes(),
             hashes: Vec::new(),
             hash_version: 0,
             hash_applied: 0,
             pushed_bytes,
             pulled_bytes,
-            waiting_for: job.waiting_for().unwrap_or_default(),
+            waiting_for: job.protocol.waiting_for().unwrap_or_default(),
             isa: job.compute().isa().to_string(),
             threads: job.compute().threads() as u32,
             disk_bytes: job.disk_bytes(),
@@ -247,7 +248,7 @@ impl Services {
             spill: job.spill().map_or("", Spill::name).into(),
             checkpoints: handle.checkpoints.last(),
             steps: Vec::new(),
-            failure: job.check_alive().err().map(|fault| fault.to_string()).unwrap_or_default(),
+            failure: job.protocol.check_alive().err().map(|fault| fault.to_string()).unwrap_or_default(),
             update_seconds: handle.busy.updates().as_secs_f64(),
             elements: handle.elements(),
             update_bytes: job.update_bytes(),

@@ -115,7 +115,7 @@ impl Pull {
         slices.iter().try_for_each(|slice| handle.job.check_slice(slice, dtype))?;
         let in_place = request.link != 0 && {
             services.links.find(request.link, &handle)?;
-            handle.job.shared_images().is_some()
+            handle.job.images.shared().is_some()
         };
         let (version, rank, transport) = (Version(request.version), Rank(request.rank), services.transport);
         Ok(Pull { in_place, handle, rank, transport, slices, dtype, version, wait, room, _slices })
@@ -202,7 +202,7 @@ impl Pull {
 
     /// Returns the version's `decided_by`. The version must exist.
     fn decided_by(&self) -> u64 {
-        self.handle.job.decided_by(self.version).0
+        self.handle.job.protocol.decided_by(self.version).0
     }
 
     async fn once_ready<T>(

@@ -107,7 +107,7 @@ impl Training for Services {
         let request = permitted(request)?;
         let leave = || -> Result<(), Fault> {
             let handle = self.jobs.get(&request.job)?;
-            handle.job.leave(Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?)
+            handle.job.protocol.leave(Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?)
         };
         leave().map_err(|fault| refuse("Leave", &request.job, fault))?;
         tracing::info!(job = request.job, rank = request.rank, "rank left");
@@ -178,14 +178,14 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
         // Chunks under way of an earlier process end here. A slow link could take minutes to their ends.
-        handle.job.fence(rank, incarnation)?;
+        handle.job.protocol.fence(rank, incarnation)?;
         self.fences.send_modify(|count| *count += 1);
         if let Some(connection) = connection {
             handle.processes.called(rank, incarnation, self.transport, &connection.account);
         }
         if request.fence_only {
             let job = Arc::clone(&handle.job);
-            blocking(move || job.keep_joined()).await?;
+            blocking(move || job.protocol.keep_joined()).await?;
             let progress = handle.job.progress();
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
             return joined(connection, &handle, room, progress, None).await;
@@ -200,7 +200,7 @@ impl Services {
         };
         let progress = handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
         let job = Arc::clone(&handle.job);
-        blocking(move || job.keep_joined()).await?;
+        blocking(move || job.protocol.keep_joined()).await?;
         handle.stages.joined();
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
@@ -245,7 +245,7 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
         let reason = request.reason.clone();
-        stand(&handle, move |job| job.pause(incarnation, &reason)).await?;
+        stand(&handle, move |job| job.protocol.pause(incarnation, &reason)).await?;
         tracing::warn!(job = request.job, reason = request.reason, "job paused");
         Ok(v1::PauseResponse {})
     }

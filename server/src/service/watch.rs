@@ -30,7 +30,7 @@ pub(super) fn stream(
     room: Room,
 ) -> Result<Answers<v1::Event>, Fault> {
     let handle = services.jobs.get(&request.job)?;
-    let (pauses, resumes, _) = handle.job.pauses();
+    let (pauses, resumes, _) = handle.job.protocol.pauses();
     // A current pause is sent first.
     let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
     let (sender, answers) = answers();
@@ -97,7 +97,7 @@ impl News {
         let event = match self {
             News::Commit(step) => {
                 let before = Step(step.0 - 1);
-                let commits = handle.job.commits_after(before).ok_or_else(|| forgotten(before))?;
+                let commits = handle.job.protocol.commits_after(before).ok_or_else(|| forgotten(before))?;
                 event::Event::Commit(commits.first().ok_or_else(|| forgotten(before))?.to_wire())
             }
             News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
@@ -123,8 +123,8 @@ fn forgotten(step: Step) -> Fault {
 /// Returns the news. A pause precedes the commit it comes with, so no rank starts the next step on that commit's
 /// loss scale.
 fn news(handle: &JobHandle, told: &Told) -> Result<Vec<News>, Fault> {
-    let commits = handle.job.commits_after(told.step).ok_or_else(|| forgotten(told.step))?;
-    let (pauses, resumes, loss_scale) = handle.job.pauses();
+    let commits = handle.job.protocol.commits_after(told.step).ok_or_else(|| forgotten(told.step))?;
+    let (pauses, resumes, loss_scale) = handle.job.protocol.pauses();
     let mut news = Vec::new();
     for _ in told.pauses..pauses {
         let reason = match handle.job.progress().phase {

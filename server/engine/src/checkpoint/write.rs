@@ -137,7 +137,7 @@ impl Sink {
         }
         let draft = Draft::create(target)?;
         draft.reserve(bytes)?;
-        let under_way = job.parts().begin(bytes);
+        let under_way = job.snapshots.begin_part(bytes);
         Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, places })
     }
 

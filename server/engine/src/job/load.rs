@@ -1,4 +1,7 @@
 //! A job's first state: progress of its upload, a checkpoint's shards, and the start.
+//!
+//! A job is restored from a checkpoint in two acts. First it is loaded and held; once every other server
+//! holds its own part too, it is started. So a fault on one server leaves no job that trains on another.
 
 use std::sync::MutexGuard;
 
@@ -10,7 +13,7 @@ use crate::{
     kernels::cast,
     lock,
     record::Record,
-    step::Refusal,
+    step::{Phase, Refusal, Restoring},
     tier::{Interrupted, StateMut},
 };
 
@@ -126,7 +129,7 @@ impl Load {
 
     /// Begins a restore. Uploaded chunks and a held checkpoint are forgotten, since the restore overwrites
     /// them.
-    pub(super) fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
+    fn begin_restore(&mut self, origin: CheckpointId) -> Result<(), Fault> {
         self.check_open()?;
         if !matches!(self.source, Source::Upload | Source::Held(_)) {
             let remedy = "wait for the restore in progress; Admin.Describe says when the job is training";
@@ -146,7 +149,7 @@ impl Load {
     }
 
     /// Refuses to load anything into a job that is not served any more.
-    pub(super) fn check_open(&self) -> Result<(), Fault> {
+    fn check_open(&self) -> Result<(), Fault> {
         if !self.closed {
             return Ok(());
         }
@@ -181,14 +184,134 @@ impl Load {
         }
     }
 
-    pub(super) fn finish(&mut self) {
+    /// Returns the checkpoint that is being loaded or is held.
+    pub(super) fn restoring(&self, phase: &Phase) -> Option<Restoring> {
+        let held = matches!(self.source, Source::Held(_));
+        let origin = self.origin.as_ref().filter(|_| *phase == Phase::Loading)?;
+        Some(Restoring { checkpoint: origin.name.clone(), shards: self.shards, held })
+    }
+
+    fn finish(&mut self) {
         self.checksums.iter_mut().flatten().for_each(Vec::clear);
         self.source = Source::Complete;
     }
 }
 
 impl Job {
-    pub(super) fn load_shards(
+    /// Fills every shard through `read`, and keeps the job from starting. A checkpoint that was held before
+    /// is released. After an error the job waits for weights as if it had just been opened.
+    pub fn load(
+        &self,
+        origin: CheckpointId,
+        record: Record,
+        images: StoredImages,
+        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        self.protocol.machine().check_loading()?;
+        lock(&self.load).begin_restore(origin)?;
+        // Images of an earlier held checkpoint are stale.
+        self.images.forget();
+        let version = record.version;
+        let loaded = self
+            .load_shards(&record, images, read)
+            .and_then(|()| self.make_images(version, images))
+            .and_then(|()| self.check_cancelled());
+        match loaded {
+            Ok(()) => lock(&self.load).source = Source::Held(Box::new(record)),
+            Err(fault) => {
+                self.unload();
+                return Err(fault);
+            }
+        }
+        self.protocol.notify();
+        Ok(())
+    }
+
+    /// Starts the job from the checkpoint that it holds. A repeat after the start is no error.
+    pub fn start_held(&self, id: &str) -> Result<(), Fault> {
+        let record = {
+            let mut load = lock(&self.load);
+            let held = load.origin.as_ref().is_some_and(|origin| origin.id == id);
+            match (&load.source, held) {
+                (Source::Complete, _) => return Ok(()),
+                (Source::Held(record), true) => {
+                    let record = record.clone();
+                    // A starting job is not held any more, and takes no upload.
+                    load.source = Source::Restore;
+                    record
+                }
+                _ => return Err(not_held()),
+            }
+        };
+        let started = self.start(&record);
+        match &started {
+            Ok(()) => lock(&self.load).finish(),
+            Err(_) => self.unload(),
+        }
+        started
+    }
+
+    /// Returns true if the job is filled from these contents, and waits for its start.
+    pub fn holds(&self, id: &str) -> bool {
+        let load = lock(&self.load);
+        matches!(load.source, Source::Held(_)) && load.origin.as_ref().is_some_and(|origin| origin.id == id)
+    }
+
+    /// Returns true if the job was started from these contents, of version `version`, and has decided no step
+    /// since.
+    pub fn started_from(&self, id: &str, version: Version) -> bool {
+        let load = lock(&self.load);
+        let same =
+            load.source == Source::Complete && load.origin.as_ref().is_some_and(|origin| origin.id == id);
+        drop(load);
+        same && self.protocol.machine().version() == version
+    }
+
+    /// Releases the held checkpoint. The job then waits for weights as if it had just been opened.
+    pub fn release(&self) -> Result<(), Fault> {
+        self.protocol.machine().check_loading()?;
+        {
+            let mut load = lock(&self.load);
+            match load.source {
+                Source::Upload => return Ok(()),
+                Source::Held(_) => load.source = Source::Restore,
+                Source::Restore | Source::Complete => return Err(not_held()),
+            }
+        }
+        self.unload();
+        Ok(())
+    }
+
+    /// Ends a load in progress before it reads its next shard.
+    pub fn cancel_load(&self) {
+        lock(&self.load).cancelled = true;
+    }
+
+    /// Ends a load in progress, and lets none begin.
+    pub fn close_load(&self) {
+        lock(&self.load).closed = true;
+    }
+
+    fn check_cancelled(&self) -> Result<(), Fault> {
+        let load = lock(&self.load);
+        load.check_open()?;
+        if !load.cancelled {
+            return Ok(());
+        }
+        let remedy = "restore the checkpoint again where it is still wanted";
+        Err(Fault::new(FaultKind::Precondition, "restore", "given up by an operator", "wanted", remedy))
+    }
+
+    fn unload(&self) {
+        self.forget();
+        let mut load = lock(&self.load);
+        let closed = load.closed;
+        *load = Load { closed, ..Load::new(&self.share.layout, &self.share.owned) };
+        drop(load);
+        self.protocol.notify();
+    }
+
+    fn load_shards(
         &self,
         record: &Record,
         images: StoredImages,
@@ -196,10 +319,15 @@ impl Job {
     ) -> Result<(), Fault> {
         let version = record.version;
         let with_older = images == StoredImages::Both && version.0 > 0;
-        for (owned, &shard) in OwnedShards::all(self.owned.len()).zip(&self.owned) {
+        for (owned, &shard) in self.share.all().zip(&self.share.owned) {
             self.check_cancelled()?;
-            if self.is_frozen(owned) {
-                self.load_frozen(owned, read)?;
+            if self.share.is_frozen(owned) {
+                let mut result = Ok(());
+                self.tier.state.load(owned, &mut |state| {
+                    result = read(shard, LoadedShard { state, older_image: None, image: None });
+                })?;
+                result?;
+                self.note_loaded();
                 continue;
             }
             let mut current = self.images.to_make(owned, version);
@@ -222,47 +350,35 @@ impl Job {
                 // The image window does not keep loaded images until the start.
                 self.images.store(owned, version)?;
             }
-            lock(&self.load).shards += 1;
-            self.notify();
+            self.note_loaded();
         }
         Ok(())
     }
 
-    fn load_frozen(
-        &self,
-        owned: OwnedShard,
-        read: &mut dyn FnMut(ShardId, LoadedShard<'_>) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
-        let mut result = Ok(());
-        self.tier.state.load(owned, &mut |state| {
-            let loaded = LoadedShard { state, older_image: None, image: None };
-            result = read(self.owned[owned.index()], loaded);
-        })?;
-        result?;
+    fn note_loaded(&self) {
         lock(&self.load).shards += 1;
-        self.notify();
-        Ok(())
+        self.protocol.notify();
     }
 
     /// Undoes a load. The next load may bring fewer images, and an upload brings only master weights. So
     /// images and moments of this load must not stay.
-    pub(super) fn forget(&self) {
+    fn forget(&self) {
         self.images.forget();
-        for owned in OwnedShards::all(self.owned.len()) {
+        for owned in self.share.all() {
             let cleared = self.tier.state.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
                 // The next load of this shard then fails too.
-                tracing::error!(job = %self.spec.name, %fault, "could not clear a shard after a failed load");
+                tracing::error!(job = %self.share.spec.name, %fault, "could not clear a shard after a failed load");
             }
         }
     }
 
     /// Makes the current image of every shard for which none was loaded.
-    pub(super) fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
+    fn make_images(&self, version: Version, loaded: StoredImages) -> Result<(), Fault> {
         let stored = self.images.are_spilled() && loaded != StoredImages::None;
-        for owned in self.trained().filter(|_| !stored) {
+        for owned in self.share.trained().filter(|_| !stored) {
             self.make_image(owned, version)?;
             self.images.store(owned, version)?;
         }
@@ -271,7 +387,8 @@ impl Job {
 
     /// Starts the job if rank 0's upload is complete.
     pub(super) fn start_if_whole(&self, mut load: MutexGuard<'_, Load>) -> Result<(), Fault> {
-        if load.source != Source::Upload || !load.missing(&self.owned, self.spec.rule).is_empty() {
+        if load.source != Source::Upload || !load.missing(&self.share.owned, self.share.spec.rule).is_empty()
+        {
             return Ok(());
         }
         let record = load.uploaded.clone().unwrap_or(Uploaded::Weights).record();
@@ -283,17 +400,17 @@ impl Job {
     }
 
     /// Keeps the loaded state in the tier, and opens the job for steps.
-    pub(super) fn start(&self, record: &Record) -> Result<(), Fault> {
+    fn start(&self, record: &Record) -> Result<(), Fault> {
         if let Some(kept) = &self.tier.kept {
             let older = record.version.0.checked_sub(1).map(Version);
-            let loaded = |older| self.trained().all(|owned| self.images.here(owned, older).is_some());
+            let loaded = |older| self.share.trained().all(|owned| self.images.here(owned, older).is_some());
             kept.older_images(older.is_some_and(loaded));
         }
         if let Some(durable) = &self.tier.durable {
             durable.start(record)?;
         }
         let started = self.protocol.machine().loaded(record.clone());
-        self.notify();
+        self.protocol.notify();
         started.map_err(|refusal| {
             let fault = Fault::from(refusal);
             Fault { kind: FaultKind::Conflict, ..fault }
@@ -308,7 +425,7 @@ impl Job {
         let mut image = self.images.to_make(owned, version);
         let region = image.overwrite();
         self.tier.state.read(owned, &mut |state| {
-            let images = image_blocks(region, self.spec.image_dtype, BLOCK);
+            let images = image_blocks(region, self.share.spec.image_dtype, BLOCK);
             let isa = self.compute.isa();
             // An image's memory may be longer than the shard.
             let images = images.into_iter().take(state.blocks()).enumerate().collect();
@@ -323,8 +440,8 @@ impl Job {
     /// Goes on from a version that the tier has kept. Every block of it is read and compared.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
-        for owned in OwnedShards::all(self.owned.len()) {
-            let trained = !self.is_frozen(owned);
+        for owned in self.share.all() {
+            let trained = !self.share.is_frozen(owned);
             if trained {
                 self.images.recover(owned, version)?;
             }
@@ -340,14 +457,14 @@ impl Job {
         }
         lock(&self.load).finish();
         self.protocol.machine().recovered(record)?;
-        tracing::info!(job = %self.spec.name, %version, "recovered");
+        tracing::info!(job = %self.share.spec.name, %version, "recovered");
         Ok(())
     }
 
     /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to
     /// the end, from the contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
-        for owned in self.trained() {
+        for owned in self.share.trained() {
             self.images.found(owned, &kept.shards[owned.index()], self.tier.kept.as_ref())?;
         }
         lock(&self.load).finish();
@@ -369,8 +486,13 @@ impl Job {
             }
         }
         drop(machine);
-        tracing::info!(job = %self.spec.name, %version, unfinished = work.len(), "recovered");
+        tracing::info!(job = %self.share.spec.name, %version, unfinished = work.len(), "recovered");
         self.protocol.leave_unfinished(work);
         Ok(())
     }
+}
+
+fn not_held() -> Fault {
+    let remedy = "restore the checkpoint again: another restore or a release came between";
+    Fault::new(FaultKind::Precondition, "restore", "not held", "loaded and held", remedy)
 }

@@ -1,24 +1,30 @@
-//! Opening of a job: memory is reserved and allocated, and the state that the tier has kept is recovered.
+//! Opening of a job: its need is computed, memory is reserved, allocated and cut into images, contributions and
+//! sums, and the state that the tier has kept is recovered.
 
-use std::sync::{Arc, Mutex, atomic::AtomicU64};
+use std::sync::{Arc, Mutex, RwLock};
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId, ShardId};
+use longshore_proto::{
+    Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId,
+    limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
+};
 
 use super::{
     Job, Observer,
     compute::Compute,
-    gradients::{Gradients, SpilledGradients},
-    images::{Images, Window},
+    gradients::{self, Contribution, Gradients, ShardGradients, SpilledGradients},
+    images::{Image, Images, Window, window_need},
     load::Load,
     protocol::{Protocol, Signal},
+    share::Share,
     snapshots::Snapshots,
-    space::{Buffers, Shape, Space},
 };
 use crate::{
     admission::{Budget, Need},
-    memory::AllocationError,
+    ids::OwnedShards,
+    memory::{AllocationError, AtomicWords, SharedFile, Slab},
     step::Machine,
-    tier::{self, Durable, Header, Inputs, Opened, Recovered, Storage},
+    threads::ThreadPool,
+    tier::{self, Durable, Header, Inputs, Opened, Recovered, Storage, StoreNeed, StoredJob},
 };
 
 impl Job {
@@ -62,43 +68,26 @@ impl Job {
             Buffers::over(space, &spec, &shapes, compute.pool()).map_err(exhausted)?;
         let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
-        let length = |&shard: &ShardId| match layout.is_frozen(shard) {
-            true => 0,
-            false => layout.shard_len(shard) as usize,
-        };
-        let lengths: Vec<usize> = owned.iter().map(length).collect();
-        let image_bytes = lengths.iter().map(|&length| length * spec.image_dtype.bytes() as usize).collect();
-        let images = Images::new(images, image_bytes, window, shared, tier.images.take());
         let files = tier.gradients.take();
         let spilled =
             files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));
         let spilled = spilled.transpose().map_err(exhausted)?;
-        let load = Load::new(&layout, &owned);
+        let load = Mutex::new(Load::new(&layout, &owned));
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
-        let gradients = Gradients::new((&spec, &layout), &owned, &compute, gradients, spilled);
         let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
+        let share = Arc::new(Share { spec, layout, placement, server, owned });
         let job = Job {
-            spec,
-            layout,
-            placement,
-            server,
-            owned,
-            gradients,
-            images,
+            gradients: Gradients::new(&share, &compute, gradients, spilled),
+            images: Images::new(&share, images, window, shared, &tier),
+            snapshots: Snapshots::default(),
+            protocol: Protocol::new(share.spec.name.clone(), machine, &tier, signal),
+            share,
             tier,
             compute,
-            load: Mutex::new(load),
-            snapshots: Snapshots::default(),
-            parts: Arc::default(),
-            pushed_bytes: AtomicU64::new(0),
-            pulled_bytes: AtomicU64::new(0),
+            load,
             reservation,
             disk_bytes: need.disk,
-            protocol: Protocol::new(machine, signal),
         };
-        if let Some(durable) = &job.tier.durable {
-            job.protocol.machine().had_joined(&durable.who_joined());
-        }
         match recovered {
             Recovered::Nothing => {}
             Recovered::Version(record) => job.recover(record)?,
@@ -130,4 +119,213 @@ pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
 
 fn exhausted(error: AllocationError) -> Fault {
     Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
+}
+
+impl StoredJob {
+    /// Returns the memory and space that opening the job takes.
+    ///
+    /// # Errors
+    /// For a spec or a placement that no job can have.
+    pub fn need(&self, storage: &Storage) -> Result<Need, Fault> {
+        let layout = self.spec.validate()?;
+        self.placement.validate(layout.shards())?;
+        Ok(Need::of(&self.spec, &layout, &self.placement.owned(self.server), storage))
+    }
+}
+
+impl Need {
+    pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
+        // Frozen shards have neither images beside their state, nor gradients.
+        let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
+        let elements: u64 = trained.map(|&shard| layout.shard_len(shard)).sum();
+        let slots = spec.gradient_slots() as u64;
+        let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
+        let (contributions, accumulators) = if storage.spills(spec) {
+            gradients::spilled::need(spec, layout, owned)
+        } else {
+            let wire = spec.gradient_dtype.bytes();
+            owned.iter().fold((0, 0), |(contributions, accumulators), &shard| {
+                let (elements, contributors) = (layout.shard_len(shard), layout.contributors(shard));
+                let sum = if spec.accumulates(contributors) { 4 } else { 0 };
+                let count = contributors.len() as u64;
+                (contributions + elements * wire * slots * count, accumulators + elements * sum * slots)
+            })
+        };
+        let connection =
+            CONNECTION_BYTES + if storage.spills(spec) || spec.has_frozen() { SPILLED_PULL_BYTES } else { 0 };
+        Need {
+            state,
+            buffers,
+            disk,
+            written,
+            images: if storage.spills(spec) {
+                window_need(spec, layout, owned, storage)
+            } else {
+                elements * spec.image_dtype.bytes() * 2
+            },
+            contributions,
+            transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
+            accumulators,
+        }
+    }
+}
+
+/// The buffers, by owned shard.
+pub(super) struct Buffers {
+    pub(super) images: Vec<[RwLock<Image>; 2]>,
+    pub(super) gradients: Vec<ShardGradients>,
+    /// The file that holds all images, if other processes may be given it.
+    pub(super) shared: Option<SharedFile>,
+}
+
+/// The memory of a job's buffers, before it is cut.
+pub(super) struct Space {
+    slab: Slab,
+    /// Images and version stamps, if other processes may map them. Otherwise `slab` has them.
+    shared: Option<(Slab, SharedFile)>,
+    widths: Widths,
+}
+
+/// Properties that decide the sizes of a shard's buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    /// 0 for a frozen shard, which has no buffers.
+    elements: usize,
+    contributors: usize,
+    /// True if contributions are summed.
+    accumulates: bool,
+}
+
+impl Shape {
+    pub(super) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Vec<Shape> {
+        let shape = |&shard: &ShardId| {
+            let contributors = layout.contributors(shard);
+            Shape {
+                elements: if layout.is_frozen(shard) { 0 } else { layout.shard_len(shard) as usize },
+                contributors: contributors.len(),
+                accumulates: spec.accumulates(contributors),
+            }
+        };
+        owned.iter().map(shape).collect()
+    }
+}
+
+/// Bytes of memory for each element of an image, a contribution and a sum. 0 for arrays that live on drives.
+#[derive(Clone, Copy)]
+struct Widths {
+    image: usize,
+    contribution: usize,
+    sum: usize,
+}
+
+impl Widths {
+    fn of(spec: &JobSpec) -> Widths {
+        Widths {
+            image: spec.image_dtype.bytes() as usize,
+            contribution: spec.gradient_dtype.bytes() as usize,
+            sum: size_of::<f32>(),
+        }
+    }
+}
+
+impl Space {
+    /// Allocates the memory. If images are to be shared and the kernel allows it, other processes can be given theirs.
+    pub(super) fn allocate(
+        spec: &JobSpec,
+        shapes: &[Shape],
+        storage: &Storage,
+    ) -> Result<Space, AllocationError> {
+        let mut widths = Widths::of(spec);
+        let share = storage.share_images && !storage.spills(spec);
+        if storage.spills(spec) {
+            widths = Widths { image: 0, contribution: 0, sum: 0 };
+        }
+        let images = Slab::bytes_for(image_sizes(widths.image, shapes));
+        let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
+            shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
+        });
+        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, shapes, widths, shared.is_some())))?;
+        Ok(Space { slab, shared, widths })
+    }
+
+    /// Takes memory that a tier keeps, [`Space::bytes`] long. Its images are not shared, since a process that
+    /// may read the file could also write it.
+    pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
+        Space { slab, shared: None, widths: Widths::of(spec) }
+    }
+
+    /// Returns the bytes that all buffers need in one piece.
+    pub(super) fn bytes(spec: &JobSpec, shapes: &[Shape]) -> usize {
+        Slab::bytes_for(sizes(spec, shapes, Widths::of(spec), false))
+    }
+}
+
+/// The sizes of the two images of each shard, and last the size of all version stamps. An element has `bytes` bytes.
+fn image_sizes(bytes: usize, shapes: &[Shape]) -> Vec<usize> {
+    let mut sizes: Vec<usize> = shapes.iter().flat_map(|shape| [shape.elements * bytes; 2]).collect();
+    sizes.push(shapes.len() * 2 * size_of::<u64>());
+    sizes
+}
+
+/// The sizes of each shard's images, contributions and sums, and last the size of all version stamps. With `apart`
+/// images and stamps lie elsewhere and are left out.
+fn sizes(spec: &JobSpec, shapes: &[Shape], widths: Widths, apart: bool) -> Vec<usize> {
+    let images = image_sizes(widths.image, shapes);
+    let (pairs, stamps) = images.as_chunks::<2>();
+    let mut sizes = Vec::new();
+    for (&Shape { elements, contributors, accumulates }, pair) in shapes.iter().zip(pairs) {
+        if !apart {
+            sizes.extend(pair);
+        }
+        for _ in 0..spec.gradient_slots() {
+            sizes.extend(vec![elements * widths.contribution; contributors]);
+            sizes.push(if accumulates { elements * widths.sum } else { 0 });
+        }
+    }
+    if !apart {
+        sizes.extend(stamps);
+    }
+    sizes
+}
+
+impl Buffers {
+    /// `pool` is the threads that will work on the buffers.
+    pub(super) fn over(
+        space: Space,
+        spec: &JobSpec,
+        shapes: &[Shape],
+        pool: &ThreadPool,
+    ) -> Result<Buffers, AllocationError> {
+        let slots = spec.gradient_slots();
+        let mut apart = Vec::new().into_iter();
+        let sizes = sizes(spec, shapes, space.widths, space.shared.is_some());
+        let mut shared = None;
+        if let Some((slab, file)) = space.shared {
+            apart = slab.carve(&image_sizes(space.widths.image, shapes), pool)?.into_iter();
+            shared = Some(file);
+        }
+        let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
+        let stamps = if shared.is_some() { apart.next_back() } else { regions.next_back() };
+        let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
+        let mut next = || regions.next().expect("one region was carved for each size");
+        let mut buffers = Buffers { images: Vec::new(), gradients: Vec::new(), shared };
+        for (owned, shape) in OwnedShards::all(shapes.len()).zip(shapes) {
+            buffers.images.push([0, 1].map(|parity| {
+                let region = apart.next().unwrap_or_else(&mut next);
+                let (stamps, stamp) = (Arc::clone(&stamps), 2 * owned.index() + parity);
+                RwLock::new(Image::new(owned, region, stamps, stamp))
+            }));
+            let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
+            for _ in 0..slots {
+                let one = |_| Mutex::new(Contribution::new(next()));
+                contributions.push((0..shape.contributors).map(one).collect());
+                let region = next();
+                accumulators.push(shape.accumulates.then(|| Mutex::new(region)));
+            }
+            let statistics = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
+            let left_out = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
+            buffers.gradients.push(ShardGradients { contributions, accumulators, statistics, left_out });
+        }
+        Ok(buffers)
+    }
 }

@@ -9,7 +9,6 @@ use super::{
     Job,
     compute::BLOCK,
     load::{Load, Uploaded},
-    padding::check_padding,
 };
 use crate::{
     kernels::{Code, ImageMut, MasterMut, cast, encode},
@@ -61,9 +60,9 @@ impl Job {
             machine.owned_index(shard)?
         };
         self.check_array(shard, array, applied)?;
-        check_uploaded(&left_out, &self.spec, applied)?;
-        let chunks = self.layout.chunks(shard, Dtype::F32);
-        let Some(range) = self.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
+        check_uploaded(&left_out, &self.share.spec, applied)?;
+        let chunks = self.share.layout.chunks(shard, Dtype::F32);
+        let Some(range) = self.share.layout.chunk_bytes(shard, chunk, Dtype::F32) else {
             return Err(Refusal::UnknownChunk { shard, chunk, chunks }.into());
         };
         if payload.len() as u64 != range.end - range.start {
@@ -94,8 +93,8 @@ impl Job {
 
     /// Checks that the job has such an array. An array of moments must belong to an upload with state.
     fn check_array(&self, shard: ShardId, array: StateArray, applied: Option<u64>) -> Result<(), Fault> {
-        let rule = self.spec.rule;
-        if array != StateArray::Master && self.layout.is_frozen(shard) {
+        let rule = self.share.spec.rule;
+        if array != StateArray::Master && self.share.layout.is_frozen(shard) {
             let value = format!("{array} of {shard}");
             let limit = "master weights: the shard is frozen (spec.partitions)";
             return Err(Fault::invalid(
@@ -129,13 +128,13 @@ impl Job {
     /// Checks that values are valid numbers for their array, and that padding is 0. The values begin at byte
     /// `at` of their shard's array.
     fn check_values(&self, shard: ShardId, array: StateArray, at: u64, payload: &[u8]) -> Result<(), Fault> {
-        let first = self.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
-        check_padding(&self.layout, first, payload, Dtype::F32)?;
-        let squares = array.is_squares(self.spec.rule);
+        let first = self.share.layout.shard_range(shard).start + at / size_of::<f32>() as u64;
+        self.share.check_padding(first, payload, Dtype::F32)?;
+        let squares = array.is_squares(self.share.spec.rule);
         let wrong = |value: f32| !value.is_finite() || squares && value < 0.0;
         let values = payload.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
         let Some((index, value)) = values.enumerate().find(|(_, value)| wrong(*value)) else { return Ok(()) };
-        let at = self.spec.name_element(&self.layout, first + index as u64);
+        let at = self.share.spec.name_element(&self.share.layout, first + index as u64);
         let (value, limit, remedy) = match array {
             StateArray::Master => (
                 format!("{value} in {at}"),
@@ -161,7 +160,7 @@ impl Job {
     /// Puts fp32 values in one block's array. The values are rounded to nearest if the job keeps fewer bits.
     /// In a frozen shard they are rounded to the image's format.
     pub(super) fn store_block(&self, mut block: StateMut<'_>, array: StateArray, values: &[f32]) {
-        let (isa, rule) = (self.compute.isa(), self.spec.rule);
+        let (isa, rule) = (self.compute.isa(), self.share.spec.rule);
         if let Some(weights) = block.frozen() {
             cast(isa, values, weights);
             return;

@@ -1,4 +1,7 @@
-//! The kernels' public functions, which check lengths once a call and hand over to an instruction set.
+//! The kernels' public functions, which check lengths once a call and hand over to an instruction set's function
+//! of the same name.
+//!
+//! All of them panic if lengths differ, or if this CPU does not have `isa`.
 
 use std::ops::Range;
 
@@ -39,9 +42,7 @@ macro_rules! dispatch {
 /// The image is the new weight rounded to the image's format. If `scalars` [look
 /// ahead](Scalars::looking_ahead), the known part of the next step is subtracted from it first.
 ///
-/// # Panics
-/// If lengths differ, or if this CPU does not have `isa`. A state slot that the rule uses must be as long as
-/// the master weights, and an unused one empty.
+/// A state slot that the rule uses must be as long as the master weights, and an unused one empty.
 pub fn update(isa: Isa, scalars: &Scalars, gradient: Gradient<'_>, state: State<'_>, image: ImageMut<'_>) {
     let count = gradient.len();
     let slots = scalars.rule().state_slots();
@@ -53,18 +54,12 @@ pub fn update(isa: Isa, scalars: &Scalars, gradient: Gradient<'_>, state: State<
 }
 
 /// `accumulator = gradient`, as f32.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
 pub fn widen(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
     assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
     dispatch!(isa, widen(gradient, accumulator))
 }
 
 /// `accumulator += gradient`, as f32.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
 pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
     assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
     dispatch!(isa, accumulate(gradient, accumulator))
@@ -72,26 +67,17 @@ pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
 
 /// Returns the statistics of a gradient as it came. Statistics of two halves do not add up to the bits of the
 /// whole slice's.
-///
-/// # Panics
-/// If this CPU does not have `isa`.
 pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
     dispatch!(isa, statistics(gradient))
 }
 
 /// Runs [`accumulate`], then takes [`statistics`] of the accumulator, in one pass.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
 pub fn accumulate_statistics(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) -> Statistics {
     assert_eq!(accumulator.len(), gradient.len(), "accumulator against gradient");
     dispatch!(isa, accumulate_statistics(gradient, accumulator))
 }
 
 /// Rounds weights to an image's format, to nearest and ties to even.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
 pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
     assert_eq!(image.len(), source.len(), "image against source");
     dispatch!(isa, cast(source, image))
@@ -105,9 +91,8 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
 /// the index of an element alone.
 ///
 /// # Panics
-/// If lengths differ, or if this CPU does not have `isa`. Panics if the range or its beginning is not a
-/// multiple of blocks, or if segments leave gaps or differ in their rule. A state slot that the rule uses
-/// must be there, and an unused one empty.
+/// If the range or its beginning is not a multiple of blocks, or if segments leave gaps or differ in their
+/// rule. A state slot that the rule uses must be there, and an unused one empty.
 pub fn update_low(
     isa: Isa,
     segments: &[(Range<usize>, &Scalars)],
@@ -121,18 +106,12 @@ pub fn update_low(
 }
 
 /// Decodes a moment whose 8-bit codes are `code`.
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
 pub fn decode(isa: Isa, code: Code, moment: Moment<'_>, to: &mut [f32]) {
     moment.check("moment", to.len());
     dispatch!(isa, decode(code, moment, to))
 }
 
 /// Encodes a moment, rounded to nearest (bf16: ties to even; 8 bits: ties away from zero).
-///
-/// # Panics
-/// If lengths differ or this CPU does not have `isa`.
 pub fn encode(isa: Isa, code: Code, from: &[f32], moment: MomentMut<'_>) {
     moment.as_ref().check("moment", from.len());
     match moment {

@@ -26,15 +26,11 @@ impl<'a> Gradient<'a> {
         Gradient::Bf16(elements.into())
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Gradient::F32(elements) => elements.len(),
             Gradient::F16(elements) | Gradient::Bf16(elements) => elements.len(),
         }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     pub fn slice(&self, range: Range<usize>) -> Gradient<'a> {
@@ -55,15 +51,11 @@ pub enum ImageMut<'a> {
 }
 
 impl ImageMut<'_> {
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             ImageMut::F32(elements) => elements.len(),
             ImageMut::F16(elements) | ImageMut::Bf16(elements) => elements.len(),
         }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// The bytes, as workers pull them.

@@ -6,7 +6,7 @@ use longshore_proto::{
     ChunkId, ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version,
 };
 
-use super::{bitmap::Bitmap, refusal::Refusal};
+use super::refusal::Refusal;
 use crate::ids::{Contributor, GradientSlot};
 
 /// Verdict on a chunk that this slot may hold.
@@ -32,11 +32,12 @@ struct Receipt {
 /// Buffer of one rank, which holds one micro-step at a time.
 #[derive(Clone, Debug)]
 struct RankSlot {
-    stored: Bitmap,
-    writing: Bitmap,
+    /// By chunk, as `writing` and `sent`. A repeated chunk must not count twice, so nothing is a counter.
+    stored: Vec<bool>,
+    writing: Vec<bool>,
     /// The newest process that sent chunks of the last micro-step, and those chunks, held or not needed any more.
     sent_by: Incarnation,
-    sent: Bitmap,
+    sent: Vec<bool>,
     /// Receipts by micro-step and chunk, kept until the step is decided. A repeated chunk of a summed
     /// micro-step can so be told from a conflicting chunk. Receipts take 24 bytes for each MiB received.
     receipts: Vec<Vec<Option<Receipt>>>,
@@ -74,7 +75,7 @@ pub(super) struct ShardProgress {
 
 impl RankSlot {
     fn new(chunks: u32) -> RankSlot {
-        let [stored, writing, sent] = [(); 3].map(|()| Bitmap::new(chunks));
+        let [stored, writing, sent] = [(); 3].map(|()| vec![false; chunks as usize]);
         RankSlot { stored, writing, sent_by: Incarnation::default(), sent, receipts: Vec::new() }
     }
 
@@ -90,12 +91,12 @@ impl RankSlot {
 
     fn set_writing(&mut self, chunk: &ContributionChunk, value: bool) {
         for index in self.covered(chunk) {
-            self.writing.set(index, value);
+            self.writing[index as usize] = value;
         }
     }
 
     fn is_writing(&self, chunk: &ContributionChunk) -> bool {
-        self.covered(chunk).any(|index| self.writing.get(index))
+        self.covered(chunk).any(|index| self.writing[index as usize])
     }
 
     /// Returns the verdict on a chunk that is held already. A restarted process may compute other bits for a
@@ -122,14 +123,15 @@ impl RankSlot {
     fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
         let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
         let here = |index: u32| {
-            self.receipt(MicroStep(before), index).is_some() || (before == current && self.writing.get(index))
+            self.receipt(MicroStep(before), index).is_some()
+                || (before == current && self.writing[index as usize])
         };
         self.covered(chunk).find(|&index| !here(index)).map(ChunkId)
     }
 
     /// The chunks that the message brings.
     fn covered(&self, chunk: &ContributionChunk) -> Range<u32> {
-        if chunk.lent { 0..self.stored.len() } else { chunk.chunk.0..chunk.chunk.0 + 1 }
+        if chunk.lent { 0..self.stored.len() as u32 } else { chunk.chunk.0..chunk.chunk.0 + 1 }
     }
 }
 
@@ -192,10 +194,10 @@ impl StepSlot {
         let crc32 = (!chunk.lent).then_some(chunk.crc32);
         let receipt = Receipt { crc32, incarnation: chunk.incarnation };
         for index in rank.covered(chunk) {
-            rank.stored.set(index, true);
+            rank.stored[index as usize] = true;
             rank.receipts[chunk.contribution.micro_step.0 as usize][index as usize] = Some(receipt);
         }
-        self.summing = self.ranks.iter().all(|rank| rank.stored.is_full());
+        self.summing = self.ranks.iter().all(|rank| !rank.stored.contains(&false));
         self.summing
     }
 
@@ -204,17 +206,17 @@ impl StepSlot {
         let rank = &mut self.ranks[contributor.index()];
         if rank.sent_by != chunk.incarnation {
             rank.sent_by = chunk.incarnation;
-            rank.sent.clear();
+            rank.sent.fill(false);
         }
         for index in rank.covered(chunk) {
-            rank.sent.set(index, true);
+            rank.sent[index as usize] = true;
         }
     }
 
     /// Returns true if the process has sent its whole gradient of the step, which it may have computed in vain.
     pub(super) fn has_sent(&self, contributor: Contributor, process: Incarnation) -> bool {
         let rank = &self.ranks[contributor.index()];
-        rank.sent_by == process && rank.sent.is_full()
+        rank.sent_by == process && !rank.sent.contains(&false)
     }
 
     /// Returns true if a sum contains the micro-step, or is being formed of it.
@@ -232,7 +234,7 @@ impl StepSlot {
     /// Forgets a step for which the slot holds nothing any more. A chunk that did not arrive then does not
     /// settle the step's loss scale.
     fn free_if_untouched(&mut self) {
-        let untouched = |rank: &RankSlot| rank.stored.is_empty() && rank.writing.is_empty();
+        let untouched = |rank: &RankSlot| !rank.stored.contains(&true) && !rank.writing.contains(&true);
         if self.summed == 0 && self.ranks.iter().all(untouched) {
             self.free();
         }
@@ -250,7 +252,7 @@ impl StepSlot {
         self.complete = self.summed == micro_steps;
         self.nonfinite = nonfinite.filter(|_| self.complete);
         for rank in &mut self.ranks {
-            rank.stored.clear();
+            rank.stored.fill(false);
         }
         self.complete
     }
@@ -271,24 +273,24 @@ impl StepSlot {
         for rank in &mut self.ranks {
             rank.receipts.clear();
             rank.sent_by = Incarnation::default();
-            rank.sent.clear();
+            rank.sent.fill(false);
         }
     }
 
     /// Returns true if a sum or an update still needs a contributor's buffer.
     pub(super) fn holds(&self, contributor: Contributor) -> bool {
-        self.complete || self.in_use(contributor) || !self.ranks[contributor.index()].stored.is_empty()
+        self.complete || self.in_use(contributor) || self.ranks[contributor.index()].stored.contains(&true)
     }
 
     /// Returns true while a chunk of this contributor is being written or its buffer is being read.
     pub(super) fn in_use(&self, contributor: Contributor) -> bool {
-        self.summing || !self.ranks[contributor.index()].writing.is_empty()
+        self.summing || self.ranks[contributor.index()].writing.contains(&true)
     }
 
     /// Forgets the contributions of the job's lone rank: its new process starts the step over.
     pub(super) fn start_over(&mut self) {
         self.free();
-        self.ranks.iter_mut().for_each(|rank| rank.stored.clear());
+        self.ranks.iter_mut().for_each(|rank| rank.stored.fill(false));
     }
 
     /// Forgets an earlier incarnation's contributions that no sum contains yet: the rank's new process may
@@ -297,7 +299,7 @@ impl StepSlot {
         let current = self.summed as usize;
         let slot = &mut self.ranks[contributor.index()];
         if !self.complete {
-            slot.stored.clear();
+            slot.stored.fill(false);
             slot.receipts.truncate(current);
         }
         self.free_if_untouched();
@@ -309,7 +311,7 @@ impl StepSlot {
             return Vec::new();
         }
         let ranks = Contributor::all(self.ranks.len()).zip(&self.ranks);
-        ranks.filter(|(_, rank)| !rank.stored.is_full()).map(|(contributor, _)| contributor).collect()
+        ranks.filter(|(_, rank)| rank.stored.contains(&false)).map(|(contributor, _)| contributor).collect()
     }
 }
 

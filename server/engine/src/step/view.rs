@@ -1,4 +1,4 @@
-//! Questions to the machine that change nothing.
+//! Questions to the machine that change nothing, and their answers.
 
 use longshore_proto::{
     Commit, DECISION_AWAITED, Incarnation, LeftOut, MicroStep, Origin, Rank, ShardId, Step, Version,
@@ -6,11 +6,48 @@ use longshore_proto::{
 
 use super::{
     machine::{Decided, Machine, Phase},
-    progress::{Progress, RankProgress},
     refusal::Refusal,
     shard::ShardProgress,
 };
 use crate::ids::{Contributor, OwnedShard, OwnedShards};
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    pub phase: Phase,
+    /// The number of decided steps.
+    pub version: Version,
+    /// The number of decided steps that updated: Adam's t.
+    pub applied: u64,
+    pub last_commit: Option<Commit>,
+    /// At version 0: the parameters whose state has had fewer updates than `applied`.
+    pub left_out: Vec<LeftOut>,
+    /// The shards that still lack weights, while the job is loading.
+    pub missing: Vec<ShardId>,
+    /// The checkpoint that the job is filled from, while it is loading.
+    pub restoring: Option<Restoring>,
+}
+
+/// A restore that has begun and not started the job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Restoring {
+    pub checkpoint: String,
+    /// The number of shards loaded so far.
+    pub shards: u32,
+    /// All shards are loaded, and the job waits to be started.
+    pub held: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankProgress {
+    pub rank: Rank,
+    /// None if the rank never joined this server.
+    pub incarnation: Option<Incarnation>,
+    pub left: bool,
+    /// The version at which this incarnation joined.
+    pub joined_at: Version,
+    /// The newest step to which this rank has contributed.
+    pub last_step: Step,
+}
 
 impl Machine {
     pub fn phase(&self) -> &Phase {

@@ -8,7 +8,6 @@
 mod account;
 mod cpus;
 mod phase;
-mod seats;
 #[cfg(test)]
 mod tests;
 
@@ -28,8 +27,8 @@ use std::{
 pub use self::{account::Account, cpus::available_threads};
 use self::{
     account::{Meter, Queue},
+    cpus::{Seat, seats},
     phase::{Phase, share},
-    seats::{Seat, seats},
 };
 use crate::{
     lock,

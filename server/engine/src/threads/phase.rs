@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU64, Ordering};
 
-use super::seats::Seat;
+use super::cpus::Seat;
 
 /// Remaining blocks of each seat.
 pub(super) struct Phase {

@@ -9,7 +9,7 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    job::{Admitted, Compute, Exported, ImageRead, Job, Lent, Piece, Stored, UploadChunk},
+    job::{Admitted, Compute, Exported, Job, Lent, Piece, Stored, UploadChunk},
     kernels::Isa,
     memory::Source,
     step::Work,
@@ -88,14 +88,15 @@ impl Cluster {
             job.map(Arc::new)
         };
         let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
-        let works = jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.take_unfinished())).collect();
+        let works =
+            jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.protocol.take_unfinished())).collect();
         let arrivals = jobs.iter().map(|job: &Arc<Job>| {
             let (sender, arrivals) = mpsc::channel();
-            job.on_arrival(Box::new(move || _ = sender.send(())));
+            job.gradients.on_arrival(Box::new(move || _ = sender.send(())));
             Mutex::new(arrivals)
         });
         let arrivals = arrivals.collect();
-        let known = |rank: usize| jobs.iter().filter_map(|job| job.ranks()[rank].incarnation).max();
+        let known = |rank: usize| jobs.iter().filter_map(|job| job.protocol.ranks()[rank].incarnation).max();
         let incarnations =
             (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
         Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, arrivals, incarnations })
@@ -119,7 +120,7 @@ impl Cluster {
         incarnation.0 += 1;
         for job in &self.jobs {
             assert_eq!(job.join(Rank(rank), *incarnation), Ok(true));
-            job.keep_joined().unwrap();
+            job.protocol.keep_joined().unwrap();
         }
     }
 
@@ -134,33 +135,19 @@ impl Cluster {
         }
     }
 
-    /// Fills the job with arrays of the whole flat space, made by `applied` updates.
-    pub(crate) fn upload_state(&self, state: &[Vec<f32>], applied: u64) {
-        self.upload_uneven(state, applied, &[]);
-    }
-
-    /// Like [`Cluster::upload_state`], for state of which some parameters had fewer updates.
-    pub(crate) fn upload_uneven(&self, state: &[Vec<f32>], applied: u64, left_out: &[LeftOut]) {
+    /// Fills the job with arrays of the whole flat space, made by `applied` updates, and fewer of the parameters in
+    /// `left_out`.
+    pub(crate) fn upload_state(&self, state: &[Vec<f32>], applied: u64, left_out: &[LeftOut]) {
         for (&array, values) in StateArray::of(self.spec.rule).iter().zip(state) {
             let bytes = super::encode(values, Dtype::F32);
             for shard in (0..self.layout.shards()).map(ShardId) {
-                self.upload_part(array, &bytes, shard, (applied, left_out)).unwrap();
+                self.upload_array(array, &bytes, shard, (applied, left_out)).unwrap();
             }
         }
     }
 
     /// Uploads a shard's part of an array of the whole flat space.
     pub(crate) fn upload_array(
-        &self,
-        array: StateArray,
-        bytes: &[u8],
-        shard: ShardId,
-        applied: u64,
-    ) -> Result<(), Fault> {
-        self.upload_part(array, bytes, shard, (applied, &[]))
-    }
-
-    pub(crate) fn upload_part(
         &self,
         array: StateArray,
         bytes: &[u8],
@@ -265,7 +252,7 @@ impl Cluster {
         let stored = if chunk.lent { lend(job, chunk, payload)? } else { job.store(chunk, payload)? };
         if let Stored::New(work) = stored {
             self.works[server].extend(work);
-            if job.spills_gradients() && !chunk.lent {
+            if job.gradients.are_spilled() && !chunk.lent {
                 self.arrivals[server]
                     .lock()
                     .unwrap()
@@ -332,9 +319,9 @@ impl Cluster {
                 self.jobs[server].perform(&mut self.works[server])?;
             }
             let job = &self.jobs[server];
-            while job.durable() < job.progress().version {
+            while job.protocol.durable() < job.progress().version {
                 assert!(Instant::now() < deadline, "never durable");
-                job.settle(deadline)?;
+                job.protocol.settle(deadline)?;
                 job.statistics(
                     self.placement.owned(ServerId(server as u32))[0],
                     job.progress().version.next_step(),
@@ -393,45 +380,13 @@ impl Cluster {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
         let job = &self.jobs[self.owner(shard)];
         job.check_slice(&slice, self.spec.image_dtype)?;
-        let mut bytes: Option<Vec<u8>> = None;
-        let mut take = |part: &[u8]| bytes.get_or_insert_default().extend_from_slice(part);
-        let read = job.read_image(&slice, Version(version), &mut take)?;
-        assert_eq!(bytes.is_some(), read == ImageRead::Done);
-        Ok(bytes)
+        Ok(job.copy_image(&slice, Version(version))?.map(|pulled| pulled.bytes))
     }
 
     /// Returns a shard's part of an array of the whole flat space with `size` bytes an element.
     pub(crate) fn part<'a>(&self, flat: &'a [u8], shard: ShardId, size: usize) -> &'a [u8] {
         let range = self.layout.shard_range(shard);
         &flat[range.start as usize * size..range.end as usize * size]
-    }
-
-    /// Returns master weights, first and second moments of the whole flat space.
-    pub(crate) fn state(&self) -> [Vec<f32>; 3] {
-        let mut shards: BTreeMap<ShardId, [Vec<f32>; 3]> = BTreeMap::new();
-        for job in &self.jobs {
-            let (snapshot, layout) = job.begin_checkpoint(None).unwrap();
-            let keep = |piece: &Piece| {
-                let arrays = shards.entry(piece.shard).or_default();
-                let frozen = self.layout.is_frozen(piece.shard);
-                for block in piece.blocks() {
-                    let state = layout.cut(block, frozen).state;
-                    if frozen {
-                        // A frozen shard has weights alone. Zeros stand for the moments that it lacks.
-                        arrays[0].extend(super::decode(state[0], self.spec.image_dtype));
-                        let moments = arrays[1..].iter_mut().take(self.spec.rule.state_slots());
-                        moments.for_each(|array| array.resize(array.len() + BLOCK, 0.0));
-                        continue;
-                    }
-                    for (array, bytes) in arrays.iter_mut().zip(state) {
-                        array.extend_from_slice(bytemuck::cast_slice(bytes));
-                    }
-                }
-                Ok(())
-            };
-            snapshot.run(soon(), keep).unwrap();
-        }
-        [0, 1, 2].map(|array| shards.values().flat_map(|arrays| arrays[array].iter().copied()).collect())
     }
 }
 

@@ -175,31 +175,31 @@ fn resume_needs_a_pause_and_a_loss_scale_that_may_change() {
     let midway = Midway::new();
     let job = &midway.cluster.jobs[0];
     check(
-        &job.resume(None, 0.0).unwrap_err(),
+        &job.protocol.resume(None, 0.0).unwrap_err(),
         (Precondition, "job.phase", &["training", "paused", "nothing to resume"]),
     );
     for (incarnation, kind) in [(0, Fenced), (1, Precondition)] {
-        let result = job.pause(Incarnation(incarnation), "overflow 20 times");
+        let result = job.protocol.pause(Incarnation(incarnation), "overflow 20 times");
         assert_eq!(result.is_err(), kind == Fenced);
     }
     check(
-        &job.pause(Incarnation(1), &"x".repeat(4097)).unwrap_err(),
+        &job.protocol.pause(Incarnation(1), &"x".repeat(4097)).unwrap_err(),
         (Invalid, "reason", &["4097 bytes", "at most 4096"]),
     );
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
-        check(&job.resume(None, bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
+        check(&job.protocol.resume(None, bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
     }
     // The pause came without a decision, so a rank may be computing with version 1's scale.
-    let fault = job.resume(None, 4.0).unwrap_err();
+    let fault = job.protocol.resume(None, 4.0).unwrap_err();
     check(&fault, (Precondition, "loss_scale", &["is 4", "must be 0", "version 1", "without a loss scale"]));
-    let fault = job.resume(Some(Version(2)), 0.0).unwrap_err();
+    let fault = job.protocol.resume(Some(Version(2)), 0.0).unwrap_err();
     check(&fault, (Precondition, "version", &["is 2", "at most 1", "resume again"]));
-    assert_eq!(job.resume(Some(Version(0)), 0.0), Ok(true), "that one has ended");
-    assert_eq!(job.pauses(), (1, 0, 0.0));
+    assert_eq!(job.protocol.resume(Some(Version(0)), 0.0), Ok(true), "that one has ended");
+    assert_eq!(job.protocol.pauses(), (1, 0, 0.0));
     for _ in 0..2 {
-        assert_eq!(job.resume(Some(Version(1)), 0.0), Ok(true));
+        assert_eq!(job.protocol.resume(Some(Version(1)), 0.0), Ok(true));
     }
-    assert_eq!(job.pauses(), (1, 1, 0.0));
+    assert_eq!(job.protocol.pauses(), (1, 1, 0.0));
     midway.finish();
 }
 
@@ -221,24 +221,24 @@ fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     };
     let paused: Expected =
         (Precondition, "job.phase", &["is paused", "must be training", "step 2 overflowed"]);
-    let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].pauses());
+    let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.pauses());
     check(&chunk(&cluster, 3).unwrap_err(), paused);
     assert_eq!(chunk(&cluster, 2), Ok(longshore_engine::job::Stored::Decided));
     check(&cluster.commit(&commit(&spec, 3)).unwrap_err(), paused);
     assert_eq!(cluster.commit(&pausing), Ok(vec![true, true]), "what paused it, once more");
-    assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].pauses()), before);
+    assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.pauses()), before);
     assert_eq!(cluster.hash(), reference.hash());
     assert!(cluster.image(ShardId(0), 2).unwrap().is_some());
     assert!(cluster.jobs[0].statistics(ShardId(0), Step(3)).unwrap().is_none());
     for job in &cluster.jobs {
-        assert_eq!(job.resume(Some(Version(2)), 8.0), Ok(true));
-        assert_eq!(job.resume(Some(Version(2)), 8.0), Ok(true), "the same again");
-        assert_eq!(job.resume(Some(Version(2)), 0.0), Ok(true), "or with what counts");
-        let fault = job.resume(Some(Version(2)), 4.0).unwrap_err();
+        assert_eq!(job.protocol.resume(Some(Version(2)), 8.0), Ok(true));
+        assert_eq!(job.protocol.resume(Some(Version(2)), 8.0), Ok(true), "the same again");
+        assert_eq!(job.protocol.resume(Some(Version(2)), 0.0), Ok(true), "or with what counts");
+        let fault = job.protocol.resume(Some(Version(2)), 4.0).unwrap_err();
         check(&fault, (Conflict, "loss_scale", &["is 4", "8, with which the job was resumed already"]));
         let last = job.progress().last_commit.unwrap();
         assert_eq!((last.loss_scale, last.pause_reason.as_str()), (8.0, ""));
-        assert_eq!(job.commits_after(Step(1)), Some(vec![last]));
+        assert_eq!(job.protocol.commits_after(Step(1)), Some(vec![last]));
     }
     let fault = chunk(&cluster, 3).unwrap_err();
     check(&fault, (Conflict, "loss_scale", &["is 1 (step 3", "must be 8, that of the version"]));

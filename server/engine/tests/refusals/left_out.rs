@@ -97,7 +97,7 @@ fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
     cluster.works[1 - owner].extend(work);
     // The next process of rank 0 finds the servers at different versions.
     let next = Incarnation(first.0 + 1);
-    cluster.jobs.iter().for_each(|job| job.fence(Rank(0), next).unwrap());
+    cluster.jobs.iter().for_each(|job| job.protocol.fence(Rank(0), next).unwrap());
     let (_, work) = here.commit(next, decision).unwrap();
     cluster.works[owner].extend(work);
     cluster.work();
@@ -105,7 +105,7 @@ fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
     expected.commit(&decision).unwrap();
     expected.work();
     let versions: Vec<_> = cluster.jobs.iter().map(|job| job.progress().version.0).collect();
-    assert_eq!((versions, cluster.state()), (vec![1, 1], expected.state()));
+    assert_eq!((versions, cluster.exported()), (vec![1, 1], expected.exported()));
 }
 
 /// Jobs without `leave_out` treat -0 as a number.

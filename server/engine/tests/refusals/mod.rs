@@ -77,7 +77,13 @@ impl Midway {
     fn view(&self) -> String {
         let jobs = self.cluster.jobs.iter();
         let view = |job: &std::sync::Arc<longshore_engine::job::Job>| {
-            format!("{:?} {:?} {:?} {:?}", job.progress(), job.ranks(), job.waiting_for(), job.traffic())
+            format!(
+                "{:?} {:?} {:?} {:?}",
+                job.progress(),
+                job.protocol.ranks(),
+                job.protocol.waiting_for(),
+                job.traffic()
+            )
         };
         jobs.map(view).collect::<Vec<_>>().join("\n")
     }

@@ -91,18 +91,16 @@ fn a_slice_lies_inside_its_shard() {
     for foreign in [1, 3, u32::MAX] {
         let fault = job.check_slice(&slice(foreign, 0, 1), Dtype::Bf16).unwrap_err();
         check(&fault, (NotFound, "shard", &["of 3 in the job"]));
-        let read = job.read_image(&slice(foreign, 0, 1), Version(1), &mut |_| panic!("nothing to read"));
-        check(&read.unwrap_err(), (NotFound, "shard", &["of 3 in the job"]));
+        let fault = job.copy_image(&slice(foreign, 0, 1), Version(1)).err().unwrap();
+        check(&fault, (NotFound, "shard", &["of 3 in the job"]));
     }
     for dtype in [Dtype::F32, Dtype::F16] {
         let fault = job.check_slice(&slice(0, 0, 1), dtype).unwrap_err();
         check(&fault, (Invalid, "dtype", &["bf16, as the job was opened"]));
         assert_eq!(fault.value, dtype.name());
     }
-    let mut middle = Vec::new();
-    let read = &mut |bytes: &[u8]| middle = bytes.to_vec();
     job.check_slice(&slice(0, 11, 13), Dtype::Bf16).unwrap();
-    job.read_image(&slice(0, 11, 13), Version(1), read).unwrap();
-    assert_eq!(middle, midway.cluster.image(ShardId(0), 1).unwrap().unwrap()[22..48]);
+    let middle = job.copy_image(&slice(0, 11, 13), Version(1)).unwrap().unwrap();
+    assert_eq!(middle.bytes, midway.cluster.image(ShardId(0), 1).unwrap().unwrap()[22..48]);
     midway.finish();
 }

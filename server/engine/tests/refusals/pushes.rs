@@ -100,7 +100,7 @@ fn a_rank_pushes_its_own_partitions_and_no_other() {
     chunk.incarnation = cluster.incarnations[0];
     let fault = cluster.jobs[0].store(&chunk, payload).unwrap_err();
     check(&fault, (Invalid, "rank", &["rank is 0 (step 1", "contributors, [1]", "spec.partitions"]));
-    assert!(cluster.jobs[0].waiting_for().unwrap().ends_with("shard 0 from rank 1"));
+    assert!(cluster.jobs[0].protocol.waiting_for().unwrap().ends_with("shard 0 from rank 1"));
 }
 
 #[test]
@@ -147,9 +147,12 @@ fn ranks_compute_a_micro_step_with_one_version() {
         ],
     );
     assert_eq!(of(&cluster, 0, 0, 2), Ok(Stored::New(None)));
-    let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].waiting_for());
+    let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.waiting_for());
     check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
-    assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].waiting_for()), before);
+    assert_eq!(
+        format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.waiting_for()),
+        before
+    );
     // A client that names no version is compared with no rank. A process that joins agrees anew.
     assert_eq!(of(&cluster, 1, 0, 0), Ok(Stored::New(None)));
     cluster.join(1);
@@ -196,7 +199,7 @@ fn ranks_must_have_joined_and_not_been_replaced() {
         &cluster.store(&chunk, payload).unwrap_err(),
         (Precondition, "rank", &["rank is 1", "joined", "Training.Join"]),
     );
-    assert!(cluster.jobs[0].waiting_for().unwrap().contains("rank 1 (never joined)"));
+    assert!(cluster.jobs[0].protocol.waiting_for().unwrap().contains("rank 1 (never joined)"));
     cluster.join(1);
     cluster.join(1);
     let fault = cluster.jobs[0].join(Rank(1), Incarnation(1)).unwrap_err();
@@ -219,7 +222,7 @@ fn a_job_that_is_loading_takes_no_gradient() {
     check(&cluster.commit(&super::commit(&spec, 1)).unwrap_err(), expected);
     check(&cluster.image(ShardId(0), 0).unwrap_err(), expected);
     check(&cluster.jobs[0].statistics(ShardId(0), Step(1)).unwrap_err(), expected);
-    check(&cluster.jobs[0].pause(Incarnation(1), "why").unwrap_err(), expected);
+    check(&cluster.jobs[0].protocol.pause(Incarnation(1), "why").unwrap_err(), expected);
 }
 
 fn isa() -> longshore_engine::kernels::Isa {

@@ -118,8 +118,8 @@ fn one_job_is_not_filled_from_two_states() {
     let bytes = encode_f32(&initial);
     let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
     cluster.join(0);
-    cluster.upload_array(StateArray::Master, &bytes, ShardId(0), 7).unwrap();
-    let fault = cluster.upload_array(StateArray::Master, &bytes, ShardId(0), 8).unwrap_err();
+    cluster.upload_array(StateArray::Master, &bytes, ShardId(0), (7, &[])).unwrap();
+    let fault = cluster.upload_array(StateArray::Master, &bytes, ShardId(0), (8, &[])).unwrap_err();
     check(&fault, (Conflict, "applied", &["is 8", "be 7, as in the chunks before", "delete the job"]));
     let part = &bytes[..1 << 20];
     let fault =
@@ -127,7 +127,7 @@ fn one_job_is_not_filled_from_two_states() {
     check(&fault, (Conflict, "applied", &["absent (weights alone)", "be 7"]));
     // A shard still lacks its moments.
     assert_eq!(cluster.jobs[0].progress().missing, vec![ShardId(0), ShardId(2)]);
-    cluster.upload_state(&[initial.clone(), initial.clone(), vec![0.0; initial.len()]], 7);
+    cluster.upload_state(&[initial.clone(), initial.clone(), vec![0.0; initial.len()]], 7, &[]);
     assert_eq!(cluster.jobs[0].progress().applied, 7);
 }
 

@@ -37,7 +37,7 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
         assert_eq!(job.statistics(shard, longshore_proto::Step(4)).unwrap_err(), first);
         assert_eq!(job.commit(cluster.incarnations[0], step_of(&spec, 4).1).unwrap_err(), first);
         assert_eq!(job.join(longshore_proto::Rank(0), longshore_proto::Incarnation(99)).unwrap_err(), first);
-        assert_eq!(job.durable().0, 2);
+        assert_eq!(job.protocol.durable().0, 2);
     }
     first
 }

@@ -15,7 +15,7 @@ use super::{
 
 /// Returns the rank's incarnation, and the version at which it joined.
 fn joined(cluster: &Cluster) -> (u64, u64) {
-    let rank = &cluster.jobs[0].ranks()[0];
+    let rank = &cluster.jobs[0].protocol.ranks()[0];
     (rank.incarnation.map_or(0, |incarnation| incarnation.0), rank.joined_at.0)
 }
 
@@ -50,14 +50,14 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
         // A third process that has only fenced ends the second process's rights for good. The third still has
         // to join.
-        cluster.jobs[0].fence(Rank(0), Incarnation(3)).unwrap();
-        cluster.jobs[0].keep_joined().unwrap();
+        cluster.jobs[0].protocol.fence(Rank(0), Incarnation(3)).unwrap();
+        cluster.jobs[0].protocol.keep_joined().unwrap();
         drop(cluster);
         let cluster = open(&spec, &dirs.storage).unwrap();
         assert_eq!(joined(&cluster), (3, 4), "{tier:?}");
         is_fenced(&cluster, 2);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(3)), Ok(true));
-        cluster.jobs[0].keep_joined().unwrap();
+        cluster.jobs[0].protocol.keep_joined().unwrap();
         if tier == TierKind::Shm {
             continue;
         }
@@ -78,7 +78,7 @@ fn a_step_back_fences_and_a_refused_one_changes_nothing() {
     let ended = Fault::new(FaultKind::Unavailable, "job", "stepping back", "open", "wait");
     let back = |incarnation, version, decided_by| {
         let [incarnation, decided_by] = [incarnation, decided_by].map(Incarnation);
-        cluster.jobs[0].end_for_step_back(incarnation, Version(version), decided_by, &ended)
+        cluster.jobs[0].protocol.end_for_step_back(incarnation, Version(version), decided_by, &ended)
     };
     let by = cluster.jobs[0].progress().last_commit.unwrap().decided_by.0;
     for (refused, kind) in [

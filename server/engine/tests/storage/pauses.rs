@@ -46,7 +46,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
         dirs.storage.disks = Some(Arc::new(disks.clone()));
         let cluster = paused(&spec, &dirs.storage);
         let before = disks.events().len();
-        assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true));
+        assert_eq!(cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5), Ok(true));
         let events = disks.events();
         assert!(events.len() > before, "a resume is kept before it is answered");
         drop(cluster);
@@ -66,7 +66,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
                 assert!(count < events.len() || found == over, "{failure:?}: the resume was answered");
                 assert_eq!(cluster.hash(), expected);
                 // A repeated resume changes nothing, or takes effect if the first one was lost.
-                assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true));
+                assert_eq!(cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5), Ok(true));
                 assert_eq!(self::found(&cluster), over);
             }
         }
@@ -87,24 +87,28 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
         };
         cluster = killed(cluster);
         assert_eq!(found(&cluster), (paused_for(REASON), 1.0, REASON.to_string()));
-        assert_eq!(cluster.jobs[0].pauses(), (1, 0, 0.0), "whoever watches is told");
-        cluster.jobs[0].resume(None, 0.5).unwrap();
+        assert_eq!(cluster.jobs[0].protocol.pauses(), (1, 0, 0.0), "whoever watches is told");
+        cluster.jobs[0].protocol.resume(None, 0.5).unwrap();
         cluster = killed(cluster);
         assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
-        assert_eq!(cluster.jobs[0].resume(Some(Version(2)), 0.5), Ok(true), "a late copy of the call");
+        assert_eq!(
+            cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5),
+            Ok(true),
+            "a late copy of the call"
+        );
         // Rank 0 alone asks for the pause, at the same version, and asks again.
         for round in 0..3 {
             cluster.join(0);
             let reason = format!("the data of round {round}");
-            assert_eq!(cluster.jobs[0].pause(cluster.incarnations[0], &reason), Ok(true));
+            assert_eq!(cluster.jobs[0].protocol.pause(cluster.incarnations[0], &reason), Ok(true));
             assert_eq!(
-                cluster.jobs[0].pause(cluster.incarnations[0], "another"),
+                cluster.jobs[0].protocol.pause(cluster.incarnations[0], "another"),
                 Ok(true),
                 "it keeps its reason"
             );
             cluster = killed(cluster);
             assert_eq!(found(&cluster), (paused_for(&reason), 0.5, String::new()));
-            cluster.jobs[0].resume(None, 0.0).unwrap();
+            cluster.jobs[0].protocol.resume(None, 0.0).unwrap();
             cluster = killed(cluster);
             assert_eq!(found(&cluster), (Phase::Training, 0.5, String::new()));
         }

@@ -148,7 +148,10 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     drop(started(&spec, &dirs.storage));
     fs::create_dir(dirs.folder(0).with_file_name("~deleted-0000000000000007-server-0-of-1")).unwrap();
     finish_interrupted(&dirs.storage.dirs);
-    assert_eq!(open(&spec, &dirs.storage).unwrap().jobs[0].ranks()[0].incarnation.map(|now| now.0), Some(1));
+    assert_eq!(
+        open(&spec, &dirs.storage).unwrap().jobs[0].protocol.ranks()[0].incarnation.map(|now| now.0),
+        Some(1)
+    );
 }
 
 /// A process may die between two directories of a new store: both folders are complete, and one is not in its

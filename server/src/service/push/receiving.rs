@@ -131,7 +131,7 @@ impl Receiving {
         let Some((_, place)) = &mut self.chunk else { return };
         let Ok(Destination::Slot(handle, writing)) = &place else { return };
         let ContributionChunk { contribution, incarnation, .. } = *writing.chunk();
-        if let Err(fault) = handle.job.check_rank(contribution.rank, incarnation) {
+        if let Err(fault) = handle.job.protocol.check_rank(contribution.rank, incarnation) {
             *place = Err(fault);
         }
     }

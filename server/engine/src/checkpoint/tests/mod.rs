@@ -71,7 +71,7 @@ impl Cluster {
             let server = ServerId(server);
             let job = Job::open(spec, placement, server, &budget, storage, compute, Box::new(|| {})).unwrap();
             let sender = sender.clone();
-            job.on_arrival(Box::new(move || _ = sender.send(())));
+            job.gradients.on_arrival(Box::new(move || _ = sender.send(())));
             job.join(Rank(0), RANK).unwrap();
             Arc::new(job)
         };
@@ -144,7 +144,7 @@ impl Cluster {
                 Stored::New(work) => perform(job, work),
                 other => panic!("{other:?}"),
             }
-            if job.spills_gradients() {
+            if job.gradients.are_spilled() {
                 let arrivals = self.arrivals.lock().unwrap();
                 arrivals.recv_timeout(Duration::from_secs(60)).expect("the chunk reaches the drives");
                 perform(job, job.collect().unwrap());
@@ -154,7 +154,7 @@ impl Cluster {
             let (_, work) = job.commit(RANK, commit(job.spec(), step)).unwrap();
             perform(job, work);
             let late = soon();
-            while job.durable() < Version(step) {
+            while job.protocol.durable() < Version(step) {
                 assert!(Instant::now() < late, "step {step} is not made durable");
                 std::thread::yield_now();
             }
@@ -181,7 +181,8 @@ impl Cluster {
                 let range = self.layout.shard_range(shard);
                 let slice = Slice { shard, offset: 0, elements: range.end - range.start };
                 let target = &mut whole[range.start as usize * 2..range.end as usize * 2];
-                job.read_image(&slice, version, &mut |bytes| target.copy_from_slice(bytes))?;
+                let pulled = job.copy_image(&slice, version)?.expect("the version is there");
+                target.copy_from_slice(&pulled.bytes);
             }
         }
         Ok(whole)

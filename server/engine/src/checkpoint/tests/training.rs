@@ -74,7 +74,7 @@ fn a_part_says_how_far_it_is_while_it_is_written() {
         let writing = scope.spawn(|| live.save(&store, "followed"));
         let mut seen = Vec::new();
         while !writing.is_finished() {
-            seen.extend(job.checkpoint_progress());
+            seen.extend(job.snapshots.checkpoint_progress());
             thread::yield_now();
         }
         writing.join().unwrap();
@@ -83,5 +83,5 @@ fn a_part_says_how_far_it_is_while_it_is_written() {
     let bytes = 12 << 23;
     assert!(seen.iter().all(|&(written, all)| written <= all && all >= bytes && all < bytes * 11 / 10));
     assert!(seen.iter().any(|&(written, all)| written > 0 && written < all), "{:?}", seen.last());
-    assert_eq!(job.checkpoint_progress(), None);
+    assert_eq!(job.snapshots.checkpoint_progress(), None);
 }

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// The alignment at which vector loads do not cross cache lines.
-pub(super) const LENT_ALIGNMENT: usize = 64;
+pub(in crate::job) const LENT_ALIGNMENT: usize = 64;
 
 /// Memory of a sender, who promises to leave it unchanged until the step's update is done. A sender that
 /// breaks the promise spoils the weights of its own job, as it could with any gradient. Nothing else suffers:
@@ -41,14 +41,14 @@ impl Contribution {
     }
 
     /// Releases borrowed memory, and returns the job's own memory to copy into.
-    pub(super) fn own(&mut self) -> &mut [u8] {
+    pub(in crate::job) fn own(&mut self) -> &mut [u8] {
         self.lent = None;
         self.region.bytes_mut()
     }
 
     /// Takes the statistics of the blocks that end in `copied`: these bytes were just copied and are still in
     /// cache. To read the whole gradient from memory later would cost a tenth of receiving it over loopback.
-    pub(super) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
+    pub(in crate::job) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
         self.statistics.resize(blocks, None);
         for (block, statistics) in statistics_within(self.region.bytes(), copied, dtype, isa) {
@@ -94,12 +94,12 @@ impl Contribution {
         if self.lent.is_some() { None } else { self.statistics.get(block).copied().flatten() }
     }
 
-    pub(super) fn lend(&mut self, lent: Arc<dyn Lent>) {
+    pub(in crate::job) fn lend(&mut self, lent: Arc<dyn Lent>) {
         self.lent = Some(lent);
     }
 
     /// Copies a lent gradient, for a job that cannot use it where it lies.
-    pub(super) fn copy(&mut self, lent: &dyn Lent) {
+    pub(in crate::job) fn copy(&mut self, lent: &dyn Lent) {
         self.statistics.clear();
         lent.bytes().copy_to(self.own());
     }
@@ -119,7 +119,7 @@ impl Contribution {
 }
 
 /// The statistics of the blocks of `bytes` that end in `copied`, each with the block's index.
-pub(super) fn statistics_within(
+pub(in crate::job) fn statistics_within(
     bytes: &[u8],
     copied: Range<usize>,
     dtype: Dtype,

@@ -1,25 +1,20 @@
 //! A job's gradients: contributions, their sums and their statistics, whether in DRAM, lent, or on drives.
 
 mod contribution;
-mod left_out;
-mod receive;
 pub(super) mod spilled;
 mod sum;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, atomic::AtomicU64};
 
-use longshore_proto::{JobSpec, Layout, Rank, ShardId, Step};
+use longshore_proto::{Rank, Step};
 
-pub use self::{
-    contribution::Lent,
-    receive::{Admitted, Stored, Writing, check_sum},
-};
+pub use self::contribution::Lent;
 pub(super) use self::{
-    contribution::{Contribution, cast},
-    spilled::SpilledGradients,
-    sum::take_sums,
+    contribution::{Contribution, LENT_ALIGNMENT, cast, statistics_within},
+    spilled::{SpilledGradients, Staged},
+    sum::{first_nonfinite, take_sums},
 };
-use super::compute::Compute;
+use super::{compute::Compute, share::Share};
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard, OwnedShards},
     kernels::Statistics,
@@ -30,14 +25,14 @@ use crate::{
 
 /// The gradients of the steps in flight. Each buffer has a lock of its own. A thread that holds one never
 /// waits for the machine's lock.
-pub(super) struct Gradients {
-    spec: Arc<JobSpec>,
-    layout: Arc<Layout>,
-    owned: Vec<ShardId>,
+pub struct Gradients {
+    share: Arc<Share>,
     compute: Arc<Compute>,
     shards: Vec<ShardGradients>,
     /// Present in a job whose gradients live on drives.
-    spilled: Option<SpilledGradients>,
+    pub(super) spilled: Option<SpilledGradients>,
+    /// Bytes of payload that were pushed since the job was opened here.
+    pub(super) pushed_bytes: AtomicU64,
 }
 
 /// The gradients of one shard, by gradient slot.
@@ -55,23 +50,30 @@ pub(super) struct ShardGradients {
 
 impl Gradients {
     pub(super) fn new(
-        (spec, layout): (&Arc<JobSpec>, &Arc<Layout>),
-        owned: &[ShardId],
+        share: &Arc<Share>,
         compute: &Arc<Compute>,
         shards: Vec<ShardGradients>,
         spilled: Option<SpilledGradients>,
     ) -> Gradients {
-        let (spec, layout, owned) = (Arc::clone(spec), Arc::clone(layout), owned.to_vec());
-        Gradients { spec, layout, owned, compute: Arc::clone(compute), shards, spilled }
+        let (share, compute) = (Arc::clone(share), Arc::clone(compute));
+        Gradients { share, compute, shards, spilled, pushed_bytes: AtomicU64::new(0) }
+    }
+
+    /// Returns true if gradients that are not lent live on drives.
+    pub fn are_spilled(&self) -> bool {
+        self.spilled.is_some()
+    }
+
+    /// Sets `arrival`, which is called on any thread whenever `Job::collect` has something to do. May be set
+    /// once, before the first chunk comes.
+    pub fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
+        if let Some(spilled) = &self.spilled {
+            spilled.on_arrival(arrival);
+        }
     }
 
     pub(super) fn written_bytes(&self) -> u64 {
         self.spilled.as_ref().map_or(0, SpilledGradients::written_bytes)
-    }
-
-    /// The gradient slot that a step uses.
-    pub(super) fn slot(&self, step: Step) -> GradientSlot {
-        GradientSlot::of(step, self.spec.gradient_slots())
     }
 
     pub(super) fn contribution(
@@ -83,16 +85,6 @@ impl Gradients {
         &self.shards[owned.index()].contributions[slot.index()][contributor.index()]
     }
 
-    /// The ranks that contribute to a shard.
-    pub(super) fn contributors(&self, owned: OwnedShard) -> &[Rank] {
-        self.layout.contributors(self.owned[owned.index()])
-    }
-
-    /// Returns true if a shard's contributions are summed.
-    pub(super) fn accumulates(&self, owned: OwnedShard) -> bool {
-        self.spec.accumulates(self.contributors(owned))
-    }
-
     pub(super) fn accumulator(&self, owned: OwnedShard, slot: GradientSlot) -> Option<&Mutex<Region>> {
         self.shards[owned.index()].accumulators[slot.index()].as_ref()
     }
@@ -101,21 +93,30 @@ impl Gradients {
         lock(&self.shards[owned.index()].statistics[slot.index()]).clone()
     }
 
-    fn set_statistics(&self, owned: OwnedShard, slot: GradientSlot, statistics: Vec<Statistics>) {
+    pub(super) fn set_statistics(&self, owned: OwnedShard, slot: GradientSlot, statistics: Vec<Statistics>) {
         *lock(&self.shards[owned.index()].statistics[slot.index()]) = statistics;
+    }
+
+    /// Returns the parameters that were found to have no gradient, in ascending order.
+    pub(super) fn left_out(&self, owned: OwnedShard, slot: GradientSlot) -> Vec<u32> {
+        lock(&self.shards[owned.index()].left_out[slot.index()]).clone()
+    }
+
+    fn set_left_out(&self, owned: OwnedShard, slot: GradientSlot, found: Vec<u32>) {
+        *lock(&self.shards[owned.index()].left_out[slot.index()]) = found;
     }
 
     /// Releases the memory that senders lent for a step, once these shards are updated.
     pub(super) fn give_back(&self, run: OwnedShards, step: Step) {
-        let slot = self.slot(step);
+        let slot = self.share.slot(step);
         let used = self.shards[run.indices()].iter().flat_map(|shard| &shard.contributions[slot.index()]);
         used.for_each(|rank| lock(rank).give_back());
     }
 
     /// Releases the memory that a rank's earlier process lent and that no sum or update needs.
     pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
-        for (owned, shard) in OwnedShards::all(self.shards.len()).zip(&self.shards) {
-            let Some(contributor) = Contributor::of(rank, self.contributors(owned)) else { continue };
+        for (owned, shard) in self.share.all().zip(&self.shards) {
+            let Some(contributor) = Contributor::of(rank, self.share.contributors(owned)) else { continue };
             for (slot, ranks) in GradientSlot::all(shard.contributions.len()).zip(&shard.contributions) {
                 if !machine.holds(owned, slot, contributor) {
                     lock(&ranks[contributor.index()]).give_back();

@@ -13,7 +13,7 @@ use longshore_proto::{
 };
 
 use super::{
-    super::{Job, compute::BLOCK, protocol::Signal},
+    super::{compute::BLOCK, protocol::Signal},
     Gradients,
     contribution::{add, cast},
 };
@@ -22,7 +22,7 @@ use crate::{
     kernels::{Gradient, Statistics},
     lock,
     memory::{AllocationError, Region, Slab},
-    step::{Sum, Ticket, Work},
+    step::{Sum, Ticket},
     tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
@@ -50,13 +50,14 @@ struct Desk {
 }
 
 /// A received chunk in DRAM, before it is written to the drives.
-pub(super) struct Staged {
-    pub(super) region: Region,
+pub(in crate::job) struct Staged {
+    pub(in crate::job) region: Region,
     /// The byte of its shard's gradient at which it starts.
-    pub(super) start: usize,
-    pub(super) statistics: Vec<(usize, Statistics)>,
+    pub(in crate::job) start: usize,
+    pub(in crate::job) statistics: Vec<(usize, Statistics)>,
 }
 
+/// A chunk that has reached the drives, or failed to.
 struct Arrived {
     ticket: Ticket,
     crc32: u32,
@@ -147,20 +148,24 @@ impl SpilledGradients {
         self.files.written_bytes()
     }
 
+    pub(super) fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
+        let _ = self.desk.arrival.set(arrival);
+    }
+
     /// Returns a buffer for a chunk, or None while all are in use: ask again after a change.
-    pub(super) fn stage(&self, start: usize) -> Option<Staged> {
+    pub(in crate::job) fn stage(&self, start: usize) -> Option<Staged> {
         let region = lock(&self.desk.free).pop()?;
         Some(Staged { region, start, statistics: Vec::new() })
     }
 
     /// Takes back the buffer of a chunk that did not arrive whole.
-    pub(super) fn unstage(&self, staged: Staged) {
+    pub(in crate::job) fn unstage(&self, staged: Staged) {
         lock(&self.desk.free).push(staged.region);
     }
 
     /// Sends a whole chunk to the drives. The chunk counts once it is collected. `left_out` are the
     /// parameters without a gradient that begin in the chunk.
-    pub(super) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32, left_out: Vec<u32>) {
+    pub(in crate::job) fn store(&self, ticket: Ticket, staged: Staged, crc32: u32, left_out: Vec<u32>) {
         let Staged { region, start, statistics } = staged;
         let bytes = ticket.chunk.bytes as usize;
         let kind = Kind::Contribution(ticket.contributor);
@@ -179,42 +184,24 @@ impl SpilledGradients {
     }
 }
 
-impl Job {
-    /// Returns true if gradients that are not lent live on drives.
-    pub fn spills_gradients(&self) -> bool {
-        self.gradients.spilled.is_some()
-    }
-
-    /// Sets `arrival`, which is called on any thread whenever [`Job::collect`] has something to do. May be
-    /// set once, before the first chunk comes.
-    pub fn on_arrival(&self, arrival: Box<dyn Fn() + Send + Sync>) {
-        if let Some(spilled) = &self.gradients.spilled {
-            let _ = spilled.desk.arrival.set(arrival);
-        }
-    }
-
-    /// Counts a chunk that has reached the drives, if there is one. The compute thread calls this, like
-    /// [`Job::perform`].
+impl Gradients {
+    /// Takes up a chunk that has reached the drives, if there is one, and returns its ticket.
     ///
     /// # Errors
-    /// The drives' error: then the job cannot go on from this server.
-    pub fn collect(&self) -> Result<Option<Work>, Fault> {
-        let Some(spilled) = &self.gradients.spilled else { return Ok(None) };
+    /// The drives' error.
+    pub(in crate::job) fn collect(&self) -> Result<Option<Ticket>, Fault> {
+        let Some(spilled) = &self.spilled else { return Ok(None) };
         let Some(arrived) = lock(&spilled.desk.arrived).pop_front() else { return Ok(None) };
         let Arrived { ticket, crc32, statistics, left_out, result } = arrived;
-        result.map_err(|fault| self.fail(fault))?;
-        let contribution = self.gradients.contribution(ticket.owned, ticket.slot, ticket.contributor);
+        result?;
+        let contribution = self.contribution(ticket.owned, ticket.slot, ticket.contributor);
         lock(contribution).arrived(ticket.chunk.chunk.0 as usize, crc32, &statistics, left_out);
-        let work = self.protocol.machine().stored(ticket);
-        self.notify();
-        Ok(work)
+        Ok(Some(ticket))
     }
-}
 
-impl Gradients {
     /// Returns the bytes of a shard's contribution.
     fn contribution_len(&self, owned: OwnedShard) -> usize {
-        (self.layout.shard_len(self.owned[owned.index()]) * self.spec.gradient_dtype.bytes()) as usize
+        self.share.elements(owned) * self.share.spec.gradient_dtype.bytes() as usize
     }
 
     /// Forms the sum as [`Gradients::accumulate`] does, for contributions that are on drives or lent.
@@ -225,7 +212,7 @@ impl Gradients {
         checked: bool,
     ) -> Result<Vec<Statistics>, Fault> {
         let scratch = &mut *lock(&spilled.scratch);
-        let elements = self.layout.shard_len(self.owned[owned.index()]) as usize;
+        let elements = self.share.elements(owned);
         let place = GradientId { owned, slot, kind: Kind::Sum };
         let mut region = scratch.sum.take().ok_or_else(lost)?;
         if micro_step.0 > 0 {
@@ -234,7 +221,7 @@ impl Gradients {
             self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?;
         }
         let mut statistics = Vec::new();
-        let count = self.contributors(owned).len();
+        let count = self.share.contributors(owned).len();
         let read =
             |contributor, parts: &mut Vec<Region>| self.read_part(spilled, owned, slot, contributor, parts);
         let mut coming = read(Contributor(0), &mut scratch.parts)?;
@@ -248,9 +235,9 @@ impl Gradients {
                 Some(region) => {
                     let bytes = &region.bytes()[..self.contribution_len(owned)];
                     self.verify(spilled, GradientId { owned, slot, kind }, bytes, contribution.sums())?;
-                    cast(bytes.into(), self.spec.gradient_dtype)
+                    cast(bytes.into(), self.share.spec.gradient_dtype)
                 }
-                None => contribution.gradient(self.spec.gradient_dtype),
+                None => contribution.gradient(self.share.spec.gradient_dtype),
             };
             let first = micro_step.0 == 0 && contributor == Contributor(0);
             let taken = self.add(whole, &mut region.f32_mut()[..elements], first, checked && is_last);
@@ -304,7 +291,7 @@ impl Gradients {
     ) -> Result<Option<Region>, Fault> {
         let Some(spilled) = &self.spilled else { return Ok(None) };
         let scratch = &mut *lock(&spilled.scratch);
-        let slot = self.slot(step);
+        let slot = self.share.slot(step);
         let ahead = match scratch.ahead.take() {
             Some(ahead) if (ahead.owned, ahead.step) == (owned, step) => Some(ahead.transfer),
             Some(other) => {
@@ -313,8 +300,8 @@ impl Gradients {
             }
             None => self.read_ahead(spilled, owned, slot, scratch)?,
         };
-        let trained = |next: &OwnedShard| !self.contributors(*next).is_empty();
-        let after = (owned.index() + 1..self.owned.len()).map(OwnedShard);
+        let trained = |next: &OwnedShard| !self.share.contributors(*next).is_empty();
+        let after = (owned.index() + 1..self.share.owned.len()).map(OwnedShard);
         if let Some(next) = after.into_iter().find(trained)
             && let Some(transfer) = self.read_ahead(spilled, next, slot, scratch)?
         {
@@ -337,8 +324,8 @@ impl Gradients {
 
     /// Returns the kind of gradient that an update uses, and its length in bytes.
     fn gradient_kind(&self, owned: OwnedShard) -> (Kind, usize) {
-        if self.accumulates(owned) {
-            (Kind::Sum, self.layout.shard_len(self.owned[owned.index()]) as usize * 4)
+        if self.share.accumulates(owned) {
+            (Kind::Sum, self.share.elements(owned) * 4)
         } else {
             (Kind::Contribution(Contributor::LONE), self.contribution_len(owned))
         }

@@ -1,19 +1,14 @@
-//! Sums of contributions, and the gradient statistics of a sum or of a lone contribution.
+//! Sums of contributions, the gradient statistics of a sum or of a lone contribution, and the parameters that
+//! no rank gave a gradient.
 
 use std::collections::VecDeque;
 
-use longshore_proto::{Fault, MicroStep, ShardId, Step};
+use longshore_proto::{Fault, MicroStep, Step};
 
-use tracing::debug_span;
-
-use super::{
-    super::{Job, compute::BLOCK},
-    Gradients,
-    contribution::add,
-};
+use super::{super::compute::BLOCK, Gradients, contribution::add};
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard},
-    kernels::{Gradient, Statistics, statistics},
+    kernels::{Gradient, Isa, Statistics, statistics, widen},
     lock,
     step::{Sum, Work},
 };
@@ -33,7 +28,7 @@ struct Part<'a> {
 }
 
 /// The first non-finite element of a shard, from its blocks' statistics.
-fn first_nonfinite(statistics: &[Statistics]) -> Option<u64> {
+pub(in crate::job) fn first_nonfinite(statistics: &[Statistics]) -> Option<u64> {
     let element = |(block, statistics): (usize, &Statistics)| {
         Some(block as u64 * BLOCK as u64 + u64::from(statistics.first_nonfinite?))
     };
@@ -52,54 +47,24 @@ pub(in crate::job) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
     sums
 }
 
-impl Job {
-    /// Adds the ranks' contributions of a micro-step in rank order, and takes the statistics with the last addition.
-    /// The machine asks for one sum of a shard's slot at a time.
-    pub(in crate::job) fn sum(&self, sums: &[Sum]) -> Result<(), Fault> {
-        let Some(first) = sums.first() else { return Ok(()) };
-        let shard = self.owned[first.owned.index()].0;
-        let _stage =
-            debug_span!(target: "stage", "sum", shard, shards = sums.len(), step = first.step.0).entered();
-        let statistics = self.gradients.form(sums, || self.notify_owed())?;
-        for (&Sum { owned, slot, step, micro_step }, statistics) in sums.iter().zip(statistics) {
-            let mut nonfinite = None;
-            if self.gradients.is_last(micro_step) {
-                nonfinite = first_nonfinite(&statistics);
-                self.gradients.set_statistics(owned, slot, statistics);
-                self.gradients.find_left_out(owned, slot);
-                if let Some(kept) = &self.tier.kept {
-                    // Version and loss scale of the step's other shards outlive the process too.
-                    kept.settle(step, self.protocol.machine().computed_with(step));
-                    kept.complete(owned, step);
-                }
-            }
-            let complete = self.protocol.machine().summed(owned, slot, nonfinite);
-            let shard = self.owned[owned.index()];
-            tracing::trace!(job = %self.spec.name, %step, %micro_step, %shard, complete, "summed");
-        }
-        Ok(())
-    }
-
-    /// The statistics of each block of a shard, once its gradient of a step is complete and each rank's present process
-    /// has sent its own. A frozen shard has none.
-    pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
-        self.check_alive()?;
-        let machine = self.protocol.machine();
-        let owned = machine.owned_index(shard)?;
-        machine.check_stats(step)?;
-        if !machine.is_complete(owned, step) || machine.owing(owned, step).is_some() {
-            return Ok(None);
-        }
-        Ok(Some(self.gradients.statistics(owned, self.gradients.slot(step))))
-    }
+/// Returns true if an element is -0. A sum is -0 only if every addend is -0. So the first element of a
+/// parameter's gradient shows that no rank had one: workers send +0 there in a real gradient.
+fn is_nothing(isa: Isa, gradient: Gradient<'_>, element: usize) -> bool {
+    let mut value = [0.0];
+    widen(isa, gradient.slice(element..element + 1), &mut value);
+    value[0].to_bits() == (-0.0f32).to_bits()
 }
 
 impl Gradients {
     /// Forms these sums, or only takes statistics if each is of a lone gradient. Returns the statistics of
     /// each sum's blocks. If the update threads take part, the calling thread runs `meanwhile` while they
     /// begin.
-    fn form(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Result<Vec<Vec<Statistics>>, Fault> {
-        let summed = sums.iter().filter(|sum| self.accumulates(sum.owned)).count();
+    pub(in crate::job) fn form(
+        &self,
+        sums: &[Sum],
+        meanwhile: impl FnOnce(),
+    ) -> Result<Vec<Vec<Statistics>>, Fault> {
+        let summed = sums.iter().filter(|sum| self.share.accumulates(sum.owned)).count();
         if summed == sums.len() {
             return self.form_sums(sums, meanwhile);
         }
@@ -111,7 +76,7 @@ impl Gradients {
         meanwhile();
         let mut formed = Vec::with_capacity(sums.len());
         for sum in sums.chunks(1) {
-            formed.extend(match self.accumulates(sum[0].owned) {
+            formed.extend(match self.share.accumulates(sum[0].owned) {
                 true => self.form_sums(sum, || ())?,
                 false => self.lone_statistics(sum, || ()),
             });
@@ -129,14 +94,14 @@ impl Gradients {
         }
     }
 
-    pub(super) fn is_last(&self, micro_step: MicroStep) -> bool {
-        micro_step.0 + 1 == self.spec.micro_steps
+    pub(in crate::job) fn is_last(&self, micro_step: MicroStep) -> bool {
+        micro_step.0 + 1 == self.share.spec.micro_steps
     }
 
     /// Takes the statistics of a sum that an earlier process had formed. Returns the first element that is inf or NaN.
     pub(in crate::job) fn form_statistics_again(&self, owned: OwnedShard, step: Step) -> Option<u64> {
         let buffers = &self.shards[owned.index()];
-        let slot = self.slot(step);
+        let slot = self.share.slot(step);
         let formed = match &buffers.accumulators[slot.index()] {
             None => self.statistics_of_lone(&[(owned, slot)], || ()).pop().unwrap_or_default(),
             Some(accumulator) => {
@@ -149,10 +114,6 @@ impl Gradients {
         let nonfinite = first_nonfinite(&formed);
         *lock(&buffers.statistics[slot.index()]) = formed;
         nonfinite
-    }
-
-    fn blocks_of(&self, owned: OwnedShard) -> usize {
-        self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
     }
 
     fn lone_statistics(&self, sums: &[Sum], meanwhile: impl FnOnce()) -> Vec<Vec<Statistics>> {
@@ -174,14 +135,14 @@ impl Gradients {
         let known = places.iter().zip(&lone);
         let known: Vec<Vec<_>> = known
             .map(|(&(owned, _), lone)| {
-                (0..self.blocks_of(owned)).map(|block| lone.statistics(block)).collect()
+                (0..self.share.blocks(owned)).map(|block| lone.statistics(block)).collect()
             })
             .collect();
         if let Some(all) = known.iter().map(|shard| shard.iter().copied().collect()).collect() {
             return all;
         }
         let shards = known.into_iter().zip(&lone).map(|(known, lone)| {
-            let whole = lone.gradient(self.spec.gradient_dtype);
+            let whole = lone.gradient(self.share.spec.gradient_dtype);
             known.into_iter().enumerate().map(|(block, known)| (block, known, whole)).collect()
         });
         let block = |(block, known, whole): (usize, Option<Statistics>, Gradient<'_>)| {
@@ -202,7 +163,7 @@ impl Gradients {
             .map(|sum| shard(sum).contributions[sum.slot.index()].iter().map(lock).collect())
             .collect();
         let gradients = contributions.iter().map(|ranks| {
-            ranks.iter().map(|contribution| contribution.gradient(self.spec.gradient_dtype)).collect()
+            ranks.iter().map(|contribution| contribution.gradient(self.share.spec.gradient_dtype)).collect()
         });
         let gradients: Vec<Vec<Gradient<'_>>> = gradients.collect();
         let shards = sums.iter().zip(&gradients).zip(&mut accumulators).map(|((sum, ranks), accumulator)| {
@@ -224,5 +185,43 @@ impl Gradients {
         let taken = self.compute.groups(shards.collect(), block, meanwhile);
         contributions.iter_mut().flatten().for_each(|contribution| contribution.give_back());
         taken
+    }
+
+    /// Records the left-out parameters of a complete gradient. A gradient on the drives was scanned before it
+    /// was written.
+    pub(in crate::job) fn find_left_out(&self, owned: OwnedShard, slot: GradientSlot) {
+        if !self.share.spec.leave_out {
+            return;
+        }
+        let found = if self.share.accumulates(owned) {
+            let Some(sum) = self.accumulator(owned, slot).filter(|_| self.spilled.is_none()) else { return };
+            self.left_out_of(owned, 0, Gradient::f32(lock(sum).f32()))
+        } else {
+            let lone = lock(self.contribution(owned, slot, Contributor::LONE));
+            match self.spilled.is_some() && !lone.is_lent() {
+                true => lone.left_out(),
+                false => self.left_out_of(owned, 0, lone.gradient(self.share.spec.gradient_dtype)),
+            }
+        };
+        self.set_left_out(owned, slot, found);
+    }
+
+    /// Returns the left-out parameters that begin in a part of a shard's gradient. The part begins at element
+    /// `first` of the shard.
+    pub(in crate::job) fn left_out_of(
+        &self,
+        owned: OwnedShard,
+        first: usize,
+        part: Gradient<'_>,
+    ) -> Vec<u32> {
+        if !self.share.spec.leave_out {
+            return Vec::new();
+        }
+        let layout = &self.share.layout;
+        let start = layout.shard_range(self.share.shard(owned)).start + first as u64;
+        let params = layout.params_from(start..start + part.len() as u64);
+        let at = |param: usize| (layout.param_range(param).start - start) as usize;
+        let nothing = params.filter(|&param| is_nothing(self.compute.isa(), part, at(param)));
+        nothing.map(|param| param as u32).collect()
     }
 }

@@ -1,19 +1,24 @@
 //! Image of a shard: its 16-bit weights at one version, the version stamp beside them, and their checksums.
+//!
+//! The image window keeps the newest images in DRAM where images live on drives. Workers pull shard after
+//! shard behind the update, so the window still has most of the images they ask for.
 
 use std::{
     ops::Range,
     sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
+        Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
 };
 
-use longshore_proto::{Dtype, Version, checksum::crc32, limits::CHUNK_BYTES};
+use longshore_proto::{Dtype, JobSpec, Layout, ShardId, Version, checksum::crc32, limits::CHUNK_BYTES};
 
 use crate::{
     ids::OwnedShard,
     kernels::ImageMut,
-    memory::{AtomicWords, Region, SharedBytes},
+    memory::{AllocationError, AtomicWords, Region, SharedBytes, Slab},
+    threads::ThreadPool,
+    tier::Storage,
 };
 
 /// The 16-bit (or fp32) weights of a shard, and their version. The version is None while nothing valid is
@@ -24,7 +29,7 @@ use crate::{
 /// version.
 pub(in crate::job) struct Image {
     /// The index of its shard among the owned ones.
-    pub(super) owned: OwnedShard,
+    owned: OwnedShard,
     version: Option<Version>,
     region: Region,
     stamps: Arc<AtomicWords>,
@@ -51,7 +56,7 @@ impl Image {
 
     /// Returns the checksum of some bytes. Computing it takes most of the time that sending them takes. So
     /// the checksum of a whole chunk is kept.
-    pub(super) fn checksum(&self, within: Range<usize>) -> u32 {
+    pub(in crate::job) fn checksum(&self, within: Range<usize>) -> u32 {
         let sum = || crc32(&self.bytes()[within.clone()]);
         let chunk = within.start / CHUNK_BYTES;
         let end = self.bytes().len().min((chunk + 1) * CHUNK_BYTES);
@@ -76,7 +81,7 @@ impl Image {
     }
 
     /// Returns bytes of the image to send. The version after next may overwrite them during the send.
-    pub(super) fn share(&self, within: Range<usize>) -> SharedBytes {
+    pub(in crate::job) fn share(&self, within: Range<usize>) -> SharedBytes {
         self.region.share(within)
     }
 
@@ -95,7 +100,7 @@ impl Image {
     }
 
     /// Returns the offsets of the image and its version stamp in the shared file.
-    pub(super) fn place(&self) -> (u64, u64) {
+    pub(in crate::job) fn place(&self) -> (u64, u64) {
         (self.region.offset() as u64, (self.stamps.offset() + self.stamp * 8) as u64)
     }
 }
@@ -106,5 +111,78 @@ pub(in crate::job) fn image_blocks(region: &mut Region, dtype: Dtype, block: usi
         Dtype::F32 => region.f32_mut().chunks_mut(block).map(ImageMut::F32).collect(),
         Dtype::F16 => region.u16_mut().chunks_mut(block).map(ImageMut::F16).collect(),
         Dtype::Bf16 => region.u16_mut().chunks_mut(block).map(ImageMut::Bf16).collect(),
+    }
+}
+
+/// The image window: the images in DRAM of a job whose images live on drives.
+pub(in crate::job) struct Window {
+    pub(super) images: Vec<RwLock<Image>>,
+    /// The index of the image that is evicted next.
+    next: AtomicUsize,
+}
+
+/// Number of images in DRAM, and the bytes of the largest.
+struct Size {
+    count: usize,
+    bytes: usize,
+}
+
+impl Size {
+    fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Size {
+        let trained: Vec<_> = owned.iter().filter(|&&shard| !layout.is_frozen(shard)).collect();
+        let largest = trained.iter().map(|&&shard| layout.shard_len(shard)).max().unwrap_or(0);
+        // The window has as many images as may be on their way to the drives, and never fewer than the two of
+        // a shard.
+        let count = storage.buffers.max(2).min(2 * trained.len());
+        Size { count, bytes: (largest * spec.image_dtype.bytes()) as usize }
+    }
+}
+
+/// Returns the DRAM that a job's images take if they live on drives. The window is part of it, and in a
+/// delayed job the two images that a checkpoint copies at a time.
+pub(in crate::job) fn window_need(
+    spec: &JobSpec,
+    layout: &Layout,
+    owned: &[ShardId],
+    storage: &Storage,
+) -> u64 {
+    let Size { count, bytes } = Size::of(spec, layout, owned, storage);
+    let aside = if spec.max_delay > 0 { 2 } else { 0 };
+    (count * size_of::<u64>() + (count + aside) * bytes) as u64
+}
+
+impl Window {
+    /// `pool` is the threads that will write the images.
+    pub(in crate::job) fn allocate(
+        spec: &JobSpec,
+        layout: &Layout,
+        owned: &[ShardId],
+        storage: &Storage,
+        pool: &ThreadPool,
+    ) -> Result<Window, AllocationError> {
+        let Size { count, bytes } = Size::of(spec, layout, owned, storage);
+        let mut sizes = vec![bytes; count];
+        sizes.push(count * size_of::<u64>());
+        let mut regions = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve(&sizes, pool)?;
+        let stamps = Arc::new(AtomicWords::new(regions.pop().expect("one region was carved for the stamps")));
+        let image =
+            |(stamp, region)| RwLock::new(Image::new(OwnedShard(0), region, Arc::clone(&stamps), stamp));
+        Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
+    }
+
+    /// Returns an image if the window has it. An image that is being written is skipped: nobody asks for a
+    /// version before it is whole.
+    pub(super) fn find(&self, owned: OwnedShard, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
+        let mut images = self.images.iter().filter_map(|image| image.try_read().ok());
+        images.find(|image| image.owned == owned && image.version() == Some(version))
+    }
+
+    /// Evicts the oldest image, and returns its memory for shard `owned`.
+    pub(super) fn take(&self, owned: OwnedShard) -> RwLockWriteGuard<'_, Image> {
+        let next = self.next.fetch_add(1, Ordering::Relaxed) % self.images.len();
+        let mut image = self.images[next].write().unwrap_or_else(PoisonError::into_inner);
+        image.set(None);
+        image.owned = owned;
+        image
     }
 }

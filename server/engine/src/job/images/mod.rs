@@ -1,51 +1,51 @@
 //! A job's images: the place of each, in DRAM or with the tier, and the place in which the next is made.
 
 mod image;
-mod read;
-pub(super) mod window;
 
 use std::{
     ops::Range,
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64},
 };
 
 use longshore_proto::{Fault, Step, Version};
 
-pub use self::read::{ImageBytes, ImagePlace, ImageRead, Pulled};
-pub(super) use self::{
-    image::{Image, image_blocks},
-    window::Window,
-};
+pub(super) use self::image::{Image, Window, image_blocks, window_need};
+use super::share::Share;
 use crate::{
     ids::OwnedShard,
     memory::SharedFile,
-    tier::{ImageAge, ImageStore, KeptMemory, KeptShard},
+    tier::{ImageAge, ImageStore, KeptMemory, KeptShard, Store, Tier},
 };
 
 /// The images of the owned shards. Each has a lock of its own.
-pub(super) struct Images {
+pub struct Images {
+    share: Arc<Share>,
     /// Images by owned shard, then by version parity. Empty in a job whose images live on drives, and for
     /// frozen shards, whose weights the tier keeps.
     shards: Vec<[RwLock<Image>; 2]>,
-    /// By owned shard: the bytes of its image; 0 if it is frozen.
-    lengths: Vec<usize>,
     /// Present in a job whose images live on drives.
     window: Option<Window>,
     /// The file that holds all images, if other processes may be given it.
     shared: Option<SharedFile>,
     /// Present where the tier stores images.
     stored: Option<Arc<dyn ImageStore>>,
+    /// The state, of which a frozen shard's weights are a part.
+    state: Arc<dyn Tier>,
+    /// Bytes of payload that were pulled since the job was opened here.
+    pub(super) pulled_bytes: AtomicU64,
 }
 
 impl Images {
     pub(super) fn new(
+        share: &Arc<Share>,
         shards: Vec<[RwLock<Image>; 2]>,
-        lengths: Vec<usize>,
         window: Option<Window>,
         shared: Option<SharedFile>,
-        stored: Option<Arc<dyn ImageStore>>,
+        store: &Store,
     ) -> Images {
-        Images { shards, lengths, window, shared, stored }
+        let (stored, state) = (store.images.clone(), Arc::clone(&store.state));
+        let (share, pulled_bytes) = (Arc::clone(share), AtomicU64::new(0));
+        Images { share, shards, window, shared, stored, state, pulled_bytes }
     }
 
     /// Returns true if images live on drives, so that reading one may take a drive's time.
@@ -53,13 +53,14 @@ impl Images {
         self.window.is_some()
     }
 
-    pub(super) fn shared(&self) -> Option<&SharedFile> {
+    /// The file with all images, if other processes may be given it.
+    pub fn shared(&self) -> Option<&SharedFile> {
         self.shared.as_ref()
     }
 
-    /// Returns the bytes of a shard's image.
+    /// Returns the bytes of a trained shard's image.
     pub(super) fn len(&self, owned: OwnedShard) -> usize {
-        self.lengths[owned.index()]
+        self.share.elements(owned) * self.share.spec.image_dtype.bytes() as usize
     }
 
     /// Returns the place in which to make a shard's image of a version. The place may be longer than the
@@ -86,20 +87,30 @@ impl Images {
         &self.shards[owned.index()][version.0 as usize % 2]
     }
 
-    /// Hands bytes of an image to `read`, if the tier stores that image. Returns false if not.
-    pub(super) fn read_stored(
+    /// Hands bytes of an image to `read`, from DRAM or from the tier, in one call or several. Returns false
+    /// if the image is not kept any more.
+    pub(super) fn read(
         &self,
         owned: OwnedShard,
         version: Version,
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault> {
+        if self.share.is_frozen(owned) {
+            return self.state.read_frozen(owned, bytes, read).map(|()| true);
+        }
+        if let Some(image) = self.here(owned, version) {
+            read(&image.bytes()[bytes]);
+            return Ok(true);
+        }
         self.stored.as_ref().map_or(Ok(false), |images| images.read(owned, version, bytes, read))
     }
 
     /// Prefetches bytes of an image before a pull asks for them, unless DRAM has them.
     pub(super) fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>) {
-        if let Some(images) = &self.stored
+        if self.share.is_frozen(owned) {
+            self.state.read_frozen_ahead(owned, bytes);
+        } else if let Some(images) = &self.stored
             && self.are_spilled()
             && self.here(owned, version).is_none()
         {
@@ -114,21 +125,13 @@ impl Images {
         version: Version,
         with: impl FnOnce(Option<&[u8]>) -> R,
     ) -> Result<R, Fault> {
-        let length = self.len(owned);
-        let here = self.here(owned, version);
         if !self.are_spilled() {
-            return Ok(with(here.as_deref().map(Image::bytes)));
+            return Ok(with(self.here(owned, version).as_deref().map(Image::bytes)));
         }
         // The image is copied to memory of its own, since updates need the places in the window.
         let mut aside = Vec::new();
         let mut copy = |bytes: &[u8]| aside.extend_from_slice(bytes);
-        let found = match here {
-            Some(image) => {
-                copy(&image.bytes()[..length]);
-                true
-            }
-            None => self.read_stored(owned, version, 0..length, &mut copy)?,
-        };
+        let found = self.read(owned, version, 0..self.len(owned), &mut copy)?;
         Ok(with(found.then_some(&aside)))
     }
 

@@ -1,23 +1,21 @@
 //! Snapshots: a version of all shards is copied while training goes on, for a checkpoint, an export or a state hash.
 
-mod export;
-mod hash;
-mod parts;
+mod kinds;
 mod purpose;
 mod snapshot;
 mod staging;
-mod whole_state;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use longshore_proto::{Fault, FaultKind, Step};
 
-pub(crate) use self::parts::{PartUnderWay, PartsUnderWay};
 pub use self::{
-    export::Exported,
+    kinds::{BlockCopy, CopiedBlock, Exported},
     snapshot::{Captured, Ended, Snapshot, SnapshotInfo},
     staging::Piece,
-    whole_state::{BlockCopy, CopiedBlock},
 };
 use self::{purpose::Purpose, snapshot::Copying};
 use super::Job;
@@ -29,13 +27,29 @@ use crate::{
 
 /// A job's running snapshots. Their lock is taken under the machine's, or alone.
 #[derive(Default)]
-pub(super) struct Snapshots {
+pub struct Snapshots {
     running: Mutex<Vec<Arc<Copying>>>,
+    parts: Arc<PartsUnderWay>,
 }
 
 impl Snapshots {
-    pub(super) fn len(&self) -> usize {
+    /// Returns the number of exports, checkpoints and state hashes in progress.
+    #[expect(clippy::len_without_is_empty, reason = "a count, not a collection")]
+    pub fn len(&self) -> usize {
         lock(&self.running).len()
+    }
+
+    /// Begins a part of a checkpoint of about `bytes` bytes. The part counts until the returned value is dropped.
+    pub(crate) fn begin_part(&self, bytes: u64) -> PartUnderWay {
+        self.parts.all.fetch_add(bytes, Relaxed);
+        PartUnderWay { of: Arc::clone(&self.parts), written: AtomicU64::new(0), bytes }
+    }
+
+    /// Returns the written bytes of checkpoints in progress, and their total. None if no checkpoint is in
+    /// progress.
+    pub fn checkpoint_progress(&self) -> Option<(u64, u64)> {
+        let all = self.parts.all.load(Relaxed);
+        (all > 0).then(|| (self.parts.written.load(Relaxed).min(all), all))
     }
 
     fn add(&self, copying: &Arc<Copying>) -> Result<(), Fault> {
@@ -75,7 +89,7 @@ impl Job {
         for snapshot in running {
             snapshot.staging.end(fault.clone());
         }
-        self.notify();
+        self.protocol.notify();
     }
 }
 
@@ -95,4 +109,52 @@ fn check_room(snapshots: &[Arc<Copying>], purpose: Purpose) -> Result<(), Fault>
         limit,
         "wait until one of them has ended, and try again",
     ))
+}
+
+/// The bytes of a job's parts that are being written. Two parts may be in progress, and count together.
+#[derive(Default)]
+struct PartsUnderWay {
+    written: AtomicU64,
+    all: AtomicU64,
+}
+
+/// A part that is being written.
+pub(crate) struct PartUnderWay {
+    of: Arc<PartsUnderWay>,
+    written: AtomicU64,
+    bytes: u64,
+}
+
+impl PartUnderWay {
+    pub(crate) fn add(&self, bytes: u64) {
+        self.written.fetch_add(bytes, Relaxed);
+        self.of.written.fetch_add(bytes, Relaxed);
+    }
+}
+
+impl Drop for PartUnderWay {
+    fn drop(&mut self) {
+        self.of.all.fetch_sub(self.bytes, Relaxed);
+        self.of.written.fetch_sub(self.written.load(Relaxed), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_count_together_and_leave_nothing() {
+        let parts = Snapshots::default();
+        assert_eq!(parts.checkpoint_progress(), None);
+        let first = parts.begin_part(100);
+        first.add(30);
+        let second = parts.begin_part(50);
+        second.add(5);
+        assert_eq!(parts.checkpoint_progress(), Some((35, 150)));
+        drop(first);
+        assert_eq!(parts.checkpoint_progress(), Some((5, 50)));
+        drop(second);
+        assert_eq!(parts.checkpoint_progress(), None);
+    }
 }

@@ -14,15 +14,11 @@ use std::{
 use longshore_proto::{Commit, Fault, FaultKind, ShardId, Version};
 
 use super::{
-    super::{Job, compute::BLOCK},
+    super::Job,
     purpose::Purpose,
     staging::{Piece, Slot, Staging},
 };
-use crate::{
-    ids::{OwnedShard, OwnedShards},
-    lock,
-    tier::StateRef,
-};
+use crate::{ids::OwnedShard, lock, tier::StateRef};
 
 /// Number of slots that the walk fills at once. A tier on drives reads the whole shard each time. These 64
 /// MiB hold the state of a whole shard of default size.
@@ -83,10 +79,10 @@ impl Job {
         block_bytes: usize,
         copy: Box<CopyBlock>,
     ) -> Result<Snapshot, Fault> {
-        let largest = OwnedShards::all(self.owned.len()).map(|owned| self.blocks(owned)).max().unwrap_or(0);
+        let largest = self.share.all().map(|owned| self.share.blocks(owned)).max().unwrap_or(0);
         let budget = self.reservation.budget().clone();
         let staging = Staging::new(purpose, block_bytes, largest, budget, Arc::clone(&self.compute));
-        let copied = self.owned.iter().map(|_| Mutex::new(0)).collect();
+        let copied = self.share.owned.iter().map(|_| Mutex::new(0)).collect();
         // Under the machine's lock no commit can pass between reading the version and registering the snapshot.
         let machine = self.protocol.machine();
         machine.check_not_loading()?;
@@ -108,10 +104,6 @@ impl Job {
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
     }
 
-    fn blocks(&self, owned: OwnedShard) -> usize {
-        self.layout.shard_len(self.owned[owned.index()]) as usize / BLOCK
-    }
-
     /// Hands the images of a version and of the version before to `with`, if they are `wanted`. An exact job
     /// gives none, since its images follow from its state. A frozen shard's images are its state.
     fn with_images<R>(
@@ -121,7 +113,7 @@ impl Job {
         version: Version,
         with: impl FnOnce(&[u8], Option<&[u8]>) -> R,
     ) -> Result<R, Fault> {
-        if !wanted || self.spec.max_delay == 0 || self.is_frozen(owned) {
+        if !wanted || self.share.spec.max_delay == 0 || self.share.is_frozen(owned) {
             return Ok(with(&[], None));
         }
         let older = version.0.checked_sub(1).map(Version);
@@ -204,7 +196,7 @@ impl Ended {
 impl Job {
     fn wait_for_version(&self, copying: &Copying, deadline: Instant) -> Result<(), Fault> {
         let remedy = "the job has not come so far: ask for its current version";
-        self.wait_until(deadline, "snapshot", remedy, |machine| {
+        self.protocol.wait_until(deadline, "snapshot", remedy, |machine| {
             let reached = machine.version() >= copying.version || copying.staging.ended().is_some();
             let over = reached || !copying.asked_after && machine.has_been_left();
             over.then_some(()).ok_or_else(|| format!("{} of {}", machine.version(), copying.version))
@@ -221,10 +213,15 @@ impl Job {
 
     fn wait_for_shard(&self, copying: &Copying, owned: OwnedShard, deadline: Instant) -> Result<(), Fault> {
         let version = copying.version;
-        self.wait_until(deadline, "snapshot", "the server is overloaded: try again later", |machine| {
-            let reached = machine.shard_version(owned) >= version || copying.staging.ended().is_some();
-            reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.owned[owned.index()]))
-        })?;
+        self.protocol.wait_until(
+            deadline,
+            "snapshot",
+            "the server is overloaded: try again later",
+            |machine| {
+                let reached = machine.shard_version(owned) >= version || copying.staging.ended().is_some();
+                reached.then_some(()).ok_or_else(|| format!("{} before {version}", self.share.shard(owned)))
+            },
+        )?;
         copying.check()
     }
 }
@@ -235,7 +232,7 @@ impl Copying {
     }
 
     fn left(&self, job: &Job, owned: OwnedShard) -> usize {
-        job.blocks(owned) - *lock(&self.copied[owned.index()])
+        job.share.blocks(owned) - *lock(&self.copied[owned.index()])
     }
 
     /// Copies the next few blocks of a shard. Returns true once the whole shard is copied.
@@ -279,8 +276,8 @@ impl Copying {
         if self.staging.ended().is_some() {
             return;
         }
-        let (shard, first) = (job.owned[owned.index()], *copied);
-        let mut places = self.staging.places(&mut slots, job.blocks(owned) - first);
+        let (shard, first) = (job.share.shard(owned), *copied);
+        let mut places = self.staging.places(&mut slots, job.share.blocks(owned) - first);
         let blocks = places.len();
         let mut older = false;
         let with_images = self.purpose == Purpose::Checkpoint && blocks > 0;

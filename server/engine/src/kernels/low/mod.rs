@@ -16,7 +16,6 @@
 //! to the same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
-mod coded;
 mod drive;
 mod passes;
 mod random;
@@ -29,8 +28,6 @@ use longshore_proto::{Rule, limits::QUANTIZATION_ELEMENTS};
 pub(super) use self::code::Tables;
 pub(super) use self::drive::{decode, encode, update};
 pub(super) use self::passes::{CHUNK, Codes, CodesOf, Encoding, Halves, InLoop, Largest, Passes};
-#[cfg(test)]
-pub(super) use self::random::Usage;
 pub(super) use self::random::{Half, Key};
 
 use super::{Gradient, ImageMut, isa::LANES};
@@ -54,19 +51,6 @@ pub enum MomentMut<'a> {
 }
 
 impl MomentMut<'_> {
-    pub fn len(&self) -> usize {
-        match self {
-            MomentMut::Empty => 0,
-            MomentMut::F32(x) => x.len(),
-            MomentMut::Bf16(x) => x.len(),
-            MomentMut::Block8 { codes, .. } => codes.len(),
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     pub fn as_ref(&self) -> Moment<'_> {
         match self {
             MomentMut::Empty => Moment::F32(&[]),
@@ -86,16 +70,12 @@ pub enum Moment<'a> {
 }
 
 impl Moment<'_> {
-    pub fn len(&self) -> usize {
+    fn len(&self) -> usize {
         match self {
             Moment::F32(x) => x.len(),
             Moment::Bf16(x) => x.len(),
             Moment::Block8 { codes, .. } => codes.len(),
         }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Checks the conditions that every pass over the moment assumes.
@@ -116,15 +96,11 @@ pub enum MasterMut<'a> {
 }
 
 impl MasterMut<'_> {
-    pub fn len(&self) -> usize {
+    fn len(&self) -> usize {
         match self {
             MasterMut::F32(x) => x.len(),
             MasterMut::Bf16(x) => x.len(),
         }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 

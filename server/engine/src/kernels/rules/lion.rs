@@ -6,17 +6,17 @@ use longshore_proto::Hyper;
 use super::{Constants, Loop, Number, Rule, Slots};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Lion {
-    grad_multiplier: f32,
-    lr: f32,
+pub struct Lion<V = f32> {
+    grad_multiplier: V,
+    lr: V,
     /// `1 - lr * weight_decay`
-    decay: f32,
-    beta1: f32,
+    decay: V,
+    beta1: V,
     /// `1 - beta1`
-    sign_weight: f32,
-    beta2: f32,
+    sign_weight: V,
+    beta2: V,
     /// `1 - beta2`
-    mean_weight: f32,
+    mean_weight: V,
 }
 
 impl Constants for Lion {
@@ -34,7 +34,7 @@ impl Constants for Lion {
 
     #[inline(always)]
     unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
-        body.run(Step {
+        body.run(Lion {
             grad_multiplier: V::splat(self.grad_multiplier),
             lr: V::splat(self.lr),
             decay: V::splat(self.decay),
@@ -46,18 +46,7 @@ impl Constants for Lion {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Step<V> {
-    grad_multiplier: V,
-    lr: V,
-    decay: V,
-    beta1: V,
-    sign_weight: V,
-    beta2: V,
-    mean_weight: V,
-}
-
-impl<V: Number> Rule<V> for Step<V> {
+impl<V: Number> Rule<V> for Lion<V> {
     const SLOTS: usize = 1;
 
     #[inline(always)]

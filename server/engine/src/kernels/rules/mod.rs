@@ -177,8 +177,8 @@ macro_rules! rules {
 }
 
 rules! {
-    AdamW: adam::Adam<true>,
-    Adam: adam::Adam<false>,
+    AdamW: adam::Adam<f32, true>,
+    Adam: adam::Adam<f32, false>,
     Sgd: sgd::Sgd,
     Lion: lion::Lion,
     Adagrad: adagrad::Adagrad,

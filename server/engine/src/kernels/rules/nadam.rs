@@ -10,21 +10,21 @@ const LN_BASE: f64 = -0.040_821_994_520_255_166;
 const VANISHED: f64 = 1.0 / (1u128 << 64) as f64;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct NAdam {
-    grad_multiplier: f32,
-    weight_decay: f32,
+pub struct NAdam<V = f32> {
+    grad_multiplier: V,
+    weight_decay: V,
     /// `1 - beta1`
-    mean_weight: f32,
-    beta2: f32,
+    mean_weight: V,
+    beta2: V,
     /// `1 - beta2`
-    square_weight: f32,
+    square_weight: V,
     /// `1 / sqrt(1 - beta2^t)`
-    inverse_root_correction: f32,
-    eps: f32,
+    inverse_root_correction: V,
+    eps: V,
     /// `lr * (1 - mu(t)) / (1 - product(t))`
-    gradient_step: f32,
+    gradient_step: V,
     /// `lr * mu(t + 1) / (1 - product(t + 1))`
-    mean_step: f32,
+    mean_step: V,
 }
 
 /// `mu(t)`, `mu(t + 1)`, and the product of `mu(1)` to `mu(t)`, which torch keeps as state. Here the product is of
@@ -62,7 +62,7 @@ impl Constants for NAdam {
 
     #[inline(always)]
     unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
-        body.run(Step {
+        body.run(NAdam {
             grad_multiplier: V::splat(self.grad_multiplier),
             weight_decay: V::splat(self.weight_decay),
             mean_weight: V::splat(self.mean_weight),
@@ -76,21 +76,8 @@ impl Constants for NAdam {
     }
 }
 
-#[derive(Clone, Copy)]
-struct Step<V> {
-    grad_multiplier: V,
-    weight_decay: V,
-    mean_weight: V,
-    beta2: V,
-    square_weight: V,
-    inverse_root_correction: V,
-    eps: V,
-    gradient_step: V,
-    mean_step: V,
-}
-
 /// Moments are Adam's. The weight takes two steps, as in torch: by the gradient, then by the mean.
-impl<V: Number> Rule<V> for Step<V> {
+impl<V: Number> Rule<V> for NAdam<V> {
     const SLOTS: usize = 2;
 
     #[inline(always)]

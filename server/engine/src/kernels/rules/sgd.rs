@@ -4,32 +4,38 @@ use longshore_proto::Hyper;
 
 use super::{Ahead, Constants, Loop, NEWEST, Number, Rule, Slots};
 
+/// The flags are constant over a loop, and the compiler moves their branches out of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sgd {
-    grad_multiplier: f32,
-    lr: f32,
-    weight_decay: f32,
-    /// Without momentum the buffer is not touched.
-    momentum: f32,
+pub struct Sgd<V = f32> {
+    plain: Plain<V>,
+    momentum: V,
     /// `1 - dampening`
-    grad_weight: f32,
+    grad_weight: V,
     nesterov: bool,
     /// True in the first applied step, in which the buffer becomes the gradient.
     first: bool,
-    ahead: Option<Ahead<f32>>,
+    looks_ahead: bool,
+    ahead: Ahead<V>,
+}
+
+/// SGD without momentum, which does not touch its buffer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Plain<V> {
+    grad_multiplier: V,
+    weight_decay: V,
+    lr: V,
 }
 
 impl Constants for Sgd {
     fn new(hyper: &Hyper, applied: u64, grad_multiplier: f32) -> Self {
         Sgd {
-            grad_multiplier,
-            lr: hyper.lr as f32,
-            weight_decay: hyper.weight_decay as f32,
+            plain: Plain { grad_multiplier, weight_decay: hyper.weight_decay as f32, lr: hyper.lr as f32 },
             momentum: hyper.momentum as f32,
             grad_weight: (1.0 - hyper.dampening) as f32,
             nesterov: hyper.nesterov,
             first: applied == 1,
-            ahead: None,
+            looks_ahead: false,
+            ahead: Ahead::NOTHING,
         }
     }
 
@@ -37,18 +43,15 @@ impl Constants for Sgd {
     /// known.
     fn look_ahead(&mut self, hyper: &Hyper, _applied: u64, next_lr: f64) {
         let known = if hyper.nesterov { hyper.momentum * hyper.momentum } else { hyper.momentum };
-        self.ahead = Some(match self.momentum == 0.0 {
-            true => Ahead::NOTHING,
-            false => Ahead {
-                mean: (next_lr * known) as f32,
-                gradient: (next_lr * NEWEST * (1.0 - hyper.dampening)) as f32,
-                weight: 0.0,
-            },
-        });
+        self.looks_ahead = true;
+        if self.momentum != 0.0 {
+            let gradient = (next_lr * NEWEST * (1.0 - hyper.dampening)) as f32;
+            self.ahead = Ahead { mean: (next_lr * known) as f32, gradient, weight: 0.0 };
+        }
     }
 
     fn looks_ahead(&self) -> bool {
-        self.ahead.is_some()
+        self.looks_ahead
     }
 
     fn writes_state(&self) -> bool {
@@ -58,31 +61,23 @@ impl Constants for Sgd {
     #[inline(always)]
     unsafe fn run<V: Number>(&self, body: impl Loop<V>) {
         let plain = Plain {
-            grad_multiplier: V::splat(self.grad_multiplier),
-            weight_decay: V::splat(self.weight_decay),
-            lr: V::splat(self.lr),
+            grad_multiplier: V::splat(self.plain.grad_multiplier),
+            weight_decay: V::splat(self.plain.weight_decay),
+            lr: V::splat(self.plain.lr),
         };
         if self.momentum == 0.0 {
             return body.run(plain);
         }
-        body.run(Momentum {
+        body.run(Sgd {
             plain,
             momentum: V::splat(self.momentum),
             grad_weight: V::splat(self.grad_weight),
             nesterov: self.nesterov,
             first: self.first,
-            looks_ahead: self.ahead.is_some(),
-            ahead: self.ahead.unwrap_or(Ahead::NOTHING).splat(),
+            looks_ahead: self.looks_ahead,
+            ahead: self.ahead.splat(),
         });
     }
-}
-
-/// SGD without momentum, which does not touch its buffer.
-#[derive(Clone, Copy)]
-struct Plain<V> {
-    grad_multiplier: V,
-    weight_decay: V,
-    lr: V,
 }
 
 impl<V: Number> Rule<V> for Plain<V> {
@@ -97,20 +92,8 @@ impl<V: Number> Rule<V> for Plain<V> {
     }
 }
 
-/// SGD with momentum. The flags are constant over a loop, and the compiler moves their branches out of it.
-#[derive(Clone, Copy)]
-struct Momentum<V> {
-    plain: Plain<V>,
-    momentum: V,
-    grad_weight: V,
-    nesterov: bool,
-    first: bool,
-    looks_ahead: bool,
-    ahead: Ahead<V>,
-}
-
 /// As in torch, dampening does not apply to the first step.
-impl<V: Number> Rule<V> for Momentum<V> {
+impl<V: Number> Rule<V> for Sgd<V> {
     const SLOTS: usize = 1;
 
     #[inline(always)]

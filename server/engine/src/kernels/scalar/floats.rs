@@ -6,7 +6,6 @@ use super::convert::{Bf16, F16, F32, Format, Nothing, quiet};
 use super::statistics::{Exact, Statistics, Sum};
 use crate::memory::{Element, Source};
 
-/// See [`super::super::update`].
 #[inline(never)]
 pub(in super::super) fn update(scalars: &Scalars, gradient: Gradient, state: State, image: ImageMut) {
     update_parts(scalars, gradient, state, Some(image));
@@ -83,7 +82,6 @@ fn update_elements<R: Rule<f32>, G: Format, I: Format>(
     }
 }
 
-/// See [`super::super::widen`].
 pub(in super::super) fn widen(gradient: Gradient, accumulator: &mut [f32]) {
     fn run<G: Format<Bits: Element>>(gradient: Source<G::Bits>, accumulator: &mut [f32]) {
         gradient.pieces(|start, gradient| {
@@ -99,7 +97,6 @@ pub(in super::super) fn widen(gradient: Gradient, accumulator: &mut [f32]) {
     }
 }
 
-/// See [`super::super::accumulate`].
 pub(in super::super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) {
     fn run<G: Format<Bits: Element>>(gradient: Source<G::Bits>, accumulator: &mut [f32]) {
         gradient.pieces(|start, gradient| {
@@ -115,7 +112,6 @@ pub(in super::super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) 
     }
 }
 
-/// See [`super::super::statistics`].
 pub(in super::super) fn statistics(gradient: Gradient) -> Statistics {
     resume_statistics(Sum::new(), 0, gradient).unwrap_or_else(|| resume_exact(Exact::new(), 0, gradient))
 }
@@ -156,13 +152,11 @@ fn first_nonfinite<G: Format<Bits: Element>>(gradient: Source<G::Bits>) -> Optio
     first
 }
 
-/// See [`super::super::accumulate_statistics`].
 pub(in super::super) fn accumulate_statistics(gradient: Gradient, accumulator: &mut [f32]) -> Statistics {
     accumulate(gradient, accumulator);
     statistics(Gradient::f32(accumulator))
 }
 
-/// See [`super::super::cast`].
 pub(in super::super) fn cast(source: &[f32], image: ImageMut) {
     fn run<I: Format>(source: &[f32], image: &mut [I::Bits]) {
         for (bits, &x) in image.iter_mut().zip(source) {

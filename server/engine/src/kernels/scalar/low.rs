@@ -14,7 +14,6 @@ const BLOCK: usize = QUANTIZATION_BLOCK;
 #[derive(Clone, Copy)]
 struct Scalar;
 
-/// See [`super::super::update_low`].
 pub(in super::super) fn update_low(
     segments: &[(Range<usize>, &Scalars)],
     gradient: Gradient,
@@ -25,12 +24,10 @@ pub(in super::super) fn update_low(
     passes::update(Scalar, segments, gradient, state, image, random);
 }
 
-/// See [`super::super::decode`].
 pub(in super::super) fn decode(code: Code, moment: Moment, to: &mut [f32]) {
     passes::decode(Scalar, code, moment, to);
 }
 
-/// See [`super::super::encode`].
 pub(in super::super) fn encode(code: Code, from: &[f32], codes: &mut [u8], scales: &mut [f32]) {
     passes::encode(Scalar, code, from, codes, scales);
 }

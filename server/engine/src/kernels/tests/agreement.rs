@@ -262,3 +262,43 @@ fn no_bit_depends_on_the_floating_point_mode_of_the_calling_thread() {
         assert!(found == expected, "{rule:?} on {isa}");
     }
 }
+
+/// The test makes one number a rule out of weights, state and image after three steps. A changed constant means that
+/// running jobs would change their weights' bits over an upgrade, and that servers of two builds disagree.
+#[test]
+fn bits_have_not_changed() {
+    for isa in Isa::available() {
+        let found: Vec<u64> = Rule::ALL.into_iter().map(|rule| golden(isa, rule)).collect();
+        assert_eq!(found, GOLDEN, "{isa}: {found:#018x?}");
+    }
+}
+
+const GOLDEN: [u64; 6] = [
+    0x7613_7d26_2824_c117, // in the order of Rule::ALL
+    0x90ae_2d45_f911_7f44,
+    0x1384_6b67_df97_aabd,
+    0xe16b_f844_c996_b0b9,
+    0xe091_65d3_042c_fabf,
+    0x7191_1f29_465c_22b8,
+];
+
+fn golden(isa: Isa, rule: Rule) -> u64 {
+    let hyper =
+        Hyper { weight_decay: 0.1, momentum: 0.9, dampening: 0.3, lr_decay: 0.01, ..Hyper::default() };
+    let mut noise = Noise(11);
+    let count = BLOCK / 16 + 5;
+    let mut state = Owned::noisy(rule, count, &mut noise, false);
+    let mut image = Array::blank(Kind::Bf16, count, &mut noise);
+    for t in 1..=3 {
+        let gradient = Array::noisy(Kind::F16, count, &mut noise, false);
+        let scalars = Scalars::new(rule, &hyper, t, 1.0 / 3.0);
+        update(isa, &scalars, gradient.gradient(), state.state(), image.image());
+    }
+    let state = state.state();
+    let ImageMut::Bf16(image) = image.image() else { unreachable!() };
+    let words = [&*state.master, state.first, state.second].into_iter().flatten().map(|x| x.to_bits());
+    // This is FNV-1a over 32-bit words.
+    words
+        .chain(image.iter().map(|&bits| u32::from(bits)))
+        .fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ u64::from(word)).wrapping_mul(0x0100_0000_01B3))
+}

@@ -101,6 +101,13 @@ impl Array {
         }
     }
 
+    fn zero(kind: Kind, count: usize) -> Array {
+        match kind {
+            Kind::F32 => Array { kind, offset: 0, bits: vec![0; count], half: vec![] },
+            _ => Array { kind, offset: 0, bits: vec![], half: vec![0; count] },
+        }
+    }
+
     pub(super) fn gradient(&self) -> Gradient<'_> {
         match self.kind {
             Kind::F32 => Gradient::f32(&bytemuck::cast_slice(&self.bits)[self.offset..]),
@@ -200,6 +207,17 @@ impl OwnedMoment {
         }
     }
 
+    fn zero(format: StateFormat, count: usize) -> OwnedMoment {
+        match format {
+            StateFormat::F32 => OwnedMoment::Plain(Array::zero(Kind::F32, count)),
+            StateFormat::Bf16 => OwnedMoment::Plain(Array::zero(Kind::Bf16, count)),
+            StateFormat::Block8 => OwnedMoment::Block8 {
+                codes: vec![0; count],
+                scales: Array::zero(Kind::F32, count / QUANTIZATION_BLOCK),
+            },
+        }
+    }
+
     fn part(&mut self, range: Range<usize>) -> MomentMut<'_> {
         match self {
             OwnedMoment::Empty => MomentMut::Empty,
@@ -230,6 +248,13 @@ impl OwnedLow {
             first: OwnedMoment::noisy(first, of(0), noise, wild),
             second: OwnedMoment::noisy(second, of(1), noise, wild),
         }
+    }
+
+    /// State of a rule with two moments, before the first step.
+    pub(super) fn zero(master: MasterFormat, moments: StateFormat, count: usize) -> OwnedLow {
+        let kind = if master == MasterFormat::F32 { Kind::F32 } else { Kind::Bf16 };
+        let [first, second] = [(); 2].map(|()| OwnedMoment::zero(moments, count));
+        OwnedLow { master: Array::zero(kind, count), first, second }
     }
 
     pub(super) fn part(&mut self, range: Range<usize>) -> StateLow<'_> {

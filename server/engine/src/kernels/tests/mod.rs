@@ -5,6 +5,3 @@ mod code;
 mod conversions;
 mod data;
 mod low;
-mod oracle;
-mod rounding;
-mod trajectories;

@@ -27,7 +27,6 @@ pub(in super::super) trait Kernels: Lanes {
     );
 }
 
-/// See [`super::super::update`].
 #[inline(always)]
 pub(in super::super) unsafe fn update<V: Kernels>(
     scalars: &Scalars,
@@ -165,7 +164,6 @@ unsafe fn update_loop<V: Lanes, R: Rule<V>, M: Moments<V>, G: LanesFormat, I: La
     }
 }
 
-/// See [`super::super::widen`].
 #[inline(always)]
 pub(in super::super) unsafe fn widen<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
     #[inline(always)]
@@ -183,7 +181,6 @@ pub(in super::super) unsafe fn widen<V: Lanes>(gradient: Gradient, accumulator: 
     scalar::widen(gradient.slice(end..gradient.len()), &mut accumulator[end..]);
 }
 
-/// See [`super::super::cast`].
 #[inline(always)]
 pub(in super::super) unsafe fn cast<V: Lanes>(source: &[f32], mut image: ImageMut) {
     #[inline(always)]

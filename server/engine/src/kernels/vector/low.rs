@@ -30,7 +30,6 @@ impl<V> Clone for Vector<V> {
 
 impl<V> Copy for Vector<V> {}
 
-/// See [`super::super::update_low`].
 #[inline(always)]
 pub(in super::super) unsafe fn update_low<V: Lanes>(
     segments: &[(Range<usize>, &Scalars)],
@@ -42,13 +41,11 @@ pub(in super::super) unsafe fn update_low<V: Lanes>(
     passes::update(Vector::<V>(PhantomData), segments, gradient, state, image, random);
 }
 
-/// See [`super::super::decode`].
 #[inline(always)]
 pub(in super::super) unsafe fn decode<V: Lanes>(code: Code, moment: Moment, to: &mut [f32]) {
     passes::decode(Vector::<V>(PhantomData), code, moment, to);
 }
 
-/// See [`super::super::encode`].
 #[inline(always)]
 pub(in super::super) unsafe fn encode<V: Lanes>(
     code: Code,

@@ -10,7 +10,6 @@ use crate::memory::Source;
 /// GB/s this way, and 12.0 without. Four runs of a block in turn gave it 14.9, but a Zen 4's 13 instead of 26.
 const PREFETCH_BYTES: usize = 4 * 1024;
 
-/// See [`super::super::accumulate`].
 #[inline(always)]
 pub(in super::super) unsafe fn accumulate<V: Lanes>(gradient: Gradient, accumulator: &mut [f32]) {
     #[inline(always)]
@@ -35,7 +34,6 @@ unsafe fn add<V: Lanes, G: LanesFormat>(gradient: *const G::Bits, accumulator: *
     sum
 }
 
-/// See [`super::super::accumulate_statistics`].
 #[inline(always)]
 pub(in super::super) unsafe fn accumulate_statistics<V: Lanes>(
     gradient: Gradient,
@@ -69,7 +67,6 @@ pub(in super::super) unsafe fn accumulate_statistics<V: Lanes>(
     finish::<V>(sums, end, Gradient::f32(accumulator))
 }
 
-/// See [`super::super::statistics`].
 #[inline(always)]
 pub(in super::super) unsafe fn statistics<V: Lanes>(gradient: Gradient) -> Statistics {
     #[inline(always)]

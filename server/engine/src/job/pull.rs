@@ -1,19 +1,11 @@
-//! Reads bytes of the image of one version, for pulls.
+//! Pulls: bytes of the image of one version.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
-use longshore_proto::{Dtype, Fault, Slice, Version, checksum::crc32};
+use longshore_proto::{Dtype, Fault, ShardId, Slice, Version, checksum::crc32};
 
-use super::{super::Job, Image};
+use super::{Job, images::Image};
 use crate::{ids::OwnedShard, memory::SharedBytes, step::Refusal};
-
-/// Result of a pull.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImageRead {
-    Done,
-    /// The shard does not have that version yet. Ask again after a change.
-    NotYet,
-}
 
 /// Place of a slice of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,49 +34,32 @@ pub enum ImageBytes {
 impl Job {
     /// Checks a slice before any of it is read: an owned shard must contain it, in the job's image dtype.
     pub fn check_slice(&self, slice: &Slice, dtype: Dtype) -> Result<(), Fault> {
-        self.owned_index(slice.shard)?;
-        let elements = self.layout.shard_len(slice.shard);
+        self.protocol.machine().owned_index(slice.shard)?;
+        let elements = self.share.layout.shard_len(slice.shard);
         if slice.elements == 0 || slice.offset.checked_add(slice.elements).is_none_or(|end| end > elements) {
             let value = format!("{} elements at {} of {}", slice.elements, slice.offset, slice.shard);
             let limit = format!("at least 1 and inside the shard's {elements}");
             return Err(Fault::invalid("slice", value, limit, "cut the slice at the shard's end"));
         }
-        if dtype != self.spec.image_dtype {
-            return Err(Refusal::WrongDtype { dtype, expected: self.spec.image_dtype }.into());
+        if dtype != self.share.spec.image_dtype {
+            return Err(Refusal::WrongDtype { dtype, expected: self.share.spec.image_dtype }.into());
         }
         Ok(())
+    }
+
+    /// Returns true if pulls of a shard copy the tier's data: spilled images, and frozen weights.
+    pub fn reads_state(&self, shard: ShardId) -> bool {
+        self.images.are_spilled() || self.share.layout.is_frozen(shard)
     }
 
     /// Prefetches the bytes of a checked slice of one version's image, which a pull will ask for soon.
     /// Returns at once. Does nothing before the shard has the version, or where the tier has no room.
     pub fn read_ahead(&self, slice: &Slice, version: Version) {
-        let ready = if self.reads_state(slice.shard) { self.ready(slice, version) } else { Ok(None) };
-        let Ok(Some(owned)) = ready else { return };
-        let (start, bytes) = self.image_bytes(slice);
-        match self.is_frozen(owned) {
-            true => self.tier.state.read_frozen_ahead(owned, start..start + bytes),
-            false => self.images.read_ahead(owned, version, start..start + bytes),
+        if self.reads_state(slice.shard)
+            && let Ok(Some(owned)) = self.ready(slice, version)
+        {
+            self.images.read_ahead(owned, version, self.image_bytes(slice));
         }
-    }
-
-    /// Hands the bytes of a checked slice of one version's image to `read`, in order, in one call or several.
-    pub fn read_image(
-        &self,
-        slice: &Slice,
-        version: Version,
-        read: &mut dyn FnMut(&[u8]),
-    ) -> Result<ImageRead, Fault> {
-        let (start, bytes) = self.image_bytes(slice);
-        let Some(owned) = self.ready(slice, version)? else { return Ok(ImageRead::NotYet) };
-        if self.is_frozen(owned) {
-            self.tier.state.read_frozen(owned, start..start + bytes, read)?;
-        } else if let Some(image) = self.images.here(owned, version) {
-            read(&image.bytes()[start..][..bytes]);
-        } else if !self.images.read_stored(owned, version, start..start + bytes, read)? {
-            return Err(self.gone(owned, version));
-        }
-        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(ImageRead::Done)
     }
 
     /// Lends the bytes of a checked slice of one version's image, for the kernel to read. Returns None while
@@ -111,39 +86,35 @@ impl Job {
         here: impl FnOnce(&Image, Range<usize>) -> T,
         read: impl FnOnce(Vec<u8>) -> T,
     ) -> Result<Option<Pulled<T>>, Fault> {
-        let (start, bytes) = self.image_bytes(slice);
-        let within = start..start + bytes;
+        let within = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
-        let frozen = self.is_frozen(owned);
-        let image = if frozen { None } else { self.images.here(owned, version) };
+        let image = if self.share.is_frozen(owned) { None } else { self.images.here(owned, version) };
         let (bytes, crc32) = if let Some(image) = image {
             (here(&image, within.clone()), image.checksum(within.clone()))
         } else {
-            let mut found = Vec::with_capacity(bytes);
+            let mut found = Vec::with_capacity(within.len());
             let mut take = |part: &[u8]| found.extend_from_slice(part);
-            if frozen {
-                self.tier.state.read_frozen(owned, within.clone(), &mut take)?;
-            } else if !self.images.read_stored(owned, version, within.clone(), &mut take)? {
+            if !self.images.read(owned, version, within.clone(), &mut take)? {
                 return Err(self.gone(owned, version));
             }
             let sum = crc32(&found);
             (read(found), sum)
         };
-        self.pulled_bytes.fetch_add(within.len() as u64, Ordering::Relaxed);
+        self.images.pulled_bytes.fetch_add(within.len() as u64, Ordering::Relaxed);
         Ok(Some(Pulled { bytes, crc32 }))
     }
 
-    /// Returns the place of a checked slice of one version's image in the file of [`Job::shared_images`].
+    /// Returns the place of a checked slice of one version's image in the shared file.
     pub fn place_image(&self, slice: &Slice, version: Version) -> Result<Option<ImagePlace>, Fault> {
-        let (start, bytes) = self.image_bytes(slice);
+        let bytes = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
-        if self.is_frozen(owned) {
+        if self.share.is_frozen(owned) {
             return Ok(Some(ImagePlace::Elsewhere));
         }
         let Some(image) = self.images.here(owned, version) else { return Err(self.gone(owned, version)) };
         let (image, stamp) = image.place();
-        self.pulled_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        Ok(Some(ImagePlace::At { at: image + start as u64, stamp }))
+        self.images.pulled_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Ok(Some(ImagePlace::At { at: image + bytes.start as u64, stamp }))
     }
 
     /// Returns Some once the slice can be read, without reading it.
@@ -151,15 +122,15 @@ impl Job {
         Ok(self.ready(slice, version)?.map(|_| ()))
     }
 
-    /// The start and length of a slice in its shard's image.
-    fn image_bytes(&self, slice: &Slice) -> (usize, usize) {
-        let size = self.spec.image_dtype.bytes();
-        ((slice.offset * size) as usize, (slice.elements * size) as usize)
+    /// The bytes of a slice in its shard's image.
+    fn image_bytes(&self, slice: &Slice) -> Range<usize> {
+        let size = self.share.spec.image_dtype.bytes();
+        (slice.offset * size) as usize..((slice.offset + slice.elements) * size) as usize
     }
 
     /// The shard's index among the owned ones, once the shard has the version.
     fn ready(&self, slice: &Slice, version: Version) -> Result<Option<OwnedShard>, Fault> {
-        self.check_alive()?;
+        self.protocol.check_alive()?;
         let machine = self.protocol.machine();
         let owned = machine.owned_index(slice.shard)?;
         Ok(machine.check_pull(owned, version)?.then_some(owned))

@@ -1,4 +1,4 @@
-//! Receives contributions into their gradient slots.
+//! Pushes: contributions are received into their gradient slots, and count once they are whole.
 
 use std::{
     io,
@@ -15,9 +15,9 @@ use longshore_proto::{
 use tracing::{debug_span, span::EnteredSpan};
 
 use super::{
-    super::{Job, compute::BLOCK, padding::check_padding},
-    contribution::{LENT_ALIGNMENT, Lent, cast, statistics_within},
-    spilled::Staged,
+    Job,
+    compute::BLOCK,
+    gradients::{LENT_ALIGNMENT, Lent, Staged, cast, statistics_within},
 };
 use crate::{
     lock,
@@ -140,8 +140,8 @@ impl<J: Deref<Target = Job>> Writing<J> {
         let job = &*self.job;
         let start = self.left.start;
         let end = self.left.end.min(start + most.min(LOCKED_BYTES));
-        let (dtype, isa) = (job.spec.gradient_dtype, job.compute.isa());
-        let statistics = !job.gradients.accumulates(owned);
+        let (dtype, isa) = (job.share.spec.gradient_dtype, job.compute.isa());
+        let statistics = !job.share.accumulates(owned);
         let count = if let Some(Staged { region, start: first, statistics: taken }) = &mut self.staged {
             let count = fill(&mut region.bytes_mut()[start - *first..end - *first], &mut self.sum)?;
             if statistics {
@@ -202,7 +202,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing
     /// was stored.
     pub fn finish(mut self) -> Result<Option<Work>, Fault> {
-        self.job.check_alive()?;
+        self.job.protocol.check_alive()?;
         if !self.left.is_empty() {
             let value = format!("{} bytes short", self.left.len());
             return Err(Fault::invalid("payload", value, "as long as the chunk", "send whole chunks"));
@@ -212,14 +212,14 @@ impl<J: Deref<Target = Job>> Writing<J> {
             self.check_arrived_padding()?;
         }
         self.finished = true;
-        self.job.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
+        self.job.gradients.pushed_bytes.fetch_add(self.ticket.chunk.bytes, Ordering::Relaxed);
         if let (Some(spilled), Some(staged)) = (&self.job.gradients.spilled, self.staged.take()) {
             let left_out = self.left_out(&staged);
             spilled.store(self.ticket, staged, self.sum.value(), left_out);
             return Ok(None);
         }
         let work = self.job.protocol.machine().stored(self.ticket);
-        self.job.notify();
+        self.job.protocol.notify();
         Ok(work)
     }
 }
@@ -228,13 +228,12 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Returns the parameters of a chunk in DRAM that have no gradient. Sums are scanned once they are whole.
     fn left_out(&self, staged: &Staged) -> Vec<u32> {
         let Ticket { owned, chunk, .. } = self.ticket;
-        let gradients = &self.job.gradients;
-        if gradients.accumulates(owned) {
+        if self.job.share.accumulates(owned) {
             return Vec::new();
         }
         let bytes = &staged.region.bytes()[..chunk.bytes as usize];
         let first = staged.start / chunk.dtype.bytes() as usize;
-        gradients.left_out_of(owned, first, cast(bytes.into(), chunk.dtype))
+        self.job.gradients.left_out_of(owned, first, cast(bytes.into(), chunk.dtype))
     }
 
     fn check_arrived_padding(&self) -> Result<(), Fault> {
@@ -251,9 +250,9 @@ impl<J: Deref<Target = Job>> Writing<J> {
     /// Checks that padding is 0 in these bytes, which begin at byte `start` of the shard's gradient.
     fn check_padding<'a>(&self, start: usize, bytes: impl Into<Source<'a, u8>>) -> Result<(), Fault> {
         let chunk = &self.ticket.chunk;
-        let shard = self.job.layout.shard_range(chunk.contribution.shard);
+        let shard = self.job.share.layout.shard_range(chunk.contribution.shard);
         let first = shard.start + start as u64 / chunk.dtype.bytes();
-        check_padding(&self.job.layout, first, bytes, chunk.dtype)
+        self.job.share.check_padding(first, bytes, chunk.dtype)
     }
 }
 
@@ -264,7 +263,7 @@ impl<J: Deref<Target = Job>> Drop for Writing<J> {
                 spilled.unstage(staged);
             }
             self.job.protocol.machine().abandoned(self.ticket);
-            self.job.notify();
+            self.job.protocol.notify();
         }
     }
 }
@@ -283,11 +282,11 @@ impl Job {
     /// Returns the destination of a chunk whose payload is about to come. `job` may be a reference or an
     /// `Arc`.
     pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
-        job.check_alive()?;
+        job.protocol.check_alive()?;
         let admission = job.protocol.machine().admit(chunk)?;
         if matches!(admission, Admission::Duplicate | Admission::Superseded) {
             // The statistics of a delayed step may wait for this process's last chunk.
-            job.notify();
+            job.protocol.notify();
         }
         let ticket = match admission {
             Admission::Duplicate => return Ok(Admitted::Duplicate),
@@ -322,5 +321,18 @@ impl Job {
                 writing.finish().map(Stored::New)
             }
         }
+    }
+
+    /// Counts a chunk that has reached the drives, if there is one. The compute thread calls this, like
+    /// [`Job::perform`].
+    ///
+    /// # Errors
+    /// The drives' error: then the job cannot go on from this server.
+    pub fn collect(&self) -> Result<Option<Work>, Fault> {
+        let collected = self.gradients.collect().map_err(|fault| self.protocol.fail(fault))?;
+        let Some(ticket) = collected else { return Ok(None) };
+        let work = self.protocol.machine().stored(ticket);
+        self.protocol.notify();
+        Ok(work)
     }
 }

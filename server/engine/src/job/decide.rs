@@ -1,0 +1,168 @@
+//! A step's decision, and what it is made from: who takes part, statistics of gradients, and the parameters
+//! without one.
+
+use longshore_proto::{
+    Commit, Fault, FaultKind, Incarnation, Origin, Rank, ShardId, Step,
+    left_out::{advance, now},
+};
+
+use super::Job;
+use crate::{
+    kernels::Statistics,
+    record::Joined,
+    step::{Admission, Machine, Refusal, Work},
+};
+
+const LEFT_OUT: &str = "commit.left_out";
+
+impl Job {
+    /// Binds a rank to a process. Returns false while a chunk of the rank's earlier process is being received or
+    /// summed: call again after a change. Answer the rank only after `keep_joined` has returned.
+    pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
+        self.protocol.check_alive()?;
+        let mut machine = self.protocol.machine();
+        let before = machine.has_joined(rank, incarnation);
+        let joined = machine.join(rank, incarnation)? != Admission::Busy;
+        if joined && !before {
+            // The machine stays locked, so that the new process cannot yet overwrite contributions that the
+            // tier must first forget.
+            let joined = Joined { incarnation, at: machine.version(), fence_only: false };
+            self.protocol.tell_joined(rank, joined, self.share.spec.world_size == 1);
+            self.gradients.give_back_unneeded(&machine, rank);
+        }
+        drop(machine);
+        self.protocol.notify();
+        Ok(joined)
+    }
+
+    /// Decides a step, whatever contributions the decision was made from. The returned flag is true if the
+    /// same decision was made before.
+    pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
+        self.commit_from(incarnation, commit, Origin::UNKNOWN)
+    }
+
+    /// Decides a step, if the contributions here are those that the decision was made from.
+    pub fn commit_from(
+        &self,
+        incarnation: Incarnation,
+        commit: Commit,
+        origin: Origin,
+    ) -> Result<(bool, Option<Work>), Fault> {
+        self.protocol.check_alive()?;
+        commit.validate(&self.share.spec)?;
+        let mut machine = self.protocol.machine();
+        // A step back may have ended the job while this call waited for the lock.
+        self.protocol.check_alive()?;
+        let before = machine.version();
+        if let Some(durable) = self.protocol.written().filter(|&durable| durable < before)
+            && commit.step == before.next_step()
+        {
+            return Err(Refusal::NotDurable { step: commit.step, durable }.into());
+        }
+        self.check_left_out(&machine, incarnation, &commit, origin)?;
+        let step = commit.step;
+        // A decision that another server has already is not held up.
+        if step == before.next_step()
+            && commit.decided_by == incarnation
+            && machine.check_rank_zero(incarnation).is_ok()
+            && let Some(missing) = machine.owed(step)
+        {
+            return Err(Refusal::CommitOwed { step, missing }.into());
+        }
+        let work = machine.commit(incarnation, commit, origin)?;
+        let duplicate = machine.version() == before;
+        if !duplicate {
+            self.snapshots.tell(&machine);
+            // The machine stays locked: nobody may learn of the decision before the tier has it.
+            self.protocol.decided(&machine, step)?;
+            if self.share.owned.is_empty() {
+                self.protocol.finish(&machine, step)?;
+            }
+        }
+        drop(machine);
+        self.protocol.notify();
+        Ok((duplicate, work))
+    }
+
+    /// Refuses a decision whose left-out parameters do not follow from those of the decision before. Refuses
+    /// also a decision that leaves out other parameters than those without a gradient here. Other checks
+    /// cover the decision's origin and the completeness of contributions.
+    ///
+    /// A decision of an earlier process of rank 0 is not compared with the gradient: another server has
+    /// applied it. If this server refused it, the job could never reach one version on all servers. A
+    /// left-out parameter may well have a gradient here, since a restarted rank may have computed another
+    /// one.
+    fn check_left_out(
+        &self,
+        machine: &Machine,
+        incarnation: Incarnation,
+        commit: &Commit,
+        origin: Origin,
+    ) -> Result<(), Fault> {
+        let next = machine.version().next_step();
+        if commit.step != next {
+            return Ok(());
+        }
+        let without: Vec<u32> = now(&commit.left_out).collect();
+        let due = advance(machine.left_out(), &without, commit.skip);
+        if due != commit.left_out {
+            machine.check_rank_zero(incarnation)?;
+            let value = format!("{} parameters", commit.left_out.len());
+            let limit = format!("the {} that follow from the commit before", due.len());
+            let remedy = "make the commit from the one before, which Describe has as last_commit";
+            return Err(Fault::invalid(LEFT_OUT, value, limit, remedy));
+        }
+        let share = &self.share;
+        let earlier = ![Incarnation(0), incarnation].contains(&commit.decided_by);
+        if !share.spec.leave_out || commit.skip || earlier || machine.check_origin(next, origin).is_err() {
+            return Ok(());
+        }
+        for owned in share.all().filter(|&owned| machine.is_complete(owned, next)) {
+            let params = share.layout.params_from(share.layout.shard_range(share.shard(owned)));
+            let here = self.gradients.left_out(owned, share.slot(next));
+            let differs = |param: &u32| here.contains(param) != without.binary_search(param).is_ok();
+            if let Some(param) = (params.start as u32..params.end as u32).find(differs) {
+                machine.check_rank_zero(incarnation)?;
+                return Err(other_left_out(&share.spec.params[param as usize].name, here.contains(&param)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The statistics of each block of a shard, once its gradient of a step is complete and each rank's present process
+    /// has sent its own. A frozen shard has none.
+    pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
+        self.protocol.check_alive()?;
+        let machine = self.protocol.machine();
+        let owned = machine.owned_index(shard)?;
+        machine.check_stats(step)?;
+        if !machine.is_complete(owned, step) || machine.owing(owned, step).is_some() {
+            return Ok(None);
+        }
+        Ok(Some(self.gradients.statistics(owned, self.share.slot(step))))
+    }
+
+    /// Returns the parameters that begin in a shard and got no gradient in a complete step.
+    pub fn left_out(&self, shard: ShardId, step: Step) -> Result<Vec<u32>, Fault> {
+        let machine = self.protocol.machine();
+        let owned = machine.owned_index(shard)?;
+        machine.check_stats(step)?;
+        Ok(self.gradients.left_out(owned, self.share.slot(step)))
+    }
+
+    /// The origin of an owned shard's gradient of a step.
+    pub fn origin(&self, shard: ShardId, step: Step) -> Result<Origin, Fault> {
+        let machine = self.protocol.machine();
+        let owned = machine.owned_index(shard)?;
+        Ok(machine.origin(owned, step))
+    }
+}
+
+fn other_left_out(name: &str, is_nothing: bool) -> Fault {
+    let (value, limit) = match is_nothing {
+        true => (format!("without {name:?}"), "with it: nobody gave it a gradient"),
+        false => (format!("with {name:?}"), "without it: it got a gradient"),
+    };
+    let remedy = "leave out what ShardStats.left_out names, from all servers";
+    Fault::new(FaultKind::Conflict, LEFT_OUT, value, limit, remedy)
+}

@@ -1,0 +1,99 @@
+//! A server's share of a job: the facts that do not change while the job is open. All parts of the job hold it.
+
+use std::sync::Arc;
+
+use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step};
+
+use super::compute::BLOCK;
+use crate::{
+    ids::{GradientSlot, OwnedShard, OwnedShards},
+    memory::Source,
+};
+
+pub(super) struct Share {
+    pub(super) spec: Arc<JobSpec>,
+    pub(super) layout: Arc<Layout>,
+    pub(super) placement: Placement,
+    pub(super) server: ServerId,
+    /// This server's shards, in forward order.
+    pub(super) owned: Vec<ShardId>,
+}
+
+impl Share {
+    pub(super) fn all(&self) -> OwnedShards {
+        OwnedShards::all(self.owned.len())
+    }
+
+    /// The owned shards that are trained.
+    pub(super) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
+        self.all().filter(|&owned| !self.is_frozen(owned))
+    }
+
+    pub(super) fn shard(&self, owned: OwnedShard) -> ShardId {
+        self.owned[owned.index()]
+    }
+
+    pub(super) fn is_frozen(&self, owned: OwnedShard) -> bool {
+        self.layout.is_frozen(self.shard(owned))
+    }
+
+    pub(super) fn elements(&self, owned: OwnedShard) -> usize {
+        self.layout.shard_len(self.shard(owned)) as usize
+    }
+
+    pub(super) fn blocks(&self, owned: OwnedShard) -> usize {
+        self.elements(owned) / BLOCK
+    }
+
+    /// The ranks that contribute to a shard.
+    pub(super) fn contributors(&self, owned: OwnedShard) -> &[Rank] {
+        self.layout.contributors(self.shard(owned))
+    }
+
+    /// Returns true if a shard's contributions are summed.
+    pub(super) fn accumulates(&self, owned: OwnedShard) -> bool {
+        self.spec.accumulates(self.contributors(owned))
+    }
+
+    /// The gradient slot that a step uses.
+    pub(super) fn slot(&self, step: Step) -> GradientSlot {
+        GradientSlot::of(step, self.spec.gradient_slots())
+    }
+
+    /// Checks that padding is 0 in `bytes`, which are elements of the flat space in wire format. Any other
+    /// value there would count in the norm and be trained. `first` is the index of the first element.
+    ///
+    /// # Errors
+    /// `Invalid`, naming the first element that is not 0.
+    pub(super) fn check_padding<'a>(
+        &self,
+        first: u64,
+        bytes: impl Into<Source<'a, u8>>,
+        dtype: Dtype,
+    ) -> Result<(), Fault> {
+        let bytes: Source<'_, u8> = bytes.into();
+        let size = dtype.bytes();
+        for gap in self.layout.padding(first..first + bytes.len() as u64 / size) {
+            let within = ((gap.start - first) * size) as usize..((gap.end - first) * size) as usize;
+            let mut outcome = Ok(());
+            bytes.slice(within).pieces(|start, piece| {
+                let mut elements = piece.chunks(size as usize);
+                let wrong = elements.position(|element| element.iter().any(|&byte| byte != 0));
+                if let Some(wrong) = wrong.filter(|_| outcome.is_ok()) {
+                    let element = gap.start + start as u64 / size + wrong as u64;
+                    outcome = Err(not_zero(element, &piece[wrong * size as usize..][..size as usize]));
+                }
+            });
+            outcome?;
+        }
+        Ok(())
+    }
+}
+
+fn not_zero(element: u64, bytes: &[u8]) -> Fault {
+    let little_endian: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let value = format!("{} at element {element} of the flat space", little_endian.join(" "));
+    let limit = "0 there, since no parameter lies there";
+    let remedy = "parameters start at multiples of 64 elements, and the last block is filled up: send zeros between them";
+    Fault::invalid("payload", value, limit, remedy)
+}
