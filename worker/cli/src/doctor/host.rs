@@ -13,10 +13,7 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
-use super::{
-    drives::free_bytes,
-    finding::{Finding, bad, good, warning},
-};
+use super::{Finding, bad, drives::free_bytes, good, warning};
 use crate::sizes::human;
 
 /// Enough descriptors. A rank has 3 connections to each server by default, so this serves some hundreds.
@@ -31,7 +28,6 @@ const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const NODES: &str = "sys/devices/system/node";
 const LIMITS: &str = "proc/self/limits";
 const STATUS: &str = "proc/self/status";
-/// Size of the probe file in bytes.
 const PROBE_BYTES: u64 = 1024 * 1024;
 
 /// Returns the findings of every check of the host. `system` is the root of the kernel's files.
@@ -198,9 +194,8 @@ fn descriptors() -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::finding::Grade, *};
+    use super::{super::Grade, *};
 
-    /// Makes a copy of the kernel's files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in files {
