@@ -4,7 +4,7 @@ use std::{os::fd::AsFd, sync::atomic::AtomicU64};
 
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
-use super::{Source, map::Map, stamp::look};
+use super::{Source, map::Map, region::look};
 
 /// fstatfs's type of a memfd without huge pages of its own. A memfd of huge pages is refused: the host may
 /// have no huge page left, and a read would then kill the process.

@@ -1,7 +1,23 @@
 //! Lends work that borrows to threads that outlive the borrow. A pool of standing threads cannot do so in
 //! safe Rust. The lender does not return before the last borrower has, even when it unwinds.
 
-use super::sync::{Arc, AtomicUsize, Ordering, Thread, thread};
+// loom's models replace atomics and parking.
+#[cfg(loom)]
+use loom::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, Thread},
+};
+#[cfg(not(loom))]
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, Thread},
+};
 
 /// Set once the lender wants its work back. The other bits count the borrowers inside.
 const RECALLED: usize = 1 << (usize::BITS - 1);

@@ -24,7 +24,6 @@ unsafe impl Send for Map {}
 unsafe impl Sync for Map {}
 
 impl Map {
-    /// Maps zeroed memory.
     pub(super) fn anonymous(len: usize) -> io::Result<Map> {
         Map::new(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
     }

@@ -14,7 +14,7 @@ use loom::{
 
 use super::{
     lend::lend,
-    stamp::{look, publish},
+    region::{look, publish},
 };
 
 /// Cells that the work borrows, one for each seat. loom fails where two threads use one and neither has

@@ -1,12 +1,18 @@
-//! An exclusive part of a mapping.
+//! An exclusive part of a mapping, as bytes or as words, and the stamps by which others read what it has.
 
 use std::{
     io,
     ops::Range,
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc,
+        atomic::{
+            AtomicU64,
+            Ordering::{self, SeqCst},
+        },
+    },
 };
 
-use super::{SharedBytes, map::Map, stamp::publish};
+use super::{SharedBytes, map::Map};
 
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
@@ -26,25 +32,10 @@ unsafe impl Send for Region {}
 // SAFETY: through a shared reference bytes can only be read.
 unsafe impl Sync for Region {}
 
-/// The whole mapping that a region is part of, kept alive. A ring registers it with the kernel.
+/// The whole mapping that a region is part of, kept alive.
 #[derive(Clone)]
 pub struct Mapping {
-    map: Arc<Map>,
-}
-
-impl Mapping {
-    /// The address of its first byte.
-    pub fn start(&self) -> usize {
-        self.map.as_ptr() as usize
-    }
-
-    pub fn len(&self) -> usize {
-        self.map.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.map.len() == 0
-    }
+    _map: Arc<Map>,
 }
 
 impl Region {
@@ -102,10 +93,9 @@ impl Region {
     }
 
     pub fn mapping(&self) -> Mapping {
-        Mapping { map: Arc::clone(&self.map) }
+        Mapping { _map: Arc::clone(&self.map) }
     }
 
-    /// Returns the region's offset in its mapping.
     pub fn offset(&self) -> usize {
         self.start.addr() - self.map.as_ptr().addr()
     }
@@ -160,16 +150,63 @@ impl AtomicWords {
         unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
     }
 
-    /// Sets a stamp beside bytes that readers cannot be locked out of. The stamp is set to 0 before the first
-    /// byte is written, and to another value after the last one.
+    /// Sets a stamp: to 0 before the first byte beside it is written, and to another value after the last one.
     pub fn publish(&self, index: usize, value: u64) {
         publish(&self.get()[index], value);
     }
 
-    /// Returns the offset of the first word in its mapping.
     pub fn offset(&self) -> usize {
         self.region.offset()
     }
+}
+
+/// A word beside bytes that readers cannot be locked out of: an atomic, or a model's. Bytes read between two equal
+/// stamps are of that version.
+///
+/// The writer sets the stamp to 0 before it changes the first byte, and to the version's once the last one is
+/// written. A reader looks at the stamp, reads, and looks again.
+pub(crate) trait Stamp {
+    fn load(&self, order: Ordering) -> u64;
+    fn store(&self, value: u64, order: Ordering);
+    fn fence(order: Ordering);
+}
+
+macro_rules! stamp {
+    ($type:ty, $fence:path) => {
+        impl Stamp for $type {
+            fn load(&self, order: Ordering) -> u64 {
+                self.load(order)
+            }
+
+            fn store(&self, value: u64, order: Ordering) {
+                self.store(value, order);
+            }
+
+            fn fence(order: Ordering) {
+                $fence(order);
+            }
+        }
+    };
+}
+
+stamp!(AtomicU64, std::sync::atomic::fence);
+#[cfg(loom)]
+stamp!(loom::sync::atomic::AtomicU64, loom::sync::atomic::fence);
+
+/// Sets the stamp, after all earlier writes of bytes and before all later ones.
+///
+/// The fences are sequentially consistent, since kernels write past the cache, which plain release does not
+/// order.
+pub(crate) fn publish<S: Stamp>(stamp: &S, value: u64) {
+    S::fence(SeqCst);
+    stamp.store(value, Ordering::Release);
+    S::fence(SeqCst);
+}
+
+/// Returns the stamp, after all earlier reads of bytes and before all later ones.
+pub(crate) fn look<S: Stamp>(stamp: &S) -> u64 {
+    S::fence(SeqCst);
+    stamp.load(SeqCst)
 }
 
 #[cfg(all(test, not(loom)))]

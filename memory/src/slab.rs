@@ -45,7 +45,6 @@ impl Slab {
         sizes.into_iter().map(|size| size.next_multiple_of(REGION_ALIGN)).sum()
     }
 
-    /// Maps zeroed memory.
     pub fn allocate(bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let map = Map::anonymous(bytes).map_err(|source| AllocationError { bytes, source })?;
@@ -187,22 +186,6 @@ pub(crate) mod tests {
         fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync)) {
             (0..self.0).for_each(|share| part(count * share / self.0..count * (share + 1) / self.0));
         }
-    }
-
-    #[test]
-    fn never_is_a_refusal_and_the_other_modes_are_not() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for (modes, refused) in [
-            ("always madvise [never]\n", true),
-            ("always [madvise] never\n", false),
-            ("[always] madvise never\n", false),
-        ] {
-            fs::write(file.path(), modes).unwrap();
-            let reason = refusal(file.path());
-            assert_eq!(reason.is_some(), refused, "{modes}");
-            assert!(reason.is_none_or(|reason| reason.ends_with("is set to never")));
-        }
-        assert_eq!(refusal(Path::new("/nonexistent")), None);
     }
 
     #[test]

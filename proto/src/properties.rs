@@ -1,5 +1,5 @@
-//! The table of tiers, and the properties that follow from a job's tier, for code that does not hold its state. Workers
-//! ask for these properties instead of the tier, to wait, retry or restore.
+//! The table of tiers, and the properties that follow from a job's tier, for code that does not hold its state. Only
+//! the engine's `tier` folder matches on tiers: all other code asks for these properties.
 
 use std::{fmt, str::FromStr};
 
@@ -50,10 +50,18 @@ tiers! {
 pub enum Lifetime {
     /// The state ends with the server's process.
     Process,
-    /// The state survives the process, in memory of the host.
+    /// The state survives the process, in the host's memory: below a server's `--shm-dir`.
     Host,
-    /// The state survives a power loss, on drives.
+    /// The state survives a power loss, on drives: below a server's `--state-dir`.
     Drive,
+}
+
+impl Lifetime {
+    /// Returns the names of the tiers with this lifetime, for texts.
+    pub fn tiers(self) -> String {
+        let tiers = TierKind::ALL.into_iter().filter(|tier| tier.properties().lifetime == self);
+        tiers.map(TierKind::name).collect::<Vec<_>>().join(" or ")
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
+use longshore_engine::{job::Compute, kernels::Isa};
 use longshore_proto::{
     Commit, Dtype, Formats, JobSpec, LeftOut, MasterFormat, Rule, ShardId, StateArray, StateFormat, TierKind,
     left_out::advance,
@@ -11,7 +11,7 @@ use longshore_proto::{
 use proptest::prelude::*;
 
 use crate::common::{
-    self, BLOCK, Noise, cases, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
+    self, BLOCK, Dirs, Noise, cases, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
 };
 
 /// A job of four shards with parameters across their borders.
@@ -122,34 +122,6 @@ fn chunks_of_state_come_in_any_order() {
     }
 }
 
-/// A server that ends during a filling forgets it; a server that ends afterwards continues from it.
-#[test]
-fn a_filled_job_outlives_its_server() {
-    let dirs = tempfile::tempdir().unwrap();
-    let spec = JobSpec { tier: TierKind::Nvme, ..job(Rule::AdamW, Formats::default()) };
-    let storage = Storage { dirs: vec![dirs.path().to_path_buf()], buffers: 2, ..Storage::default() };
-    let open = || Cluster::try_open(&spec, 1, &host(), &storage).unwrap();
-    let values = weights(&spec, 1);
-    let squares: Vec<f32> = values.iter().map(|value| value * value).collect();
-    let state = [values.clone(), values, squares];
-    let mut cluster = open();
-    cluster.join(0);
-    let bytes = common::encode(&state[0], Dtype::F32);
-    (0..4).for_each(|shard| {
-        cluster.upload_array(StateArray::Master, &bytes, ShardId(shard), (9, &[])).unwrap()
-    });
-    drop(cluster);
-    let mut cluster = open();
-    cluster.join(0);
-    assert_eq!(cluster.jobs[0].progress().missing.len(), 4);
-    cluster.upload_state(&state, 9, &[]);
-    cluster.settle().unwrap();
-    drop(cluster);
-    let cluster = open();
-    assert_eq!(cluster.exported(), (state.to_vec(), 9));
-    assert_eq!(cluster.jobs[0].progress().applied, 9);
-}
-
 /// Parameters with fewer updates: the first lacks 3, and the last lacks all 7.
 const UNEVEN: [LeftOut; 2] =
     [LeftOut { param: 0, steps: 3, now: false }, LeftOut { param: 2, steps: 7, now: false }];
@@ -161,17 +133,15 @@ fn each_parameter_goes_on_from_its_own_count() {
     for rule in Rule::ALL {
         for tier in [TierKind::Memory, TierKind::Shm, TierKind::Nvme] {
             let spec = JobSpec { tier, ..job(rule, Formats::default()) };
-            let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
-            let [disk, shm] = [0, 1].map(|index: usize| dirs[index].path().to_path_buf());
-            let storage = Storage { dirs: vec![disk], shm_dir: Some(shm), buffers: 2, ..Storage::default() };
+            let dirs = Dirs::new(1);
             let positive: Vec<f32> = weights(&spec, 5).iter().map(|value| value.abs()).collect();
             let state = vec![positive; 3];
-            let mut uneven = Cluster::try_open(&spec, 2, &host(), &storage).unwrap();
+            let mut uneven = Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
             uneven.join(0);
             uneven.upload_state(&state, 7, &UNEVEN);
             if tier != TierKind::Memory {
                 drop(uneven);
-                uneven = Cluster::try_open(&spec, 2, &host(), &storage).unwrap();
+                uneven = Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
                 uneven.join(0);
             }
             for job in &uneven.jobs {

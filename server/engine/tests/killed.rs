@@ -1,13 +1,7 @@
 //! Promise 3 for tier `shm`: a real process is killed at random instants, and its successor has the bits of
 //! an undisturbed run.
 
-use std::{
-    env, fs,
-    path::Path,
-    process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
-};
+use std::{env, fs, path::Path, thread, time::Duration};
 
 use longshore_engine::{ids::OwnedShard, kernels::Isa, step::Work, tier::Storage};
 use longshore_proto::{Commit, Correction, Dtype, Formats, JobSpec, MasterFormat, StateFormat, TierKind};
@@ -17,7 +11,7 @@ use crate::common::{
     cluster::{Cluster, compute},
     commit, gradient,
     reference::Reference,
-    spec, weights,
+    run_and_kill, spec, weights,
 };
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
@@ -92,7 +86,8 @@ fn a_killed_process_leaves_a_state_to_go_on_from() {
         let mut noise = Noise(index as u64);
         let (mut unfinished, mut behind_first) = (0, 0);
         for _ in 0..KILLS {
-            run_and_kill(&dir, Duration::from_micros(noise.next() % 8_000));
+            let after = Duration::from_micros(5_000 + noise.next() % 8_000);
+            run_and_kill("killed::child", CHILD, &dir, after);
             let mut cluster = open(&dir);
             let version = cluster.jobs[0].progress().version.0;
             unfinished += usize::from(!cluster.works[0].is_empty());
@@ -115,24 +110,4 @@ fn a_killed_process_leaves_a_state_to_go_on_from() {
         );
         assert!(reference.version > 100 && unfinished > 0, "the kills must fall into training");
     }
-}
-
-/// Starts this test binary as the child, and kills it with SIGKILL.
-fn run_and_kill(dir: &Path, after: Duration) {
-    let ready = dir.join("ready");
-    let _ = fs::remove_file(&ready);
-    let mut command = Command::new(env::current_exe().unwrap());
-    command
-        .args(["--ignored", "--exact", "killed::child", "--nocapture"])
-        .env(CHILD, dir)
-        .stdout(Stdio::null());
-    let mut child = command.spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !ready.exists() {
-        assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "the child never trained");
-        thread::sleep(Duration::from_micros(200));
-    }
-    thread::sleep(Duration::from_millis(5) + after);
-    child.kill().unwrap();
-    child.wait().unwrap();
 }

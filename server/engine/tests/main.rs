@@ -1,6 +1,7 @@
 //! The engine's tests through its public objects, as one program.
 
 mod arrival;
+mod checkpoint;
 mod common;
 mod filled;
 mod killed;

@@ -25,7 +25,7 @@ use longshore_proto::{
 };
 
 use crate::common::{
-    BLOCK, Noise,
+    BLOCK, Dirs, Noise,
     cluster::{Cluster, compute, soon},
     commit, encode, gradient,
     reference::Reference,
@@ -249,14 +249,9 @@ fn steps_beside_a_held_reader(tier: TierKind, storage: &Storage) {
 
 #[test]
 fn a_reader_who_takes_nothing_holds_neither_updates_nor_other_snapshots() {
-    steps_beside_a_held_reader(TierKind::Memory, &Storage::default());
-}
-
-#[test]
-fn nor_does_it_where_the_state_is_on_drives() {
-    let root = tempfile::tempdir().unwrap();
-    let storage = Storage { dirs: vec![root.path().into()], buffers: 2, ..Storage::default() };
-    steps_beside_a_held_reader(TierKind::Nvme, &storage);
+    for tier in [TierKind::Memory, TierKind::Nvme] {
+        steps_beside_a_held_reader(tier, &Dirs::new(1).storage);
+    }
 }
 
 /// A job of 12 MiB as f32, in shards of 1 MiB, and a budget that the job alone fills.

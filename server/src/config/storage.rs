@@ -42,7 +42,7 @@ impl Default for StorageConfig {
             state_dirs: Vec::new(),
             resident: 0,
             io: StorageIo::default(),
-            buffers: tier::nvme::DEFAULT_BUFFERS,
+            buffers: tier::DEFAULT_BUFFERS,
             spill: Spill::default(),
             drive_endurance: 0,
             shm_dir: None,

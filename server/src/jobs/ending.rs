@@ -12,10 +12,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::{
-    Away, JobEntry, JobHandle, Jobs, Kept, deleted, directories, not_found, recovering, turns::Turn,
-    unreadable,
-};
+use super::{Away, JobEntry, JobHandle, Jobs, Kept, deleted, not_found, recovering, turns::Turn, unreadable};
 use crate::tasks::{blocking, finished};
 
 /// Longest wait for the users of a job that steps back. A chunk in flight may be silent for 10 s, and an update runs to
@@ -106,7 +103,7 @@ impl Jobs {
         _: &Turn,
     ) -> Result<(), Fault> {
         if !self.lock().contains_key(name) {
-            let is_given_up = discard_unreadable && give_up_missing(&directories(&self.storage), name);
+            let is_given_up = discard_unreadable && give_up_missing(&self.storage.folders(), name);
             return if is_given_up { Ok(()) } else { Err(fault) };
         }
         if fault.kind == FaultKind::Unavailable {
@@ -115,7 +112,7 @@ impl Jobs {
         if !discard_unreadable {
             return Err(unreadable(name, &fault));
         }
-        delete_stored(&directories(&self.storage), name)?;
+        delete_stored(&self.storage.folders(), name)?;
         self.lock().remove(name);
         Ok(())
     }

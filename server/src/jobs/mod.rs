@@ -15,7 +15,6 @@ mod waits;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -133,7 +132,7 @@ impl Jobs {
         compute: Arc<Compute>,
         owners: Option<Arc<dyn Owners>>,
     ) -> (Jobs, Vec<StoredJob>) {
-        let dirs = directories(&storage);
+        let dirs = storage.folders();
         finish_interrupted(&dirs);
         let stored = stored_jobs(&dirs);
         let mut jobs = BTreeMap::new();
@@ -211,7 +210,7 @@ impl Jobs {
             }
             Err(fault) => {
                 // A job without stored state leaves no entry.
-                let is_stored = || stored_jobs(&directories(&self.storage)).jobs.contains(&job);
+                let is_stored = || stored_jobs(&self.storage.folders()).jobs.contains(&job);
                 if self.lock().contains_key(&name) || is_stored() {
                     let kept = Kept::new(job, &self.storage);
                     self.lock().insert(name, Away::entry(fault.clone(), Some(kept)));
@@ -338,7 +337,7 @@ impl Jobs {
         if !self.lock().contains_key(name) {
             return Ok(None);
         }
-        let found = stored_jobs(&directories(&self.storage));
+        let found = stored_jobs(&self.storage.folders());
         match found.unreadable.into_iter().find(|(of, _)| of == name) {
             Some((_, fault)) => Err(unreadable(name, &fault)),
             None => Ok(found.jobs.into_iter().find(|job| job.spec.name == *name)),
@@ -375,11 +374,6 @@ fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
         return Err(Fault::new(FaultKind::Conflict, "server", wanted.server.0, job.server.0, remedy));
     }
     Ok(())
-}
-
-/// Returns all directories in which jobs are stored.
-fn directories(storage: &Storage) -> Vec<PathBuf> {
-    storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }
 
 #[cfg(test)]

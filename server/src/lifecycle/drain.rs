@@ -98,7 +98,7 @@ fn write_part(store: &Store, job: &Arc<Job>, deadline: std::time::Instant) -> Re
     loop {
         let numbered = if number == 1 { name.clone() } else { format!("{name}.{number}") };
         number += 1;
-        match store.write(job, &numbered, Some(version), deadline) {
+        match store.write(0, job, &numbered, Some(version), deadline) {
             Err(fault) if fault.kind == FaultKind::Conflict && number <= MOST_NAMES => {}
             written => return written.map(|part| (numbered, part)),
         }

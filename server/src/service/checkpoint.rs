@@ -36,7 +36,7 @@ impl Services {
         let job = Arc::clone(&handle.job);
         let expected = (request.version > 0).then_some(Version(request.version));
         let written =
-            blocking(move || store.write_for(id(author), &job, name.as_str(), expected, snapshot_deadline()));
+            blocking(move || store.write(id(author), &job, name.as_str(), expected, snapshot_deadline()));
         let failed = |fault: &Fault| handle.checkpoints.failed(&request.job, &request.name, fault);
         let part = written.await.inspect_err(failed)?;
         let answer = || Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? });
@@ -90,7 +90,7 @@ impl Services {
         blocking(move || {
             let job = &handle.job;
             let servers = job.placement().servers.len() as u32;
-            store.discard_for(id(author), &job.spec().name, name.as_str(), job.server().0, servers)
+            store.discard(id(author), &job.spec().name, name.as_str(), job.server().0, servers)
         })
         .await?;
         Ok(v1::DiscardCheckpointResponse {})

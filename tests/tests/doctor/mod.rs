@@ -34,7 +34,6 @@ fn system() -> TempDir {
         ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
         ("sys/devices/system/node/node0/cpulist", "0-7\n"),
         ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       65536000 kB\n"),
-        ("proc/self/limits", "Max locked memory         unlimited            unlimited            bytes\n"),
     ] {
         plant(&root, name, text);
     }
@@ -149,29 +148,6 @@ fn few_descriptors() {
         "warning",
         &["256", "ulimit -n"],
     );
-}
-
-#[test]
-fn little_memory_to_lock() {
-    // Root may lock any amount, unless it drops that capability.
-    let is_root = run("id", Command::new("id").arg("-u")).stdout.trim() == "0";
-    let script = "ulimit -l 64";
-    let output = match is_root {
-        true => doctor(
-            &[
-                "sh",
-                "-c",
-                &format!(
-                    "{script} && exec setpriv --bounding-set -ipc_lock --inh-caps -ipc_lock \"$0\" \"$@\""
-                ),
-            ],
-            &[],
-        ),
-        false => after(script, &[]),
-    };
-    let found = findings(&output);
-    let (state, said, remedy) = &found["locked memory"];
-    assert!(state == "warning" && said.contains("64.0 KiB") && remedy.contains("ulimit -l"), "{output:?}");
 }
 
 #[test]

@@ -31,7 +31,7 @@ struct Reads {
 impl Reads {
     fn create(folder: &Path, bytes: u64) -> Reads {
         let free = Slab::allocate(AT_ONCE * CHUNK_BYTES).expect("memory").carve_here(&[CHUNK_BYTES; AT_ONCE]);
-        let disk = OpenFile::default().create(&folder.join("reads"), bytes, Some(&free[0].mapping()));
+        let disk = OpenFile::default().create(&folder.join("reads"), bytes);
         let mut reads = Reads { disk: disk.expect("a file"), free, chunks: bytes as usize / CHUNK_BYTES };
         // Blocks reserved and never written are not on the drive.
         reads.pass(Direction::Write);

@@ -7,8 +7,9 @@ use longshore_server::config::retired;
 
 use crate::{
     commands::{Cli, RETIRED, check_environment},
-    output::{self, WrongUse, fail},
+    output::{self, fail},
     train::Stopped,
+    wrong_use::WrongUse,
 };
 
 const FAILED: u8 = 1;
@@ -66,4 +67,20 @@ fn asks_for_json(arguments: &[OsString]) -> bool {
         word => word.strip_prefix("--output=").map(str::to_string),
     });
     given.or_else(|| std::env::var("LONGSHORE_OUTPUT").ok()).as_deref() == Some("json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_arguments_may_ask_for_json() {
+        let asks = |words: &[&str]| asks_for_json(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert!(
+            asks(&["longshore", "--output", "json", "sttus"]) && asks(&["longshore", "x", "--output=json"])
+        );
+        assert!(
+            !asks(&["longshore", "--output", "json", "--output", "text"]) && !asks(&["longshore", "--json"])
+        );
+    }
 }

@@ -34,5 +34,6 @@ fn _longshore(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(commands::longshore, module)?)?;
     module.add_function(wrap_pyfunction!(commands::longshored, module)?)?;
     module.add_function(wrap_pyfunction!(helpers::set_copy_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::lies_on_drives, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }

@@ -7,12 +7,20 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Fault, Formats, Hyper, JobName, JobSpec, Param, Partition, Rank, Step};
+use longshore_proto::{
+    Fault, Formats, Hyper, JobName, JobSpec, Lifetime, Param, Partition, Rank, Step, TierKind,
+};
 use longshore_worker::{
     Accumulate, Interrupt, LossScaler, LossScalerOptions, Options, PipelineOptions, Schedule,
     pipeline::Weights,
 };
-use pyo3::FromPyObject;
+use pyo3::{FromPyObject, pyfunction};
+
+/// Returns true if servers keep the state of a tier's jobs on drives.
+#[pyfunction]
+pub(crate) fn lies_on_drives(tier: &str) -> bool {
+    tier.parse().is_ok_and(|tier: TierKind| tier.properties().lifetime == Lifetime::Drive)
+}
 
 /// `longshore.transfer.job.Settings`: the options that `longshore.transfer.options.Options` documents, with every
 /// default resolved, and the job's layout. Options that only Python reads are left out.

@@ -113,7 +113,6 @@ impl Drop for Draft {
     }
 }
 
-/// Writes a small file whole.
 pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
     let draft = Draft::create(target)?;
     (&*draft.file).write_all(bytes).map_err(io("write", draft.path()))?;
@@ -181,5 +180,24 @@ mod tests {
         publish(root.path().join("other"), b"x").unwrap();
         remove_drafts(&target);
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+    }
+
+    /// Servers that share a folder remove it when they find it empty.
+    #[test]
+    fn a_file_begins_in_a_folder_that_others_remove_while_it_is_empty() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("run/name");
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    remove_empty(&folder);
+                }
+            });
+            let drafts = (0..100).map(|_| Draft::create(folder.join("part")).map(drop));
+            let drafts = drafts.collect::<Result<Vec<()>, Fault>>();
+            over.store(true, Ordering::Relaxed);
+            drafts.unwrap();
+        });
     }
 }

@@ -16,16 +16,14 @@ use super::{
     part::Part,
 };
 
-/// A sealed checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed {
     pub name: String,
     /// A damaged checkpoint's version is taken from the readable part of its manifest.
     pub version: Version,
-    /// See [`Manifest::sequence`]; 0 for a checkpoint that is older than sequences.
+    /// See [`Manifest::sequence`].
     pub sequence: u64,
     pub state_hash: Option<String>,
-    /// Number of servers that wrote it.
     pub parts: u32,
     /// Servers whose parts lie in this folder.
     pub visible: Vec<u32>,
@@ -117,7 +115,6 @@ fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     }
 }
 
-/// Returns false if the part does not lie in this folder.
 fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     let path = folder.join(&part.file);
     match fs::metadata(&path) {
@@ -131,14 +128,12 @@ fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     }
 }
 
-/// Sorts by sequence. Checkpoints without a sequence are older than all others, and were sealed in the order
-/// of their files' times. An unreadable manifest takes its place by its time alone.
+/// Sorts by sequence. An unreadable manifest takes its place by its file's time alone.
 fn sort(found: &mut Vec<Listed>) {
     let lost = |listed: &mut Listed| listed.damage.is_some() && listed.sequence == 0;
     let unplaced: Vec<Listed> = found.extract_if(.., lost).collect();
-    let time = |listed: &Listed| if listed.sequence == 0 { listed.sealed_at } else { Duration::ZERO };
     found.sort_by(|one, other| {
-        let key = |listed: &Listed| (listed.sequence, time(listed), listed.version);
+        let key = |listed: &Listed| (listed.sequence, listed.version);
         key(one).cmp(&key(other)).then_with(|| one.name.cmp(&other.name))
     });
     for mut listed in unplaced {

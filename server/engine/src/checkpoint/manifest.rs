@@ -9,10 +9,7 @@ use super::{
     fault::{FIELD, corrupt, defect, io},
     part::Part,
 };
-use crate::{
-    job::StoredImages,
-    record::{exact, retired},
-};
+use crate::{job::StoredImages, record};
 
 pub(super) const FILE: &str = "manifest.json";
 /// Raised when a reader of the version before would misread the files.
@@ -42,12 +39,11 @@ pub struct Manifest {
     pub state_hash: Option<String>,
     /// The highest sequence of the parts. Checkpoints are kept and listed in this order. Versions would not
     /// do, since they fall when a job goes back.
-    #[serde(default)]
     pub sequence: u64,
     pub images: StoredImages,
     /// The parts, in the order of the servers.
     pub parts: Vec<Part>,
-    #[serde(with = "exact::commit")]
+    #[serde(with = "record::commit")]
     pub commit: Option<Commit>,
     pub spec: JobSpec,
 }
@@ -63,7 +59,7 @@ struct Envelope {
 #[derive(Serialize, Deserialize)]
 #[serde(transparent)]
 struct CommitJson {
-    #[serde(with = "exact::commit")]
+    #[serde(with = "record::commit")]
     commit: Option<Commit>,
 }
 
@@ -114,7 +110,6 @@ impl Manifest {
         }
     }
 
-    /// The file's bytes, digest included.
     pub(super) fn encode(&mut self, path: &Path) -> Result<Vec<u8>, Fault> {
         self.blake3 = NO_DIGEST.to_string();
         let blank = serde_json::to_string_pretty(self).map_err(|error| defect(path, error))? + "\n";
@@ -123,7 +118,6 @@ impl Manifest {
         Ok(blank.replacen(NO_DIGEST, &self.blake3, 1).into_bytes())
     }
 
-    /// Reads and verifies a checkpoint's manifest.
     pub(super) fn read(folder: &Path) -> Result<Manifest, Fault> {
         let path = folder.join(FILE);
         let bytes = read_file(&path)?;
@@ -150,7 +144,6 @@ impl Manifest {
             let remedy = "restore it with the Longshore version that wrote it, or a newer one";
             return Err(Fault::new(FaultKind::Precondition, FIELD, value, limit, remedy));
         }
-        retired::check(&bytes)?;
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(bad)?;
         let servers = manifest.parts.len() as u32;
         for (server, part) in (0..).zip(&manifest.parts) {

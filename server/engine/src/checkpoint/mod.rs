@@ -13,24 +13,17 @@
 //! and the tail has one BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part
 //! verifies exactly those.
 
-mod again;
-mod evicted;
 mod fault;
 mod files;
-mod hold;
-mod leftovers;
 mod list;
 mod manifest;
 mod part;
 mod plan;
-mod prune;
 mod read;
 mod ready;
+mod removal;
 mod restore;
 mod seal;
-#[cfg(test)]
-mod tests;
-mod whole;
 mod write;
 mod writers;
 

@@ -26,9 +26,7 @@ pub struct Part {
     pub version: Version,
     pub applied: u64,
     /// Highest sequence of the sealed checkpoints that the writer saw, plus 1. Sequences give the order in
-    /// which checkpoints were made, whatever clocks and versions say. 0 in parts that are older than
-    /// sequences.
-    #[serde(default)]
+    /// which checkpoints were made, whatever clocks and versions say.
     pub sequence: u64,
     pub images: StoredImages,
     /// The digest of the job's spec as JSON, the same in every part.
@@ -65,7 +63,6 @@ impl Part {
     }
 }
 
-/// An array of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Array {
     Master,
@@ -87,7 +84,6 @@ impl Array {
         &[Array::Master, Array::First, Array::Second][..1 + spec.rule.state_slots()]
     }
 
-    /// Bytes that a block of the array takes.
     fn block_bytes(self, spec: &JobSpec) -> u64 {
         let block = BLOCK_ELEMENTS as usize;
         match self {
@@ -97,7 +93,6 @@ impl Array {
         }
     }
 
-    /// Bytes that whole blocks of the array take.
     pub(super) fn bytes(self, spec: &JobSpec, elements: u64) -> u64 {
         elements / BLOCK_ELEMENTS * self.block_bytes(spec)
     }
@@ -125,7 +120,6 @@ impl Array {
         (dtype, vec![elements])
     }
 
-    /// The tensor's name in a part.
     pub(super) fn of(self, shard: ShardId) -> String {
         format!("shard.{:06}.{self}", shard.0)
     }
@@ -177,5 +171,4 @@ impl Table {
 /// The tensors of a part's tail beside the tables hold JSON as bytes.
 pub(super) const SPEC: &str = "job.spec";
 pub(super) const COMMIT: &str = "job.commit";
-/// The length of one block's hash.
 pub(super) const HASH_BYTES: u64 = 32;

@@ -56,7 +56,6 @@ pub(super) struct Header {
     pub(super) bytes: Vec<u8>,
     /// The bytes of data before the first hash table.
     pub(super) tail: u64,
-    /// The bytes of all data.
     pub(super) data: u64,
 }
 

@@ -30,9 +30,7 @@ pub(super) struct PartReader {
     path: PathBuf,
     file: File,
     metadata: Metadata,
-    /// Offset of the data in the file.
     data_start: u64,
-    /// The first row of each shard in the tables.
     rows: HashMap<ShardId, u64>,
 }
 
@@ -74,12 +72,10 @@ impl PartReader {
         Ok(())
     }
 
-    /// The job's spec, as JSON.
     pub(super) fn spec(&self) -> Result<impl Read, Fault> {
         Ok(BufReader::new(self.reader(self.range(SPEC)?)))
     }
 
-    /// The last commit, as JSON.
     pub(super) fn commit(&self) -> Result<impl Read, Fault> {
         Ok(BufReader::new(self.reader(self.range(COMMIT)?)))
     }
@@ -144,7 +140,6 @@ impl PartReader {
         Ok(info.data_offsets.0 as u64..info.data_offsets.1 as u64)
     }
 
-    /// Reads bytes of the data in order.
     fn reader(&self, range: Range<u64>) -> Bytes<'_> {
         Bytes { file: &self.file, at: self.data_start + range.start, end: self.data_start + range.end }
     }

@@ -1,7 +1,9 @@
-//! The step that turns parts into a checkpoint.
+//! The step that turns parts into a checkpoint. Draining servers seal without a coordinator: they write their parts
+//! one by one, and the last one finds all of them.
 
 use std::{
-    fs,
+    fs::{self, File},
+    io::ErrorKind,
     path::{Path, PathBuf},
 };
 
@@ -10,25 +12,25 @@ use longshore_proto::{
     checksum::{BlockHash, state_hash},
     limits::BLOCK_ELEMENTS,
 };
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 
 use super::{
     Store,
-    fault::{FIELD, corrupt},
+    fault::{FIELD, corrupt, io},
     files,
     manifest::{self, Manifest},
     part::{Part, Table},
     read::PartReader,
-    whole,
 };
 use crate::job::StoredImages;
 
-/// A checkpoint that is sealed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
-    /// The manifest's path.
     pub path: PathBuf,
     pub version: Version,
-    /// Number of servers that wrote it.
     pub parts: u32,
     /// Number of its parts in this server's folder: all, if the servers share one folder.
     pub visible: u32,
@@ -39,7 +41,7 @@ impl Store {
     /// writes the manifest. Sealing again with the same parts is no error. So a client may retry when a reply
     /// was lost, and servers that share the folder may all seal.
     pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
-        let _lock = whole::lock(&self.folder(job, name)?);
+        let _lock = lock(&self.folder(job, name)?);
         self.seal_locked(job, name, parts)
     }
 
@@ -73,10 +75,59 @@ impl Store {
         self.writers.sealed(&folder);
         for part in &manifest.parts {
             // The manifest has them now; a file that stays does no harm.
-            let _ = fs::remove_file(whole::entry_path(&folder.join(&part.file)));
+            let _ = fs::remove_file(entry_path(&folder.join(&part.file)));
         }
         tracing::info!(%job, name, version = %manifest.version, state_hash = ?manifest.state_hash, "checkpoint sealed");
         Ok(sealed_at(path, &manifest, visible))
+    }
+
+    /// Seals checkpoint `name` if it is not sealed and the parts of all its servers are in this folder.
+    /// Returns false if some are missing, as with a folder for each host.
+    pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
+        let folder = self.folder(job, name)?;
+        let _lock = lock(&folder);
+        if folder.join(manifest::FILE).exists() {
+            // Its parts may lie in other folders, or be gone.
+            return Ok((0..servers).all(|server| folder.join(Part::file_name(server, servers)).exists()));
+        }
+        let mut parts = Vec::new();
+        for server in 0..servers {
+            let path = entry_path(&folder.join(Part::file_name(server, servers)));
+            match fs::read_to_string(&path) {
+                Ok(part) => parts.push(part),
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+                Err(error) => return Err(io("read", &path)(error)),
+            }
+        }
+        self.seal_locked(job, name, &parts)?;
+        Ok(true)
+    }
+}
+
+/// Path of a part's own manifest entry, until the manifest has it.
+pub(super) fn entry_path(part: &Path) -> PathBuf {
+    part.with_extension("part.json")
+}
+
+pub(super) fn is_entry(path: &Path) -> bool {
+    path.to_str().is_some_and(|path| path.ends_with(".part.json"))
+}
+
+/// Locks a checkpoint's parts against removal while it is sealed. Waits for others that seal or remove parts,
+/// for as long as they read or remove files. None where the file system has no locks: servers that seal and
+/// remove at once are then not kept apart.
+pub(super) fn lock(folder: &Path) -> Option<File> {
+    let folder = File::open(folder).ok()?;
+    flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)
+}
+
+/// The same without a wait: None while another server seals the checkpoint.
+pub(super) fn try_lock(folder: &Path) -> Option<Option<File>> {
+    let Ok(folder) = File::open(folder) else { return Some(None) };
+    match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Some(Some(folder)),
+        Err(Errno::WOULDBLOCK) => None,
+        Err(_) => Some(None),
     }
 }
 
@@ -93,7 +144,6 @@ fn invalid(field: impl Into<String>, value: impl std::fmt::Display, limit: impl 
     )
 }
 
-/// All parts, in the order of their servers.
 fn parse(job: &JobName, texts: &[String]) -> Result<Vec<Part>, Fault> {
     let mut parts = Vec::with_capacity(texts.len());
     for (index, text) in texts.iter().enumerate() {
@@ -210,7 +260,6 @@ pub(super) fn check_images(layout: &Layout, parts: &[Part]) -> Result<StoredImag
     }
 }
 
-/// Returns the state hash, if all parts are visible.
 fn hash_of(
     manifest: &Manifest,
     layout: &Layout,

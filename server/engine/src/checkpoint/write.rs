@@ -7,22 +7,23 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash};
+use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash, limits::BLOCK_ELEMENTS};
 
 use super::{
-    Store, again,
+    Store,
     fault::{FIELD, defect, io},
     files::{self, Draft, remove_drafts},
-    manifest,
-    part::{Array, Part, PartShard},
+    manifest::{self, Manifest},
+    part::{Array, Part, PartShard, Table},
     plan::{Found, MAX_HEADER_BYTES, PartPlan},
+    read::PartReader,
+    seal::entry_path,
 };
 use crate::{
     job::{BlockCopy, CopiedBlock, Job, PartUnderWay, Piece, SnapshotInfo, StoredImages},
     step::Phase,
 };
 
-/// Writes each copied piece.
 struct Sink {
     job: Arc<Job>,
     under_way: PartUnderWay,
@@ -33,7 +34,6 @@ struct Sink {
     places: Vec<Vec<(Array, u64)>>,
 }
 
-/// The hashes of an owned shard's blocks.
 #[derive(Clone, Default)]
 struct Hashes {
     state: Vec<BlockHash>,
@@ -47,18 +47,9 @@ impl Store {
     /// [`Store::seal`] there is no checkpoint yet. If the name is sealed already with this very state,
     /// returns that checkpoint's part. After an error nothing is left behind. The deadline bounds the wait
     /// for updates in progress, not the disk.
+    ///
+    /// Several authors may ask for one part, which stays until the last of them [gives it up](Store::discard).
     pub fn write(
-        &self,
-        job: &Arc<Job>,
-        name: &str,
-        expected: Option<Version>,
-        deadline: Instant,
-    ) -> Result<Part, Fault> {
-        self.write_for(0, job, name, expected, deadline)
-    }
-
-    /// The same for one author of several. A part stays until the last of its authors [gives it up](Store::discard_for).
-    pub fn write_for(
         &self,
         author: u64,
         job: &Arc<Job>,
@@ -75,7 +66,7 @@ impl Store {
         let target = folder.join(Part::file_name(job.server().0, servers));
         let turn = self.writers.enter(&target, author, deadline)?;
         if folder.join(manifest::FILE).exists() {
-            return again::sealed_part(job, &folder, name, expected, deadline);
+            return sealed_part(job, &folder, name, expected, deadline);
         }
         // Two parts of one state differ in the order of their headers.
         if let Some(part) = turn.found(job, name, expected)? {
@@ -95,6 +86,56 @@ impl Store {
         tracing::info!(job = %part.job, name, version = %part.version, bytes = part.bytes, "part written");
         Ok(part)
     }
+}
+
+/// Returns this server's part of a checkpoint that is sealed under this name already, if the part was made of the job's
+/// state. A job that went back may come to the same step again.
+fn sealed_part(
+    job: &Arc<Job>,
+    folder: &Path,
+    name: &str,
+    expected: Option<Version>,
+    deadline: Instant,
+) -> Result<Part, Fault> {
+    // A damaged checkpoint may not be overwritten either.
+    let found = Manifest::read(folder).ok().and_then(|manifest| own_part(job, manifest));
+    let part = found.filter(|part| expected.is_none_or(|version| version == part.version));
+    let Some(part) = part else { return Err(taken(name)) };
+    let Ok(reader) = PartReader::open(folder, &part) else { return Err(taken(name)) };
+    let (info, hashes) = job.state_hashes(deadline)?;
+    let blocks = part
+        .shards
+        .iter()
+        .flat_map(|entry| (0..entry.elements / BLOCK_ELEMENTS).map(move |block| (entry.shard, block)));
+    // Both lists are in the order of the flat space.
+    let same = (info.version, info.applied) == (part.version, part.applied)
+        && blocks.zip(&hashes).all(|((shard, block), (_, hash))| {
+            reader.hash(Table::State, shard, block).is_ok_and(|sealed| sealed == *hash)
+        });
+    if !same {
+        return Err(taken(name));
+    }
+    tracing::info!(job = %part.job, name, version = %part.version, "this state is sealed under this name already");
+    Ok(part)
+}
+
+/// Returns the part that this server would write if nothing had changed since.
+fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
+    let servers = job.placement().servers.len() as u32;
+    let mine = |part: &Part| {
+        (part.server, part.servers) == (job.server().0, servers)
+            && part.shards.iter().map(|entry| entry.shard).eq(job.owned().iter().copied())
+    };
+    // A job that was opened with another spec would write another part, whatever its state.
+    if manifest.spec != *job.spec() {
+        return None;
+    }
+    manifest.parts.into_iter().find(mine)
+}
+
+fn taken(name: &str) -> Fault {
+    let remedy = "choose another name; sealed checkpoints are never overwritten";
+    Fault::new(FaultKind::Conflict, "name", name, "not a sealed checkpoint's of another state", remedy)
 }
 
 pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> PartPlan<'a> {
@@ -141,7 +182,6 @@ impl Sink {
         Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, places })
     }
 
-    /// Captures, completes and publishes the part.
     fn record(
         &self,
         plan: &PartPlan<'_>,
@@ -156,11 +196,10 @@ impl Sink {
         let part = self.finish(plan, spec, info, &hashes)?;
         self.draft.publish()?;
         // The entry lies beside the part. A draining server so needs no client to carry it to the others.
-        files::publish(super::whole::entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
+        files::publish(entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
         Ok(part)
     }
 
-    /// Writes the arrays of some blocks and takes their hashes.
     fn take(&self, piece: &Piece, layout: BlockCopy, hashes: &mut Hashes) -> Result<(), Fault> {
         let frozen = self.job.layout().is_frozen(piece.shard);
         for (index, block) in piece.blocks().enumerate() {
@@ -199,7 +238,6 @@ impl Sink {
         Ok(())
     }
 
-    /// Writes tail and header, once every shard is captured.
     fn finish(
         &self,
         plan: &PartPlan<'_>,

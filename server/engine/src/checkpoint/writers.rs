@@ -33,7 +33,6 @@ struct State {
     last: Option<(Part, Weak<Job>)>,
 }
 
-/// The turn to write a part.
 pub(super) struct Turn<'a> {
     writers: &'a Writers,
     path: PathBuf,
@@ -76,7 +75,6 @@ impl Writers {
         true
     }
 
-    /// Forgets the parts of a sealed checkpoint.
     pub(super) fn sealed(&self, folder: &Path) {
         lock(&self.parts).retain(|path, state| state.is_being_written || path.parent() != Some(folder));
     }

@@ -14,9 +14,7 @@ use rustix::{
 };
 
 use super::{Disk, Engine, FILE_ALIGN, OpenDisk, Request, threads::Threads, uring::Uring};
-use crate::memory::Mapping;
 
-/// Opens real files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenFile {
     pub engine: Engine,
@@ -34,22 +32,22 @@ enum Queue {
 }
 
 impl OpenDisk for OpenFile {
-    fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+    fn create(&self, path: &Path, bytes: u64) -> io::Result<Arc<dyn Disk>> {
         let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-        let made = reserve(&created, bytes).and_then(|()| self.open(path, memory));
+        let made = reserve(&created, bytes).and_then(|()| self.open(path));
         if made.is_err() {
             fs::remove_file(path)?;
         }
         made
     }
 
-    fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+    fn open(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
         let (file, direct) = open_direct(path)?;
         let file = Arc::new(file);
-        let queue = start(self.engine, &file, memory)?;
+        let queue = start(self.engine, &file)?;
         let (engine, why) = match &queue {
-            Queue::Uring(uring) => (uring.describe(), String::new()),
-            Queue::Threads(threads) => ("pread and pwrite threads".to_string(), threads.why.clone()),
+            Queue::Uring(uring) => (uring.how, String::new()),
+            Queue::Threads(threads) => ("pread and pwrite threads", threads.why.clone()),
         };
         let direct = direct.as_ref().map_or("direct".to_string(), |refused| format!("buffered ({refused})"));
         tracing::info!(path = %path.display(), engine, why, io = direct, align = FILE_ALIGN, "disk opened");
@@ -97,12 +95,12 @@ fn open_direct(path: &Path) -> io::Result<(File, Option<String>)> {
     Ok((direct, None))
 }
 
-fn start(engine: Engine, file: &Arc<File>, memory: Option<&Mapping>) -> io::Result<Queue> {
+fn start(engine: Engine, file: &Arc<File>) -> io::Result<Queue> {
     let threads = |why: String| Ok(Queue::Threads(Threads::start(file, why)?));
     match engine {
         Engine::Threads => threads("as configured".to_string()),
-        Engine::Uring => Ok(Queue::Uring(Uring::start(file, memory)?)),
-        Engine::Auto => match Uring::start(file, memory) {
+        Engine::Uring => Ok(Queue::Uring(Uring::start(file)?)),
+        Engine::Auto => match Uring::start(file) {
             Ok(uring) => Ok(Queue::Uring(uring)),
             Err(error) => threads(refusal(&error)),
         },

@@ -14,7 +14,6 @@ use std::{
 };
 
 use super::{Direction, Disk, OpenDisk, Request};
-use crate::memory::Mapping;
 
 /// The upper ends of the latency buckets. Longer latencies are counted in a bucket behind the last.
 pub const LATENCIES: [Duration; 14] = [
@@ -34,7 +33,6 @@ pub const LATENCIES: [Duration; 14] = [
     Duration::from_secs(10),
 ];
 
-/// Kind of a request to a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     Read,
@@ -54,12 +52,10 @@ impl Operation {
     }
 }
 
-/// The counts of one operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
     /// Requests that are done, by [`LATENCIES`]; the last ones took longer.
     pub latencies: [u64; LATENCIES.len() + 1],
-    /// The sum of their latencies.
     pub time: Duration,
     pub bytes: u64,
     /// Number of requests that the drive owes now.
@@ -130,12 +126,12 @@ impl Metered {
 }
 
 impl OpenDisk for Metered {
-    fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
-        self.opener.create(path, bytes, memory).map(|disk| self.counted(disk))
+    fn create(&self, path: &Path, bytes: u64) -> io::Result<Arc<dyn Disk>> {
+        self.opener.create(path, bytes).map(|disk| self.counted(disk))
     }
 
-    fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
-        self.opener.open(path, memory).map(|disk| self.counted(disk))
+    fn open(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
+        self.opener.open(path).map(|disk| self.counted(disk))
     }
 }
 
@@ -178,85 +174,17 @@ impl Disk for Counting {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
-    use crate::{
-        io::{FILE_ALIGN, Part},
-        lock,
-        memory::Slab,
-    };
-
-    /// A disk that answers when the test tells it to.
-    struct Slow {
-        path: PathBuf,
-        owed: Arc<Mutex<Vec<Request>>>,
-    }
-
-    impl Disk for Slow {
-        fn path(&self) -> &Path {
-            &self.path
-        }
-
-        fn submit(&self, request: Request) {
-            lock(&self.owed).push(request);
-        }
-
-        fn flush(&self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    #[derive(Default)]
-    struct OpenSlow(Arc<Mutex<Vec<Request>>>);
-
-    impl OpenDisk for OpenSlow {
-        fn create(&self, path: &Path, _: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
-            self.open(path, memory)
-        }
-
-        fn open(&self, path: &Path, _: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
-            Ok(Arc::new(Slow { path: path.to_path_buf(), owed: Arc::clone(&self.0) }))
-        }
-    }
 
     #[test]
-    fn what_a_drive_is_asked_is_counted_while_it_lasts_and_after() {
-        let drives = Arc::new(Drives::new(&["/a".into(), "/b".into()]));
-        let opener = Arc::new(OpenSlow::default());
-        let owed = Arc::clone(&opener.0);
-        let metered = Metered { opener, drives: Arc::clone(&drives) };
-        let disk = metered.create(Path::new("/b/job/data"), 0, None).unwrap();
-        let counts = |operation: Operation| {
-            let counted: Vec<_> = drives.counted().collect();
-            assert!(counted[0].1.iter().all(|counted| *counted == Counted::default()), "the other drive");
-            counted[1].1[operation as usize].clone()
-        };
-        let bytes = 2 * FILE_ALIGN as usize;
-        let buffer = Slab::allocate(bytes).unwrap().carve_here(&[bytes]).remove(0);
-        let parts = vec![Part { offset: 0, range: 0..bytes }];
-        disk.submit(Request { direction: Direction::Write, parts, buffer, done: Box::new(|_, _| {}) });
-        assert_eq!(counts(Operation::Write), Counted { under_way: 1, ..Counted::default() });
-        let Request { buffer, done, .. } = lock(&owed).remove(0);
-        done(buffer, Ok(()));
-        let written = counts(Operation::Write);
-        assert_eq!(
-            (written.bytes, written.under_way, written.latencies.iter().sum()),
-            (bytes as u64, 0, 1u64)
-        );
-        disk.flush().unwrap();
-        assert_eq!(counts(Operation::Flush).latencies.iter().sum::<u64>(), 1);
-        assert_eq!(counts(Operation::Read), Counted::default());
-    }
-
-    #[test]
-    fn a_latency_is_counted_below_its_upper_end() {
+    fn a_request_is_counted_while_it_lasts_and_after_below_its_latency_s_upper_end() {
         let counts = Counts::default();
+        (0..4).for_each(|_| _ = counts.begun.fetch_add(1, Relaxed));
         counts.end(1, Duration::from_micros(100));
         counts.end(2, Duration::from_micros(101));
         counts.end(3, Duration::from_secs(11));
         let counted = counts.counted();
         assert_eq!((counted.latencies[0], counted.latencies[1]), (1, 1));
-        assert_eq!((counted.latencies[LATENCIES.len()], counted.bytes), (1, 6));
+        assert_eq!((counted.latencies[LATENCIES.len()], counted.bytes, counted.under_way), (1, 6, 1));
     }
 }

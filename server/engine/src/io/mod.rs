@@ -21,7 +21,7 @@ pub use file::OpenFile;
 pub(crate) use meter::Metered;
 pub use meter::{Counted, Drives, LATENCIES, Operation};
 
-use crate::memory::{Mapping, Region};
+use crate::memory::Region;
 
 /// Offsets and lengths are multiples of this. Every known device takes 4 KiB; a device that wants more is read and
 /// written through the page cache.
@@ -80,9 +80,9 @@ pub trait Disk: Send + Sync {
 /// Opener of disks: files, or in tests a simulation.
 pub trait OpenDisk: Send + Sync {
     /// Creates a file and reserves its space. After an error no file is left behind.
-    fn create(&self, path: &Path, bytes: u64, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
+    fn create(&self, path: &Path, bytes: u64) -> io::Result<Arc<dyn Disk>>;
 
-    fn open(&self, path: &Path, memory: Option<&Mapping>) -> io::Result<Arc<dyn Disk>>;
+    fn open(&self, path: &Path) -> io::Result<Arc<dyn Disk>>;
 }
 
 /// System calls that move the bytes.

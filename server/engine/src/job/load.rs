@@ -401,13 +401,10 @@ impl Job {
 
     /// Keeps the loaded state in the tier, and opens the job for steps.
     fn start(&self, record: &Record) -> Result<(), Fault> {
-        if let Some(kept) = &self.tier.kept {
+        if let Some(durable) = &self.tier.durable {
             let older = record.version.0.checked_sub(1).map(Version);
             let loaded = |older| self.share.trained().all(|owned| self.images.here(owned, older).is_some());
-            kept.older_images(older.is_some_and(loaded));
-        }
-        if let Some(durable) = &self.tier.durable {
-            durable.start(record)?;
+            durable.start(record, older.is_some_and(loaded))?;
         }
         let started = self.protocol.machine().loaded(record.clone());
         self.protocol.notify();

@@ -27,7 +27,7 @@ pub use compute::Compute;
 pub use gradients::{Gradients, Lent};
 pub use images::Images;
 pub use load::{CheckpointId, LoadedShard, StoredImages};
-pub use open::kept_buffers;
+pub use open::inspect;
 pub use protocol::{Observer, Protocol};
 pub use pull::{ImageBytes, ImagePlace, Pulled};
 pub use push::{Admitted, Stored, Writing, check_sum};

@@ -1,7 +1,10 @@
 //! Opening of a job: its need is computed, memory is reserved, allocated and cut into images, contributions and
 //! sums, and the state that the tier has kept is recovered.
 
-use std::sync::{Arc, Mutex, RwLock};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, RwLock},
+};
 
 use longshore_proto::{
     Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId,
@@ -24,7 +27,7 @@ use crate::{
     memory::{AllocationError, AtomicWords, SharedFile, Slab},
     step::Machine,
     threads::ThreadPool,
-    tier::{self, Durable, Header, Inputs, Opened, Recovered, Storage, StoreNeed, StoredJob},
+    tier::{self, Durable, Inputs, Opened, Recovered, Storage, StoreNeed, StoredJob, inspect::Report},
 };
 
 impl Job {
@@ -109,12 +112,17 @@ impl Drop for Unopened {
     }
 }
 
-/// Returns the bytes of buffers that a folder of tier `shm` must hold beside the state. The next process
-/// finishes a decided step from them.
-pub fn kept_buffers(header: &Header) -> Result<u64, Fault> {
-    let layout = header.spec.validate()?;
-    let owned = header.placement.owned(header.server);
-    Ok(Space::bytes(&header.spec, &Shape::of(&header.spec, &layout, &owned)) as u64)
+/// Reads and verifies one server's folder of a job, with the buffers from which the next process would finish a
+/// decided step.
+///
+/// # Errors
+/// See [`tier::inspect::inspect`].
+pub fn inspect(folder: &Path) -> Result<Report, Fault> {
+    tier::inspect::inspect(folder, |header| {
+        let layout = header.spec.validate()?;
+        let owned = header.placement.owned(header.server);
+        Ok(Space::bytes(&header.spec, &Shape::of(&header.spec, &layout, &owned)) as u64)
+    })
 }
 
 fn exhausted(error: AllocationError) -> Fault {

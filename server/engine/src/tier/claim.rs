@@ -130,7 +130,6 @@ pub(super) fn check(dir: &Path) -> Result<(), Fault> {
     Err(Fault::new(FaultKind::Precondition, FIELD, value, "the folder with these jobs", remedy))
 }
 
-/// Notes that a job is stored in `dir`.
 pub(super) fn note(dir: &Path, job: &JobName) {
     Note::change(dir, |jobs| _ = jobs.insert(job.to_string()));
 }

@@ -36,6 +36,20 @@ pub struct Store {
     pub gradients: Option<Arc<dyn GradientStore>>,
 }
 
+impl Store {
+    pub(super) fn of(state: Arc<dyn Tier>) -> Store {
+        Store {
+            state,
+            together: None,
+            durable: None,
+            behind: None,
+            kept: None,
+            images: None,
+            gradients: None,
+        }
+    }
+}
+
 /// An opened store, and the parts of the job that the tier had kept.
 pub struct Opened {
     pub store: Store,
@@ -44,7 +58,6 @@ pub struct Opened {
     pub recovered: Recovered,
 }
 
-/// State that an earlier process left.
 #[expect(clippy::large_enum_variant, reason = "there is one a job, when it is opened")]
 pub enum Recovered {
     Nothing,
@@ -107,7 +120,6 @@ pub trait Tier: Send + Sync {
     /// Fills a shard before the job starts, in any number of calls.
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
 
-    /// Reads a shard as its last update left it.
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
 
     /// Hands bytes of a frozen shard's weights to `read`, in order, in one call or several, once the job has
@@ -142,8 +154,9 @@ pub trait Together: Send + Sync {
 
 /// A tier gives this if the server's next process finds the state.
 pub trait Durable: Send + Sync {
-    /// All shards are loaded. The tier keeps this version before it returns.
-    fn start(&self, record: &Record) -> Result<(), Fault>;
+    /// All shards are loaded, and `older_images` if each of them got an image of the version before. The tier keeps
+    /// this version before it returns.
+    fn start(&self, record: &Record, older_images: bool) -> Result<(), Fault>;
 
     /// A step is decided. Called before anyone is told so.
     fn decide(&self, record: &Record) -> Result<(), Fault>;
@@ -195,7 +208,6 @@ pub trait WriteBehind: Send + Sync {
     /// Returns where shards were when work needed them, since the job was opened.
     fn taken(&self) -> Taken;
 
-    /// The error after which nothing of this tier may be used. The first one stays.
     fn failure(&self) -> Option<Fault>;
 }
 
@@ -205,9 +217,6 @@ pub(super) type ComputedWith = (Option<f64>, Option<Version>);
 /// A tier gives this if the next process finds images, contributions and sums as they were. The next process
 /// finishes the steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
-    /// Called before the start. `loaded` is true if every shard got an image of the version before.
-    fn older_images(&self, loaded: bool);
-
     /// A sum of a step was computed with these. Called before [`KeptMemory::complete`].
     fn settle(&self, step: Step, computed_with: ComputedWith);
 

@@ -1,10 +1,10 @@
-//! A job's folder in a state directory: its owner, its lock, its creation and its removal.
+//! A job's folder in a state directory: its owner, its lock, its creation, its removal, and a watch over its files.
 
 use std::{
     fs::{self, File, OpenOptions},
     hash::{BuildHasher, RandomState},
     io::{ErrorKind, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -15,12 +15,11 @@ use serde::{Deserialize, Serialize};
 use super::{
     fault::{FIELD, conflict, corrupt, internal, io},
     record::newer,
+    storage::Inputs,
 };
-use crate::record::retired;
 
 pub(super) const HEADER_FILE: &str = "header.json";
 pub(super) const FOLDER: &str = "server-";
-/// Prefix of the name of a folder that is being made.
 pub(super) const NEW: &str = "~new-";
 /// Prefix of the name of a folder that is being removed. The store and the old name follow.
 pub(super) const DELETED: &str = "~deleted-";
@@ -41,8 +40,8 @@ pub struct Header {
     /// The index of this folder among the folders that the shards are striped over.
     pub directory: usize,
     pub directories: usize,
-    /// Always true. Release 0.1 also made stores that no process recovers, and a header of one is refused.
-    pub durable: bool,
+    /// Always true. The format has the field.
+    pub(super) durable: bool,
     /// True if images live here alone. A header without this field means no.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub spilled_images: bool,
@@ -63,13 +62,28 @@ struct Envelope {
 
 /// A folder that no other process may use while this lives.
 pub(super) struct Folder {
-    /// Current path.
     pub(super) path: PathBuf,
     home: PathBuf,
     _lock: File,
 }
 
 impl Header {
+    /// Returns the header of a store's first folder, of `directories`.
+    pub(super) fn new(inputs: &Inputs<'_>, store: u64, directories: usize) -> Header {
+        Header {
+            store,
+            tier: inputs.spec.tier,
+            directory: 0,
+            directories,
+            durable: true,
+            spilled_images: inputs.storage.spills(inputs.spec),
+            server: inputs.server,
+            placement: inputs.placement.clone(),
+            owner: inputs.storage.owner.clone(),
+            spec: inputs.spec.clone(),
+        }
+    }
+
     pub(super) fn read(folder: &Path) -> Result<Option<Header>, Fault> {
         let path = folder.join(HEADER_FILE);
         let text = match fs::read(&path) {
@@ -81,11 +95,9 @@ impl Header {
             let fault = newer("header", format);
             return Err(Fault { value: format!("{} ({})", path.display(), fault.value), ..fault });
         }
-        let (header, body) = Header::decode(&text).map_err(|why| {
+        let header = Header::decode(&text).map_err(|why| {
             corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
         })?;
-        retired::check(body)?;
-        retired::check_header(body)?;
         Ok(Some(header))
     }
 
@@ -101,8 +113,7 @@ impl Header {
         (found.format == FORMAT && found.format_version > FORMAT_VERSION).then_some(found.format_version)
     }
 
-    /// Returns the header, and the JSON that it was read from.
-    fn decode(text: &[u8]) -> Result<(Header, &[u8]), String> {
+    fn decode(text: &[u8]) -> Result<Header, String> {
         let line = text.iter().position(|&byte| byte == b'\n').ok_or("no first line")?;
         let (first, body) = (&text[..line], &text[line + 1..]);
         let envelope: Envelope = serde_json::from_slice(first).map_err(|error| error.to_string())?;
@@ -119,11 +130,7 @@ impl Header {
         if envelope.format_version != FORMAT_VERSION {
             return Err(format!("format_version {}", envelope.format_version));
         }
-        let header: Header = serde_json::from_slice(body).map_err(|error| error.to_string())?;
-        match header.durable {
-            true => Ok((header, body)),
-            false => Err("made with --durability nothing, so that it holds no whole version".into()),
-        }
+        serde_json::from_slice(body).map_err(|error| error.to_string())
     }
 
     fn encode(&self) -> serde_json::Result<Vec<u8>> {
@@ -248,13 +255,16 @@ impl Folder {
         Ok(())
     }
 
-    /// Removes the files of an interrupted creation.
     pub(super) fn clear(&self) -> Result<(), Fault> {
         for entry in fs::read_dir(&self.path).map_err(io("list", &self.path))?.flatten() {
             fs::remove_file(entry.path()).map_err(io("remove", &entry.path()))?;
         }
         Ok(())
     }
+}
+
+pub(super) fn paths(folders: &[Folder]) -> Vec<PathBuf> {
+    folders.iter().map(|folder| folder.path.clone()).collect()
 }
 
 /// Returns the path of a folder of the same job, with a name that no server and no job has.
@@ -266,7 +276,6 @@ pub(super) fn sync(folder: &Path) -> std::io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// Returns true if the folder exists and is not empty.
 pub(super) fn holds_files(folder: &Path) -> Result<bool, Fault> {
     match fs::read_dir(folder) {
         Ok(mut entries) => Ok(entries.next().is_some()),
@@ -307,4 +316,36 @@ pub(super) fn vanished(folder: &Path) -> Fault {
         "mount the disk again; or, to start over, remove the job's folders from the other state directories";
     let limit = "there, as the job's other folders are";
     Fault::new(FaultKind::NotFound, FIELD, folder.display(), limit, remedy)
+}
+
+/// Files of a running job by name, as they were when they were opened. Nobody would find later writes to files
+/// that were deleted, moved or replaced.
+pub(super) struct Watch(Vec<(PathBuf, Identity)>);
+
+/// Device and inode.
+type Identity = (u64, u64);
+
+impl Watch {
+    /// Watches the files of `names` that exist in the folders.
+    pub(super) fn over<'a>(folders: impl Iterator<Item = &'a Path>, names: &[&str]) -> Watch {
+        let paths = folders.flat_map(|folder| names.iter().map(|name| folder.join(name)));
+        Watch(paths.filter_map(|path| identity(&path).ok().map(|found| (path, found))).collect())
+    }
+
+    /// Checks the files, with one system call for each.
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        let gone = self.0.iter().find(|(path, known)| identity(path).ok() != Some(*known));
+        gone.map_or(Ok(()), |(path, _)| Err(removed(path)))
+    }
+}
+
+fn identity(path: &Path) -> std::io::Result<Identity> {
+    fs::metadata(path).map(|found| (found.dev(), found.ino()))
+}
+
+fn removed(path: &Path) -> Fault {
+    let value = format!("{} (deleted or moved under the running server)", path.display());
+    let remedy = "what is decided from here on would be lost: restart the server with the job's folder as it was, or restore a \
+                  checkpoint";
+    Fault::new(FaultKind::Internal, FIELD, value, "left alone", remedy)
 }

@@ -14,10 +14,8 @@ use crate::{
     memory::Region,
 };
 
-/// The kinds of a shard's gradients in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Gradient of a contributor, in the wire's format.
     Contribution(Contributor),
     /// The sum of all contributors and micro-steps so far, in fp32.
     Sum,
@@ -49,7 +47,6 @@ pub trait GradientStore: Send + Sync {
     fn written_bytes(&self) -> u64;
 }
 
-/// A read or a write of a gradient that was started.
 pub struct Transfer {
     done: Receiver<Result<Region, Fault>>,
 }
@@ -77,7 +74,6 @@ impl Transfer {
         (Transfer { done }, Box::new(moved))
     }
 
-    /// Waits for the transfer, and returns the buffer.
     pub fn wait(self) -> Result<Region, Fault> {
         self.done.recv().unwrap_or_else(|_| Err(internal("the disk's thread has ended", "running")))
     }

@@ -1,21 +1,64 @@
-//! Inspection of a state directory, whichever tier made it.
+//! Inspection of a state directory, whichever tier made it, and its report.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::{Fault, FaultKind, Version};
 
 use super::{
     Header, factory,
     fault::{FIELD, conflict, corrupt, io},
     folder::{Folder, name_of},
 };
-pub use super::{
-    report::{Report, VersionReport},
-    shm::too_short,
-};
+
+/// Returns the bytes of the job's buffers, which a folder of a tier that keeps them must hold.
+pub type KeptBuffers = fn(&Header) -> Result<u64, Fault>;
+
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub folder: PathBuf,
+    pub header: Header,
+    /// Number of whole records, of four.
+    pub records: usize,
+    /// The broken records, and why: torn by a crash, or damaged.
+    pub broken_records: Vec<String>,
+    pub versions: Vec<VersionReport>,
+    /// Further damage that a server would refuse.
+    pub damage: Vec<String>,
+}
+
+#[derive(Clone, Debug)]
+pub struct VersionReport {
+    pub version: Version,
+    pub applied: u64,
+    pub state_slot: u8,
+    /// Number of blocks that were read and compared, images' blocks too.
+    pub blocks: u64,
+    /// Bytes that differ from the written ones. In the older version this is no damage, once a step after the
+    /// newest has begun to overwrite it.
+    pub damaged: Vec<String>,
+}
+
+impl Report {
+    /// Returns true if a server can continue from these folders without repair.
+    pub fn is_whole(&self) -> bool {
+        let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
+        // A folder without any record was never loaded, unless broken records show that it once had some.
+        newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
+    }
+
+    pub fn is_blank(&self) -> bool {
+        self.versions.is_empty() && self.broken_records.is_empty()
+    }
+
+    /// Returns the newest whole version.
+    pub fn recoverable(&self) -> Option<Version> {
+        let whole = self.versions.iter().rev().find(|version| version.damaged.is_empty());
+        whole.filter(|_| self.damage.is_empty()).map(|version| version.version)
+    }
+}
 
 /// Returns the folders of jobs at or below `path`. `path` is a state directory, a job's folder in it, or one
 /// server's folder in that.
@@ -56,7 +99,7 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
 ///
 /// # Errors
 /// `Conflict` while a server uses it: writes in progress cannot be told from damage.
-pub fn inspect(path: &Path) -> Result<Report, Fault> {
+pub fn inspect(path: &Path, buffers: KeptBuffers) -> Result<Report, Fault> {
     let Some(folder) = Folder::take_to_read(path.to_path_buf())? else {
         let value = format!("{} (in use by another process)", path.display());
         let remedy = "ask the server that uses it with `longshore status`, or stop it first";
@@ -67,5 +110,5 @@ pub fn inspect(path: &Path) -> Result<Report, Fault> {
         let remedy = "name <state-dir>/<job>/server-<i>-of-<n>";
         return Err(corrupt(value, "a job's folder in a state directory", remedy));
     };
-    factory::inspect(&folder, header)
+    factory::inspect(&folder, header, buffers)
 }

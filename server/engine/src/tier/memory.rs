@@ -1,11 +1,14 @@
 //! The `memory` tier: state in anonymous huge pages. State is lost with the process, and the last checkpoint
 //! remains.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Fault, Version};
 
-use super::{Guard, Shape, StateMut, StateRef, Tier, Together, Unguarded};
+use super::{
+    Guard, Inputs, Opened, Recovered, Shape, StateMut, StateRef, Store, Tier, Together, Unguarded,
+    fault::exhausted,
+};
 use crate::{
     ids::{OwnedShard, OwnedShards},
     lock,
@@ -18,26 +21,25 @@ pub(super) struct MemoryTier {
     shards: Vec<Mutex<Shard>>,
 }
 
-/// Master weights, first and second moments.
 type Shard = [Region; 3];
 
-impl MemoryTier {
-    /// `lengths` has the elements of each owned shard, and `shapes` the layout of its arrays.
-    pub(super) fn allocate(
-        lengths: &[usize],
-        shapes: Vec<Shape>,
-        pool: &ThreadPool,
-    ) -> Result<MemoryTier, AllocationError> {
-        let slab = Slab::allocate(MemoryTier::bytes(lengths, &shapes))?;
-        MemoryTier::over(slab, lengths, shapes, pool)
-    }
+pub(super) fn open(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fault> {
+    let lengths: Vec<usize> =
+        inputs.owned.iter().map(|&shard| inputs.layout.shard_len(shard) as usize).collect();
+    let shapes = Shape::of_shards(inputs.spec, inputs.layout, inputs.owned);
+    let slab = Slab::allocate(MemoryTier::bytes(&lengths, &shapes)).map_err(exhausted)?;
+    let tier = Arc::new(MemoryTier::over(slab, &lengths, shapes, pool).map_err(exhausted)?);
+    let store = Store { together: Some(tier.clone()), ..Store::of(tier) };
+    Ok(Opened { store, buffers: None, recovered: Recovered::Nothing })
+}
 
-    /// Returns the bytes that `over` needs.
+impl MemoryTier {
     pub(super) fn bytes(lengths: &[usize], shapes: &[Shape]) -> usize {
         Slab::bytes_for(sizes(lengths, shapes))
     }
 
-    /// `pool` is the threads that will update the shards.
+    /// `lengths` has the elements of each owned shard, and `shapes` the layout of its arrays. `pool` will update
+    /// the shards.
     pub(super) fn over(
         slab: Slab,
         lengths: &[usize],

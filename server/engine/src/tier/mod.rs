@@ -9,16 +9,12 @@ mod folder;
 mod gradients;
 pub mod inspect;
 mod memory;
-mod need;
 pub mod nvme;
 mod record;
-mod removal;
-mod report;
 mod shm;
 mod state;
 mod storage;
 mod stored;
-mod watch;
 
 pub use claim::{Claim, give_up_missing};
 pub use contract::{
@@ -28,8 +24,6 @@ pub use contract::{
 pub use factory::{keeps_buffers, need, open};
 pub use folder::Header;
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
-pub use need::StoreNeed;
-pub use removal::{delete_stored, finish_interrupted};
 pub use state::{Shape, StateMut, StateRef};
-pub use storage::{Inputs, Spill, Storage};
-pub use stored::{Stored, StoredJob, stored_jobs};
+pub use storage::{DEFAULT_BUFFERS, Inputs, Spill, Storage, StoreNeed};
+pub use stored::{Stored, StoredJob, delete_stored, finish_interrupted, stored_jobs};

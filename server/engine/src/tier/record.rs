@@ -1,10 +1,9 @@
 //! A small record that is written whole or not at all: a frame around JSON, in sectors of its own.
 
-use longshore_proto::{Commit, Fault, FaultKind, LeftOut, Version};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use longshore_proto::{Fault, FaultKind};
+use serde::{Serialize, de::DeserializeOwned};
 
 use super::fault::FIELD;
-use crate::record::{Record, Standing, exact, retired};
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;
@@ -15,34 +14,6 @@ pub(super) const MAGIC_BYTES: usize = 8;
 const FORMAT: u32 = 1;
 const HEAD: usize = 32;
 
-/// A version's record as JSON, with floats to the bit.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct RecordJson {
-    pub(super) version: Version,
-    pub(super) applied: u64,
-    #[serde(with = "exact::commit")]
-    pub(super) commit: Option<Commit>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) left_out: Vec<LeftOut>,
-    #[serde(default, with = "exact::standing", skip_serializing_if = "Option::is_none")]
-    pub(super) standing: Option<Standing>,
-}
-
-impl From<&Record> for RecordJson {
-    fn from(record: &Record) -> RecordJson {
-        let Record { version, applied, commit, left_out, standing } = record.clone();
-        RecordJson { version, applied, commit, left_out, standing }
-    }
-}
-
-impl From<RecordJson> for Record {
-    fn from(json: RecordJson) -> Record {
-        let RecordJson { version, applied, commit, left_out, standing } = json;
-        Record { version, applied, commit, left_out, standing }
-    }
-}
-
-/// Content of a place where a record may be.
 #[derive(Debug)]
 pub(super) enum Found<T> {
     /// Nothing was ever written.
@@ -50,7 +21,7 @@ pub(super) enum Found<T> {
     Valid(T),
     /// The record was torn by a crash, or damaged since.
     Broken(String),
-    /// The record has a field that is not read any more, or a newer version of this program wrote it.
+    /// A newer version of this program wrote the record.
     Refused(Fault),
 }
 
@@ -124,9 +95,6 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     }
     let Some(frame) = frame else { return broken("bad length") };
     let body = &frame[HEAD..HEAD + json];
-    if let Err(fault) = retired::check(body) {
-        return Found::Refused(fault);
-    }
     match serde_json::from_slice(body) {
         Ok(body) => Found::Valid(body),
         Err(error) => Found::Broken(error.to_string()),

@@ -11,7 +11,6 @@ use crate::kernels::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// Number of arrays: master weights, first and second moments.
 const ARRAYS: usize = 3;
 
 /// Layout of a shard's arrays. All trained shards of a job have the same layout, and so have all frozen ones.
@@ -22,7 +21,6 @@ const ARRAYS: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     formats: Formats,
-    /// The format of a frozen shard's weights, which are the first array.
     frozen: Option<Dtype>,
     block: [usize; ARRAYS],
 }
@@ -43,12 +41,10 @@ pub struct StateRef<'a> {
 }
 
 impl Shape {
-    /// The shape of the shards that are trained.
     pub fn of(spec: &JobSpec) -> Shape {
         Shape::new(spec.rule, spec.formats)
     }
 
-    /// The shape of the frozen shards.
     pub fn of_frozen(spec: &JobSpec) -> Shape {
         let weights = BLOCK * spec.image_dtype.bytes() as usize;
         Shape { formats: spec.formats, frozen: Some(spec.image_dtype), block: [weights, 0, 0] }
@@ -58,7 +54,6 @@ impl Shape {
         if layout.is_frozen(shard) { Shape::of_frozen(spec) } else { Shape::of(spec) }
     }
 
-    /// The shapes of several shards.
     pub fn of_shards(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> Vec<Shape> {
         shards.iter().map(|&shard| Shape::of_shard(spec, layout, shard)).collect()
     }
@@ -79,7 +74,6 @@ impl Shape {
         self.block.map(|bytes| bytes * (elements / BLOCK))
     }
 
-    /// Returns the bytes of whole blocks in all arrays.
     pub fn bytes(&self, elements: usize) -> usize {
         self.arrays(elements).iter().sum()
     }
@@ -99,7 +93,6 @@ impl<'a> StateMut<'a> {
         StateRef { shape: self.shape, arrays: [master, first, second] }
     }
 
-    /// Cuts it into its blocks.
     pub fn blocks(self) -> impl Iterator<Item = StateMut<'a>> {
         let (shape, count) = (self.shape, self.as_ref().blocks());
         let mut cuts: [_; ARRAYS] = {
@@ -144,7 +137,6 @@ impl<'a> StateMut<'a> {
         }
     }
 
-    /// The master weights of all blocks.
     pub fn master(&mut self) -> MasterMut<'_> {
         self.shape.master(self.arrays[0])
     }
@@ -196,7 +188,6 @@ impl<'a> StateRef<'a> {
         self.shape.frozen.is_some()
     }
 
-    /// Returns block `index`.
     pub fn block(&self, index: usize) -> StateRef<'a> {
         let part = |array: usize| {
             let bytes = self.shape.block[array];

@@ -1,4 +1,4 @@
-//! The settings by which a server stores jobs, and the inputs of a tier's opening.
+//! The settings by which a server stores jobs, the inputs of a tier's opening, and its need.
 
 use std::{path::PathBuf, str::FromStr, sync::Arc};
 
@@ -46,6 +46,18 @@ pub struct Inputs<'a> {
     pub storage: &'a Storage,
 }
 
+/// The resources that a tier takes on a server, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreNeed {
+    pub state: u64,
+    /// DRAM for buffers: between the state and the drives, or for copies of blocks that are being updated.
+    pub buffers: u64,
+    /// Space on drives.
+    pub disk: u64,
+    /// Bytes that a step writes to drives, without tables and records.
+    pub written: u64,
+}
+
 /// The parts of an `nvme` job that live on the drives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize)]
 #[serde(try_from = "String")]
@@ -59,7 +71,6 @@ pub enum Spill {
 }
 
 impl Spill {
-    /// Returns the name that operators write.
     pub fn name(self) -> &'static str {
         match self {
             Spill::State => "state",
@@ -93,6 +104,11 @@ impl TryFrom<String> for Spill {
 }
 
 impl Storage {
+    /// Returns all directories in which jobs are stored.
+    pub fn folders(&self) -> Vec<PathBuf> {
+        self.dirs.iter().chain(&self.shm_dir).cloned().collect()
+    }
+
     /// Returns the opener of the files of `nvme` jobs.
     pub(super) fn opener(&self) -> Arc<dyn OpenDisk> {
         let opener = self.disks.clone().unwrap_or_else(|| Arc::new(OpenFile { engine: self.engine }));

@@ -17,7 +17,7 @@ use longshore_engine::{
 };
 use longshore_proto::{
     ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, LeftOut,
-    MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, TierKind, Version,
+    MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, Version,
     checksum::{crc32, state_hash},
 };
 
@@ -300,7 +300,7 @@ impl Cluster {
     /// Commits on every server. Returns true for a server that had the same decision already.
     pub(crate) fn commit(&mut self, commit: &Commit) -> Result<Vec<bool>, Fault> {
         let mut duplicates = Vec::new();
-        if self.spec.tier == TierKind::Nvme {
+        if self.spec.properties().durable_later {
             self.settle()?;
         }
         for server in 0..self.jobs.len() {

@@ -5,8 +5,18 @@ pub(crate) mod cluster;
 pub(crate) mod low;
 pub(crate) mod reference;
 
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use longshore_engine::tier::Storage;
 use longshore_proto::{
-    Commit, Correction, Dtype, Hyper, JobName, JobSpec, Param, Step, limits::BLOCK_ELEMENTS,
+    Commit, Correction, Dtype, Hyper, JobName, JobSpec, Lifetime, Param, Step, TierKind,
+    limits::BLOCK_ELEMENTS,
 };
 
 pub(crate) const BLOCK: usize = BLOCK_ELEMENTS as usize;
@@ -122,4 +132,53 @@ pub(crate) fn weights(spec: &JobSpec, seed: u64) -> Vec<f32> {
         values[range].fill_with(|| noise.unit());
     }
     values
+}
+
+/// State directories and a folder of a tmpfs, which drop removes.
+pub(crate) struct Dirs {
+    _roots: Vec<tempfile::TempDir>,
+    pub(crate) storage: Storage,
+}
+
+impl Dirs {
+    pub(crate) fn new(count: usize) -> Dirs {
+        let mut roots: Vec<_> = (0..count).map(|_| tempfile::tempdir().unwrap()).collect();
+        let dirs: Vec<PathBuf> = roots.iter().map(|root| root.path().join("state")).collect();
+        dirs.iter().for_each(|dir| fs::create_dir(dir).unwrap());
+        roots.push(tempfile::tempdir_in("/dev/shm").unwrap());
+        let shm_dir = Some(roots[count].path().to_path_buf());
+        Dirs { _roots: roots, storage: Storage { dirs, shm_dir, buffers: 2, ..Storage::default() } }
+    }
+
+    /// Returns a job's folder in a state directory.
+    pub(crate) fn folder(&self, index: usize) -> PathBuf {
+        self.storage.dirs[index].join("test/server-0-of-1")
+    }
+
+    /// Returns the first directory in which a tier keeps its jobs.
+    pub(crate) fn of(&self, tier: TierKind) -> &Path {
+        match tier.properties().lifetime {
+            Lifetime::Host => self.storage.shm_dir.as_deref().unwrap(),
+            _ => &self.storage.dirs[0],
+        }
+    }
+}
+
+/// Starts this test binary with the ignored test `child`, and kills it with SIGKILL some time after it has made the file
+/// `ready` in the folder that `variable` names.
+pub(crate) fn run_and_kill(child: &str, variable: &str, dir: &Path, after: Duration) {
+    let ready = dir.join("ready");
+    let _ = fs::remove_file(&ready);
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", child, "--nocapture"]).env(variable, dir).stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !ready.exists() {
+        let waits = Instant::now() < deadline && child.try_wait().unwrap().is_none();
+        assert!(waits, "the child was never ready");
+        thread::sleep(Duration::from_micros(200));
+    }
+    thread::sleep(after);
+    child.kill().unwrap();
+    child.wait().unwrap();
 }

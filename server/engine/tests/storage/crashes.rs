@@ -21,10 +21,9 @@ const STEPS: u64 = 4;
 
 fn record(max_delay: u32, directories: usize, spill: Spill) -> Recorded {
     let spec = small(max_delay);
-    let mut dirs = Dirs::new(directories);
-    dirs.storage.spill = spill;
     let disks = Disks::default();
-    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let mut dirs = Dirs::on(&disks, directories);
+    dirs.storage.spill = spill;
     let mut cluster = started(&spec, &dirs.storage);
     let mut durable = vec![disks.events().len()];
     for step in 1..=STEPS {
@@ -51,10 +50,8 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
             {
                 let image =
                     crash(&Image::new(), &recorded.events, count, failure, count as u64 * 10 + seed as u64);
-                let disks: Storage =
-                    Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
-                let mut cluster =
-                    reopen(&spec, &disks).unwrap_or_else(|fault| panic!("{failure:?} at {count}: {fault}"));
+                let mut cluster = reopen(&spec, &recorded.dirs.with(image))
+                    .unwrap_or_else(|fault| panic!("{failure:?} at {count}: {fault}"));
                 let version = check(&cluster, &references);
                 assert!(
                     version == promised || version == promised + 1,
@@ -82,15 +79,15 @@ fn a_crash_during_recovery_loses_nothing() {
     let references = references(&spec, STEPS);
     let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
     let disks = Disks::with(image.clone());
-    let with = |disks: Disks| Storage { disks: Some(Arc::new(disks)), ..recorded.dirs.storage.clone() };
-    assert_eq!(check(&reopen(&spec, &with(disks.clone())).unwrap(), &references), STEPS);
+    let storage = Storage { disks: Some(Arc::new(disks.clone())), ..recorded.dirs.storage.clone() };
+    assert_eq!(check(&reopen(&spec, &storage).unwrap(), &references), STEPS);
     let events = disks.events();
     assert!(events.len() >= 8, "two copies and two flushes on each of two disks");
     for count in 0..=events.len() {
         for seed in 0..4 {
             for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept] {
                 let image = crash(&image, &events, count, failure, seed);
-                let cluster = reopen(&spec, &with(Disks::with(image))).unwrap();
+                let cluster = reopen(&spec, &recorded.dirs.with(image)).unwrap();
                 assert_eq!(check(&cluster, &references), STEPS, "{failure:?} at {count}");
             }
         }
@@ -103,8 +100,7 @@ fn a_crash_before_the_first_version_starts_over() {
     let recorded = record(0, 1, Spill::All);
     for count in 0..recorded.durable[0] {
         let image = crash(&Image::new(), &recorded.events, count, Failure::Lost, 1);
-        let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..recorded.dirs.storage.clone() };
-        let mut cluster = started(&spec, &storage);
+        let mut cluster = started(&spec, &recorded.dirs.with(image));
         run_steps(&mut cluster, 1..=1);
         assert_eq!(check(&cluster, &references(&spec, 1)), 1);
     }
@@ -117,9 +113,8 @@ fn a_server_ahead_of_its_peers_steps_back() {
         let recorded = record(max_delay, 2, spill);
         let references = references(&spec, STEPS);
         let image = crash(&Image::new(), &recorded.events, recorded.events.len(), Failure::Lost, 1);
-        let disks: Arc<Disks> = Arc::new(Disks::with(image));
         let at_most = Some(longshore_proto::Version(STEPS - 1));
-        let storage = Storage { disks: Some(disks), at_most, ..recorded.dirs.storage.clone() };
+        let storage = Storage { at_most, ..recorded.dirs.with(image) };
         assert_eq!(check(&reopen(&spec, &storage).unwrap(), &references), STEPS - 1);
         // An abandoned version stays gone, also when a later recovery does not ask for it.
         let storage = Storage { at_most: None, ..storage };

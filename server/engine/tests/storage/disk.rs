@@ -9,10 +9,7 @@ use std::{
     thread,
 };
 
-use longshore_engine::{
-    io::{Direction, Disk, OpenDisk, Request},
-    memory::Mapping,
-};
+use longshore_engine::io::{Direction, Disk, OpenDisk, Request};
 
 use crate::common::Noise;
 
@@ -39,7 +36,6 @@ struct DiskState {
     flushes: usize,
 }
 
-/// All disks of a host.
 #[derive(Clone, Default)]
 pub(crate) struct Disks {
     state: Arc<Mutex<DiskState>>,
@@ -145,12 +141,12 @@ impl Disks {
 }
 
 impl OpenDisk for Disks {
-    fn create(&self, path: &Path, _: u64, _: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+    fn create(&self, path: &Path, _: u64) -> io::Result<Arc<dyn Disk>> {
         self.state.lock().unwrap().image.remove(path);
         Ok(self.start(path))
     }
 
-    fn open(&self, path: &Path, _: Option<&Mapping>) -> io::Result<Arc<dyn Disk>> {
+    fn open(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
         Ok(self.start(path))
     }
 }

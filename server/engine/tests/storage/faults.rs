@@ -3,11 +3,10 @@
 use std::{fs, io::ErrorKind, sync::Arc};
 
 use longshore_engine::{
-    admission::Budget,
-    job::Job,
-    tier::{Storage, stored_jobs},
+    admission::Need,
+    tier::{self, Inputs, Storage, stored_jobs},
 };
-use longshore_proto::{Fault, FaultKind, Param, ServerId};
+use longshore_proto::{Fault, FaultKind, Incarnation, Param, Rank, ServerId, ShardId, Step, TierKind};
 
 use super::{Dirs, check, disk::Disks, host, open, references, run_steps, small, started, step_of};
 
@@ -33,10 +32,10 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
     // No request ever succeeds afterwards, however often it is repeated.
     for _ in 0..2 {
         let job = &cluster.jobs[0];
-        let shard = longshore_proto::ShardId(0);
-        assert_eq!(job.statistics(shard, longshore_proto::Step(4)).unwrap_err(), first);
+        let shard = ShardId(0);
+        assert_eq!(job.statistics(shard, Step(4)).unwrap_err(), first);
         assert_eq!(job.commit(cluster.incarnations[0], step_of(&spec, 4).1).unwrap_err(), first);
-        assert_eq!(job.join(longshore_proto::Rank(0), longshore_proto::Incarnation(99)).unwrap_err(), first);
+        assert_eq!(job.join(Rank(0), Incarnation(99)).unwrap_err(), first);
         assert_eq!(job.protocol.durable().0, 2);
     }
     first
@@ -46,9 +45,8 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
 fn a_failed_write_or_flush_is_the_end_of_the_store() {
     let spec = small(1);
     for case in 0..14 {
-        let mut dirs = Dirs::new(2);
         let disks = Disks::default();
-        dirs.storage.disks = Some(Arc::new(disks.clone()));
+        let dirs = Dirs::on(&disks, 2);
         let fault = broken(&disks, &dirs, |disks| match case {
             0..5 => disks.fail_write(case + 1, ErrorKind::Other),
             5..10 => disks.fail_write(2 * (case - 5) + 1, ErrorKind::StorageFull),
@@ -69,17 +67,15 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
 fn space_is_reserved_before_anything_is_kept() {
     let mut dirs = Dirs::new(2);
     // A tmpfs refuses more than its size. Only the spec's bytes count, and no file is touched.
-    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
-    dirs.storage.dirs[1] = shm.path().to_path_buf();
+    dirs.storage.dirs[1] = dirs.of(TierKind::Shm).to_path_buf();
     let mut spec = small(0);
     spec.params.push(Param { name: "huge".into(), shape: vec![3 << 30], group: 0 });
     spec.shard_elements = 1 << 26;
-    let (budget, placement) = (Budget::new(1 << 50), super::common::cluster::placement(&spec, 1));
+    let placement = super::common::cluster::placement(&spec, 1);
     let layout = spec.validate().unwrap();
-    let need =
-        longshore_engine::admission::Need::of(&spec, &layout, &placement.owned(ServerId(0)), &dirs.storage);
+    let need = Need::of(&spec, &layout, &placement.owned(ServerId(0)), &dirs.storage);
     assert!(need.disk > layout.elements() * 24 && need.state == 0 && need.buffers > 0);
-    let inputs = longshore_engine::tier::Inputs {
+    let inputs = Inputs {
         spec: &spec,
         layout: &layout,
         owned: &placement.owned(ServerId(0)),
@@ -87,13 +83,12 @@ fn space_is_reserved_before_anything_is_kept() {
         server: ServerId(0),
         storage: &Storage { buffers: 1, ..dirs.storage.clone() },
     };
-    let fault = longshore_engine::tier::open(&inputs, 0, host().pool(), Box::new(|| {})).err().unwrap();
+    let fault = tier::open(&inputs, 0, host().pool(), Box::new(|| {})).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Exhausted, "{fault}");
     assert!(fault.value.contains("reserve space"), "{fault}");
     for dir in &dirs.storage.dirs {
         assert_eq!(fs::read_dir(dir).unwrap().count(), 0, "left in {}", dir.display());
     }
-    drop(budget);
 }
 
 #[test]
@@ -155,6 +150,4 @@ fn nothing_is_decided_before_the_last_version_is_durable() {
     cluster.settle().unwrap();
     run_steps(&mut cluster, 2..=3);
     assert_eq!(cluster.hash(), references(&spec, 3)[3].hash());
-    let _: &Job = &job;
-    let _ = host();
 }

@@ -1,8 +1,6 @@
 //! Joins outlive the server: a replaced process stays fenced after a restart and a step back, whatever a
 //! crash does to the writes.
 
-use std::sync::Arc;
-
 use longshore_engine::tier::Storage;
 use longshore_proto::{Fault, FaultKind, Incarnation, Rank, TierKind, Version};
 
@@ -19,7 +17,6 @@ fn joined(cluster: &Cluster) -> (u64, u64) {
     (rank.incarnation.map_or(0, |incarnation| incarnation.0), rank.joined_at.0)
 }
 
-/// Checks the refusals that a replaced process gets.
 fn is_fenced(cluster: &Cluster, old: u64) {
     let job = &cluster.jobs[0];
     let next = job.progress().version.0 + 1;
@@ -31,11 +28,9 @@ fn is_fenced(cluster: &Cluster, old: u64) {
 
 #[test]
 fn a_replaced_process_stays_fenced_after_a_restart() {
-    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
     for tier in [TierKind::Nvme, TierKind::Shm] {
         let spec = longshore_proto::JobSpec { tier, ..small(0) };
-        let mut dirs = Dirs::new(2);
-        dirs.storage.shm_dir = Some(shm.path().to_path_buf());
+        let dirs = Dirs::new(2);
         let mut cluster = started(&spec, &dirs.storage);
         run_steps(&mut cluster, 1..=2);
         cluster.join(0);
@@ -100,9 +95,8 @@ fn a_step_back_fences_and_a_refused_one_changes_nothing() {
 #[test]
 fn a_crash_anywhere_forgets_no_join_that_was_answered() {
     let spec = small(0);
-    let mut dirs = Dirs::new(2);
     let disks = Disks::default();
-    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let dirs = Dirs::on(&disks, 2);
     let mut cluster = started(&spec, &dirs.storage);
     let mut answered = vec![(disks.events().len(), joined(&cluster))];
     for step in 1..=3 {
@@ -118,8 +112,7 @@ fn a_crash_anywhere_forgets_no_join_that_was_answered() {
         let allowed = [promised, (promised + 1).min(3)].map(|index| answered[index].1);
         for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept] {
             let image = crash(&Image::new(), &events, count, failure, count as u64);
-            let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..dirs.storage.clone() };
-            let found = joined(&open(&spec, &storage).unwrap());
+            let found = joined(&open(&spec, &dirs.with(image)).unwrap());
             assert!(allowed.contains(&found), "{failure:?} at {count}: {found:?}, not of {allowed:?}");
         }
     }
@@ -128,9 +121,8 @@ fn a_crash_anywhere_forgets_no_join_that_was_answered() {
 #[test]
 fn a_damaged_table_of_ranks_is_read_from_its_copy_or_named() {
     let spec = small(0);
-    let mut dirs = Dirs::new(1);
     let disks = Disks::default();
-    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let dirs = Dirs::on(&disks, 1);
     let mut cluster = started(&spec, &dirs.storage);
     cluster.join(0);
     run_steps(&mut cluster, 1..=1);

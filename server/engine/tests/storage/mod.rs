@@ -12,17 +12,22 @@ mod removal;
 mod spilled;
 
 use std::{
-    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use longshore_engine::{job::Compute, kernels::Isa, tier::Storage};
-use longshore_proto::{Correction, Dtype, Fault, JobSpec, TierKind};
+use longshore_engine::{
+    admission::Need,
+    job::Compute,
+    kernels::Isa,
+    tier::{Spill, Storage},
+};
+use longshore_proto::{Correction, Dtype, Fault, JobSpec, ServerId, TierKind};
 
+use self::disk::{Disks, Image};
 use crate::common::{
-    self, BLOCK,
-    cluster::{Cluster, compute},
+    self, BLOCK, Dirs,
+    cluster::{Cluster, compute, placement},
     commit, gradient,
     reference::Reference,
     spec, weights,
@@ -36,23 +41,25 @@ fn small(max_delay: u32) -> JobSpec {
     spec
 }
 
-/// State directories that drop removes.
-struct Dirs {
-    _roots: Vec<tempfile::TempDir>,
-    storage: Storage,
+impl Dirs {
+    /// Directories on simulated disks.
+    fn on(disks: &Disks, count: usize) -> Dirs {
+        let mut dirs = Dirs::new(count);
+        dirs.storage.disks = Some(Arc::new(disks.clone()));
+        dirs
+    }
+
+    /// Returns the storage of a host whose disks hold `image`.
+    fn with(&self, image: Image) -> Storage {
+        Storage { disks: Some(Arc::new(Disks::with(image))), ..self.storage.clone() }
+    }
 }
 
-impl Dirs {
-    fn new(count: usize) -> Dirs {
-        let roots: Vec<_> = (0..count).map(|_| tempfile::tempdir().unwrap()).collect();
-        let dirs: Vec<PathBuf> = roots.iter().map(|root| root.path().join("state")).collect();
-        dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
-        Dirs { _roots: roots, storage: Storage { dirs, buffers: 2, ..Storage::default() } }
-    }
-
-    fn folder(&self, index: usize) -> PathBuf {
-        self.storage.dirs[index].join("test/server-0-of-1")
-    }
+/// Returns a job's need on one server.
+fn need(spec: &JobSpec, spill: Spill) -> Need {
+    let owned = placement(spec, 1).owned(ServerId(0));
+    let storage = Storage { spill, dirs: vec!["a".into()], ..Storage::default() };
+    Need::of(spec, &spec.validate().unwrap(), &owned, &storage)
 }
 
 fn host() -> Arc<Compute> {

@@ -1,7 +1,5 @@
 //! Pauses and resumes on tiers that outlive the server: once acknowledged, they hold through every crash.
 
-use std::sync::Arc;
-
 use longshore_engine::{step::Phase, tier::Storage};
 use longshore_proto::{Commit, JobSpec, TierKind, Version};
 
@@ -30,7 +28,6 @@ fn paused_for(reason: &str) -> Phase {
     Phase::Paused { reason: reason.into() }
 }
 
-/// Returns the job's phase, and the last commit's loss scale and reason.
 fn found(cluster: &Cluster) -> (Phase, f64, String) {
     let progress = cluster.jobs[0].progress();
     let commit = progress.last_commit.expect("a decided version");
@@ -41,9 +38,8 @@ fn found(cluster: &Cluster) -> (Phase, f64, String) {
 fn a_pause_and_its_end_survive_every_power_failure() {
     for directories in [1, 2] {
         let spec = small(0);
-        let mut dirs = Dirs::new(directories);
         let disks = Disks::default();
-        dirs.storage.disks = Some(Arc::new(disks.clone()));
+        let dirs = Dirs::on(&disks, directories);
         let cluster = paused(&spec, &dirs.storage);
         let before = disks.events().len();
         assert_eq!(cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5), Ok(true));
@@ -56,8 +52,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
                 [Failure::Lost, Failure::Some, Failure::Torn, Failure::Kept].into_iter().enumerate()
             {
                 let image = crash(&Image::new(), &events, count, failure, count as u64 * 10 + seed as u64);
-                let storage = Storage { disks: Some(Arc::new(Disks::with(image))), ..dirs.storage.clone() };
-                let cluster = open(&spec, &storage).unwrap();
+                let cluster = open(&spec, &dirs.with(image)).unwrap();
                 let (still, over) =
                     ((paused_for(REASON), 1.0, REASON.to_string()), (Phase::Training, 0.5, String::new()));
                 let found = found(&cluster);
@@ -75,10 +70,9 @@ fn a_pause_and_its_end_survive_every_power_failure() {
 
 #[test]
 fn pauses_survive_a_killed_process_on_both_tiers() {
-    let tmpfs = tempfile::tempdir_in("/dev/shm").unwrap();
-    let shm = Storage { shm_dir: Some(tmpfs.path().to_path_buf()), ..Storage::default() };
     let dirs = Dirs::new(1);
-    for (tier, storage) in [(TierKind::Shm, &shm), (TierKind::Nvme, &dirs.storage)] {
+    let storage = &dirs.storage;
+    for tier in [TierKind::Shm, TierKind::Nvme] {
         let spec = JobSpec { tier, ..small(0) };
         let mut cluster = paused(&spec, storage);
         let killed = |cluster: Cluster| {

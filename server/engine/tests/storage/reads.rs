@@ -10,23 +10,18 @@ use std::{
 };
 
 use longshore_engine::{
-    admission::Need,
     job::{Job, Pulled},
-    tier::{Spill, Storage},
+    tier::Spill,
 };
 use longshore_proto::{
-    FaultKind, JobSpec, Partition, ServerId, ShardId, Slice, Version, checksum::crc32, limits::CHUNK_BYTES,
+    FaultKind, JobSpec, Partition, ShardId, Slice, Version, checksum::crc32, limits::CHUNK_BYTES,
 };
 
 use super::{
     BLOCK, Dirs,
-    common::{
-        Noise,
-        cluster::{placement, soon},
-        encode, weights,
-    },
+    common::{Noise, cluster::soon, encode, weights},
     disk::Disks,
-    references, run_steps, small, started,
+    need, references, run_steps, small, started,
 };
 
 /// Three shards, the largest of ten blocks. A chunk has eight blocks.
@@ -52,13 +47,11 @@ fn some_slice(job: &Job, noise: &mut Noise) -> Slice {
     Slice { shard, offset, elements: 1 + noise.below(most as usize) as u64 }
 }
 
-/// Returns a slice's part of a whole image.
 fn part_of<'a>(job: &Job, image: &'a [u8], slice: &Slice) -> &'a [u8] {
     let start = job.layout().shard_range(slice.shard).start + slice.offset;
     &image[start as usize * 2..][..slice.elements as usize * 2]
 }
 
-/// Returns the chunks of all shards, in forward order.
 fn chunks(job: &Job) -> Vec<Slice> {
     let most = CHUNK_BYTES as u64 / 2;
     let of_shard = |&shard: &ShardId| {
@@ -202,8 +195,8 @@ fn frozen_weights_are_read_ahead_as_they_were_given() {
 fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
     for ahead in [false, true] {
         let (spec, disks) = (wide(0), Disks::default());
-        let mut dirs = spilled();
-        dirs.storage.disks = Some(Arc::new(disks.clone()));
+        let mut dirs = Dirs::on(&disks, 1);
+        dirs.storage.spill = Spill::All;
         let mut cluster = started(&spec, &dirs.storage);
         run_steps(&mut cluster, 1..=1);
         let job = &cluster.jobs[0];
@@ -217,7 +210,11 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
         }
         let fault = job.copy_image(&slice, Version(1)).err().expect("a damaged block");
         assert_eq!(fault.kind, FaultKind::Corrupt, "{fault}");
-        assert!(fault.to_string().contains("image of shard 0, block 0"), "{fault}");
+        for word in ["server-0-of-1/data", "image of shard 0, block 0", "CRC-64"] {
+            assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+        }
+        // The store has failed for good.
+        assert_eq!(job.copy_image(&chunks(job)[1], Version(1)).err().unwrap(), fault);
     }
 }
 
@@ -229,11 +226,7 @@ fn memory_for_pulls_does_not_grow_with_the_model() {
         spec.shard_elements = BLOCK as u64;
         spec.params[0].shape = vec![chunks * BLOCK as u64];
         spec.params.truncate(1);
-        let need = |spill: Spill| {
-            let storage = Storage { spill, dirs: vec!["a".into()], ..Storage::default() };
-            let owned = placement(&spec, 1).owned(ServerId(0));
-            Need::of(&spec, &spec.validate().unwrap(), &owned, &storage).buffers
-        };
+        let need = |spill: Spill| need(&spec, spill).buffers;
         // A shard's buffer includes its image.
         let images = 6.min(chunks) * BLOCK as u64 * 2;
         need(Spill::All) - need(Spill::State) - images

@@ -4,15 +4,17 @@
 use std::{
     env, fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_engine::tier::{Storage, delete_stored, finish_interrupted, stored_jobs};
 use longshore_proto::{FaultKind, JobName, JobSpec, TierKind};
 
-use super::{Dirs, common::Noise, open, small, started};
+use super::{
+    Dirs,
+    common::{Noise, run_and_kill},
+    open, small, started,
+};
 
 const CHILD: &str = "LONGSHORE_TEST_DELETED_IN";
 /// Number of kills for each tier.
@@ -33,10 +35,6 @@ fn storage(root: &Path, tier: TierKind) -> Storage {
 
 fn tier_of(root: &Path) -> TierKind {
     if root.starts_with("/dev/shm") { TierKind::Shm } else { TierKind::Nvme }
-}
-
-fn directories(storage: &Storage) -> Vec<PathBuf> {
-    storage.dirs.iter().chain(&storage.shm_dir).cloned().collect()
 }
 
 /// The child creates a job and deletes it, again and again.
@@ -61,8 +59,9 @@ fn a_job_whose_creation_or_deletion_is_killed_is_there_whole_or_gone() {
         let (storage, spec) = (storage(root, tier_of(root)), job(tier_of(root)));
         let (mut there, mut gone) = (0, 0);
         for _ in 0..KILLS {
-            run_and_kill(root, Duration::from_micros(noise.next() % 20_000));
-            let dirs = directories(&storage);
+            let after = Duration::from_micros(noise.next() % 20_000);
+            run_and_kill("storage::removal::child", CHILD, root, after);
+            let dirs = storage.folders();
             finish_interrupted(&dirs);
             let found = stored_jobs(&dirs);
             assert!(found.unreadable.is_empty(), "{:?}", found.unreadable);
@@ -85,38 +84,6 @@ fn a_job_whose_creation_or_deletion_is_killed_is_there_whole_or_gone() {
         }
         println!("{}: {there} times there, {gone} times gone", root.display());
     }
-}
-
-/// The process that made the job's folder died before it wrote a file there.
-#[test]
-fn an_empty_folder_of_a_job_is_removed() {
-    let root = tempfile::tempdir().unwrap();
-    let storage = storage(root.path(), TierKind::Nvme);
-    let dirs = directories(&storage);
-    let empty = dirs[1].join(job(TierKind::Nvme).name.as_str());
-    fs::create_dir(&empty).unwrap();
-    finish_interrupted(&dirs);
-    assert!(!empty.exists());
-}
-
-/// Starts this test binary as the child, and kills it with SIGKILL.
-fn run_and_kill(root: &Path, after: Duration) {
-    let ready = root.join("ready");
-    let _ = fs::remove_file(&ready);
-    let mut command = Command::new(env::current_exe().unwrap());
-    command
-        .args(["--ignored", "--exact", "storage::removal::child", "--nocapture"])
-        .env(CHILD, root)
-        .stdout(Stdio::null());
-    let mut child = command.spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !ready.exists() {
-        assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "the child made no job");
-        thread::sleep(Duration::from_micros(200));
-    }
-    thread::sleep(after);
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 fn find(dir: &Path, what: &str) -> PathBuf {
@@ -172,21 +139,23 @@ fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
     }
     finish_interrupted(&dirs.storage.dirs);
     assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
+    // A process died after it had made the job's folder.
+    let empty = dirs.storage.dirs[1].join(spec.name.as_str());
+    fs::create_dir(&empty).unwrap();
+    finish_interrupted(&dirs.storage.dirs);
+    assert!(!empty.exists());
 }
 
 #[test]
 fn files_without_a_header_are_not_written_over() {
-    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
     let dirs = Dirs::new(1);
     for tier in [TierKind::Nvme, TierKind::Shm] {
-        let spec = job(tier);
-        let storage = Storage { shm_dir: Some(shm.path().to_path_buf()), ..dirs.storage.clone() };
-        let dir = if tier == TierKind::Shm { shm.path().to_path_buf() } else { dirs.storage.dirs[0].clone() };
-        drop(started(&spec, &storage));
+        let (spec, storage, dir) = (job(tier), &dirs.storage, dirs.of(tier).to_path_buf());
+        drop(started(&spec, storage));
         let header = find(&dir, "server-").join("header.json");
         let bytes = fs::read(&header).unwrap();
         fs::remove_file(&header).unwrap();
-        let fault = open(&spec, &storage).err().unwrap();
+        let fault = open(&spec, storage).err().unwrap();
         assert_eq!(fault.kind, FaultKind::Corrupt, "{fault}");
         for word in ["without header.json", "put header.json back", "--discard-unreadable"] {
             assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
@@ -195,7 +164,7 @@ fn files_without_a_header_are_not_written_over() {
         assert_eq!((found.jobs.len(), found.unreadable.len()), (0, 1), "the server must know of it");
         // With its header put back, the folder is the same job again; given up, the job is gone.
         fs::write(&header, &bytes).unwrap();
-        assert!(open(&spec, &storage).is_ok());
+        assert!(open(&spec, storage).is_ok());
         fs::remove_file(&header).unwrap();
         delete_stored(std::slice::from_ref(&dir), &JobName::parse("job", "test").unwrap()).unwrap();
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
@@ -205,14 +174,11 @@ fn files_without_a_header_are_not_written_over() {
 /// The store notices deleted, moved or replaced files of a running job before the next version counts.
 #[test]
 fn a_job_whose_files_go_away_fails() {
-    let shm = tempfile::tempdir_in("/dev/shm").unwrap();
     for tier in [TierKind::Nvme, TierKind::Shm] {
         for case in 0..4 {
-            let spec = job(tier);
-            let dirs = Dirs::new(1);
-            let storage = Storage { shm_dir: Some(shm.path().to_path_buf()), ..dirs.storage.clone() };
-            let dir = if tier == TierKind::Shm { shm.path() } else { &dirs.storage.dirs[0] };
-            let mut cluster = started(&spec, &storage);
+            let (spec, dirs) = (job(tier), Dirs::new(1));
+            let dir = dirs.of(tier);
+            let mut cluster = started(&spec, &dirs.storage);
             super::run_steps(&mut cluster, 1..=2);
             let home = find(dir, "server-");
             let data = home.join(if tier == TierKind::Shm { "state" } else { "data" });
@@ -231,8 +197,6 @@ fn a_job_whose_files_go_away_fails() {
             let fault = failed.unwrap_err();
             assert_eq!(fault.kind, FaultKind::Internal, "{tier:?}, case {case}: {fault}");
             assert!(fault.value.contains("under the running server"), "{fault}");
-            drop(cluster);
-            fs::remove_dir_all(dir.join("test")).unwrap();
         }
     }
 }

@@ -1,28 +1,19 @@
 //! Gradients on the drives: memory does not grow with the model, and every gradient used has the bits that
 //! were sent.
 
-use std::{io::ErrorKind, sync::Arc};
+use std::io::ErrorKind;
 
-use longshore_engine::{
-    admission::Need,
-    job::Stored,
-    tier::{Spill, Storage},
+use longshore_engine::{job::Stored, tier::Spill};
+use longshore_proto::{FaultKind, ShardId};
+
+use super::{
+    Dirs, check, common::BLOCK, disk::Disks, need, open, references, run_steps, small, started, step_of,
 };
-use longshore_proto::{FaultKind, JobSpec, ServerId, ShardId};
-
-use super::{Dirs, check, common::BLOCK, disk::Disks, open, references, run_steps, small, started, step_of};
 
 fn on(disks: &Disks, spill: Spill) -> Dirs {
-    let mut dirs = Dirs::new(1);
-    dirs.storage.disks = Some(Arc::new(disks.clone()));
+    let mut dirs = Dirs::on(disks, 1);
     dirs.storage.spill = spill;
     dirs
-}
-
-fn need(spec: &JobSpec, spill: Spill) -> Need {
-    let layout = spec.validate().unwrap();
-    let owned = super::common::cluster::placement(spec, 1).owned(ServerId(0));
-    Need::of(spec, &layout, &owned, &Storage { spill, dirs: vec!["a".into()], ..Storage::default() })
 }
 
 #[test]
@@ -45,19 +36,6 @@ fn memory_for_gradients_does_not_grow_with_the_model() {
     let gradients = 400 * block * 2 * (4 * 2 + 4);
     assert_eq!(state.1.0 - state.0.0, gradients);
     assert_eq!((many.1 - few.1) - (state.1.1 - state.0.1), gradients);
-}
-
-#[test]
-fn gradients_go_to_the_drives() {
-    let spec = small(1);
-    let bytes = spec.validate().unwrap().elements() * 2;
-    let written = |spill| {
-        let dirs = on(&Disks::default(), spill);
-        let mut cluster = started(&spec, &dirs.storage);
-        run_steps(&mut cluster, 1..=1);
-        cluster.jobs[0].written_bytes()
-    };
-    assert_eq!(written(Spill::All) - written(Spill::State), bytes);
 }
 
 /// `longshore plan` prints this figure for a step.

@@ -4,15 +4,15 @@ use longshore_engine::{
     record::{Joined, Standing},
     tier::{Recovered, Store},
 };
-use longshore_proto::{FaultKind, Incarnation, Rank, Step, Version};
+use longshore_proto::{FaultKind, Incarnation, Lifetime, Rank, Step, Version};
 
 use super::{
     each, each_that,
-    fixture::{FIRST, Keeps, TierCase, check, check_all, update},
+    fixture::{FIRST, TierCase, check, check_all, update},
 };
 
 fn survives(case: &TierCase) -> bool {
-    case.keeps != Keeps::Nothing
+    case.lifetime() > Lifetime::Process
 }
 
 /// Returns the record from which a process continues.
@@ -31,7 +31,7 @@ fn a_job_goes_on_from_its_last_version_or_from_nothing() {
         (1..=3).for_each(|version| case.step(&store, version));
         drop(store);
         let (store, recovered) = case.recover(None);
-        if case.keeps == Keeps::Nothing {
+        if case.lifetime() == Lifetime::Process {
             assert!(matches!(recovered, Recovered::Nothing));
             return;
         }
@@ -65,12 +65,12 @@ fn a_step_that_was_cut_off_is_done_to_the_end_or_not_at_all() {
         update(&store, FIRST, 2);
         drop(store);
         let (store, recovered) = case.recover(None);
-        match (&recovered, case.keeps) {
-            (Recovered::Version(record), Keeps::Versions) => {
+        match (&recovered, case.lifetime()) {
+            (Recovered::Version(record), Lifetime::Drive) => {
                 assert_eq!(*record, case.record(1));
                 check_all(case, &store, 1);
             }
-            (Recovered::Interrupted(interrupted), Keeps::Memory) => {
+            (Recovered::Interrupted(interrupted), Lifetime::Host) => {
                 assert_eq!(interrupted.records, [case.record(1), case.record(2)]);
                 let versions: Vec<_> = interrupted.shards.iter().map(|shard| shard.version).collect();
                 assert_eq!(versions[0], Version(2));
@@ -80,7 +80,7 @@ fn a_step_that_was_cut_off_is_done_to_the_end_or_not_at_all() {
                 case.shards().skip(1).for_each(|owned| update(&store, owned, 2));
                 check_all(case, &store, 2);
             }
-            _ => panic!("not what {:?} leaves", case.keeps),
+            (_, lifetime) => panic!("not what {lifetime:?} leaves"),
         }
     });
 }
@@ -185,5 +185,21 @@ fn two_processes_never_have_one_store() {
         assert!(fault.value.contains("in use"), "{fault}");
         case.step(&store, 1);
         check_all(case, &store, 1);
+    });
+}
+
+#[test]
+fn a_job_that_is_deleted_leaves_nothing() {
+    each(|case| {
+        let store = case.started();
+        case.step(&store, 1);
+        if let Some(durable) = &store.durable {
+            assert!(!case.is_empty());
+            durable.discard().unwrap();
+        }
+        drop(store);
+        assert!(case.is_empty(), "{:?}", case.files());
+        let store = case.started();
+        check_all(case, &store, 0);
     });
 }

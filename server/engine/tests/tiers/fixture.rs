@@ -12,80 +12,52 @@ use longshore_engine::{
     threads::ThreadPool,
     tier::{self, Guard, ImageAge, Inputs, Opened, Recovered, StateMut, StateRef, Storage, Store, Turn},
 };
-use longshore_proto::{Commit, Fault, JobSpec, Layout, Placement, ServerId, ShardId, TierKind, Version};
+use longshore_proto::{
+    Commit, Fault, JobSpec, Layout, Lifetime, Placement, ServerId, ShardId, TierKind, Version,
+};
 
-use crate::common::{BLOCK, cluster, commit, spec};
+use crate::common::{BLOCK, Dirs, cluster, commit, spec};
 
 /// Bytes of a block's bf16 image.
 pub(crate) const IMAGE_BLOCK: usize = 2 * BLOCK;
 
 pub(crate) const FIRST: OwnedShard = OwnedShard(0);
 
-/// The state that the next process finds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Keeps {
-    Nothing,
-    /// The newest durable version.
-    Versions,
-    /// All memory, at any moment of a kill.
-    Memory,
-}
-
-/// Folders that drop removes.
-pub(crate) struct Roots(Vec<tempfile::TempDir>);
-
-impl Roots {
-    pub(crate) fn tmpfs(&mut self) -> PathBuf {
-        self.0.push(tempfile::tempdir_in("/dev/shm").unwrap());
-        self.0[self.0.len() - 1].path().to_path_buf()
-    }
-
-    pub(crate) fn drives(&mut self, count: usize) -> Vec<PathBuf> {
-        let made = (0..count).map(|_| tempfile::tempdir().unwrap());
-        self.0.extend(made);
-        self.0.iter().map(|root| root.path().to_path_buf()).collect()
-    }
-}
-
-/// A tier under test.
 pub(crate) struct TierCase {
     pub(crate) name: &'static str,
-    pub(crate) keeps: Keeps,
-    pub(crate) storage: Storage,
     pub(crate) spec: JobSpec,
     layout: Layout,
     placement: Placement,
     owned: Vec<ShardId>,
     pool: ThreadPool,
-    roots: Roots,
+    dirs: Dirs,
 }
 
 impl TierCase {
     pub(crate) fn new(
         name: &'static str,
         tier: TierKind,
-        keeps: Keeps,
-        storage: impl Fn(&mut Roots) -> Storage,
+        drives: usize,
+        set: impl Fn(&mut Storage),
     ) -> TierCase {
         let mut spec = spec(&[5, 3 * BLOCK as u64 + 9], &[0, 1]);
         // Shards of two blocks and of one. The job is delayed, since a delayed job keeps images wherever any
         // job does.
         (spec.tier, spec.max_delay, spec.shard_elements) = (tier, 1, 2 * BLOCK as u64);
-        let mut roots = Roots(Vec::new());
-        let storage = storage(&mut roots);
+        let mut dirs = Dirs::new(drives);
+        set(&mut dirs.storage);
         let (layout, placement) = (spec.validate().unwrap(), cluster::placement(&spec, 1));
         let owned = placement.owned(ServerId(0));
-        TierCase {
-            name,
-            keeps,
-            storage,
-            spec,
-            layout,
-            placement,
-            owned,
-            pool: ThreadPool::new(2).unwrap(),
-            roots,
-        }
+        TierCase { name, spec, layout, placement, owned, pool: ThreadPool::new(2).unwrap(), dirs }
+    }
+
+    /// Returns how long the tier keeps state: nothing, all memory at any moment of a kill, or durable versions.
+    pub(crate) fn lifetime(&self) -> Lifetime {
+        self.spec.properties().lifetime
+    }
+
+    pub(crate) fn spills(&self) -> bool {
+        self.dirs.storage.spills(&self.spec)
     }
 
     pub(crate) fn try_open(&self, at_most: Option<Version>) -> Result<Opened, Fault> {
@@ -95,7 +67,7 @@ impl TierCase {
             owned: &self.owned,
             placement: &self.placement,
             server: ServerId(0),
-            storage: &Storage { at_most, ..self.storage.clone() },
+            storage: &Storage { at_most, ..self.dirs.storage.clone() },
         };
         tier::open(&inputs, 1 << 20, &self.pool, Box::new(|| {}))
     }
@@ -120,7 +92,7 @@ impl TierCase {
 
     pub(crate) fn start(&self, store: &Store, record: Record) {
         if let Some(durable) = &store.durable {
-            durable.start(&record).unwrap();
+            durable.start(&record, false).unwrap();
         }
     }
 
@@ -141,15 +113,13 @@ impl TierCase {
         Record::new(Version(version), version, commit)
     }
 
-    /// Returns whether the tier's folders are empty.
     pub(crate) fn is_empty(&self) -> bool {
-        self.roots.0.iter().all(|root| root.path().read_dir().unwrap().next().is_none())
+        self.dirs.storage.folders().iter().all(|dir| dir.read_dir().unwrap().next().is_none())
     }
 
-    /// Returns the tier's files.
     pub(crate) fn files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
-        let mut folders: Vec<_> = self.roots.0.iter().map(|root| root.path().to_path_buf()).collect();
+        let mut folders = self.dirs.storage.folders();
         while let Some(folder) = folders.pop() {
             for entry in folder.read_dir().unwrap() {
                 let path = entry.unwrap().path();
@@ -194,12 +164,11 @@ impl TierCase {
 }
 
 /// Returns the byte loaded at a place, after `updates` updates.
-fn byte(owned: OwnedShard, array: usize, index: usize, updates: u64) -> u8 {
+pub(crate) fn byte(owned: OwnedShard, array: usize, index: usize, updates: u64) -> u8 {
     ((owned.index() * 31 + array * 7 + index) as u8).wrapping_add(updates as u8)
 }
 
-/// Loads a shard.
-pub(crate) fn fill(owned: OwnedShard, state: StateMut<'_>) {
+fn fill(owned: OwnedShard, state: StateMut<'_>) {
     for (array, bytes) in state.arrays.into_iter().enumerate() {
         for (index, place) in bytes.iter_mut().enumerate() {
             *place = byte(owned, array, index, 0);
@@ -231,14 +200,12 @@ pub(crate) fn check_all(case: &TierCase, store: &Store, updates: u64) {
     case.shards().for_each(|owned| check(store, owned, updates));
 }
 
-/// Adds 1 to each byte of a block.
 pub(crate) fn bump(state: &mut StateMut<'_>) {
     for bytes in &mut state.arrays {
         bytes.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
     }
 }
 
-/// Returns a shard's image blocks of a version.
 pub(crate) fn image(owned: OwnedShard, version: u64) -> Vec<u8> {
     vec![(owned.index() * 16) as u8 + version as u8; IMAGE_BLOCK]
 }

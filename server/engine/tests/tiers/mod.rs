@@ -4,38 +4,22 @@
 //! is given.
 
 mod durable;
-mod ends;
 mod fixture;
 mod state;
 mod stored;
 
-use fixture::{Keeps, TierCase};
-use longshore_engine::tier::{Spill, Storage};
+use fixture::TierCase;
+use longshore_engine::tier::Spill;
 use longshore_proto::TierKind;
 
 /// Returns every tier with every setting that changes its objects.
 fn tiers() -> Vec<TierCase> {
     vec![
-        TierCase::new("memory", TierKind::Memory, Keeps::Nothing, |_| Storage::default()),
-        TierCase::new("shm", TierKind::Shm, Keeps::Memory, |roots| Storage {
-            shm_dir: Some(roots.tmpfs()),
-            ..Storage::default()
-        }),
-        TierCase::new("nvme", TierKind::Nvme, Keeps::Versions, |roots| Storage {
-            dirs: roots.drives(2),
-            buffers: 1,
-            ..Storage::default()
-        }),
-        TierCase::new("nvme, resident", TierKind::Nvme, Keeps::Versions, |roots| Storage {
-            dirs: roots.drives(1),
-            resident_bytes: 1 << 30,
-            ..Storage::default()
-        }),
-        TierCase::new("nvme, spilled", TierKind::Nvme, Keeps::Versions, |roots| Storage {
-            dirs: roots.drives(2),
-            spill: Spill::All,
-            ..Storage::default()
-        }),
+        TierCase::new("memory", TierKind::Memory, 0, |_| {}),
+        TierCase::new("shm", TierKind::Shm, 0, |_| {}),
+        TierCase::new("nvme", TierKind::Nvme, 2, |storage| storage.buffers = 1),
+        TierCase::new("nvme, resident", TierKind::Nvme, 1, |storage| storage.resident_bytes = 1 << 30),
+        TierCase::new("nvme, spilled", TierKind::Nvme, 2, |storage| storage.spill = Spill::All),
     ]
 }
 

@@ -1,11 +1,11 @@
 //! State on every tier: loads, reads and updates.
 
-use longshore_engine::tier::StateRef;
+use longshore_engine::tier::{StateMut, StateRef};
 use longshore_proto::Version;
 
 use super::{
     each, each_that,
-    fixture::{FIRST, bump, check, check_all, fill, update},
+    fixture::{FIRST, bump, byte, check, check_all, update},
 };
 
 #[test]
@@ -26,31 +26,19 @@ fn a_shard_may_be_loaded_in_several_calls() {
         // The shards' calls alternate, so a shard may have been written out to make room for another.
         for part in 0..2 {
             for owned in case.shards() {
-                let load = |state: longshore_engine::tier::StateMut<'_>| {
-                    let half = state.arrays[0].len() / 2;
-                    let mut whole: Vec<Vec<u8>> =
-                        state.arrays.iter().map(|array| vec![0; array.len()]).collect();
-                    let [a, b, c] = &mut whole[..] else { panic!("three arrays") };
-                    fill(owned, state_of(&case.spec, [a, b, c]));
-                    for (array, from) in state.arrays.into_iter().zip(&whole) {
-                        let range = if part == 0 { 0..half } else { half..array.len() };
-                        array[range.clone()].copy_from_slice(&from[range]);
+                let load = &mut |state: StateMut<'_>| {
+                    for (array, bytes) in state.arrays.into_iter().enumerate() {
+                        let half = bytes.len() / 2;
+                        let range = if part == 0 { 0..half } else { half..bytes.len() };
+                        range.for_each(|index| bytes[index] = byte(owned, array, index, 0));
                     }
                 };
-                store.state.load(owned, &mut |state| load(state)).unwrap();
+                store.state.load(owned, load).unwrap();
             }
         }
         case.start(&store, case.record(0));
         check_all(case, &store, 0);
     });
-}
-
-fn state_of<'a>(
-    spec: &longshore_proto::JobSpec,
-    arrays: [&'a mut Vec<u8>; 3],
-) -> longshore_engine::tier::StateMut<'a> {
-    let arrays = arrays.map(|array| &mut array[..]);
-    longshore_engine::tier::StateMut::new(longshore_engine::tier::Shape::of(spec), arrays)
 }
 
 #[test]
@@ -106,7 +94,7 @@ fn several_shards_are_updated_together_as_they_are_one_by_one() {
             let store = case.started();
             let together = store.together.as_ref().unwrap();
             let mut shards = 0;
-            let update = &mut |states: Vec<longshore_engine::tier::StateMut<'_>>| {
+            let update = &mut |states: Vec<StateMut<'_>>| {
                 shards += states.len();
                 states.into_iter().for_each(|mut state| bump(&mut state));
             };

@@ -74,31 +74,26 @@ fn images_that_were_loaded_are_kept_and_those_of_a_failed_load_are_not() {
 
 #[test]
 fn parts_of_spilled_images_are_read_by_version() {
-    each_that(
-        |case| case.storage.spills(&case.spec),
-        |case| {
-            let store = case.started();
-            (1..=3).for_each(|version| case.step(&store, version));
-            let images = store.images.as_ref().unwrap();
-            let read = |owned, version, within: Range<usize>| {
-                let mut found = Vec::new();
-                let mut take = |bytes: &[u8]| found.extend_from_slice(bytes);
-                images.read(owned, Version(version), within, &mut take).unwrap().then_some(found)
-            };
-            for owned in case.shards() {
-                let length = case.blocks(owned) * IMAGE_BLOCK;
-                for within in [0..length, 6..length - 2, 100..104] {
-                    for version in [2, 3] {
-                        let found = read(owned, version, within.clone());
-                        assert!(
-                            found.is_some_and(|found| found == whole(case, owned, version)[within.clone()])
-                        );
-                    }
-                    assert_eq!(read(owned, 1, within), None, "two versions are kept");
+    each_that(TierCase::spills, |case| {
+        let store = case.started();
+        (1..=3).for_each(|version| case.step(&store, version));
+        let images = store.images.as_ref().unwrap();
+        let read = |owned, version, within: Range<usize>| {
+            let mut found = Vec::new();
+            let mut take = |bytes: &[u8]| found.extend_from_slice(bytes);
+            images.read(owned, Version(version), within, &mut take).unwrap().then_some(found)
+        };
+        for owned in case.shards() {
+            let length = case.blocks(owned) * IMAGE_BLOCK;
+            for within in [0..length, 6..length - 2, 100..104] {
+                for version in [2, 3] {
+                    let found = read(owned, version, within.clone());
+                    assert!(found.is_some_and(|found| found == whole(case, owned, version)[within.clone()]));
                 }
+                assert_eq!(read(owned, 1, within), None, "two versions are kept");
             }
-        },
-    );
+        }
+    });
 }
 
 fn buffer(bytes: &[u8]) -> Region {

@@ -1,13 +1,13 @@
 //! `longshore inspect`: shows the contents of a state directory, and verifies them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::ensure;
 use longshore_engine::{
-    job::kept_buffers,
-    tier::inspect::{Report, VersionReport, folders, inspect, too_short},
+    job::inspect,
+    tier::inspect::{Report, VersionReport, folders},
 };
-use longshore_proto::{Fault, FaultKind, TierKind};
+use longshore_proto::{Fault, FaultKind};
 use serde_json::json;
 
 use crate::output::Output;
@@ -19,52 +19,73 @@ pub(super) struct Args {
     dir: PathBuf,
 }
 
-/// Reasons for which a server could not recover from a folder as it is.
-const LOST: &str = "nothing that a server can go on from in";
-const DAMAGED: &str = "damage in the newest version, which a server refuses, in";
-const IN_USE: &str = "a server uses, so that it was not verified,";
+/// Folders that a server could not recover from as they are, by reason.
+#[derive(Default)]
+struct Amiss {
+    lost: Vec<String>,
+    damaged: Vec<String>,
+    in_use: Vec<String>,
+}
 
 /// Reads and verifies everything. Returns an error if a folder has no whole version, if its newest version is
 /// damaged, or if a server uses it.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let mut amiss = Vec::new();
+    let mut amiss = Amiss::default();
     for folder in folders(&args.dir)? {
         let name = folder.display().to_string();
-        let why = match look(&folder) {
+        let said = match inspect(&folder) {
             Ok(report) => {
-                out.result(|| json(&report), || text(&report));
-                let why = if report.recoverable().is_some() { DAMAGED } else { LOST };
-                (!report.is_whole()).then_some(why)
+                let said = if out.is_json() { json(&report).to_string() } else { text(&report) };
+                amiss.count(name, &report);
+                said
             }
             Err(fault) => {
                 let in_use = fault.kind == FaultKind::Conflict;
-                out.result(
-                    || json!({"folder": name, "error": fault.to_string(), "in_use": in_use}),
-                    || format!("{name}\n  {fault}"),
-                );
-                Some(if in_use { IN_USE } else { LOST })
+                let said = if out.is_json() {
+                    refused(&name, &fault, in_use).to_string()
+                } else {
+                    format!("{name}\n  {fault}")
+                };
+                if in_use {
+                    amiss.in_use.push(name)
+                } else {
+                    amiss.lost.push(name)
+                };
+                said
             }
         };
-        amiss.extend(why.map(|why| (why, name)));
+        say!("{said}");
     }
-    let folders = |reason| amiss.iter().filter(move |(why, _)| *why == reason).map(|(_, name)| name.as_str());
-    let reasons: Vec<String> = [LOST, DAMAGED, IN_USE]
-        .into_iter()
-        .filter(|&reason| folders(reason).next().is_some())
-        .map(|reason| format!("{reason} {}", folders(reason).collect::<Vec<_>>().join(", ")))
-        .collect();
-    ensure!(reasons.is_empty(), "{}", reasons.join("; "));
-    Ok(())
+    amiss.into_result()
 }
 
-/// Inspects a folder, and checks the buffers that the job needs there.
-fn look(folder: &Path) -> Result<Report, Fault> {
-    let mut report = inspect(folder)?;
-    if report.header.tier == TierKind::Shm {
-        let needed = kept_buffers(&report.header)?;
-        report.damage.extend(too_short(&folder.join("buffers"), report.buffers, needed));
+impl Amiss {
+    fn count(&mut self, folder: String, report: &Report) {
+        if report.is_whole() {
+            return;
+        }
+        match report.recoverable() {
+            Some(_) => self.damaged.push(folder),
+            None => self.lost.push(folder),
+        }
     }
-    Ok(report)
+
+    fn into_result(self) -> anyhow::Result<()> {
+        let reasons = [
+            ("nothing that a server can go on from in", self.lost),
+            ("damage in the newest version, which a server refuses, in", self.damaged),
+            ("a server uses, so that it was not verified,", self.in_use),
+        ];
+        let reasons = reasons.into_iter().filter(|(_, folders)| !folders.is_empty());
+        let reasons: Vec<String> =
+            reasons.map(|(why, folders)| format!("{why} {}", folders.join(", "))).collect();
+        ensure!(reasons.is_empty(), "{}", reasons.join("; "));
+        Ok(())
+    }
+}
+
+fn refused(folder: &str, fault: &Fault, in_use: bool) -> serde_json::Value {
+    json!({"folder": folder, "error": fault.to_string(), "in_use": in_use})
 }
 
 fn json(report: &Report) -> serde_json::Value {
@@ -109,13 +130,14 @@ fn text(report: &Report) -> String {
     lines.extend(report.broken_records.iter().map(|why| format!("  record not whole: {why}")));
     let newest = report.versions.last().map(|version| version.version);
     for version in &report.versions {
-        lines.push(format!("  {}", of_version(version, header.tier, Some(version.version) == newest)));
+        lines.push(format!("  {}", of_version(version, Some(version.version) == newest)));
     }
     lines.extend(report.damage.iter().map(|why| format!("  not as a server needs it: {why}")));
     lines.push(format!("  {}", outlook(report)));
     lines.join("\n")
 }
 
+/// Returns what a server will do with the folder.
 fn outlook(report: &Report) -> String {
     match (report.recoverable(), report.versions.last()) {
         _ if report.is_blank() && report.damage.is_empty() => {
@@ -130,12 +152,12 @@ fn outlook(report: &Report) -> String {
     }
 }
 
-fn of_version(version: &VersionReport, tier: TierKind, newest: bool) -> String {
+fn of_version(version: &VersionReport, newest: bool) -> String {
     const SHOWN: usize = 5;
     let name = format!("version {}, {} applied: ", version.version.0, version.applied);
-    let blocks = match tier {
-        TierKind::Nvme => format!("{} blocks read, ", version.blocks),
-        _ => String::new(),
+    let blocks = match version.blocks {
+        0 => String::new(),
+        blocks => format!("{blocks} blocks read, "),
     };
     if version.damaged.is_empty() {
         return format!("{name}{blocks}whole");

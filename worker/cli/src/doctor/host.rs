@@ -13,21 +13,19 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
-use super::{Finding, bad, drives::free_bytes, good, warning};
+use super::{
+    drives::free_bytes,
+    finding::{Finding, bad, good, warning},
+};
 use crate::sizes::human;
 
 /// Enough descriptors. A rank has 3 connections to each server by default, so this serves some hundreds.
 const DESCRIPTORS: u64 = 4096;
-/// Memory that tier nvme registers with io_uring: six buffers of a default shard's state.
-const LOCKED_BYTES: u64 = 512 << 20;
-/// CAP_IPC_LOCK: its holder may lock any amount of memory.
-const IPC_LOCK: u32 = 14;
 const TMPFS: &str = "/dev/shm";
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const NODES: &str = "sys/devices/system/node";
-const LIMITS: &str = "proc/self/limits";
-const STATUS: &str = "proc/self/status";
+/// Size of the probe file in bytes.
 const PROBE_BYTES: u64 = 1024 * 1024;
 
 /// Returns the findings of every check of the host. `system` is the root of the kernel's files.
@@ -38,7 +36,6 @@ pub(super) fn all(system: &Path) -> Vec<Finding> {
         huge_pages(system),
         numa(system),
         io_uring(),
-        locked_memory(system),
         tmpfs(Path::new(TMPFS)),
         descriptors(),
     ]
@@ -127,36 +124,13 @@ fn io_uring() -> Finding {
             );
         }
     };
-    match (OpenFile { engine: Engine::Uring }).create(&folder.path().join("probe"), PROBE_BYTES, None) {
+    match (OpenFile { engine: Engine::Uring }).create(&folder.path().join("probe"), PROBE_BYTES) {
         Ok(_) => good(WHAT, "works"),
         Err(error) => warning(
             WHAT,
             format!("refused ({error}): tier nvme reads and writes with threads"),
             "allow it in the container's seccomp profile and in kernel.io_uring_disabled",
         ),
-    }
-}
-
-/// Checks how much memory this process may lock, for the buffers that tier nvme registers with io_uring.
-fn locked_memory(system: &Path) -> Finding {
-    const WHAT: &str = "locked memory";
-    let read = |file: &str| fs::read_to_string(system.join(file)).unwrap_or_default();
-    let (limits, status) = (read(LIMITS), read(STATUS));
-    // `Max locked memory         8388608              8388608              bytes`
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
-    let most = line.and_then(|line| line.split_whitespace().nth(1)).and_then(|most| most.parse::<u64>().ok());
-    let held = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let held = held.and_then(|held| u64::from_str_radix(held.trim(), 16).ok()).unwrap_or(0);
-    match most {
-        _ if held >> IPC_LOCK & 1 == 1 => good(WHAT, "no limit for this user"),
-        // The value is `unlimited`, or there are no limits to read.
-        None => good(WHAT, "no limit"),
-        Some(most) if most < LOCKED_BYTES => warning(
-            WHAT,
-            format!("{} at most: tier nvme registers no buffers, and takes more CPU time", human(most)),
-            format!("raise the limit (ulimit -l, LimitMEMLOCK) to {}", human(LOCKED_BYTES)),
-        ),
-        Some(most) => good(WHAT, format!("{} at most", human(most))),
     }
 }
 
@@ -194,8 +168,9 @@ fn descriptors() -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Grade, *};
+    use super::{super::finding::Grade, *};
 
+    /// Makes a copy of the kernel's files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in files {
@@ -221,22 +196,5 @@ mod tests {
             assert_eq!(found.grade, grade, "{found:?}");
         }
         assert_eq!(numa(system(&[]).path()).grade, Grade::Good);
-    }
-
-    #[test]
-    fn locked_memory_counts_unless_the_user_may_lock_all() {
-        let limit =
-            |most: &str| format!("Max locked memory         {most}              {most}              bytes\n");
-        let cap = |held: &str| format!("Name:\tx\nCapEff:\t{held}\n");
-        for (most, held, grade) in [
-            ("65536", "0000000000000000", Grade::Warning),
-            ("65536", "0000000000004000", Grade::Good),
-            ("1073741824", "0000000000000000", Grade::Good),
-            ("unlimited", "0000000000000000", Grade::Good),
-        ] {
-            let root = system(&[(LIMITS, &limit(most)), (STATUS, &cap(held))]);
-            let found = locked_memory(root.path());
-            assert_eq!(found.grade, grade, "{most} {held}: {found:?}");
-        }
     }
 }

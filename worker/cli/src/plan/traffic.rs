@@ -5,7 +5,7 @@ use longshore_engine::{
     kernels::bytes_per_parameter,
     tier::{Spill, Storage},
 };
-use longshore_proto::{Dtype, Formats, JobSpec, Layout, ShardId, TierKind};
+use longshore_proto::{Dtype, Formats, JobSpec, Layout, Lifetime, ShardId};
 
 /// Returns the bytes of memory traffic of an update per element. `sliced` says that each element has one
 /// contributor, whatever the number of ranks.
@@ -53,14 +53,14 @@ impl DriveTraffic {
             gradients,
             pull: if storage.spills(spec) { image } else { 0.0 },
             // Frozen weights have one place, on the drives under any spill.
-            frozen_pull: if spec.tier == TierKind::Nvme { image } else { 0.0 },
+            frozen_pull: if spec.properties().lifetime == Lifetime::Drive { image } else { 0.0 },
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{Placement, ServerId};
+    use longshore_proto::{Placement, ServerId, TierKind};
 
     use super::*;
     use crate::bench::{job, param};

@@ -1,6 +1,5 @@
 //! The native trainer of `longshore train`: a byte-level GPT on text, with its optimizer on servers.
 
-mod flags;
 pub mod gpt;
 mod gradients;
 mod keep;
@@ -17,14 +16,10 @@ mod tested;
 pub mod text;
 mod weights;
 
+pub(crate) use self::stop::{LastWords, Part, Stop, Stopped};
 pub use self::{
-    flags::Flags,
     gradients::{LayerGradients, Sink},
     launch::run,
-    settings::Settings,
+    settings::{LossScale, LossScaleMode, Settings},
     weights::{DeviceImages, ImageWeights},
-};
-pub(crate) use self::{
-    flags::preset,
-    stop::{LastWords, Part, Stop, Stopped},
 };

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from longshore import _longshore
 from longshore.distributed import agree
 from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid, warn
 from longshore.optim.connection import Connection
@@ -227,7 +228,7 @@ class Back:
     @property
     def is_in_memory(self) -> bool:
         """True if servers keep all state in memory. This host may have room for the state too then."""
-        return self._options.tier != "nvme"
+        return not _longshore.lies_on_drives(self._options.tier)
 
     def has_checkpoint_folder(self) -> bool:
         """Returns whether the job's servers have a folder for checkpoints. The job must be open."""

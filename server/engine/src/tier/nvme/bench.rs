@@ -7,7 +7,7 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Commit, Correction, Fault, JobSpec, Placement, ServerId, Step, Version};
+use longshore_proto::{Commit, Correction, Fault, JobSpec, Placement, ServerId, Step, TierKind, Version};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{
@@ -41,7 +41,6 @@ pub struct StorageMeasurement {
     pub step_cpu_seconds: f64,
 }
 
-/// The CPU time of this process so far.
 fn cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
@@ -64,7 +63,7 @@ impl StorageMeasurement {
 
 /// A store that is measured. Its update, on the pool's threads, reads and writes every byte of the state once, as the
 /// cheapest rule would.
-pub struct BenchStore {
+struct BenchStore {
     spec: JobSpec,
     storage: Storage,
     tier: NvmeTier,
@@ -73,36 +72,29 @@ pub struct BenchStore {
 
 impl BenchStore {
     /// Makes a store for `spec` in the storage's directories, with its state at version 0.
-    pub fn make(spec: &JobSpec, storage: &Storage) -> Result<BenchStore, Fault> {
+    fn make(spec: &JobSpec, storage: &Storage) -> Result<BenchStore, Fault> {
+        let spec = JobSpec { tier: TierKind::Nvme, ..spec.clone() };
         let layout = spec.validate()?;
         let placement = Placement::striped(vec!["bench".into()], layout.shards());
         let owned = placement.owned(ServerId(0));
         let server = ServerId(0);
-        let inputs = Inputs { spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
+        let inputs =
+            Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
         let (tier, _) = NvmeTier::open(&inputs, Box::new(|| ()))?;
-        let store = BenchStore { spec: spec.clone(), storage: storage.clone(), tier, version: Version(0) };
+        let store = BenchStore { spec, storage: storage.clone(), tier, version: Version(0) };
         for owned in store.shards() {
             store.tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
         }
-        store.tier.start(&Record::new(Version(0), 0, None))?;
+        store.tier.start(&Record::new(Version(0), 0, None), false)?;
         Ok(store)
-    }
-
-    /// Removes the store's files from its drives.
-    pub fn remove(self) -> Result<(), Fault> {
-        self.tier.discard()
     }
 
     fn shards(&self) -> OwnedShards {
         OwnedShards::all(self.tier.plan().shards.len())
     }
 
-    fn parameters(&self) -> u64 {
-        self.tier.plan().shards.iter().map(|place| place.elements as u64).sum()
-    }
-
     /// Runs a step of the store, its flushes and records included.
-    pub fn step(&mut self, pool: &ThreadPool) -> Result<(), Fault> {
+    fn step(&mut self, pool: &ThreadPool) -> Result<(), Fault> {
         self.version = Version(self.version.0 + 1);
         let version = self.version;
         for owned in self.shards() {
@@ -140,7 +132,7 @@ impl BenchStore {
 }
 
 /// Unmeasured first steps: blocks that were reserved and never written cost the file system more.
-pub const FIRST_STEPS: u64 = 2;
+const FIRST_STEPS: u64 = 2;
 
 /// Makes a store, runs `rounds` of (step, bare loop), and removes it. Returns one measurement a round.
 pub fn bench(
@@ -151,7 +143,7 @@ pub fn bench(
 ) -> Result<Vec<StorageMeasurement>, Fault> {
     let mut store = BenchStore::make(spec, storage)?;
     let measurements = run(&mut store, pool, rounds);
-    store.remove()?;
+    store.tier.discard()?;
     measurements
 }
 
@@ -167,7 +159,7 @@ fn run(store: &mut BenchStore, pool: &ThreadPool, rounds: u64) -> Result<Vec<Sto
         let cpu = cpu_seconds();
         let (raw_seconds, bytes) = raw(&store.tier, &store.storage)?;
         let raw_cpu_seconds = cpu_seconds() - cpu;
-        let parameters = store.parameters();
+        let parameters = store.tier.plan().shards.iter().map(|place| place.elements as u64).sum();
         Ok(StorageMeasurement {
             parameters,
             bytes,
@@ -195,9 +187,8 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let slab =
         Slab::allocate(storage.buffers.max(1) * size).map_err(|error| super::internal(error, "allocated"))?;
     let mut free = slab.carve_here(&vec![size; storage.buffers.max(1)]);
-    let mapping = free[0].mapping();
     let path = |disk: &Arc<dyn Disk>| disk.path().to_path_buf();
-    let open = |path: &Path| opener.open(path, Some(&mapping)).map_err(io("open", path));
+    let open = |path: &Path| opener.open(path).map_err(io("open", path));
     let disks = tier.pager.disks.iter().map(|disk| open(&path(disk))).collect::<Result<Vec<_>, Fault>>()?;
     let slot = tier.pager.lock().slots.state;
     let (source, target) = (slot, 1 - slot);

@@ -19,7 +19,6 @@ struct Debt {
     since: Instant,
 }
 
-/// A drive that has failed silently.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Silent {
     pub(super) drive: usize,

@@ -2,7 +2,11 @@
 //! meanwhile.
 
 use std::{
-    sync::{Arc, Mutex, atomic::Ordering, mpsc},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
     thread::{self, JoinHandle},
 };
 
@@ -12,12 +16,11 @@ use serde::{Deserialize, Serialize};
 use super::{
     super::{
         fault::{internal, io},
-        record::{RecordJson, SECTOR, crc64, encode},
-        watch::Watch,
+        folder::Watch,
+        record::{SECTOR, crc64, encode},
     },
     pager::ShardPager,
-    plan::{FilePlan, RECORD_COPIES},
-    slots::Slots,
+    plan::{FilePlan, RECORD_COPIES, Slots},
 };
 use crate::{
     ids::OwnedShard,
@@ -37,7 +40,7 @@ pub(super) struct StoredRecord {
     pub(super) slots: Slots,
     /// By file.
     pub(super) roots: Vec<Roots>,
-    pub(super) record: RecordJson,
+    pub(super) record: Record,
 }
 
 /// The CRC-64 of the checksum tables of the slots that hold the version.
@@ -48,18 +51,15 @@ pub(super) struct Roots {
     pub(super) older_image: u64,
 }
 
-/// Writes records and tables.
 pub(super) struct VersionWriter {
     pub(super) pager: Arc<ShardPager>,
     pub(super) store: u64,
     pub(super) epoch: Mutex<u64>,
     /// By file: a buffer for one table or record.
     pub(super) meta: Vec<Mutex<Option<Region>>>,
-    /// The store's files.
     pub(super) watch: Watch,
 }
 
-/// The thread that makes versions durable.
 pub(super) struct WriterThread {
     queue: Option<mpsc::Sender<(Record, Slots)>>,
     thread: Option<JoinHandle<()>>,
@@ -124,7 +124,7 @@ impl VersionWriter {
             epoch: *lock(&self.epoch),
             slots,
             roots,
-            record: record.into(),
+            record: record.clone(),
         };
         let frame = encode(&stored).map_err(|why| internal(why, "encodable"))?;
         let parity = (record.version.0 % 2) as usize;
@@ -186,7 +186,7 @@ impl VersionWriter {
     /// Writes bytes, padded to whole sectors, at each of the offsets.
     fn put(&self, file: usize, offsets: &[u64], bytes: &[u8]) -> Result<(), Fault> {
         let disk = &self.pager.disks[file];
-        self.with_meta(file, |mut buffer| {
+        with_buffer(&self.meta[file], |mut buffer| {
             let padded = bytes.len().next_multiple_of(SECTOR);
             let target = &mut buffer.bytes_mut()[..padded];
             target[..bytes.len()].copy_from_slice(bytes);
@@ -198,19 +198,7 @@ impl VersionWriter {
         .map_err(io("write", disk.path()))
     }
 
-    fn with_meta(
-        &self,
-        file: usize,
-        work: impl FnOnce(Region) -> (Option<Region>, std::io::Result<()>),
-    ) -> std::io::Result<()> {
-        with_buffer(&self.meta[file], work)
-    }
-
-    fn table<'a>(
-        &self,
-        file: usize,
-        cells: impl Fn(OwnedShard) -> &'a [std::sync::atomic::AtomicU64],
-    ) -> Vec<u8> {
+    fn table<'a>(&self, file: usize, cells: impl Fn(OwnedShard) -> &'a [AtomicU64]) -> Vec<u8> {
         let owned = self.pager.plan.files[file].owned.iter();
         let checksums = owned.flat_map(|&owned| cells(owned).iter());
         checksums.flat_map(|checksum| checksum.load(Ordering::Relaxed).to_le_bytes()).collect()

@@ -37,16 +37,12 @@ pub(in crate::tier) struct GradientFiles {
     written: AtomicU64,
 }
 
-/// Places of the gradients in the files.
 struct GradientPlan {
     shards: Vec<GradientExtent>,
-    /// The bytes of each file.
     files: Vec<u64>,
-    /// The bytes of an element of a contribution.
     wire: u64,
 }
 
-/// Place of a shard's gradients.
 struct GradientExtent {
     shard: ShardId,
     file: usize,
@@ -80,7 +76,6 @@ impl GradientPlan {
         extent.contributors.len() as u64 * self.wire
     }
 
-    /// The bytes that an element takes in one step.
     fn slot_bytes(&self, extent: &GradientExtent) -> u64 {
         self.contribution_bytes(extent) + extent.sum
     }
@@ -111,8 +106,7 @@ impl GradientFiles {
             let path = folder.join(GRADIENT_FILE);
             // A process that was killed between these lines may have left a file.
             let _ = fs::remove_file(&path);
-            let disk =
-                opener.create(&path, *bytes, None).map_err(io("reserve space for gradients", &path))?;
+            let disk = opener.create(&path, *bytes).map_err(io("reserve space for gradients", &path))?;
             // A simulated disk has no file.
             let _ = fs::remove_file(&path);
             Ok(disk)

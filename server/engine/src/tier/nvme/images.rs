@@ -59,7 +59,7 @@ impl NvmeTier {
 
     /// The first block that differs from its checksum, and the checksum that it has.
     fn differing(&self, checksums: &[AtomicU64], bytes: &[u8]) -> Option<(usize, u64)> {
-        let mut blocks = bytes.chunks(self.plan().image_block()).zip(checksums).enumerate();
+        let mut blocks = bytes.chunks(self.plan().image_block).zip(checksums).enumerate();
         blocks.find_map(|(block, (bytes, checksum))| {
             let found = crc64([bytes]);
             (found != checksum.load(Ordering::Relaxed)).then_some((block, found))
@@ -136,17 +136,14 @@ impl NvmeTier {
         self.reads.take(part, |fetch| self.fetch(fetch), || self.pager.hopeless())
     }
 
-    /// Returns the number of blocks of a part.
     fn part_blocks(&self) -> usize {
-        PART_BYTES / self.plan().image_block()
+        PART_BYTES / self.plan().image_block
     }
 
-    /// Returns the bytes of a part of a shard.
     fn part_bytes(&self, owned: OwnedShard, part: usize) -> usize {
         PART_BYTES.min(self.plan().pulled_bytes(owned) - part * PART_BYTES)
     }
 
-    /// Begins to read a part.
     fn fetch(&self, Fetch { part: PartOf { owned, kept, part }, buffer, place }: Fetch) {
         let start = match kept {
             Kept::Image { slot, .. } => self.plan().image_part(owned, slot).offset,
@@ -177,7 +174,6 @@ impl NvmeTier {
         self.pager.fail(damaged(path, what, found, expected, remedy(previous)))
     }
 
-    /// Moves the buffer's first bytes to or from `offset` of the shard's file.
     fn transfer_image(
         &self,
         owned: OwnedShard,
@@ -255,7 +251,6 @@ impl ImageStore for NvmeTier {
     }
 }
 
-/// The blocks of a whole image, with their checksums.
 fn checksummed_blocks<'a>(
     image: &'a [u8],
     checksums: &'a BlockChecksums,
@@ -265,7 +260,6 @@ fn checksummed_blocks<'a>(
     image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
 }
 
-/// The parts that contain some bytes of an image.
 fn parts_with(bytes: &Range<usize>) -> Range<usize> {
     bytes.start / PART_BYTES..bytes.end.div_ceil(PART_BYTES)
 }

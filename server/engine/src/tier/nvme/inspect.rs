@@ -8,8 +8,8 @@ use super::{
     super::{
         fault::{corrupt, io},
         folder::{Folder, Header},
+        inspect::{Report, VersionReport},
         record::{SECTOR, crc64},
-        report::{Report, VersionReport},
     },
     durable::{StoredRecord, get},
     plan::{FilePlan, StorePlan},
@@ -21,14 +21,13 @@ use crate::{
     memory::{Region, Slab},
 };
 
-/// Reads and verifies a job's folder of an `nvme` store.
 pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let owned = header.placement.owned(header.server);
     let plan = StorePlan::new(&header.spec, &layout, &owned, header.directories, header.spilled_images);
     let data = folder.path.join("data");
-    let disk = OpenFile::default().open(&data, None).map_err(io("open", &data))?;
+    let disk = OpenFile::default().open(&data).map_err(io("open", &data))?;
     inspect_disk(&folder.path, &header, &plan, &*disk)
 }
 
@@ -48,11 +47,9 @@ fn inspect_disk(path: &Path, header: &Header, plan: &StorePlan, disk: &dyn Disk)
         broken_records: records.broken,
         versions,
         damage: Vec::new(),
-        buffers: None,
     })
 }
 
-/// Compares all data of one version in one file.
 pub(super) fn check_version(
     plan: &StorePlan,
     file: usize,
@@ -63,7 +60,6 @@ pub(super) fn check_version(
     let mut report = VersionReport {
         version: stored.record.version,
         applied: stored.record.applied,
-        epoch: stored.epoch,
         state_slot: stored.slots.state,
         blocks: 0,
         damaged: Vec::new(),
@@ -98,7 +94,6 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// Compares every block whose checksum a table has.
     fn table(
         &mut self,
         at: (u64, u64),
@@ -155,7 +150,7 @@ impl Check<'_> {
         if self.plan.shards[owned.index()].frozen {
             return Ok(None);
         }
-        let bytes = self.plan.image_block();
+        let bytes = self.plan.image_block;
         let part = self.plan.image_part(owned, slot);
         Ok(Some(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?])))
     }

@@ -29,7 +29,6 @@ mod parts;
 mod plan;
 mod ranks;
 mod recover;
-mod slots;
 
 use std::{
     ops::Range,
@@ -41,27 +40,27 @@ use std::{
 
 use longshore_proto::{Fault, Rank, Version};
 
-pub use self::bench::{BenchStore, FIRST_STEPS, StorageMeasurement, bench};
+pub use self::bench::{StorageMeasurement, bench};
 use self::{
     durable::{VersionWriter, WriterThread},
-    gradients::GradientFiles,
     inspect::check_version,
     pager::{BlockChecksums, ShardPager},
     parts::ReadWindow,
-    plan::StorePlan,
+    plan::{Slots, StorePlan},
     ranks::Ranks,
     recover::{damaged, remedy},
 };
-pub(super) use self::{inspect::inspect, open::need};
-pub use super::storage::DEFAULT_BUFFERS;
+pub(super) use self::{
+    inspect::inspect,
+    open::{need, open},
+};
 use super::{
     contract::{Durable, Guard, Taken, Tier, Turn, WriteBehind},
     fault::{corrupt, internal},
-    folder::Folder,
+    folder::{Folder, paths},
     record::crc64,
-    removal::remove_all,
     state::{StateMut, StateRef},
-    storage::Inputs,
+    stored::remove_all,
 };
 use crate::{
     ids::OwnedShard,
@@ -76,15 +75,14 @@ pub(super) struct NvmeTier {
     pager: Arc<ShardPager>,
     recovery: Mutex<Option<Recovery>>,
     reads: Arc<ReadWindow>,
-    /// None if the store keeps nothing.
-    ranks: Option<Ranks>,
+    ranks: Ranks,
     folders: Vec<Folder>,
 }
 
 /// A recovered version, until it is adopted.
 struct Recovery {
     record: Record,
-    slots: slots::Slots,
+    slots: Slots,
     /// The version before, whose slots may be whole.
     previous: Option<Version>,
     /// Versions that have a record and are given up.
@@ -97,7 +95,6 @@ struct ChecksumGuard<'a> {
     image_slot: usize,
     /// The block was read and not compared yet.
     check: bool,
-    /// The first damaged block.
     damaged: AtomicUsize,
     /// Targets of the blocks' new images; empty unless images are stored.
     images: Vec<Mutex<&'a mut [u8]>>,
@@ -105,7 +102,7 @@ struct ChecksumGuard<'a> {
 
 impl Guard for ChecksumGuard<'_> {
     fn begin(&self, block: usize, state: StateRef<'_>) -> Turn {
-        if self.check && self.checksum(state) != self.checksums.state[block].load(Ordering::Relaxed) {
+        if self.check && crc64(state.arrays) != self.checksums.state[block].load(Ordering::Relaxed) {
             self.damaged.fetch_min(block, Ordering::Relaxed);
             return Turn::Damaged;
         }
@@ -113,17 +110,11 @@ impl Guard for ChecksumGuard<'_> {
     }
 
     fn end(&self, block: usize, _: usize, state: StateRef<'_>, image: &[u8]) {
-        self.checksums.state[block].store(self.checksum(state), Ordering::Relaxed);
+        self.checksums.state[block].store(crc64(state.arrays), Ordering::Relaxed);
         if let Some(target) = self.images.get(block) {
             lock(target).copy_from_slice(image);
             self.checksums.images[self.image_slot][block].store(crc64([image]), Ordering::Relaxed);
         }
-    }
-}
-
-impl ChecksumGuard<'_> {
-    fn checksum(&self, state: StateRef<'_>) -> u64 {
-        crc64(state.arrays)
     }
 }
 
@@ -132,26 +123,6 @@ impl NvmeTier {
         &self.pager.plan
     }
 
-    /// Files for the gradients of a job that spills them.
-    pub(super) fn create_gradients(&self, inputs: &Inputs<'_>) -> Result<GradientFiles, Fault> {
-        let folders: Vec<_> = self.folders.iter().map(|folder| folder.path.clone()).collect();
-        GradientFiles::create(inputs, &folders)
-    }
-
-    /// Returns true if images lie beside the state.
-    pub(super) fn stores_images(&self) -> bool {
-        self.plan().images
-    }
-
-    /// Removes all files of the store.
-    pub(super) fn remove(&self) -> Result<(), Fault> {
-        self.pager.quiesce();
-        let gone = corrupt("the job's folders (removed)", "there", "open the job again");
-        self.pager.fail(gone);
-        remove_all(&self.folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
-    }
-
-    /// Returns the fault of a block whose bytes differ from the written ones.
     fn damage(&self, owned: OwnedShard, block: usize, found: u64) -> Fault {
         let place = &self.plan().shards[owned.index()];
         let expected = self.pager.checksums[owned.index()].state[block].load(Ordering::Relaxed);
@@ -175,7 +146,6 @@ impl NvmeTier {
         (0..self.pager.disks.len()).all(check).then_some(previous)
     }
 
-    /// Compares all blocks of a shard that has just been read.
     fn verify(&self, owned: OwnedShard, bytes: &[u8]) -> Result<(), Fault> {
         for (block, checksum) in self.pager.checksums[owned.index()].state.iter().enumerate() {
             let found = self.plan().checksum(owned, bytes, block);
@@ -267,7 +237,7 @@ impl Tier for NvmeTier {
 }
 
 impl Durable for NvmeTier {
-    fn start(&self, record: &Record) -> Result<(), Fault> {
+    fn start(&self, record: &Record, _older_images: bool) -> Result<(), Fault> {
         self.pager.write_loaded().map_err(|fault| self.pager.fail(fault))?;
         let slots = self.pager.lock().slots;
         self.writer.make_durable(record, slots, true)?;
@@ -292,24 +262,23 @@ impl Durable for NvmeTier {
     }
 
     fn joined(&self, rank: Rank, joined: Joined, _over: bool) {
-        if let Some(ranks) = &self.ranks {
-            ranks.joined(rank.index(), joined);
-        }
+        self.ranks.joined(rank.index(), joined);
     }
 
     fn keep_joined(&self) -> Result<(), Fault> {
-        let Some(ranks) = &self.ranks else { return Ok(()) };
-        let written = ranks.keep().map_err(|fault| self.pager.fail(fault))?;
+        let written = self.ranks.keep().map_err(|fault| self.pager.fail(fault))?;
         self.pager.written.fetch_add(written, Ordering::Relaxed);
         Ok(())
     }
 
     fn who_joined(&self) -> Vec<Option<Joined>> {
-        self.ranks.as_ref().map(Ranks::all).unwrap_or_default()
+        self.ranks.all()
     }
 
     fn discard(&self) -> Result<(), Fault> {
-        self.remove()
+        self.pager.quiesce();
+        self.pager.fail(corrupt("the job's folders (removed)", "there", "open the job again"));
+        remove_all(&paths(&self.folders))
     }
 }
 

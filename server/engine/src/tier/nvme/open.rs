@@ -1,28 +1,27 @@
 //! Creation of a store, or recovery of the version to go on from.
 
-use std::{
-    path::PathBuf,
-    sync::{Arc, Mutex, atomic::Ordering},
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicU64, Ordering},
 };
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId, TierKind};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
 
 use super::{
     super::{
         claim,
+        contract::{Durable, Opened, Recovered, Store},
         fault::{conflict, exhausted, io},
-        folder::{Folder, HEADER_FILE, Header, vanished},
-        need::StoreNeed,
-        removal::{finish_job, remove_all},
-        storage::{Inputs, Storage},
-        watch::Watch,
+        folder::{Folder, HEADER_FILE, Header, Watch, paths, vanished},
+        storage::{Inputs, Storage, StoreNeed},
+        stored::{finish_job, remove_all, said},
     },
     NvmeTier, Recovery,
     durable::{Roots, StoredRecord, VersionWriter, WriterThread},
-    gradients,
-    pager::ShardPager,
+    gradients::{self, GradientFiles},
+    pager::{BlockChecksums, ShardPager},
     parts::{PART_BYTES, ReadWindow},
-    plan::StorePlan,
+    plan::{Slots, StorePlan},
     ranks::{self, Ranks},
     recover::{Records, read_table, remedy},
 };
@@ -35,7 +34,6 @@ use crate::{
 const DATA_FILE: &str = "data";
 const RANKS_FILE: &str = "ranks";
 
-/// The store's memory.
 struct StoreMemory {
     buffers: Vec<Region>,
     resident: Vec<Option<Region>>,
@@ -89,27 +87,47 @@ fn buffers(resident: &[bool], storage: &Storage) -> usize {
 impl StoreMemory {
     fn allocate(plan: &StorePlan, storage: &Storage) -> Result<StoreMemory, AllocationError> {
         let resident = residents(plan, storage);
-        let mut sizes = vec![plan.largest(); buffers(&resident, storage)];
+        let count = buffers(&resident, storage);
+        let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
+        let mut sizes = vec![plan.largest(); count];
         sizes.extend(vec![plan.meta_bytes(); plan.files.len()]);
-        let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
-        let mut buffers = slab.carve_here(&sizes);
-        let meta = buffers.split_off(sizes.len() - plan.files.len());
-        // Resident shards lie apart from the buffers. Buffers are registered with the kernel, and resident
-        // shards may be most of the host's memory.
-        let sizes: Vec<usize> =
-            plan.shards.iter().zip(&resident).filter(|(_, r)| **r).map(|(p, _)| p.bytes()).collect();
+        sizes.extend(of_residents.map(|(place, _)| place.bytes()));
         let slab = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?;
         let mut regions = slab.carve_here(&sizes).into_iter();
+        let buffers = regions.by_ref().take(count).collect();
+        let meta = regions.by_ref().take(plan.files.len()).collect();
         let resident =
             resident.iter().map(|&resident| if resident { regions.next() } else { None }).collect();
         Ok(StoreMemory { buffers, resident, meta })
     }
 }
 
+pub(in crate::tier) fn open(
+    inputs: &Inputs<'_>,
+    notify: Box<dyn Fn() + Send + Sync>,
+) -> Result<Opened, Fault> {
+    let (tier, record) = NvmeTier::open(inputs, notify)?;
+    let gradients =
+        inputs.storage.spills(inputs.spec).then(|| GradientFiles::create(inputs, &paths(&tier.folders)));
+    // A store that was just made must not stay behind.
+    let gradients = gradients.transpose().inspect_err(|_| {
+        _ = record.is_none().then(|| tier.discard());
+    })?;
+    let tier = Arc::new(tier);
+    let store = Store {
+        durable: Some(tier.clone()),
+        behind: Some(tier.clone()),
+        images: tier.plan().images.then(|| tier.clone() as _),
+        gradients: gradients.map(|gradients| Arc::new(gradients) as _),
+        ..Store::of(tier)
+    };
+    Ok(Opened { store, buffers: None, recovered: record.map_or(Recovered::Nothing, Recovered::Version) })
+}
+
 impl NvmeTier {
     /// Creates the job's store or recovers it. A returned record must be read whole, and adopted, before the
     /// store's first step.
-    pub(in crate::tier) fn open(
+    pub(super) fn open(
         inputs: &Inputs<'_>,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<(NvmeTier, Option<Record>), Fault> {
@@ -132,9 +150,9 @@ impl NvmeTier {
         let memory = StoreMemory::allocate(&plan, storage).map_err(exhausted)?;
         let Some(Header { store, .. }) = existing else {
             let store = create(inputs, &mut folders, &plan)?;
-            let homes: Vec<PathBuf> = folders.iter().map(|folder| folder.path.clone()).collect();
+            let homes = paths(&folders);
             let tier = NvmeTier::assemble(inputs, folders, plan, memory, store, true, notify);
-            let tier = tier.inspect_err(|_| left_behind(remove_all(&homes)))?;
+            let tier = tier.inspect_err(|_| _ = said(remove_all(&homes)))?;
             return Ok((tier, None));
         };
         let tier = NvmeTier::assemble(inputs, folders, plan, memory, store, false, notify)?;
@@ -152,10 +170,12 @@ impl NvmeTier {
         fresh: bool,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<NvmeTier, Fault> {
-        let disks = open_disks(inputs, &folders, &memory)?;
-        let ranks = open_ranks(inputs, &folders, store, fresh)?;
-        let watched: &[&str] = if ranks.is_some() { &[HEADER_FILE, DATA_FILE, RANKS_FILE] } else { &[] };
-        let watch = Watch::over(folders.iter().map(|folder| &*folder.path), watched);
+        let disks = open_disks(inputs, &folders)?;
+        let path = folders[0].path.join(RANKS_FILE);
+        let disk = inputs.storage.opener().open(&path).map_err(io("open", &path))?;
+        let ranks = Ranks::open(disk, store, inputs.spec.world_size, fresh)?;
+        let watched = [HEADER_FILE, DATA_FILE, RANKS_FILE];
+        let watch = Watch::over(folders.iter().map(|folder| &*folder.path), &watched);
         let StoreMemory { buffers, resident, meta } = memory;
         let reads = Arc::new(ReadWindow::allocate(plan.pulled_parts(PART_BYTES)).map_err(exhausted)?);
         let pager = Arc::new(ShardPager::new(plan, disks, buffers, resident, notify));
@@ -179,7 +199,6 @@ impl NvmeTier {
             self.load_tables(file, slots, roots)
                 .map_err(|fault| Fault { remedy: remedy(previous), ..fault })?;
         }
-        let record = Record::from(record);
         *crate::lock(&self.writer.epoch) = epoch + 1;
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
         let recovery = Recovery { record: record.clone(), slots, previous, newer };
@@ -194,48 +213,37 @@ impl NvmeTier {
         Records::read(&self.pager.plan, &disks, &meta, self.writer.store)
     }
 
-    fn load_tables(&self, file: usize, slots: super::slots::Slots, roots: &Roots) -> Result<(), Fault> {
-        let (plan, disk) = (&self.pager.plan.files[file], &*self.pager.disks[file]);
-        let meta = &self.writer.meta[file];
+    fn load_tables(&self, file: usize, slots: Slots, roots: &Roots) -> Result<(), Fault> {
+        let plan = &self.pager.plan.files[file];
         let at = (plan.state_table_at(slots.state), roots.state);
-        let table = read_table(disk, meta, plan, at, format_args!("slot {}", slots.state))?;
-        let mut found = table.into_iter();
-        for &owned in &plan.owned {
-            for (checksum, found) in self.pager.checksums[owned.index()].state.iter().zip(&mut found) {
-                checksum.store(found, Ordering::Relaxed);
-            }
-        }
+        self.load_table(file, at, &format!("slot {}", slots.state), |checksums| &checksums.state)?;
         let images = [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)];
         for (slot, root) in images.into_iter().filter(|_| self.pager.plan.images) {
             let Some(slot) = slot else { continue };
             let at = (plan.image_table_at(slot), root);
-            let table = read_table(disk, meta, plan, at, format_args!("image slot {slot}"))?;
-            let mut found = table.into_iter();
-            for &owned in &plan.owned {
-                for (checksum, found) in
-                    self.pager.checksums[owned.index()].images[slot as usize].iter().zip(&mut found)
-                {
-                    checksum.store(found, Ordering::Relaxed);
-                }
-            }
+            let what = format!("image slot {slot}");
+            self.load_table(file, at, &what, |checksums| &checksums.images[slot as usize])?;
         }
+        Ok(())
+    }
+
+    fn load_table(
+        &self,
+        file: usize,
+        at: (u64, u64),
+        what: &str,
+        cells: impl Fn(&BlockChecksums) -> &Vec<AtomicU64>,
+    ) -> Result<(), Fault> {
+        let plan = &self.pager.plan.files[file];
+        let table = read_table(&*self.pager.disks[file], &self.writer.meta[file], plan, at, what)?;
+        let cells = plan.owned.iter().flat_map(|&owned| cells(&self.pager.checksums[owned.index()]));
+        cells.zip(table).for_each(|(checksum, found)| checksum.store(found, Ordering::Relaxed));
         Ok(())
     }
 }
 
 fn header(inputs: &Inputs<'_>, store: u64) -> Header {
-    Header {
-        store,
-        tier: TierKind::Nvme,
-        directory: 0,
-        directories: inputs.storage.dirs.len(),
-        durable: true,
-        spilled_images: inputs.storage.spills(inputs.spec),
-        server: inputs.server,
-        placement: inputs.placement.clone(),
-        owner: inputs.storage.owner.clone(),
-        spec: inputs.spec.clone(),
-    }
+    Header::new(inputs, store, inputs.storage.dirs.len())
 }
 
 fn take(inputs: &Inputs<'_>) -> Result<Vec<Folder>, Fault> {
@@ -284,16 +292,11 @@ fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>
     Ok(Some(first))
 }
 
-fn open_disks(
-    inputs: &Inputs<'_>,
-    folders: &[Folder],
-    memory: &StoreMemory,
-) -> Result<Vec<Arc<dyn Disk>>, Fault> {
+fn open_disks(inputs: &Inputs<'_>, folders: &[Folder]) -> Result<Vec<Arc<dyn Disk>>, Fault> {
     let opener = inputs.storage.opener();
-    let mapping = memory.meta.first().map(Region::mapping);
     let open = |folder: &Folder| {
         let path = folder.path.join(DATA_FILE);
-        opener.open(&path, mapping.as_ref()).map_err(io("open", &path))
+        opener.open(&path).map_err(io("open", &path))
     };
     folders.iter().map(open).collect()
 }
@@ -307,7 +310,7 @@ fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &StorePlan) -> Resu
         dirs.iter().for_each(|dir| claim::note(dir, &inputs.spec.name));
         folders.iter_mut().try_for_each(Folder::settle)
     });
-    made.inspect_err(|_| left_behind(remove(folders))).map(|()| store)
+    made.inspect_err(|_| _ = said(remove_all(&paths(folders)))).map(|()| store)
 }
 
 fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -> Result<(), Fault> {
@@ -315,36 +318,13 @@ fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -
     for (directory, (folder, file)) in folders.iter().zip(&plan.files).enumerate() {
         folder.clear()?;
         let path = folder.path.join(DATA_FILE);
-        opener.create(&path, file.bytes(), None).map_err(io("reserve space", &path))?;
+        opener.create(&path, file.bytes()).map_err(io("reserve space", &path))?;
         if directory == 0 {
             ranks::create(&*opener, &folder.path.join(RANKS_FILE), inputs.spec.world_size)?;
         }
-        folder.publish(&Header { store, directory, ..header(inputs, store) })?;
+        folder.publish(&Header { directory, ..header(inputs, store) })?;
     }
     Ok(())
-}
-
-fn open_ranks(
-    inputs: &Inputs<'_>,
-    folders: &[Folder],
-    store: u64,
-    fresh: bool,
-) -> Result<Option<Ranks>, Fault> {
-    let Some(folder) = folders.first() else { return Ok(None) };
-    let (opener, path) = (inputs.storage.opener(), folder.path.join(RANKS_FILE));
-    let disk = ranks::find(&*opener, &path, inputs.spec.world_size)?;
-    Ranks::open(disk, store, inputs.spec.world_size, fresh).map(Some)
-}
-
-/// Removes the folders of a failed creation.
-fn remove(folders: &[Folder]) -> Result<(), Fault> {
-    remove_all(&folders.iter().map(|folder| folder.path.clone()).collect::<Vec<_>>())
-}
-
-fn left_behind(removed: Result<(), Fault>) {
-    if let Err(fault) = removed {
-        tracing::warn!(%fault, "left behind");
-    }
 }
 
 /// Removes folders that were just made, after another folder turned out wrong.

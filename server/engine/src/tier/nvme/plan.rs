@@ -1,9 +1,12 @@
-//! Place of every byte of an `nvme` store: the shards over the directories, and each directory's file.
+//! Place of every byte of an `nvme` store: the shards over the directories, each directory's file, and the slots
+//! of a version.
 
 use longshore_proto::{
     JobSpec, Layout, ShardId,
     limits::{BLOCK_ELEMENTS, MAX_DELAY},
 };
+
+use serde::{Deserialize, Serialize};
 
 use super::super::{
     Shape, StateMut, StateRef,
@@ -56,10 +59,9 @@ pub(super) struct StorePlan {
     /// Images lie here alone.
     pub(super) spilled: bool,
     /// The bytes of one block of images and of frozen weights.
-    image_block: usize,
+    pub(super) image_block: usize,
 }
 
-/// Place of a shard.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
@@ -137,11 +139,6 @@ impl StorePlan {
         self.shards.iter().map(ShardExtent::bytes).max().unwrap_or(0)
     }
 
-    /// The bytes of one block of images and of frozen weights.
-    pub(super) fn image_block(&self) -> usize {
-        self.image_block
-    }
-
     /// Returns the bytes that pulls may read of a shard: its image or its frozen weights. 0 if pulls read
     /// nothing.
     pub(super) fn pulled_bytes(&self, owned: OwnedShard) -> usize {
@@ -158,7 +155,6 @@ impl StorePlan {
         OwnedShards::all(self.shards.len()).map(|owned| self.pulled_bytes(owned).div_ceil(bytes)).sum()
     }
 
-    /// The bytes of all files.
     pub(super) fn disk_bytes(&self) -> u64 {
         self.files.iter().map(FilePlan::bytes).sum()
     }
@@ -190,7 +186,6 @@ impl StorePlan {
         Part { offset, range: place.state_bytes..place.bytes() }
     }
 
-    /// Cuts a shard's bytes into its arrays.
     pub(super) fn cut<'a>(&self, owned: OwnedShard, state: &'a mut [u8]) -> StateMut<'a> {
         let place = &self.shards[owned.index()];
         let mut rest = state;
@@ -213,7 +208,6 @@ impl StorePlan {
         StateRef::new(place.shape, arrays)
     }
 
-    /// The checksum of one block of a shard's state.
     pub(super) fn checksum(&self, owned: OwnedShard, state: &[u8], block: usize) -> u64 {
         crc64(self.cut_ref(owned, state).block(block).arrays)
     }
@@ -258,5 +252,29 @@ impl FilePlan {
 
     pub(super) fn bytes(&self) -> u64 {
         self.frozen_at() + self.frozen_bytes
+    }
+}
+
+/// The slots of the version that all shards have, or had before the current step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Slots {
+    pub(super) state: u8,
+    pub(super) image: u8,
+    /// The slot of the image of the version before. None at the first version kept.
+    pub(super) older_image: Option<u8>,
+}
+
+impl Slots {
+    /// The slots for the version that an update makes. Nothing is overwritten that this version or the image
+    /// before it needs.
+    pub(super) fn updated(&self) -> Slots {
+        let taken = |slot: u8| slot == self.image || Some(slot) == self.older_image;
+        let image = (0..).find(|&slot| !taken(slot)).unwrap_or_default();
+        Slots { state: (self.state + 1) % STATE_SLOTS, image, older_image: Some(self.image) }
+    }
+
+    /// The slots after a skipped step: the same state, and one image for both versions.
+    pub(super) fn skipped(&self) -> Slots {
+        Slots { older_image: Some(self.image), ..*self }
     }
 }

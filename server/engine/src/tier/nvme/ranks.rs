@@ -2,7 +2,6 @@
 //! restart.
 
 use std::{
-    io::ErrorKind,
     path::Path,
     sync::{Arc, Mutex},
 };
@@ -74,25 +73,11 @@ pub(super) fn need(world_size: u32) -> (u64, u64) {
     (area, area * PARITIES * COPIES)
 }
 
-/// Makes the file, with its space.
 pub(super) fn create(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
-    opener.create(path, need(world_size).1, None).map_err(io("reserve space", path))
-}
-
-/// Opens the file of a kept store. Stores of earlier versions of this program had none, and get it now.
-pub(super) fn find(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
-    match opener.open(path, None) {
-        Ok(disk) => Ok(disk),
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            tracing::warn!(path = %path.display(), "not there: processes replaced before now are not known");
-            create(opener, path, world_size)
-        }
-        Err(error) => Err(io("open", path)(error)),
-    }
+    opener.create(path, need(world_size).1).map_err(io("reserve space", path))
 }
 
 impl Ranks {
-    /// Reads the stored table, unless the store is `fresh`.
     pub(super) fn open(
         disk: Arc<dyn Disk>,
         store: u64,

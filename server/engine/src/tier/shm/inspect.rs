@@ -16,24 +16,32 @@ use super::{
     super::{
         fault::io,
         folder::{Folder, Header},
-        record::RECORD_BYTES,
-        report::{Report, VersionReport},
+        inspect::{KeptBuffers, Report, VersionReport},
+        record::{Found, RECORD_BYTES},
     },
     SHARD_WORDS, SUM_WORDS, UNDO_SLOTS, UNDO_WORDS,
-    records::{check_words, records_of},
-    sizes::Sizes,
+    open::Sizes,
+    records::{check_words, read_frame},
     sum,
 };
-use crate::{ids::OwnedShards, memory::Slab};
+use crate::{ids::OwnedShards, memory::Slab, record::Record};
 
 const WORD: usize = size_of::<u64>();
 
-pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
+pub(in crate::tier) fn inspect(
+    folder: &Folder,
+    header: Header,
+    buffers: KeptBuffers,
+) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
     let owned = header.placement.owned(header.server);
     let sizes = Sizes::new(&header.spec, &layout, &owned, 0);
-    let progress = sizes.least_progress();
+    let files = [
+        ("state", sizes.state as u64),
+        ("buffers", buffers(&header)?),
+        ("progress", sizes.progress_bytes() as u64),
+    ];
     let mut report = Report {
         folder: folder.path.clone(),
         header,
@@ -41,13 +49,11 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
         broken_records: Vec::new(),
         versions: Vec::new(),
         damage: Vec::new(),
-        buffers: length(&folder.path.join("buffers"))?,
     };
-    for (name, needed) in [("state", sizes.state), ("progress", progress)] {
-        let found = length(&folder.path.join(name))?;
-        report.damage.extend(too_short(&folder.path.join(name), found, needed as u64));
+    for (name, needed) in files {
+        report.damage.extend(too_short(&folder.path.join(name), needed)?);
     }
-    if length(&folder.path.join("progress"))?.is_none_or(|found| found < progress as u64) {
+    if !report.damage.is_empty() {
         return Ok(report);
     }
     let path = folder.path.join("progress");
@@ -65,39 +71,36 @@ pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report
     Ok(report)
 }
 
-/// Returns the length of a file, or None if it does not exist.
-fn length(path: &Path) -> Result<Option<u64>, Fault> {
+/// Returns the damage of a file that should have at least `needed` bytes.
+fn too_short(path: &Path, needed: u64) -> Result<Option<String>, Fault> {
     match fs::metadata(path) {
-        Ok(found) => Ok(Some(found.len())),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Ok(found) if found.len() >= needed => Ok(None),
+        Ok(found) => Ok(Some(format!("{} ({} of {needed} bytes)", path.display(), found.len()))),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Ok(Some(format!("{} (not there, of {needed} bytes)", path.display())))
+        }
         Err(error) => Err(io("look at", path)(error)),
     }
 }
 
-/// Returns the damage of a file that should have at least `needed` bytes.
-pub fn too_short(path: &Path, found: Option<u64>, needed: u64) -> Option<String> {
-    match found {
-        None => Some(format!("{} (not there, of {needed} bytes)", path.display())),
-        Some(found) if found < needed => Some(format!("{} ({found} of {needed} bytes)", path.display())),
-        Some(_) => None,
-    }
-}
-
 fn take_records(report: &mut Report, file: &File, path: &Path) -> Result<(), Fault> {
-    for found in records_of(file, path)? {
-        match found {
-            Ok(record) => {
+    let mut area = vec![0; RECORD_BYTES];
+    for parity in 0..2 {
+        file.read_exact_at(&mut area, parity * RECORD_BYTES as u64).map_err(io("read", path))?;
+        match read_frame::<Record>(&area) {
+            Found::Blank => {}
+            Found::Valid(record) => {
                 report.records += 1;
                 report.versions.push(VersionReport {
                     version: record.version,
                     applied: record.applied,
-                    epoch: 0,
                     state_slot: 0,
                     blocks: 0,
                     damaged: Vec::new(),
                 });
             }
-            Err(why) => report.broken_records.push(format!("{} ({why})", path.display())),
+            Found::Broken(why) => report.broken_records.push(format!("{} ({why})", path.display())),
+            Found::Refused(fault) => return Err(fault),
         }
     }
     report.versions.sort_by_key(|version| version.version);
@@ -125,10 +128,7 @@ fn damaged_block(
         |block: usize| undo.chunks_exact(UNDO_WORDS).take(UNDO_SLOTS).any(|slot| slot[0] == block as u64 + 1);
     let start = Slab::bytes_for(sizes.progress[..sizes.progress.len() - 1].iter().copied()) as u64;
     let mut sums = vec![0; blocks * SUM_WORDS * WORD];
-    if progress.read_exact_at(&mut sums, start).is_err() {
-        // Release 0.1 kept no checksums.
-        return Ok(None);
-    }
+    progress.read_exact_at(&mut sums, start).map_err(io("read", path))?;
     let state = File::open(path).map_err(io("open", path))?;
     let mut at = 0;
     for (owned, shape) in OwnedShards::all(shards).zip(&sizes.shapes) {

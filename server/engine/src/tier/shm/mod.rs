@@ -7,30 +7,30 @@
 mod inspect;
 mod open;
 mod records;
-mod sizes;
 mod undo;
 
 use std::{
     ops::Range,
     sync::{
         Condvar, Mutex,
-        atomic::{AtomicBool, AtomicU64, Ordering, fence},
+        atomic::{AtomicU64, Ordering, fence},
     },
 };
 
 use longshore_proto::{Fault, Incarnation, Rank, Step, Version, limits::BLOCK_ELEMENTS};
 
-pub use self::inspect::too_short;
-pub(super) use self::{inspect::inspect, sizes::overhead};
+pub(super) use self::{
+    inspect::inspect,
+    open::{open, overhead},
+};
 use self::{records::damaged, undo::Undo};
 use super::{
     contract::{ComputedWith, Durable, Guard, KeptMemory, Tier},
-    folder::Folder,
+    folder::{Folder, Watch},
     memory::MemoryTier,
     record::crc64,
-    removal::remove_all,
     state::{StateMut, StateRef},
-    watch::Watch,
+    stored::remove_all,
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},
@@ -100,8 +100,6 @@ pub(super) struct ShmTier {
     undo_held: Vec<Mutex<Option<Region>>>,
     /// Index of each shard's first block; one more at the end.
     blocks: Vec<usize>,
-    older_loaded: AtomicBool,
-    /// The job's files.
     watch: Watch,
     folder: Folder,
 }
@@ -111,7 +109,6 @@ impl ShmTier {
         OwnedShards::all(self.blocks.len() - 1)
     }
 
-    /// Checksums of a block, see [`SUM_WORDS`].
     fn block_sums(&self, block: usize) -> &[AtomicU64] {
         &self.sums.get()[block * SUM_WORDS..][..SUM_WORDS]
     }
@@ -203,10 +200,6 @@ impl KeptMemory for ShmTier {
         settled.filter(|(step, _)| step.0 > 0).collect()
     }
 
-    fn older_images(&self, loaded: bool) {
-        self.older_loaded.store(loaded, Ordering::Relaxed);
-    }
-
     fn complete(&self, owned: OwnedShard, step: Step) {
         // The sum is whole before its word is stored.
         fence(Ordering::SeqCst);
@@ -242,9 +235,9 @@ impl KeptMemory for ShmTier {
 }
 
 impl Durable for ShmTier {
-    fn start(&self, record: &Record) -> Result<(), Fault> {
+    fn start(&self, record: &Record, older_images: bool) -> Result<(), Fault> {
         let version = record.version.0;
-        let older = u64::from(self.older_loaded.load(Ordering::Relaxed) && version > 0);
+        let older = u64::from(older_images);
         for owned in self.shards() {
             self.memory.read(owned, &mut |state| {
                 for (index, block) in self.blocks_of(owned).enumerate() {

@@ -4,40 +4,84 @@ use std::{
     fs::{File, OpenOptions},
     os::unix::fs::OpenOptionsExt,
     path::Path,
-    sync::{Condvar, Mutex, atomic::AtomicBool},
+    sync::{Arc, Condvar, Mutex},
 };
 
-use longshore_proto::{Fault, FaultKind, TierKind};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
 
-use super::{ShmTier, UNDO_SLOTS, records::damaged, sizes::Sizes};
+use super::{
+    BLOCK, SETTLED_WORDS, SHARD_WORDS, SUM_WORDS, ShmTier, UNDO_SLOTS, UNDO_WORDS, records::damaged,
+};
 use crate::{
     memory::{AtomicWords, Slab},
     threads::ThreadPool,
     tier::{
-        contract::Interrupted,
+        contract::{Interrupted, Opened, Recovered, Store},
         fault::{FIELD, SHM_FIELD, io, named},
-        folder::{Folder, HEADER_FILE, Header},
+        folder::{Folder, HEADER_FILE, Header, Watch},
         memory::MemoryTier,
-        removal::{finish_job, remove_all},
+        record::RECORD_BYTES,
+        state::Shape,
         storage::Inputs,
-        watch::Watch,
+        stored::{finish_job, remove_all},
     },
 };
 
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-impl ShmTier {
-    /// Creates the job's files or finds them. Also returns the mapping for the job's other buffers, of
-    /// `buffers` bytes. `pool` is the threads that will update the state.
-    pub(in crate::tier) fn open(
-        inputs: &Inputs<'_>,
-        buffers: usize,
-        pool: &ThreadPool,
-    ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
-        ShmTier::open_in_folder(inputs, buffers, pool).map_err(named(SHM_FIELD))
+/// Creates the job's files or finds them. `buffers` is the bytes of the job's other buffers, and `pool` is the
+/// threads that will update the state.
+pub(in crate::tier) fn open(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPool) -> Result<Opened, Fault> {
+    let (tier, buffers, interrupted) = ShmTier::open(inputs, buffers, pool).map_err(named(SHM_FIELD))?;
+    let tier = Arc::new(tier);
+    let store = Store { durable: Some(tier.clone()), kept: Some(tier.clone()), ..Store::of(tier) };
+    let recovered = interrupted.map_or(Recovered::Nothing, Recovered::Interrupted);
+    Ok(Opened { store, buffers: Some(buffers), recovered })
+}
+
+/// Returns the bytes of the tmpfs that are used beside the state and the job's buffers.
+pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
+    Sizes::new(spec, layout, owned, 0).progress_bytes() as u64
+}
+
+/// The sizes of the files, and of the sections of `progress`.
+pub(super) struct Sizes {
+    pub(super) state: usize,
+    pub(super) buffers: usize,
+    pub(super) progress: Vec<usize>,
+    pub(super) lengths: Vec<usize>,
+    pub(super) shapes: Vec<Shape>,
+    /// Index of each shard's first block; one more at the end.
+    pub(super) blocks: Vec<usize>,
+}
+
+impl Sizes {
+    pub(super) fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], buffers: usize) -> Sizes {
+        let lengths: Vec<usize> = owned.iter().map(|&shard| layout.shard_len(shard) as usize).collect();
+        let mut blocks = vec![0];
+        for length in &lengths {
+            blocks.push(blocks[blocks.len() - 1] + length / BLOCK);
+        }
+        let shapes = Shape::of_shards(spec, layout, owned);
+        let ranks = spec.world_size as usize;
+        let words = lengths.len() * SHARD_WORDS + blocks[lengths.len()] + UNDO_SLOTS * UNDO_WORDS + ranks;
+        let mut progress = vec![2 * RECORD_BYTES, words * 8];
+        progress.extend(vec![Shape::of(spec).bytes(BLOCK); UNDO_SLOTS]);
+        progress.push(ranks * 8);
+        progress.push(2 * SETTLED_WORDS * 8);
+        progress.push(blocks[lengths.len()] * SUM_WORDS * 8);
+        let state = MemoryTier::bytes(&lengths, &shapes);
+        Sizes { state, buffers, progress, lengths, shapes, blocks }
     }
 
-    fn open_in_folder(
+    pub(super) fn progress_bytes(&self) -> usize {
+        Slab::bytes_for(self.progress.iter().copied())
+    }
+}
+
+impl ShmTier {
+    /// Also returns the mapping for the job's other buffers.
+    fn open(
         inputs: &Inputs<'_>,
         buffers: usize,
         pool: &ThreadPool,
@@ -57,18 +101,7 @@ impl ShmTier {
         finish_job(std::slice::from_ref(dir), &inputs.spec.name);
         let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
         let folder = Folder::take(home.clone())?;
-        let header = Header {
-            store: Header::unique_store(),
-            tier: TierKind::Shm,
-            directory: 0,
-            directories: 1,
-            durable: true,
-            spilled_images: false,
-            server: inputs.server,
-            placement: inputs.placement.clone(),
-            owner: inputs.storage.owner.clone(),
-            spec: inputs.spec.clone(),
-        };
+        let header = Header::new(inputs, Header::unique_store(), 1);
         let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
         if !folder.is_new()
             && let Some(found) = Header::read(&folder.path)?
@@ -107,13 +140,10 @@ impl ShmTier {
     }
 
     fn map(folder: Folder, sizes: &Sizes, pool: &ThreadPool, create: bool) -> Result<(ShmTier, Slab), Fault> {
-        let file = |name: &str, bytes: usize, least: usize| {
-            map_file(&folder.path.join(name), bytes, if create { 0 } else { least })
-        };
-        let state = file("state", sizes.state, sizes.state)?;
-        let buffers = file("buffers", sizes.buffers, sizes.buffers)?;
-        let bytes = Slab::bytes_for(sizes.progress.iter().copied());
-        let progress = file("progress", bytes, sizes.least_progress())?;
+        let file = |name: &str, bytes: usize| map_file(&folder.path.join(name), bytes, create);
+        let state = file("state", sizes.state)?;
+        let buffers = file("buffers", sizes.buffers)?;
+        let progress = file("progress", sizes.progress_bytes())?;
         let mut regions = progress.carve_here(&sizes.progress).into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), AtomicWords::new(next()));
@@ -132,7 +162,6 @@ impl ShmTier {
             undo_freed: Condvar::new(),
             undo_held: (0..UNDO_SLOTS).map(|_| Mutex::new(None)).collect(),
             blocks: sizes.blocks.clone(),
-            older_loaded: AtomicBool::new(false),
             watch: watch(&folder),
             folder,
         };
@@ -155,15 +184,13 @@ fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     Err(Fault::new(FaultKind::Precondition, FIELD, dir.display(), "on a tmpfs for tier shm", remedy))
 }
 
-/// `least` is the least length of an existing file; with 0 the file is made.
-fn map_file(path: &Path, bytes: usize, least: usize) -> Result<Slab, Fault> {
-    let create = least == 0;
+fn map_file(path: &Path, bytes: usize, create: bool) -> Result<Slab, Fault> {
     let opened: Result<File, _> =
         OpenOptions::new().read(true).write(true).create_new(create).mode(0o600).open(path);
     let file = opened.map_err(io("open", path))?;
     let length = file.metadata().map_err(io("look at", path))?.len();
-    if length < least as u64 {
-        return Err(damaged(path, &format!("{length} of {least} bytes")));
+    if !create && length < bytes as u64 {
+        return Err(damaged(path, &format!("{length} of {bytes} bytes")));
     }
     Slab::over_file(&file, bytes).map_err(|error| io("reserve", path)(error.source))
 }

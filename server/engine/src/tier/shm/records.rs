@@ -1,8 +1,6 @@
 //! Records of decided versions in a tmpfs, and notes on their standing since.
 
 use std::{
-    fs::File,
-    os::unix::fs::FileExt,
     path::Path,
     sync::atomic::{AtomicU64, Ordering, fence},
 };
@@ -10,16 +8,16 @@ use std::{
 use longshore_proto::{Fault, Step, Version};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{SHARD_WORDS, SUMMED, ShmTier, UNDO_SLOTS, UNDO_WORDS, sizes::Sizes};
+use super::{SHARD_WORDS, SUMMED, ShmTier, UNDO_SLOTS, UNDO_WORDS, open::Sizes};
 use crate::{
     ids::{OwnedShard, OwnedShards},
     lock,
-    record::{Record, Standing, exact},
+    record::{Record, Standing, standing},
     threads::ThreadPool,
     tier::{
         contract::{Interrupted, KeptShard},
-        fault::{corrupt, internal, io},
-        record::{Found, MAGIC_BYTES, RECORD_BYTES, RecordJson, decode, encode},
+        fault::{corrupt, internal},
+        record::{Found, MAGIC_BYTES, RECORD_BYTES, decode, encode},
     },
 };
 
@@ -33,11 +31,10 @@ const NOTES: usize = 2;
 struct Note {
     version: Version,
     number: u64,
-    #[serde(default, with = "exact::standing")]
+    #[serde(default, with = "standing")]
     standing: Option<Standing>,
 }
 
-/// Returns a note's offset from the start of a record's area.
 fn note_at(place: usize) -> usize {
     RECORD_BYTES - (NOTES - place) * NOTE_BYTES
 }
@@ -73,13 +70,13 @@ fn write_frame(area: &mut [u8], frame: &[u8]) {
     magic.copy_from_slice(&frame[..MAGIC_BYTES]);
 }
 
-fn read_frame<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
+pub(super) fn read_frame<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     if area[..MAGIC_BYTES].iter().all(|&byte| byte == 0) { Found::Blank } else { decode(area) }
 }
 
 impl ShmTier {
     pub(super) fn write_record(&self, record: &Record) -> Result<(), Fault> {
-        let frame = encode(&RecordJson::from(record)).map_err(|why| internal(why, "encodable"))?;
+        let frame = encode(record).map_err(|why| internal(why, "encodable"))?;
         if frame.len() > RECORD_BYTES - NOTES * NOTE_BYTES {
             return Err(internal(format!("{} bytes of record", frame.len()), "in its place"));
         }
@@ -88,7 +85,6 @@ impl ShmTier {
         Ok(())
     }
 
-    /// Keeps the standing of a version since its record was written.
     pub(super) fn write_note(&self, record: &Record) -> Result<(), Fault> {
         let start = (record.version.0 % 2) as usize * RECORD_BYTES;
         let mut records = lock(&self.records);
@@ -113,9 +109,8 @@ impl ShmTier {
     pub(super) fn recover(&mut self, sizes: &Sizes, pool: &ThreadPool) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
-            match read_frame::<RecordJson>(area) {
-                Found::Valid(json) => {
-                    let record = Record::from(json);
+            match read_frame::<Record>(area) {
+                Found::Valid(record) => {
                     let note = newest_note(area, record.version).map_err(|why| self.damaged(&why))?;
                     records.push(Record { standing: note.and_then(|note| note.standing), ..record });
                 }
@@ -159,22 +154,6 @@ pub(super) fn damaged(path: &Path, why: &str) -> Fault {
     let remedy = "nothing was deleted: put the file back; or give the state up with `longshore delete \
                   --discard-unreadable`, and go back to a checkpoint with --resume";
     corrupt(format!("{} ({why})", path.display()), "as it was written", remedy)
-}
-
-/// Returns the records of a `progress` file: the whole ones, and why others are broken.
-pub(in crate::tier) fn records_of(file: &File, path: &Path) -> Result<Vec<Result<Record, String>>, Fault> {
-    let mut area = vec![0; RECORD_BYTES];
-    let mut records = Vec::new();
-    for parity in 0..2 {
-        file.read_exact_at(&mut area, parity * RECORD_BYTES as u64).map_err(io("read", path))?;
-        match read_frame::<RecordJson>(&area) {
-            Found::Blank => {}
-            Found::Valid(json) => records.push(Ok(json.into())),
-            Found::Broken(why) => records.push(Err(why)),
-            Found::Refused(fault) => return Err(fault),
-        }
-    }
-    Ok(records)
 }
 
 /// Returns the first word with a value that a server cannot have left behind, wherever it died.

@@ -20,7 +20,6 @@ use crate::{
     },
 };
 
-/// Guards the update of one shard.
 pub(super) struct Undo<'a> {
     pub(super) tier: &'a ShmTier,
     pub(super) first_block: usize,
@@ -49,7 +48,6 @@ impl ShmTier {
         Ok(())
     }
 
-    /// Compares all blocks with their checksums.
     pub(super) fn check_blocks(&self, pool: &ThreadPool) -> Result<(), Fault> {
         for owned in self.shards() {
             let mut found = Vec::new();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::ensure;
 use longshore_proto::{
-    Formats, JobSpec, MasterFormat, StateFormat, TierKind,
+    Formats, JobSpec, Lifetime, MasterFormat, StateFormat, TierKind,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 use longshore_server::config::Spill;
@@ -98,7 +98,7 @@ impl Args {
         ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
         ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
-        ensure!(self.tier != TierKind::Shm, "--tier must be memory or nvme");
+        ensure!(self.tier.properties().lifetime != Lifetime::Host, "--tier must be memory or nvme");
         ensure!(
             self.link.is_none() || self.transport() != Transport::Memfd,
             "--link needs --transport tcp or unix: shared memory has no link"

@@ -2,7 +2,7 @@
 //! steps.
 
 use longshore_engine::tier;
-use longshore_proto::{JobSpec, Placement, ServerId, TierKind};
+use longshore_proto::{JobSpec, Placement, ServerId};
 use longshore_worker::Transport;
 
 use super::Args;
@@ -12,6 +12,7 @@ use crate::plan::{DriveTraffic, Hardware, Run, Stage, Step, Unit, update_bytes};
 pub(super) struct Alone {
     /// Speed of the slower direction of the wire.
     pub(super) wire: f64,
+    /// Speed of updates on the host.
     pub(super) memory: f64,
 }
 
@@ -51,6 +52,7 @@ pub(super) fn predict(
     Ok(Some(run.step(&hardware)))
 }
 
+/// Returns the simulator's form of the bench's job.
 fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
     let unit = |elements: u64| Unit {
         elements: elements as f64,
@@ -76,9 +78,6 @@ fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
 }
 
 fn on_drives(args: &Args, spec: &JobSpec) -> anyhow::Result<DriveTraffic> {
-    if args.tier != TierKind::Nvme {
-        return Ok(DriveTraffic::default());
-    }
     let layout = spec.validate()?;
     let owned = Placement::striped(vec!["bench".into()], layout.shards()).owned(ServerId(0));
     let storage = tier::Storage { spill: args.spill, ..tier::Storage::default() };

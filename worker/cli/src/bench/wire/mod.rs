@@ -3,6 +3,7 @@
 
 mod beside;
 mod case;
+mod meter;
 mod ours;
 mod raw;
 mod tls;
@@ -12,12 +13,9 @@ use longshore_engine::threads::available_threads;
 use longshore_proto::limits::DATA_CONNECTIONS;
 use serde_json::json;
 
-pub(super) use self::ours::BenchRank;
+pub(super) use self::ours::Both;
 pub(crate) use self::ours::JOB;
-use self::{
-    beside::Update,
-    case::{Case, Sample},
-};
+use self::{beside::Update, case::Case, meter::Sample};
 use crate::output::Output;
 
 #[derive(clap::Args)]
@@ -61,10 +59,10 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         cases.retain(|case| wanted(case) || limits.contains(&case.name));
         ensure!(!cases.is_empty(), "--cases names none of them");
     }
-    let mut update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
+    let update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
     for round in 0..=args.rounds {
         for case in &mut cases {
-            case.round(round, update.as_mut())?;
+            case.round(round, update.as_ref())?;
         }
     }
     report(&cases, (args, out), update.as_ref().map(Update::ns_per_param));

@@ -12,12 +12,10 @@ use longshore_proto::{
 
 use super::{Args, gpus};
 use crate::{
-    output::wrong_use,
+    commands::train::preset,
     plan::{HardwareArgs, Model, Tensor, Transformer},
-    train::{
-        gpt::{Gpt, VOCABULARY},
-        preset,
-    },
+    train::gpt::{Gpt, VOCABULARY},
+    wrong_use::wrong_use,
 };
 
 impl Args {
@@ -55,6 +53,7 @@ impl Args {
         self.spec_of(self.params.unwrap_or_else(|| model.elements()))
     }
 
+    /// Returns the job's spec for this many parameters.
     fn spec_of(&self, elements: u64) -> anyhow::Result<JobSpec> {
         // Each parameter here is one shard long, since the division of a model into tensors does not change the
         // result.

@@ -12,6 +12,7 @@ use super::{Config, ConfigError, VOCABULARY};
 /// The hyperparameters of a parameter: with or without weight decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
+    /// Matrices.
     Decay,
     /// Biases, norms and positions. Decay would pull these away from their neutral values.
     NoDecay,
@@ -33,6 +34,7 @@ impl Param {
     }
 }
 
+/// Initial values of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
     Zero,
@@ -82,6 +84,7 @@ impl Gpt {
         &self.config
     }
 
+    /// The parameters, in forward order.
     pub fn params(&self) -> &[Param] {
         &self.params
     }
@@ -89,6 +92,10 @@ impl Gpt {
     /// The stages in forward order: the embedding, the blocks, the head.
     pub fn stages(&self) -> &[Stage] {
         &self.stages
+    }
+
+    pub(super) fn stage_params(&self, stage: usize) -> &[Param] {
+        &self.params[self.stages[stage].params.clone()]
     }
 
     /// Returns the initial values of one parameter, as GPT-2 draws them. The values depend on `seed` and the index
@@ -111,6 +118,7 @@ impl Gpt {
     }
 }
 
+/// GPT-2's standard deviation of initial weights.
 const DEVIATION: f64 = 0.02;
 
 /// Draws normal numbers by Box-Muller in f64, two values a draw.

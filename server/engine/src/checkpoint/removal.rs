@@ -1,0 +1,139 @@
+//! The removal of old checkpoints, and of parts that were never sealed because another server had no room or their
+//! caller died. Such parts take as much room as a checkpoint.
+
+use std::{fs, io::ErrorKind, path::Path};
+
+use longshore_proto::{Fault, FaultKind, JobName};
+
+use super::{
+    Store,
+    fault::io,
+    files, manifest,
+    part::Part,
+    seal::{entry_path, is_entry, try_lock},
+};
+
+impl Store {
+    /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns their
+    /// names. `sealed` is never removed: the caller has just sealed it, and other servers that share the
+    /// folder may still be about to. Damaged checkpoints are neither counted nor removed. Unsealed ones are
+    /// left alone, since a server may be writing them.
+    pub fn prune(&self, job: &JobName, keep: Option<usize>, sealed: &str) -> Result<Vec<String>, Fault> {
+        let Some(keep) = keep else { return Ok(Vec::new()) };
+        let mut others = self.list(job)?;
+        others.retain(|listed| listed.damage.is_none() && listed.name != sealed);
+        let excess = (others.len() + 1).saturating_sub(keep.max(1));
+        let mut removed = Vec::with_capacity(excess);
+        for old in others.into_iter().take(excess) {
+            remove(&self.folder(job, &old.name)?)?;
+            tracing::info!(%job, name = old.name, version = %old.version, "old checkpoint removed");
+            removed.push(old.name);
+        }
+        Ok(removed)
+    }
+
+    /// Removes this server's part of a checkpoint that will not be sealed, for example because another server
+    /// could not write its own. A part stays if it is sealed or has other authors, and a missing one is no error.
+    pub fn discard(
+        &self,
+        author: u64,
+        job: &JobName,
+        name: &str,
+        server: u32,
+        servers: u32,
+    ) -> Result<(), Fault> {
+        let folder = self.folder(job, name)?;
+        if !self.writers.leave(&folder.join(Part::file_name(server, servers)), author) {
+            return Ok(());
+        }
+        // A server that seals the checkpoint now has seen this part.
+        let Some(_lock) = try_lock(&folder) else { return Ok(()) };
+        if folder.join(manifest::FILE).exists() {
+            return Ok(());
+        }
+        let part = folder.join(Part::file_name(server, servers));
+        for path in [entry_path(&part), part] {
+            gone(fs::remove_file(&path)).map_err(io("remove", &path))?;
+        }
+        files::remove_empty(&folder);
+        tracing::info!(%job, name, "part removed: the checkpoint was not sealed");
+        Ok(())
+    }
+
+    /// Returns names and parts of the unsealed checkpoints in this folder. Drained servers that have a folder
+    /// each cannot tell each other their parts. A client that sees all of them can seal them.
+    pub fn unsealed(&self, job: &JobName) -> Vec<(String, Part)> {
+        let mut found = Vec::new();
+        for folder in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
+            let name = folder.file_name().into_string().unwrap_or_default();
+            if JobName::parse("name", &name).is_err() || folder.path().join(manifest::FILE).exists() {
+                continue;
+            }
+            for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
+                if is_entry(&file.path()) {
+                    found.extend(read_entry(&file.path()).map(|part| (name.clone(), part)));
+                }
+            }
+        }
+        found
+    }
+
+    /// Returns the sequence of the next checkpoint. First removes unsealed checkpoints that are older than a
+    /// sealed one, since their callers have gone on to others. An unsealed one as old as the newest stays. A
+    /// server may have written it beside the newest and be about to seal it.
+    pub(super) fn make_way(&self, job: &JobName) -> Result<u64, Fault> {
+        let newest = self.list(job)?.iter().map(|listed| listed.sequence).max().unwrap_or(0);
+        for entry in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
+            let folder = entry.path();
+            if is_leftover(&folder, newest) {
+                gone(fs::remove_dir_all(&folder)).map_err(io("remove", &folder))?;
+                tracing::info!(%job, folder = %folder.display(), "unsealed parts removed: a later checkpoint is sealed");
+            }
+        }
+        Ok(newest + 1)
+    }
+}
+
+/// Removes the manifest first: a crash in between leaves an unsealed checkpoint, and never a sealed one without its
+/// parts.
+fn remove(folder: &Path) -> Result<(), Fault> {
+    let manifest = folder.join(manifest::FILE);
+    gone(fs::remove_file(&manifest)).map_err(io("remove", &manifest))?;
+    match files::sync_folder(folder) {
+        Err(fault) if fault.kind == FaultKind::NotFound => return Ok(()),
+        other => other?,
+    }
+    gone(fs::remove_dir_all(folder)).map_err(io("remove", folder))
+}
+
+/// Takes a missing file for success, since servers that share a folder prune it at the same time.
+fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
+    match result {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// Returns true if the folder holds nothing but parts, each with its entry, and all older than `newest`. Any
+/// other file may be a server's unfinished work.
+fn is_leftover(folder: &Path, newest: u64) -> bool {
+    let Ok(entries) = fs::read_dir(folder) else { return false };
+    let mut parts = 0;
+    for entry in entries {
+        let Ok(path) = entry.map(|entry| entry.path()) else { return false };
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let part = read_entry(&entry_path(&path));
+            if part.is_none_or(|part| part.sequence >= newest) {
+                return false;
+            }
+            parts += 1;
+        } else if !is_entry(&path) {
+            return false;
+        }
+    }
+    parts > 0
+}
+
+fn read_entry(path: &Path) -> Option<Part> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}

@@ -1,0 +1,330 @@
+//! The record of a decided version and of the processes that have joined. Steps, tiers and checkpoints share it.
+//!
+//! In JSON, floats are kept to the bit. JSON has no NaN, which is the norm of a step that overflowed. serde_json rounds
+//! most decimals back to the same f64, but not all. A resumed run needs exactly the loss scale it was stopped with.
+
+use longshore_proto::{Commit, Correction, Hyper, Incarnation, LeftOut, Step, Version};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+/// A decided version, as a tier keeps it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    pub version: Version,
+    /// The number of steps that updated: Adam's t.
+    pub applied: u64,
+    /// The commit that decided it. None at version 0.
+    #[serde(with = "commit")]
+    pub commit: Option<Commit>,
+    /// Parameters whose state fewer updates made than `applied`. Present at version 0, where no commit has
+    /// the list.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOut>,
+    /// Standing, if the job was paused or resumed since the version was decided.
+    #[serde(default, with = "standing", skip_serializing_if = "Option::is_none")]
+    pub standing: Option<Standing>,
+}
+
+impl Record {
+    /// Returns the record of a version that was just reached.
+    pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
+        Record { version, applied, commit, left_out: Vec::new(), standing: None }
+    }
+
+    /// The record of a job that goes on from state, before its first step.
+    pub fn filled(applied: u64, left_out: Vec<LeftOut>) -> Record {
+        Record { left_out, ..Record::new(Version(0), applied, None) }
+    }
+
+    /// Returns true if the step that made the version left the state unchanged.
+    pub fn is_skipped(&self) -> bool {
+        self.commit.as_ref().is_some_and(|commit| commit.skip)
+    }
+}
+
+/// The last pause or resume since a version was decided. Without a standing, the commit's pause holds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Standing {
+    /// Why the job is paused; None once it was resumed.
+    pub paused: Option<String>,
+    /// The loss scale that an operator chose with the resume, for steps that read this version.
+    pub loss_scale: Option<f64>,
+}
+
+/// A rank's process that has joined, as a tier keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Joined {
+    pub incarnation: Incarnation,
+    /// The job's version at that time.
+    pub at: Version,
+    /// The process has only fenced an earlier one.
+    pub fence_only: bool,
+}
+
+/// An f64 as Rust prints it: the shortest decimal that reads back as the same bits.
+#[derive(Clone, Copy)]
+struct Exact(f64);
+
+impl Serialize for Exact {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{:?}", self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for Exact {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Exact).map_err(|_| D::Error::custom(format!("{text:?} is not a number")))
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct CommitRecord {
+    step: Step,
+    skip: bool,
+    gradient_scale: Exact,
+    clip_coefficient: Exact,
+    /// Always 0. The format has the field.
+    compensation: Exact,
+    /// Present only in commits whose images look ahead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    look_ahead: Option<Vec<Exact>>,
+    /// Parameter, steps, and 1 if this step leaves it out. Present only in commits of jobs that leave
+    /// parameters out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left_out: Vec<(u32, u64, u8)>,
+    norm: Exact,
+    loss_scale: Exact,
+    groups: Vec<HyperRecord>,
+    /// In hex, since each byte of a JSON array would take a line.
+    trainer_state: String,
+    decided_by: Incarnation,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pause_reason: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StandingRecord {
+    paused: Option<String>,
+    loss_scale: Option<Exact>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct HyperRecord {
+    lr: Exact,
+    beta1: Exact,
+    beta2: Exact,
+    eps: Exact,
+    weight_decay: Exact,
+    momentum: Exact,
+    dampening: Exact,
+    nesterov: bool,
+    lr_decay: Exact,
+    momentum_decay: Exact,
+}
+
+impl From<&Hyper> for HyperRecord {
+    fn from(hyper: &Hyper) -> HyperRecord {
+        // The pattern names all fields, so that a new one cannot be forgotten here.
+        let Hyper {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            momentum,
+            dampening,
+            nesterov,
+            lr_decay,
+            momentum_decay,
+        } = *hyper;
+        HyperRecord {
+            lr: Exact(lr),
+            beta1: Exact(beta1),
+            beta2: Exact(beta2),
+            eps: Exact(eps),
+            weight_decay: Exact(weight_decay),
+            momentum: Exact(momentum),
+            dampening: Exact(dampening),
+            nesterov,
+            lr_decay: Exact(lr_decay),
+            momentum_decay: Exact(momentum_decay),
+        }
+    }
+}
+
+impl From<HyperRecord> for Hyper {
+    fn from(record: HyperRecord) -> Hyper {
+        Hyper {
+            lr: record.lr.0,
+            beta1: record.beta1.0,
+            beta2: record.beta2.0,
+            eps: record.eps.0,
+            weight_decay: record.weight_decay.0,
+            momentum: record.momentum.0,
+            dampening: record.dampening.0,
+            nesterov: record.nesterov,
+            lr_decay: record.lr_decay.0,
+            momentum_decay: record.momentum_decay.0,
+        }
+    }
+}
+
+/// Used by `#[serde(with = "record::commit")]`.
+pub(crate) mod commit {
+    use super::*;
+
+    pub(crate) fn serialize<S: Serializer>(
+        commit: &Option<Commit>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        commit.as_ref().map(record).serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Commit>, D::Error> {
+        let Some(record) = Option::<CommitRecord>::deserialize(deserializer)? else { return Ok(None) };
+        let trainer_state =
+            unhex(&record.trainer_state).ok_or_else(|| D::Error::custom("trainer_state is not hex"))?;
+        Ok(Some(Commit {
+            step: record.step,
+            skip: record.skip,
+            gradient_scale: record.gradient_scale.0,
+            clip_coefficient: record.clip_coefficient.0,
+            correction: record.look_ahead.map_or(Correction::None, |lr| {
+                Correction::LookAhead(lr.into_iter().map(|Exact(lr)| lr).collect())
+            }),
+            left_out: record
+                .left_out
+                .into_iter()
+                .map(|(param, steps, now)| LeftOut { param, steps, now: now != 0 })
+                .collect(),
+            groups: record.groups.into_iter().map(Hyper::from).collect(),
+            norm: record.norm.0,
+            loss_scale: record.loss_scale.0,
+            trainer_state,
+            decided_by: record.decided_by,
+            pause_reason: record.pause_reason,
+        }))
+    }
+}
+
+/// Used by `#[serde(with = "record::standing")]`.
+pub(crate) mod standing {
+    use super::*;
+
+    pub(crate) fn serialize<S: Serializer>(
+        standing: &Option<Standing>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let record = standing.clone().map(|Standing { paused, loss_scale }| StandingRecord {
+            paused,
+            loss_scale: loss_scale.map(Exact),
+        });
+        record.serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Standing>, D::Error> {
+        let record = Option::<StandingRecord>::deserialize(deserializer)?;
+        Ok(record.map(|StandingRecord { paused, loss_scale }| Standing {
+            paused,
+            loss_scale: loss_scale.map(|Exact(scale)| scale),
+        }))
+    }
+}
+
+fn record(commit: &Commit) -> CommitRecord {
+    let Commit {
+        step,
+        skip,
+        gradient_scale,
+        clip_coefficient,
+        correction,
+        left_out,
+        groups,
+        norm,
+        loss_scale,
+        trainer_state,
+        decided_by,
+        pause_reason,
+    } = commit;
+    CommitRecord {
+        step: *step,
+        skip: *skip,
+        gradient_scale: Exact(*gradient_scale),
+        clip_coefficient: Exact(*clip_coefficient),
+        compensation: Exact(0.0),
+        look_ahead: match correction {
+            Correction::LookAhead(lr) => Some(lr.iter().copied().map(Exact).collect()),
+            Correction::None => None,
+        },
+        left_out: left_out
+            .iter()
+            .map(|&LeftOut { param, steps, now }| (param, steps, u8::from(now)))
+            .collect(),
+        norm: Exact(*norm),
+        loss_scale: Exact(*loss_scale),
+        groups: groups.iter().map(HyperRecord::from).collect(),
+        trainer_state: hex(trainer_state),
+        decided_by: *decided_by,
+        pause_reason: pause_reason.clone(),
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let digit = |nibble: u8| char::from_digit(nibble.into(), 16).unwrap_or('0');
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
+    let pairs = text.as_bytes().chunks(2);
+    pairs.map(|pair| Some(digit(*pair.first()?)? << 4 | digit(*pair.get(1)?)?)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn every_bit_returns(
+            bits in prop::array::uniform5(any::<u64>()),
+            state in prop::collection::vec(any::<u8>(), 0..40),
+            now in any::<bool>(),
+        ) {
+            let [scale, clip, norm, loss_scale, lr] = bits.map(f64::from_bits);
+            let commit = Commit {
+                step: Step(7),
+                skip: true,
+                gradient_scale: scale,
+                clip_coefficient: clip,
+                correction: Correction::LookAhead(vec![0.1, lr]),
+                left_out: vec![LeftOut { param: 3, steps: bits[0], now }],
+                groups: vec![Hyper { lr, ..Hyper::default() }],
+                norm,
+                loss_scale,
+                trainer_state: state.clone(),
+                decided_by: Incarnation(9),
+                pause_reason: "overflowed \"hot\"".into(),
+            };
+            let standing = Standing { paused: Some("why".into()), loss_scale: Some(loss_scale) };
+            let record = Record { standing: Some(standing), ..Record::new(Version(7), 5, Some(commit)) };
+            let text = serde_json::to_string(&record).unwrap();
+            let record = serde_json::from_str::<Record>(&text).unwrap();
+            let (back, standing) = (record.commit.unwrap(), record.standing.unwrap());
+            let same = |a: f64, b: f64| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+            prop_assert!(same(back.gradient_scale, scale) && same(back.clip_coefficient, clip));
+            prop_assert!(same(back.norm, norm) && same(back.loss_scale, loss_scale));
+            prop_assert!(same(back.groups[0].lr, lr) && same(back.correction.look_ahead()[1], lr));
+            prop_assert_eq!(back.left_out, [LeftOut { param: 3, steps: bits[0], now }]);
+            prop_assert_eq!(back.trainer_state, state);
+            prop_assert_eq!(back.pause_reason, "overflowed \"hot\"");
+            prop_assert!(standing.paused.as_deref() == Some("why") && same(standing.loss_scale.unwrap(), loss_scale));
+        }
+    }
+}

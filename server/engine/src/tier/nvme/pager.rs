@@ -1,0 +1,544 @@
+//! Shards on their way between disk and update: a bounded set of buffers, with reads ahead and writes behind.
+
+use std::{
+    mem,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use longshore_proto::{Fault, FaultKind, Version};
+
+use super::{
+    super::{
+        contract::Taken,
+        fault::{FIELD, internal, io},
+    },
+    debts::Debts,
+    plan::{IMAGE_SLOTS, Slots, StorePlan},
+};
+use crate::{
+    ids::{OwnedShard, OwnedShards},
+    io::{Direction, Disk, Part, Request},
+    lock,
+    memory::Region,
+};
+
+pub(super) struct ShardPager {
+    pub(super) plan: StorePlan,
+    pub(super) disks: Vec<Arc<dyn Disk>>,
+    pub(super) checksums: Vec<BlockChecksums>,
+    /// Bytes handed to the drives to write.
+    pub(super) written: AtomicU64,
+    /// Number of shards by their place when they were taken: resident, prefetched, on a drive.
+    taken: [AtomicU64; 3],
+    resident: Vec<bool>,
+    buffers: usize,
+    state: Mutex<PagerState>,
+    changed: Condvar,
+    notify: Box<dyn Fn() + Send + Sync>,
+}
+
+pub(super) struct BlockChecksums {
+    /// Checksums of the state as last updated, wherever the state lies now.
+    pub(super) state: Vec<AtomicU64>,
+    /// Checksums of the images, by image slot. A frozen shard has zeros, so that a table has a row for each
+    /// block.
+    pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
+}
+
+pub(super) struct PagerState {
+    entries: Vec<Entry>,
+    free: Vec<Region>,
+    /// The shard that is updated next.
+    next: OwnedShard,
+    /// Number of requests that write.
+    writing: usize,
+    debts: Debts,
+    clock: u64,
+    pub(super) slots: Slots,
+    /// The version that `slots` hold.
+    version: Version,
+    /// The step that makes the next version is skipped.
+    skipping: bool,
+    pub(super) durable: Option<Version>,
+    failed: Option<Fault>,
+}
+
+struct Entry {
+    holding: Holding,
+    /// The slot that holds its state on disk.
+    slot: u8,
+    /// The shard was never loaded: its state is zeros, and nothing is on disk.
+    blank: bool,
+    /// Time of the last use; larger is later.
+    used: u64,
+}
+
+enum Holding {
+    Disk,
+    Reading,
+    Ready(Held),
+    /// A thread has it.
+    Busy,
+    Writing,
+}
+
+/// A shard's bytes in memory, which `take` gives out. `keep` or `write` takes them back.
+pub(super) struct Held {
+    pub(super) region: Region,
+    /// The bytes were compared with their checksums since they were read.
+    pub(super) checked: bool,
+    /// The bytes were loaded and not written yet.
+    pub(super) dirty: bool,
+}
+
+impl ShardPager {
+    pub(super) fn new(
+        plan: StorePlan,
+        disks: Vec<Arc<dyn Disk>>,
+        free: Vec<Region>,
+        resident: Vec<Option<Region>>,
+        notify: Box<dyn Fn() + Send + Sync>,
+    ) -> ShardPager {
+        let cells = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+        let checksums = plan.shards.iter().map(|place| BlockChecksums {
+            state: cells(place.blocks()),
+            images: [(); IMAGE_SLOTS as usize].map(|()| cells(if plan.images { place.blocks() } else { 0 })),
+        });
+        let checksums = checksums.collect();
+        let is_resident = resident.iter().map(Option::is_some).collect();
+        let entries = resident.into_iter().map(|region| {
+            let held = |region| Holding::Ready(Held { region, checked: true, dirty: true });
+            Entry { holding: region.map_or(Holding::Disk, held), slot: 0, blank: true, used: 0 }
+        });
+        let buffers = free.len();
+        let state = PagerState {
+            entries: entries.collect(),
+            free,
+            next: OwnedShard(0),
+            writing: 0,
+            debts: Debts::new(disks.len()),
+            clock: 0,
+            slots: Slots::default(),
+            version: Version(0),
+            skipping: false,
+            durable: None,
+            failed: None,
+        };
+        ShardPager {
+            plan,
+            disks,
+            checksums,
+            written: AtomicU64::new(0),
+            taken: Default::default(),
+            resident: is_resident,
+            buffers,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            notify,
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, PagerState> {
+        lock(&self.state)
+    }
+
+    pub(super) fn is_resident(&self, owned: OwnedShard) -> bool {
+        self.resident[owned.index()]
+    }
+
+    /// Waits for a change. A drive that owes an answer for too long fails the store; a thread that holds a
+    /// shard does not.
+    fn wait<'a>(&self, state: MutexGuard<'a, PagerState>) -> MutexGuard<'a, PagerState> {
+        let patience = state.debts.patience(Instant::now());
+        let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+        let mut state = waited.0;
+        self.look(&mut state);
+        state
+    }
+
+    /// Fails the store where a drive owes an answer for too long.
+    fn look(&self, state: &mut PagerState) {
+        let Some(silent) = state.debts.silent(Instant::now()) else { return };
+        let path = self.disks[silent.drive].path().display();
+        let value = format!("{path} (silent for {} s, owing {} answers)", silent.seconds, silent.requests);
+        let remedy = "see the kernel's log for the device";
+        let fault = Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy);
+        state.failed.get_or_insert(fault);
+    }
+
+    /// Waits until `done` returns true. An earlier failure ends the wait.
+    pub(super) fn until(&self, mut done: impl FnMut(&mut PagerState) -> bool) -> Result<(), Fault> {
+        let mut state = self.lock();
+        loop {
+            state.check()?;
+            if done(&mut state) {
+                return Ok(());
+            }
+            state = self.wait(state);
+        }
+    }
+
+    pub(super) fn wait_for_writes(&self) -> Result<(), Fault> {
+        self.until(|state| state.writing == 0)
+    }
+
+    /// Fails the store for good. The first fault stays.
+    pub(super) fn fail(&self, fault: Fault) -> Fault {
+        let mut state = self.lock();
+        let first = state.failed.get_or_insert(fault).clone();
+        drop(state);
+        self.tell();
+        first
+    }
+
+    pub(super) fn failure(&self) -> Option<Fault> {
+        self.lock().failed.clone()
+    }
+
+    /// Returns the failure that makes a wait for a drive hopeless.
+    pub(super) fn hopeless(&self) -> Option<Fault> {
+        let mut state = self.lock();
+        self.look(&mut state);
+        state.failed.clone()
+    }
+
+    /// Notes that a shard's drive got a request beside the pager's own.
+    pub(super) fn asked(&self, owned: OwnedShard) {
+        self.lock().debts.asked(self.plan.shards[owned.index()].file, Instant::now());
+    }
+
+    pub(super) fn answered(&self, owned: OwnedShard) {
+        self.lock().debts.answered(self.plan.shards[owned.index()].file, Instant::now());
+    }
+
+    pub(super) fn tell(&self) {
+        self.changed.notify_all();
+        (self.notify)();
+    }
+
+    /// Takes a shard's bytes. Reads them from disk unless they are in memory already.
+    pub(super) fn take(self: &Arc<Self>, owned: OwnedShard) -> Result<Held, Fault> {
+        let mut state = self.lock();
+        let entry = &state.entries[owned.index()];
+        if !entry.blank {
+            let place = match entry.holding {
+                _ if self.resident[owned.index()] => 0,
+                Holding::Ready(_) => 1,
+                _ => 2,
+            };
+            self.taken[place].fetch_add(1, Ordering::Relaxed);
+        }
+        loop {
+            state.check()?;
+            state.clock += 1;
+            let clock = state.clock;
+            let entry = &mut state.entries[owned.index()];
+            entry.used = clock;
+            match mem::replace(&mut entry.holding, Holding::Busy) {
+                Holding::Ready(held) => return Ok(held),
+                Holding::Disk => {
+                    let blank = entry.blank;
+                    entry.holding = Holding::Disk;
+                    if let Some(mut region) = self.buffer(&mut state, owned)? {
+                        if blank {
+                            region.bytes_mut().fill(0);
+                            state.entries[owned.index()].holding = Holding::Busy;
+                            return Ok(Held { region, checked: true, dirty: true });
+                        }
+                        self.read(&mut state, owned, region);
+                    }
+                }
+                other => entry.holding = other,
+            }
+            state = self.wait(state);
+        }
+    }
+
+    pub(super) fn taken(&self) -> Taken {
+        let [resident, ahead, waited] = self.taken.each_ref().map(|count| count.load(Ordering::Relaxed));
+        Taken { resident, ahead, waited }
+    }
+
+    /// Gives back a shard that was only read or loaded.
+    pub(super) fn keep(self: &Arc<Self>, owned: OwnedShard, held: Held) {
+        let mut state = self.lock();
+        let count = state.entries.len();
+        // No update takes a frozen shard.
+        let soon = !self.plan.shards[owned.index()].frozen
+            && (owned.index() + count - state.next.index()) % count < self.buffers;
+        if held.dirty || self.resident[owned.index()] || soon {
+            state.entries[owned.index()].blank &= !held.dirty;
+            state.entries[owned.index()].holding = Holding::Ready(held);
+        } else {
+            state.entries[owned.index()].holding = Holding::Disk;
+            state.free.push(held.region);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Begins with every shard in this slot, as in a recovered store. The resident shards are read first of all.
+    pub(super) fn recovered(self: &Arc<Self>, slots: Slots, version: Version) -> Result<(), Fault> {
+        let mut state = self.lock();
+        (state.slots, state.version) = (slots, version);
+        for entry in &mut state.entries {
+            (entry.slot, entry.blank) = (slots.state, false);
+        }
+        for owned in OwnedShards::all(self.resident.len()).filter(|&owned| self.resident[owned.index()]) {
+            let holding = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
+            if let Holding::Ready(held) = holding {
+                self.read(&mut state, owned, held.region);
+            }
+        }
+        self.read_ahead(&mut state);
+        Ok(())
+    }
+
+    /// The next version starts at the first shard.
+    pub(super) fn advance(self: &Arc<Self>, slots: Slots, version: Version) {
+        let mut state = self.lock();
+        (state.slots, state.version) = (slots, version);
+        state.next = OwnedShard(0);
+        self.read_ahead(&mut state);
+    }
+
+    /// Notes that the next version is decided.
+    pub(super) fn decided(&self, skip: bool) {
+        self.lock().skipping = skip;
+    }
+
+    /// Returns the slot of a shard's image of a version that the shard has, once all of it is on disk there.
+    /// None if it is not there any more.
+    pub(super) fn stored_image(&self, owned: OwnedShard, version: Version) -> Result<Option<u8>, Fault> {
+        let mut slot = None;
+        self.until(|state| {
+            slot = state.image_slot(version);
+            !matches!(state.entries[owned.index()].holding, Holding::Writing)
+        })?;
+        Ok(slot)
+    }
+
+    /// Returns [`ShardPager::stored_image`] without waiting. None also while the image is on its way there.
+    pub(super) fn image_at_rest(&self, owned: OwnedShard, version: Version) -> Option<u8> {
+        let state = self.lock();
+        let at_rest = !matches!(state.entries[owned.index()].holding, Holding::Writing);
+        state.image_slot(version).filter(|_| at_rest && state.failed.is_none())
+    }
+}
+
+impl ShardPager {
+    /// Returns a free buffer. None while no buffer is free; a change will announce one.
+    fn buffer(self: &Arc<Self>, state: &mut PagerState, wanted: OwnedShard) -> Result<Option<Region>, Fault> {
+        if let Some(region) = state.free.pop() {
+            return Ok(Some(region));
+        }
+        if state.writing > 0 {
+            return Ok(None);
+        }
+        // All buffers hold prefetched shards: the shard needed last is evicted. Before the start buffers hold
+        // loaded shards: the least recently used one is evicted, once it is written.
+        let count = state.entries.len();
+        let distance = |owned: OwnedShard| (owned.index() + count - state.next.index()) % count;
+        let ready = |owned: &OwnedShard| {
+            let entry = &state.entries[owned.index()];
+            *owned != wanted && !self.resident[owned.index()] && matches!(entry.holding, Holding::Ready(_))
+        };
+        let dirty = |owned: &OwnedShard| {
+            let holding = &state.entries[owned.index()].holding;
+            matches!(holding, Holding::Ready(held) if held.dirty)
+        };
+        let clean = OwnedShards::all(count)
+            .filter(ready)
+            .filter(|owned| !dirty(owned))
+            .max_by_key(|&owned| distance(owned));
+        if let Some(owned) = clean {
+            let held = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
+            return Ok(if let Holding::Ready(held) = held { Some(held.region) } else { None });
+        }
+        let oldest =
+            OwnedShards::all(count).filter(ready).min_by_key(|&owned| state.entries[owned.index()].used);
+        if let Some(owned) = oldest {
+            self.write_dirty(state, owned);
+        }
+        Ok(None)
+    }
+
+    /// Starts reading a shard.
+    fn read(self: &Arc<Self>, state: &mut PagerState, owned: OwnedShard, buffer: Region) {
+        let entry = &mut state.entries[owned.index()];
+        entry.holding = Holding::Reading;
+        let parts = vec![self.plan.state_part(owned, entry.slot)];
+        let pager = Arc::clone(self);
+        let file = self.plan.shards[owned.index()].file;
+        state.debts.asked(file, Instant::now());
+        let done = Box::new(move |region: Region, result: std::io::Result<()>| {
+            let mut state = pager.lock();
+            state.debts.answered(file, Instant::now());
+            match result {
+                Ok(()) => {
+                    let held = Held { region, checked: false, dirty: false };
+                    state.entries[owned.index()].holding = Holding::Ready(held);
+                }
+                Err(error) => {
+                    let fault = pager.io_fault(owned, "read", error);
+                    state.failed.get_or_insert(fault);
+                }
+            }
+            drop(state);
+            pager.changed.notify_all();
+        });
+        let disk = &self.disks[file];
+        disk.submit(Request { direction: Direction::Read, parts, buffer, done });
+    }
+
+    /// Prefetches the next shards in forward order, as far as there are buffers. No update needs a frozen
+    /// one.
+    fn read_ahead(self: &Arc<Self>, state: &mut PagerState) {
+        let count = state.entries.len();
+        let order = (0..count)
+            .map(|step| OwnedShard((state.next.index() + step) % count))
+            .filter(|&owned| !self.resident[owned.index()] && !self.plan.shards[owned.index()].frozen);
+        let ahead: Vec<OwnedShard> = order.take(self.buffers).collect();
+        for owned in ahead {
+            let entry = &state.entries[owned.index()];
+            if entry.blank || !matches!(entry.holding, Holding::Disk) {
+                continue;
+            }
+            let Some(region) = state.free.pop() else { return };
+            self.read(state, owned, region);
+        }
+    }
+
+    /// Writes an updated shard in the background, and prefetches the next.
+    pub(super) fn write(self: &Arc<Self>, owned: OwnedShard, held: Held) {
+        let mut state = self.lock();
+        state.next = OwnedShard(owned.next().index() % state.entries.len());
+        let target = state.slots.updated();
+        let mut parts = vec![self.plan.state_part(owned, target.state)];
+        if self.plan.shards[owned.index()].image_bytes > 0 {
+            parts.push(self.plan.image_part(owned, target.image));
+        }
+        self.submit_write(&mut state, owned, target.state, parts, held.region);
+        self.read_ahead(&mut state);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Starts writing a loaded shard to the slot that it is read from.
+    fn write_dirty(self: &Arc<Self>, state: &mut PagerState, owned: OwnedShard) {
+        let holding = mem::replace(&mut state.entries[owned.index()].holding, Holding::Writing);
+        let Holding::Ready(held) = holding else {
+            state.entries[owned.index()].holding = holding;
+            return;
+        };
+        let bytes = &held.region.bytes()[..self.plan.shards[owned.index()].state_bytes];
+        for (block, checksum) in self.checksums[owned.index()].state.iter().enumerate() {
+            checksum.store(self.plan.checksum(owned, bytes, block), Ordering::Relaxed);
+        }
+        let slot = state.entries[owned.index()].slot;
+        self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
+    }
+
+    fn submit_write(
+        self: &Arc<Self>,
+        state: &mut PagerState,
+        owned: OwnedShard,
+        slot: u8,
+        parts: Vec<Part>,
+        buffer: Region,
+    ) {
+        let entry = &mut state.entries[owned.index()];
+        (entry.holding, entry.slot, entry.blank) = (Holding::Writing, slot, false);
+        state.writing += 1;
+        let file = self.plan.shards[owned.index()].file;
+        state.debts.asked(file, Instant::now());
+        let bytes: usize = parts.iter().map(|part| part.range.len()).sum();
+        self.written.fetch_add(bytes as u64, Ordering::Relaxed);
+        let pager = Arc::clone(self);
+        let done = Box::new(move |region: Region, result: std::io::Result<()>| {
+            pager.written(owned, region, result);
+        });
+        let disk = &self.disks[file];
+        disk.submit(Request { direction: Direction::Write, parts, buffer, done });
+    }
+
+    fn written(self: &Arc<Self>, owned: OwnedShard, region: Region, result: std::io::Result<()>) {
+        let mut state = self.lock();
+        state.debts.answered(self.plan.shards[owned.index()].file, Instant::now());
+        state.writing -= 1;
+        if self.resident[owned.index()] {
+            state.entries[owned.index()].holding =
+                Holding::Ready(Held { region, checked: true, dirty: false });
+        } else {
+            state.entries[owned.index()].holding = Holding::Disk;
+            state.free.push(region);
+        }
+        match result {
+            Ok(()) => self.read_ahead(&mut state),
+            Err(error) => {
+                let fault = self.io_fault(owned, "write", error);
+                tracing::error!(%fault, "the store has failed");
+                state.failed.get_or_insert(fault);
+            }
+        }
+        let failed = state.failed.is_some();
+        drop(state);
+        self.changed.notify_all();
+        if failed {
+            (self.notify)();
+        }
+    }
+
+    fn io_fault(&self, owned: OwnedShard, doing: &'static str, error: std::io::Error) -> Fault {
+        let place = &self.plan.shards[owned.index()];
+        let path = self.disks[place.file].path();
+        let fault = io(doing, path)(error);
+        Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
+    }
+
+    /// Writes all loaded shards and waits for the writes.
+    pub(super) fn write_loaded(self: &Arc<Self>) -> Result<(), Fault> {
+        for owned in OwnedShards::all(self.plan.shards.len()) {
+            let mut state = self.lock();
+            state.check()?;
+            if let Holding::Ready(held) = &state.entries[owned.index()].holding
+                && held.dirty
+            {
+                self.write_dirty(&mut state, owned);
+            } else if state.entries[owned.index()].blank {
+                return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
+            }
+        }
+        self.wait_for_writes()
+    }
+
+    /// Waits until no transfer is in flight, failed or not.
+    pub(super) fn quiesce(&self) {
+        let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
+        let mut state = self.lock();
+        while state.failed.is_none() && state.entries.iter().any(moving) {
+            state = self.wait(state);
+        }
+    }
+}
+
+impl PagerState {
+    /// Returns the slot of a version's images, for the shards that have the version.
+    pub(super) fn image_slot(&self, version: Version) -> Option<u8> {
+        match version.0 {
+            next if next == self.version.0 + 1 && self.skipping => Some(self.slots.image),
+            next if next == self.version.0 + 1 => Some(self.slots.updated().image),
+            current if current == self.version.0 => Some(self.slots.image),
+            older if older + 1 == self.version.0 => self.slots.older_image,
+            _ => None,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), Fault> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+}
