@@ -210,6 +210,9 @@ fn clusters_have_names() {
     assert_eq!(asked(&[("LONGSHORE_CLUSTER", "second")], &[]), second.address());
     assert_eq!(asked(&[("LONGSHORE_SERVERS", first.address())], &["--cluster", "second"]), second.address());
     assert_eq!(asked(&[("LONGSHORE_CLUSTER", "second")], &["--servers", first.address()]), first.address());
+    // Servers are the narrower word.
+    let both = [("LONGSHORE_SERVERS", first.address()), ("LONGSHORE_CLUSTER", "second")];
+    assert_eq!(asked(&both, &[]), first.address());
     let list = config.longshore(&[], &["clusters"]);
     assert!(list.stdout.starts_with(&format!("* first  {}  plain\n  second", first.address())), "{list:?}");
     let json = config.longshore(&[], &["clusters", "--output", "json"]);

@@ -6,6 +6,8 @@ use longshore_proto::{Fault, FaultKind};
 use longshore_wire::tls::Credentials;
 use longshore_worker::session::Options;
 
+use crate::servers::Servers;
+
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct Access {
     /// Servers that the config file has under this name, instead of --servers (`longshore clusters` lists them)
@@ -36,8 +38,39 @@ impl Access {
         }
     }
 
-    /// Returns the options of a rank with the same credentials.
     pub(crate) fn of(&self, options: Options) -> Options {
         Options { tls_dir: self.tls_dir.clone(), token_file: self.token_file.clone(), ..options }
+    }
+}
+
+#[derive(clap::Args)]
+pub(crate) struct ServersArgs {
+    /// The servers, in the order the job was opened with [default: those of --cluster, or of the config file's default cluster]
+    #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
+    pub(crate) servers: Vec<String>,
+    #[command(flatten)]
+    pub(crate) access: Access,
+}
+
+impl ServersArgs {
+    pub(crate) fn connect(&self) -> anyhow::Result<Servers> {
+        Servers::connect(&self.servers, &self.access)
+    }
+}
+
+#[derive(clap::Args)]
+pub(crate) struct JobArgs {
+    #[command(flatten)]
+    pub(crate) servers: ServersArgs,
+    /// The job [default: the only one there]
+    #[arg(long)]
+    pub(crate) job: Option<String>,
+}
+
+impl JobArgs {
+    pub(crate) fn connect(&self) -> anyhow::Result<(Servers, String)> {
+        let servers = self.servers.connect()?;
+        let job = servers.job(self.job.as_ref())?;
+        Ok((servers, job))
     }
 }

@@ -7,9 +7,8 @@ use longshore_server::config::retired;
 
 use crate::{
     commands::{Cli, RETIRED, check_environment},
-    output::{self, fail},
+    output::{self, WrongUse, fail},
     train::Stopped,
-    wrong_use::WrongUse,
 };
 
 const FAILED: u8 = 1;
@@ -67,20 +66,4 @@ fn asks_for_json(arguments: &[OsString]) -> bool {
         word => word.strip_prefix("--output=").map(str::to_string),
     });
     given.or_else(|| std::env::var("LONGSHORE_OUTPUT").ok()).as_deref() == Some("json")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn wrong_arguments_may_ask_for_json() {
-        let asks = |words: &[&str]| asks_for_json(&words.iter().map(OsString::from).collect::<Vec<_>>());
-        assert!(
-            asks(&["longshore", "--output", "json", "sttus"]) && asks(&["longshore", "x", "--output=json"])
-        );
-        assert!(
-            !asks(&["longshore", "--output", "json", "--output", "text"]) && !asks(&["longshore", "--json"])
-        );
-    }
 }

@@ -20,7 +20,6 @@ mod sizes;
 mod tls;
 mod top;
 pub mod train;
-mod wrong_use;
 
 pub use access::Access;
 pub use entry::run;

@@ -1,6 +1,9 @@
 //! Output of commands: text for people, or JSON for programs. Only a run's own report is printed elsewhere.
 
-use std::io::{self, Write};
+use std::{
+    fmt,
+    io::{self, Write},
+};
 
 use longshore_proto::{Fault, legible, legible_lines};
 use longshore_worker::error::Error;
@@ -17,9 +20,7 @@ macro_rules! say {
     }};
 }
 
-/// The kind of an error that has no fields.
 const PLAIN: &str = "ERROR";
-/// The kind of wrong arguments.
 const USAGE: &str = "USAGE";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -52,21 +53,14 @@ pub(crate) struct Output {
 
 impl Output {
     /// Makes an output with results as JSON or text, and errors as text.
-    pub(crate) fn new(json: bool) -> Output {
-        Output { format: Format::Text, json }
-    }
-
-    /// Returns true if results are JSON.
     pub(crate) fn is_json(self) -> bool {
         self.json || self.format == Format::Json
     }
 
-    /// Returns true if errors are JSON.
     pub(crate) fn errors_are_json(self) -> bool {
         self.format == Format::Json
     }
 
-    /// Prints one result.
     pub(crate) fn result(self, object: impl FnOnce() -> Value, text: impl FnOnce() -> String) {
         if self.is_json() {
             say!("{}", object());
@@ -74,6 +68,22 @@ impl Output {
             say!("{}", text());
         }
     }
+}
+
+/// Wrong arguments: nothing was tried. Displayed as the inner error.
+#[derive(Debug)]
+pub(crate) struct WrongUse(pub(crate) anyhow::Error);
+
+impl fmt::Display for WrongUse {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(formatter)
+    }
+}
+
+impl std::error::Error for WrongUse {}
+
+pub(crate) fn wrong_use(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    WrongUse(error.into()).into()
 }
 
 /// Prints an error as the last line on stderr, and returns `code`.
@@ -86,7 +96,6 @@ pub(crate) fn fail(failed: &anyhow::Error, code: u8, as_json: bool) -> u8 {
     code
 }
 
-/// Formats an error as JSON. Missing fields are null.
 pub(crate) fn error(error: &anyhow::Error, exit_code: u8) -> Value {
     let fault = error.chain().find_map(fault);
     let field = |of: fn(&Fault) -> &String| fault.map(of);
@@ -101,7 +110,6 @@ pub(crate) fn error(error: &anyhow::Error, exit_code: u8) -> Value {
     }})
 }
 
-/// Returns the fault of an error, if it has one.
 fn fault<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Fault> {
     if let Some(fault) = error.downcast_ref::<Fault>() {
         return Some(fault);
@@ -120,7 +128,6 @@ fn fault<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Fault> 
     }
 }
 
-/// Formats wrong arguments as JSON: the argument, the given value, and the allowed ones.
 pub(crate) fn usage(error: &clap::Error) -> Value {
     use clap::error::{ContextKind, ContextValue};
     let get = |kind: ContextKind| {
@@ -143,29 +150,4 @@ pub(crate) fn usage(error: &clap::Error) -> Value {
         "remedy": nearest.map_or_else(|| "see --help".to_string(), |nearest| format!("did you mean {nearest}?")),
         "exit_code": error.exit_code(),
     }})
-}
-
-#[cfg(test)]
-mod tests {
-    use anyhow::Context;
-    use longshore_proto::FaultKind;
-
-    use super::*;
-
-    #[test]
-    fn an_error_has_its_fields_wherever_the_fault_is() {
-        let fault = Fault::new(FaultKind::NotFound, "job", "a", "one that is there", "name another");
-        let wrapped = Err::<(), _>(fault.clone()).context("host:1").context("trying").unwrap_err();
-        let said = &super::error(&wrapped, 1)["error"];
-        assert_eq!(said["kind"], "NOT_FOUND");
-        assert_eq!((&said["field"], &said["remedy"]), (&"job".into(), &"name another".into()));
-        assert!(said["message"].as_str().unwrap().starts_with("trying: host:1: job is a"), "{said}");
-        let of_worker = anyhow::Error::from(Error::from(fault));
-        assert_eq!(super::error(&of_worker, 1)["error"]["value"], "a");
-        let plain = &super::error(&anyhow::anyhow!("it broke"), 1)["error"];
-        assert_eq!(
-            (&plain["kind"], &plain["message"], &plain["field"]),
-            (&PLAIN.into(), &"it broke".into(), &Value::Null)
-        );
-    }
 }

@@ -11,7 +11,6 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output::Output;
 
-/// The period at which a line without a length moves.
 const TICK: Duration = Duration::from_millis(120);
 /// The period at which servers are asked for their progress.
 const LOOKS: Duration = Duration::from_millis(500);
@@ -20,7 +19,6 @@ const LOOKS: Duration = Duration::from_millis(500);
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// Makes a bar for `what`, with a total in bytes.
     pub(crate) fn bytes(what: &str, total: u64, out: Output) -> Progress {
         let template = "{msg} {bar:30} {bytes} of {total_bytes}  {bytes_per_sec}  {eta} left";
         Progress::with(ProgressBar::hidden(), template, what, Some(total), out)
@@ -61,7 +59,6 @@ impl Progress {
         Progress(bar)
     }
 
-    /// Notes that `bytes` more are done.
     pub(crate) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }
@@ -102,27 +99,5 @@ fn follow(bar: &ProgressBar, ended: &mpsc::Receiver<()>, mut look: impl FnMut() 
 impl Drop for Progress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_bar_follows_what_others_say_until_its_end() {
-        let bar = ProgressBar::hidden();
-        let (end, ended) = mpsc::channel::<()>();
-        let mut end = Some(end);
-        let mut says = [None, Some((3, 4)), None].into_iter();
-        follow(&bar, &ended, || {
-            let said = says.next().unwrap();
-            if said.is_some() {
-                end.take(); // the last look
-            }
-            said
-        });
-        assert_eq!((bar.position(), bar.length()), (3, Some(4)));
-        assert_eq!(says.len(), 1);
     }
 }

@@ -13,7 +13,7 @@ use longshore_worker::session::{Address, untrusted, with_sources};
 use tokio::runtime::{Handle, Runtime};
 use tonic::Status;
 
-use crate::{access::Access, wrong_use::wrong_use};
+use crate::{access::Access, output::wrong_use};
 
 /// The longest wait for a connection, since an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -29,18 +29,13 @@ pub(crate) struct Unanswered {
 }
 
 impl Unanswered {
-    pub(crate) fn new(silent: &Silent) -> Unanswered {
+    /// Makes an error that begins with `lead`.
+    pub(crate) fn new(lead: &str, silent: &Silent) -> Unanswered {
         let addresses: Vec<&str> = silent.iter().map(|(address, _)| address.as_str()).collect();
         let remedy = "see what `longshore doctor` says of them";
         let limit = "servers that answer";
         let fault = Fault::new(FaultKind::Unavailable, "--servers", addresses.join(","), limit, remedy);
-        Unanswered { text: name_silent(silent), fault }
-    }
-
-    /// Makes an error that begins with `lead`.
-    pub(crate) fn with(silent: &Silent, lead: &str) -> Unanswered {
-        let Unanswered { text, fault } = Unanswered::new(silent);
-        Unanswered { text: format!("{lead}: {text}"), fault }
+        Unanswered { text: format!("{lead}{}", name_silent(silent)), fault }
     }
 }
 
@@ -60,13 +55,16 @@ pub(crate) struct Servers {
 
 /// Addresses of servers that cannot be reached, each with the reason.
 pub(crate) type Silent = Vec<(String, String)>;
+pub(crate) type Admin = AdminClient<Channel>;
+type Answer<T> = Result<tonic::Response<T>, Status>;
+/// Each server's address and answer.
+pub(crate) type Answers<T> = Vec<(String, Result<T, Fault>)>;
 
 impl Servers {
-    /// Connects to every server. The error names unreachable servers.
     pub(crate) fn connect(addresses: &[String], access: &Access) -> anyhow::Result<Servers> {
         let (servers, silent) = Servers::reach(addresses, access)?;
         if !silent.is_empty() {
-            return Err(Unanswered::new(&silent).into());
+            return Err(Unanswered::new("", &silent).into());
         }
         Ok(servers)
     }
@@ -108,52 +106,34 @@ impl Servers {
         Ok((Servers { runtime, servers }, silent))
     }
 
-    /// Removes the silent servers from later calls.
-    pub(crate) fn leave_out(&mut self, silent: &Silent) {
-        self.servers.retain(|server| silent.iter().all(|(address, _)| *address != server.address));
-    }
-
     pub(crate) fn list(&self) -> &[Server] {
         &self.servers
     }
 
-    /// The runtime, for calls from several threads.
     pub(crate) fn handle(&self) -> &Handle {
         self.runtime.handle()
     }
 
     /// Makes one call on every server at once. Returns the first refusal as the error. Waits while a server recovers
     /// the job.
-    pub(crate) fn each<T, F>(
-        &mut self,
-        mut call: impl FnMut(AdminClient<Channel>) -> F,
-    ) -> anyhow::Result<Vec<(String, T)>>
-    where
-        F: Future<Output = Result<tonic::Response<T>, Status>>,
-    {
-        self.once_recovered(|servers| servers.answers(&mut call))
+    pub(crate) fn each<T>(&self, call: impl AsyncFn(Admin) -> Answer<T>) -> anyhow::Result<Vec<(String, T)>> {
+        self.once_recovered(|| self.answers(&call))
     }
 
     /// Same as `each`, for a call that takes no work: a silent server is an error.
-    pub(crate) fn each_promptly<T, F>(
-        &mut self,
-        mut call: impl FnMut(AdminClient<Channel>) -> F,
-    ) -> anyhow::Result<Vec<(String, T)>>
-    where
-        F: Future<Output = Result<tonic::Response<T>, Status>>,
-    {
-        self.once_recovered(|servers| servers.answers_within(PROMPTLY, &mut call))
+    pub(crate) fn each_promptly<T>(
+        &self,
+        call: impl AsyncFn(Admin) -> Answer<T>,
+    ) -> anyhow::Result<Vec<(String, T)>> {
+        self.once_recovered(|| self.answers_within(PROMPTLY, &call))
     }
 
     /// Repeats calls while a server recovers the job. Such a server is alive, and reads all of its state.
-    fn once_recovered<T>(
-        &mut self,
-        mut call: impl FnMut(&mut Servers) -> Vec<(String, Result<T, Fault>)>,
-    ) -> anyhow::Result<Vec<(String, T)>> {
+    fn once_recovered<T>(&self, call: impl Fn() -> Answers<T>) -> anyhow::Result<Vec<(String, T)>> {
         let start = Instant::now();
         let mut told = false;
         loop {
-            let answers = call(self);
+            let answers = call();
             let recovers = |(_, answer): &&(String, Result<T, Fault>)| {
                 answer
                     .as_ref()
@@ -161,47 +141,64 @@ impl Servers {
             };
             let Some((address, _)) = answers.iter().find(recovers).filter(|_| start.elapsed() < RECOVERY)
             else {
-                return all_or_first(answers);
+                let named = |(address, answer): (String, Result<T, Fault>)| {
+                    let answer = answer.with_context(|| address.clone())?;
+                    Ok((address, answer))
+                };
+                return answers.into_iter().map(named).collect();
             };
             if !std::mem::replace(&mut told, true) {
                 eprintln!("{address} recovers the job: waiting until it has read its state");
             }
-            self.runtime.block_on(async { tokio::time::sleep(RECOVERY_POLL).await });
+            std::thread::sleep(RECOVERY_POLL);
         }
     }
 
     /// Makes one call on every server at once. Returns each answer within `patience`.
-    pub(crate) fn answers_within<T, F>(
-        &mut self,
+    pub(crate) fn answers_within<T>(
+        &self,
         patience: Duration,
-        mut call: impl FnMut(AdminClient<Channel>) -> F,
-    ) -> Vec<(String, Result<T, Fault>)>
-    where
-        F: Future<Output = Result<tonic::Response<T>, Status>>,
-    {
-        self.answers(|admin| {
-            let answer = call(admin);
-            async move {
-                tokio::time::timeout(patience, answer).await.unwrap_or_else(|_| Err(silence(patience)))
-            }
+        call: impl AsyncFn(Admin) -> Answer<T>,
+    ) -> Answers<T> {
+        self.answers(async |admin| {
+            let answer = tokio::time::timeout(patience, call(admin)).await;
+            answer.unwrap_or_else(|_| Err(silence(patience)))
         })
     }
 
     /// Makes one call on every server at once. Returns each answer.
-    pub(crate) fn answers<T, F>(
-        &mut self,
-        mut call: impl FnMut(AdminClient<Channel>) -> F,
-    ) -> Vec<(String, Result<T, Fault>)>
-    where
-        F: Future<Output = Result<tonic::Response<T>, Status>>,
-    {
-        let answers =
-            self.runtime.block_on(join_all(self.servers.iter().map(|server| call(server.admin.clone()))));
-        let answer = |(server, answer): (&Server, Result<tonic::Response<T>, Status>)| {
+    pub(crate) fn answers<T>(&self, call: impl AsyncFn(Admin) -> Answer<T>) -> Answers<T> {
+        let calls = self.servers.iter().map(|server| call(server.admin.clone()));
+        let answers = self.runtime.block_on(join_all(calls));
+        let answer = |(server, answer): (&Server, Answer<T>)| {
             let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
             (server.address.clone(), answer.map(tonic::Response::into_inner))
         };
         self.servers.iter().zip(answers).map(answer).collect()
+    }
+
+    /// Lists the jobs of the servers that answer within `patience`. The others become silent.
+    pub(crate) fn lists(
+        &mut self,
+        patience: Duration,
+        silent: &mut Silent,
+    ) -> Vec<(String, v1::ListJobsResponse)> {
+        let mut lists = Vec::new();
+        for (address, answer) in
+            self.answers_within(patience, async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)
+        {
+            match answer {
+                Ok(list) => lists.push((address, list)),
+                Err(fault) => silent.push((address, format!("does not answer: {fault}"))),
+            }
+        }
+        self.servers.retain(|server| silent.iter().all(|(address, _)| *address != server.address));
+        lists
+    }
+
+    pub(crate) fn described(&self, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
+        let answers = self.each_promptly(async |mut admin| admin.describe(brief(job)).await)?;
+        Ok(answers.into_iter().map(|(_, answer)| answer).collect())
     }
 
     /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread
@@ -213,9 +210,9 @@ impl Servers {
     ) -> impl FnMut() -> Option<(u64, u64)> + Send + 'static {
         let runtime = self.handle().clone();
         let admins: Vec<_> = self.servers.iter().map(|server| server.admin.clone()).collect();
-        let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
+        let request = brief(job);
         move || {
-            let ask = |mut admin: AdminClient<Channel>| {
+            let ask = |mut admin: Admin| {
                 let request = request.clone();
                 async move { tokio::time::timeout(PROMPTLY, admin.describe(request)).await.ok()?.ok() }
             };
@@ -226,7 +223,7 @@ impl Servers {
     }
 
     /// Returns the named job, or the only job there is.
-    pub(crate) fn job(&mut self, named: Option<&String>) -> anyhow::Result<String> {
+    pub(crate) fn job(&self, named: Option<&String>) -> anyhow::Result<String> {
         if let Some(name) = named {
             return Ok(name.clone());
         }
@@ -242,25 +239,22 @@ impl Servers {
         }
     }
 
-    /// Returns an error if no server holds the job.
-    pub(crate) fn check_job(&mut self, name: &str) -> anyhow::Result<()> {
+    pub(crate) fn check_job(&self, name: &str) -> anyhow::Result<()> {
         let jobs = self.jobs()?;
         anyhow::ensure!(jobs.iter().any(|job| job == name), "{}", no_such_job(name, &jobs));
         Ok(())
     }
 
-    pub(crate) fn has_job(&mut self, name: &str) -> anyhow::Result<bool> {
+    pub(crate) fn has_job(&self, name: &str) -> anyhow::Result<bool> {
         Ok(self.jobs()?.iter().any(|job| job == name))
     }
 
-    fn jobs(&mut self) -> anyhow::Result<Vec<String>> {
-        let lists =
-            self.each_promptly(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;
+    fn jobs(&self) -> anyhow::Result<Vec<String>> {
+        let lists = self.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
         Ok(jobs_of(&lists))
     }
 }
 
-/// Returns the names of all servers' jobs, sorted.
 pub(crate) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {
     let mut jobs: Vec<String> = lists.iter().flat_map(|(_, list)| list.jobs.clone()).collect();
     jobs.sort();
@@ -274,12 +268,9 @@ pub(crate) fn no_such_job(name: &str, jobs: &[String]) -> String {
     format!("no job {name:?} on these servers: {there}")
 }
 
-fn all_or_first<T>(answers: Vec<(String, Result<T, Fault>)>) -> anyhow::Result<Vec<(String, T)>> {
-    let named = |(address, answer): (String, Result<T, Fault>)| {
-        let answer = answer.with_context(|| address.clone())?;
-        Ok((address, answer))
-    };
-    answers.into_iter().map(named).collect()
+/// Returns the request for a job's progress, without its layout.
+pub(crate) fn brief(job: &str) -> v1::DescribeRequest {
+    v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() }
 }
 
 /// Returns the status of a process that accepts connections and calls, and answers none.
@@ -289,7 +280,6 @@ fn silence(patience: Duration) -> Status {
     wire::status(&Fault::new(FaultKind::Deadline, "server", value, "answering", remedy))
 }
 
-/// Formats unreachable servers in one line.
 pub(crate) fn name_silent(silent: &Silent) -> String {
     let named: Vec<String> = silent.iter().map(|(address, why)| format!("{address} {why}")).collect();
     named.join("; ")

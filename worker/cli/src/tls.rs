@@ -33,7 +33,6 @@ const CA_DAYS: u32 = 3650;
 const BEFORE: Duration = Duration::from_secs(3600);
 const TOKEN_BYTES: usize = 32;
 
-/// The claim of a certificate.
 pub(crate) enum Subject<'a> {
     /// A server is known by its hosts' names and addresses.
     Server(&'a [String]),
@@ -63,7 +62,6 @@ impl Authority {
         Ok(Authority { certificate, key, params })
     }
 
-    /// Opens the folder of an authority that [`Authority::create`] made.
     pub(crate) fn open(dir: &Path) -> anyhow::Result<Authority> {
         let read = |name: &str| {
             let path = dir.join(name);
@@ -121,7 +119,6 @@ impl Authority {
     }
 }
 
-/// Writes identities with their roles into a server's folder.
 pub(crate) fn write_identities(dir: &Path, text: &str) -> anyhow::Result<()> {
     write_new(&dir.join(IDENTITIES), text.as_bytes())
 }

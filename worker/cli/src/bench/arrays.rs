@@ -2,8 +2,8 @@
 
 use anyhow::Context;
 use longshore_engine::{
-    kernels::{self, Isa, Rule},
-    memory::{Region, Slab},
+    kernels::{self, Gradient, Isa, Rule},
+    memory::{Region, Slab, Traffic},
     threads::ThreadPool,
     tier::{self, StateMut},
 };
@@ -77,7 +77,6 @@ impl Arrays {
         Ok(arrays)
     }
 
-    /// Fills the state with values of these formats.
     pub(super) fn prepare(&mut self, pool: &ThreadPool, formats: Formats) {
         if self.formats != formats {
             self.formats = formats;
@@ -117,6 +116,17 @@ impl Shard {
     }
 }
 
+/// Moves the bytes of one update of all parameters without arithmetic, as its limit.
+pub(super) fn move_bytes(arrays: &mut Arrays, pool: &ThreadPool, shape: Shape) {
+    for shard in &mut arrays.shards {
+        let (gradient, state, image) = shard.cut(shape);
+        let wire = BLOCK * shape.wire.bytes() as usize;
+        let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
+        let items = blocks.map(|((read, state), write)| Traffic { read, update: state.arrays, write });
+        pool.blocks(items.collect(), |block: Traffic<'_>| block.run(BLOCK));
+    }
+}
+
 /// Fills a block with values that stay positive and far from denormal. This holds in every format, under every
 /// rule, after any number of updates. Instructions on a denormal or NaN take another time.
 fn fill(block: &mut StateMut<'_>) {
@@ -136,6 +146,14 @@ fn fill(block: &mut StateMut<'_>) {
         if !matches!(moment, MomentMut::Empty) {
             encode(Isa::detect(), code, &values(value), moment);
         }
+    }
+}
+
+pub(super) fn gradient_of(wire: Dtype, bytes: &[u8]) -> Gradient<'_> {
+    match wire {
+        Dtype::F32 => Gradient::f32(bytemuck::cast_slice(bytes)),
+        Dtype::F16 => Gradient::f16(bytemuck::cast_slice(bytes)),
+        Dtype::Bf16 => Gradient::bf16(bytemuck::cast_slice(bytes)),
     }
 }
 

@@ -3,7 +3,7 @@
 //! means something only beside a limit measured at the same time.
 
 mod arrays;
-mod limit;
+mod host;
 pub(crate) mod probe;
 mod receive;
 pub(crate) mod step;
@@ -17,7 +17,7 @@ use std::time::Duration;
 use longshore_proto::{JobName, JobSpec, Param};
 use rustix::time::{ClockId, clock_gettime};
 
-pub(crate) use self::table::Rows;
+use self::table::Rows;
 
 /// Returns the base job of a bench: AdamW, bf16 both ways, one rank, exact. Each bench changes the fields that it
 /// varies.
@@ -34,10 +34,8 @@ pub(crate) struct Measured {
     pub(crate) bench: &'static str,
     pub(crate) case: String,
     pub(crate) threads: usize,
-    /// Bytes that the case and its limit move in a round.
     pub(crate) bytes: u64,
     pub(crate) params: u64,
-    /// Seconds of each round.
     pub(crate) times: Vec<f64>,
     pub(crate) limits: Vec<f64>,
 }
@@ -74,7 +72,6 @@ impl Measured {
         median(&self.times) * 1e9 / self.params as f64
     }
 
-    /// JSON keys common to all benches.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "bench": self.bench,
@@ -99,7 +96,6 @@ fn process_cpu() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Returns the median; for an even number of values, the mean of the middle two.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

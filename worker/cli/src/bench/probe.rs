@@ -49,7 +49,6 @@ impl ProbeArgs {
     }
 }
 
-/// Results in GB/s, microseconds and bytes.
 pub(crate) struct Probed {
     pub(crate) threads: usize,
     /// Memory that `longshored` gives to jobs here by default.
@@ -66,12 +65,40 @@ pub(crate) struct Probed {
 }
 
 impl Probed {
-    /// Returns the speeds, under the names of their flags.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "threads": self.threads, "memory": self.memory, "nvme": self.nvme, "server_memory": self.server_memory, "drives": self.drives, "link": self.link,
             "is_loopback": self.is_loopback, "round_trip": self.round_trip_us,
         })
+    }
+
+    pub(crate) fn file(&self, formats: Formats) -> String {
+        let mut lines = vec![
+            format!(
+                "# Measured by `longshore plan --probe` with {} threads: updates of {} moments and {} master weights.",
+                self.threads, formats.state, formats.master
+            ),
+            format!("memory = \"{}MiB\"", self.memory >> 20),
+            match self.nvme {
+                Some(free) => format!("nvme = \"{}MiB\"", free >> 20),
+                None => "# nvme = \"2TB\"  # --probe-dir finds what is free".to_string(),
+            },
+            "# drive-endurance = \"600TB\"  # what its data sheet says may be written to each server's drives"
+                .to_string(),
+            "# gpu-memory = \"80GiB\"".to_string(),
+            "# gpu-tflops = 300.0".to_string(),
+            format!("server-memory = {:.2}", self.server_memory),
+        ];
+        match self.drives {
+            Some(drives) => lines.push(format!("drives = {drives:.3}")),
+            None => lines.push("# drives = 6.0  # --probe-dir measures it".to_string()),
+        }
+        if self.is_loopback {
+            lines.push("# Over loopback; --probe-servers measures the link to other hosts.".to_string());
+        }
+        lines.push(format!("link = {:.3}", self.link));
+        lines.push(format!("round-trip = {:.0}.0", self.round_trip_us));
+        lines.join("\n")
     }
 }
 
@@ -131,33 +158,23 @@ fn updates(formats: Formats) -> anyhow::Result<f64> {
 
 /// Returns the GB a second to and from servers, for the slower direction.
 pub(crate) fn link(servers: &[String], access: &Access) -> anyhow::Result<f64> {
-    let mut both = wire::Both::to((servers.to_vec(), access), wire::default_connections())?;
-    let measured = slower_of(&mut both);
-    // The job is deleted in any case. The measurement's error is more useful than that of the deletion.
-    let closed = both.close();
-    let speed = measured?;
-    closed.map(|()| speed)
-}
-
-fn slower_of(both: &mut wire::Both) -> anyhow::Result<f64> {
-    let mut slower = Vec::new();
+    let mut rank = wire::BenchRank::to((servers.to_vec(), access), wire::default_connections())?;
+    let mut slower = || anyhow::Ok(rank.push()?.gb_per_s().min(rank.pull()?.gb_per_s()));
     // The first round warms up.
-    for round in 0..=ROUNDS {
-        let speed = both.push()?.min(both.pull()?);
-        if round > 0 {
-            slower.push(speed);
-        }
-    }
-    Ok(median(&slower))
+    let measured = slower().and_then(|_| (0..ROUNDS).map(|_| slower()).collect::<anyhow::Result<Vec<_>>>());
+    // The job is deleted in any case. The measurement's error is more useful than that of the deletion.
+    let closed = rank.close();
+    let speed = median(&measured?);
+    closed.map(|()| speed)
 }
 
 /// Returns the time of a call without work, sent to all servers at once.
 fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
-    let mut servers = Servers::connect(servers, access)?;
+    let servers = Servers::connect(servers, access)?;
     let mut times = Vec::with_capacity(CALLS);
     for _ in 0..CALLS {
         let begun = Instant::now();
-        servers.each_promptly(|mut admin| async move { admin.list_jobs(v1::ListJobsRequest {}).await })?;
+        servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
         times.push(begun.elapsed().as_secs_f64() * 1e6);
     }
     Ok(median(&times))
@@ -166,6 +183,7 @@ fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::HardwareArgs;
 
     #[test]
     fn folders_of_one_drive_share_its_space() {
@@ -177,5 +195,31 @@ mod tests {
         assert!(one > 0 && both < one + one / 2, "{one} and {both}");
         let missing = free_of(&[folder.path().join("c")]).unwrap_err();
         assert!(missing.to_string().contains("--probe-dir"), "{missing:#}");
+    }
+
+    #[test]
+    fn what_a_probe_prints_is_a_file_for_hardware() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("node.toml");
+        for drives in [None, Some(2.5)] {
+            let probed = Probed {
+                threads: 2,
+                memory: (37 << 20) + 5,
+                nvme: drives.map(|_| 700 << 30),
+                server_memory: 12.345,
+                drives,
+                link: 1.5,
+                is_loopback: true,
+                round_trip_us: 87.4,
+            };
+            std::fs::write(&path, probed.file(Formats::default())).unwrap();
+            let args = HardwareArgs::of_flags(Some(path.clone()), Some(100.0)).with_file().unwrap();
+            assert_eq!(args.memory.map(|size| size.0), Some(37 << 20));
+            assert_eq!(args.nvme.map(|size| size.0), drives.map(|_| 700 << 30));
+            let speeds = args.speeds(drives.is_some()).unwrap().unwrap();
+            assert_eq!((speeds.server_memory, speeds.link), (12.35e9, 1.5e9));
+            assert_eq!(speeds.drives, drives.unwrap_or(f64::INFINITY) * 1e9);
+            assert!((speeds.round_trip_s - 87e-6).abs() < 1e-12);
+        }
     }
 }

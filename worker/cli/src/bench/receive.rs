@@ -10,17 +10,16 @@ use std::{
 };
 
 use longshore_engine::{
-    kernels::{Gradient, Isa, statistics},
+    kernels::{Isa, statistics},
     threads::ThreadPool,
 };
 use longshore_proto::{Dtype, checksum::Crc32, limits::CHUNK_BYTES};
 
-use super::arrays::{Arrays, BLOCK, fill_gradient};
+use super::arrays::{Arrays, BLOCK, fill_gradient, gradient_of};
 
 /// The most bytes of one read from a socket, as in a server.
 const RECEIVED: usize = 256 * 1024;
 
-/// The source of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Source {
     /// A buffer in cache, on all threads at once: the pass measures writing alone.
@@ -131,17 +130,9 @@ fn receive(receiver: &mut TcpStream, slot: &mut [u8], wire: Dtype, isa: Option<I
     Ok(())
 }
 
-/// Computes the gradient statistics of each received block.
 fn take_statistics(wire: Dtype, isa: Option<Isa>, received: &[u8]) {
     let Some(isa) = isa else { return };
     for block in received.chunks(block_bytes(wire)) {
-        black_box(statistics(
-            isa,
-            match wire {
-                Dtype::F32 => Gradient::f32(bytemuck::cast_slice(block)),
-                Dtype::F16 => Gradient::f16(bytemuck::cast_slice(block)),
-                Dtype::Bf16 => Gradient::bf16(bytemuck::cast_slice(block)),
-            },
-        ));
+        black_box(statistics(isa, gradient_of(wire, block)));
     }
 }

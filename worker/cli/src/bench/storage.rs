@@ -12,7 +12,7 @@ use longshore_engine::{
         nvme::{StorageMeasurement, bench},
     },
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::{job, median, param};
@@ -61,7 +61,8 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     }
     for case in cases(&args.resident) {
         let measurements = measure(&case, &args.dir, args.params, args.rounds.into())?;
-        out.result(|| json(&case, &measurements, args), || line(&case, &measurements));
+        let measured = json(&case, &measurements, args.params);
+        out.result(|| measured.clone(), || line(&case, &measured));
     }
     Ok(())
 }
@@ -69,7 +70,9 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 /// Returns the GB a second that the store reads and writes together in these folders, with no resident state.
 pub(crate) fn gb_per_s(dirs: &[PathBuf], params: u64, rounds: u64) -> anyhow::Result<f64> {
     let case = Case { engine: Engine::Auto, resident: 0.0 };
-    Ok(medians(&measure(&case, dirs, params, rounds)?).gb_per_s)
+    let measurements = measure(&case, dirs, params, rounds)?;
+    let speeds: Vec<f64> = measurements.iter().map(StorageMeasurement::step_gb_per_second).collect();
+    Ok(median(&speeds))
 }
 
 fn measure(
@@ -109,33 +112,6 @@ fn cases(resident: &[f64]) -> Vec<Case> {
     [threads].into_iter().chain(auto).collect()
 }
 
-/// Medians over the rounds.
-struct Medians {
-    gb_per_s: f64,
-    limit_gb_per_s: f64,
-    fraction: f64,
-    least: f64,
-    most: f64,
-    cpu: f64,
-    limit_cpu: f64,
-    seconds: f64,
-}
-
-fn medians(measurements: &[StorageMeasurement]) -> Medians {
-    let all = |value: fn(&StorageMeasurement) -> f64| measurements.iter().map(value).collect::<Vec<f64>>();
-    let fractions = all(StorageMeasurement::fraction);
-    Medians {
-        gb_per_s: median(&all(StorageMeasurement::step_gb_per_second)),
-        limit_gb_per_s: median(&all(StorageMeasurement::raw_gb_per_second)),
-        fraction: median(&fractions),
-        least: fractions.iter().copied().fold(f64::INFINITY, f64::min),
-        most: fractions.iter().copied().fold(0.0, f64::max),
-        cpu: median(&all(|round| round.step_cpu_seconds * 1e9 / round.bytes as f64)),
-        limit_cpu: median(&all(|round| round.raw_cpu_seconds * 1e9 / round.bytes as f64)),
-        seconds: median(&all(|round| round.step_seconds)),
-    }
-}
-
 fn head() -> String {
     format!(
         "{:<34} {:>7} {:>10} {:>12} {:>13} {:>9} {:>9} {:>8} {:>10}",
@@ -143,30 +119,37 @@ fn head() -> String {
     )
 }
 
-fn line(case: &Case, measurements: &[StorageMeasurement]) -> String {
-    let of = medians(measurements);
-    let bytes = measurements.first().map_or(0, |round| round.bytes);
+fn line(case: &Case, measured: &Value) -> String {
+    let of = |key: &str| measured[key].as_f64().unwrap_or(f64::NAN);
     format!(
         "{:<34} {:>7.2} {:>10.2} {:>12.2} {:>13} {:>9.3} {:>9.3} {:>8.3} {:>10}",
         case.name(),
-        of.gb_per_s,
-        of.limit_gb_per_s,
-        of.fraction,
-        format!("{:.2}..{:.2}", of.least, of.most),
-        of.cpu,
-        of.limit_cpu,
-        of.seconds,
-        human(bytes)
+        of("gb_per_s"),
+        of("limit_gb_per_s"),
+        of("fraction"),
+        format!("{:.2}..{:.2}", of("min_fraction"), of("max_fraction")),
+        of("cpu_s_per_gb"),
+        of("limit_cpu_s_per_gb"),
+        of("step_s"),
+        human(of("bytes") as u64)
     )
 }
 
-fn json(case: &Case, measurements: &[StorageMeasurement], args: &Args) -> serde_json::Value {
-    let of = medians(measurements);
+/// Returns medians over the rounds.
+fn json(case: &Case, measurements: &[StorageMeasurement], params: u64) -> Value {
+    let all = |value: fn(&StorageMeasurement) -> f64| measurements.iter().map(value).collect::<Vec<f64>>();
+    let fractions = all(StorageMeasurement::fraction);
     json!({
-        "bench": "storage", "case": case.name(), "threads": available_threads(), "gb_per_s": of.gb_per_s,
-        "limit_gb_per_s": of.limit_gb_per_s, "fraction": of.fraction, "min_fraction": of.least,
-        "max_fraction": of.most, "cpu_s_per_gb": of.cpu, "limit_cpu_s_per_gb": of.limit_cpu,
-        "step_s": of.seconds, "resident": case.resident, "params": args.params,
+        "bench": "storage", "case": case.name(), "threads": available_threads(),
+        "gb_per_s": median(&all(StorageMeasurement::step_gb_per_second)),
+        "limit_gb_per_s": median(&all(StorageMeasurement::raw_gb_per_second)),
+        "fraction": median(&fractions),
+        "min_fraction": fractions.iter().copied().fold(f64::INFINITY, f64::min),
+        "max_fraction": fractions.iter().copied().fold(0.0, f64::max),
+        "cpu_s_per_gb": median(&all(|round| round.step_cpu_seconds * 1e9 / round.bytes as f64)),
+        "limit_cpu_s_per_gb": median(&all(|round| round.raw_cpu_seconds * 1e9 / round.bytes as f64)),
+        "step_s": median(&all(|round| round.step_seconds)),
+        "resident": case.resident, "params": params,
         "bytes": measurements.first().map_or(0, |round| round.bytes), "rounds": measurements.len(),
     })
 }

@@ -8,14 +8,14 @@ const HEAD: [&str; 7] = ["case", "threads", "GB/s", "min..max", "limit GB/s", "o
 const ROOM: [usize; 7] = [0, 7, 6, 14, 10, 12, 8];
 
 /// Rows that are printed as they come. The table is Markdown, so that it can be pasted into a page.
-pub(crate) struct Rows {
+pub(super) struct Rows {
     /// None for one JSON object a line.
     widths: Option<[usize; 7]>,
 }
 
 impl Rows {
     /// Prints the head of a table. Its first column is wide enough for these names.
-    pub(crate) fn begin<'a>(cases: impl Iterator<Item = &'a str>, out: Output) -> Rows {
+    pub(super) fn begin<'a>(cases: impl Iterator<Item = &'a str>, out: Output) -> Rows {
         let rows = Rows { widths: (!out.is_json()).then(|| widths(cases)) };
         if let Some(widths) = &rows.widths {
             say!("{}\n{}", line(&HEAD.map(str::to_string), widths), rules(widths));
@@ -23,14 +23,10 @@ impl Rows {
         rows
     }
 
-    pub(crate) fn say(&self, measured: &Measured) {
-        say!("{}", self.row(measured));
-    }
-
-    fn row(&self, measured: &Measured) -> String {
+    pub(super) fn say(&self, measured: &Measured) {
         match &self.widths {
-            Some(widths) => line(&cells(measured), widths),
-            None => measured.json().to_string(),
+            Some(widths) => say!("{}", line(&cells(measured), widths)),
+            None => say!("{}", measured.json()),
         }
     }
 }
@@ -70,33 +66,4 @@ fn rules(widths: &[usize; 7]) -> String {
         _ => format!("{}:", "-".repeat(width - 1)),
     });
     format!("| {} |", rules.collect::<Vec<_>>().join(" | "))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_table_lines_up() {
-        let measured = |case: &str| Measured {
-            bench: "update",
-            case: case.to_string(),
-            threads: 2,
-            bytes: 28_000_000_000,
-            params: 1_000_000_000,
-            times: vec![0.5],
-            limits: vec![0.48],
-        };
-        let names = ["adamw/bf16/avx512", "x"];
-        let widths = widths(names.into_iter());
-        let rows = Rows { widths: Some(widths) };
-        let mut lines = vec![line(&HEAD.map(str::to_string), &widths), rules(&widths)];
-        lines.extend(names.map(|name| rows.row(&measured(name))));
-        let text = lines.join("\n");
-        assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{text}");
-        assert!(
-            lines[2].contains(" 56.0 |     56.0..56.0 |") && lines[2].ends_with(" 0.96 |    0.500 |"),
-            "{text}"
-        );
-    }
 }

@@ -14,30 +14,36 @@ use longshore_proto::{Dtype, Formats};
 pub(super) use self::cases::Update;
 use self::cases::{Case, Images};
 use super::{
-    Measured,
-    arrays::{Arrays, BLOCK, Shard, fitting},
-    limit, median, receive,
+    Measured, Rows,
+    arrays::{Arrays, BLOCK, Shard, fitting, gradient_of, move_bytes},
+    median, receive,
 };
+use crate::{output::Output, sizes::parse_count};
 
-pub(crate) struct Settings {
-    /// Number of parameters; None means 200 million, or as many as half of the available memory holds.
-    pub(crate) params: Option<u64>,
-    pub(crate) rounds: usize,
-    /// Only cases whose name contains this text.
-    pub(crate) filter: String,
-    /// Every rule with every format and instruction set.
-    pub(crate) all: bool,
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Parameters, as in 200M [default: 200M, or what half of the available memory holds]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
+    params: Option<u64>,
+    /// Passes over all parameters; medians are shown
+    #[arg(long, default_value_t = 9, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
+    /// Only cases whose name contains this, as in adamw/bf16
+    #[arg(long, default_value = "", value_name = "TEXT", hide_default_value = true)]
+    filter: String,
+    /// Every rule in every format on every instruction set, not AdamW alone
+    #[arg(long)]
+    all: bool,
 }
 
 impl Arrays {
-    /// Returns the seconds of one pass of a case or of its limit.
     fn time(&mut self, pool: &ThreadPool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
         if let Case::Update(update) = case {
             self.prepare(pool, update.formats);
         }
         let begun = Instant::now();
         match case {
-            Case::Update(update) if is_limit => limit::pass(self, pool, update.shape()),
+            Case::Update(update) if is_limit => move_bytes(self, pool, update.shape()),
             Case::Update(update) => self.pass(pool, update),
             Case::Receive { source, wire, isa } => {
                 receive::pass(self, pool, source, wire, (!is_limit).then_some(isa))?;
@@ -46,7 +52,6 @@ impl Arrays {
         Ok(begun.elapsed().as_secs_f64())
     }
 
-    /// Runs a step of all parameters.
     fn pass(&mut self, pool: &ThreadPool, case: Update) {
         let hyper = Hyper { lr: 1e-6, momentum: 0.9, weight_decay: 0.0, ..Hyper::default() };
         let scalars = Scalars::new(case.rule, &hyper, 10, 1.0);
@@ -77,22 +82,13 @@ impl Shard {
         let (gradient, state, image) = self.cut(case.shape());
         let wire = BLOCK * case.wire.bytes() as usize;
         let blocks = gradient.chunks(wire).zip(state.blocks()).zip(image.chunks_mut(wire));
-        let block = |((gradient, state), image)| match case.wire {
-            Dtype::F32 => (
-                Gradient::f32(bytemuck::cast_slice(gradient)),
-                state,
-                ImageMut::F32(bytemuck::cast_slice_mut(image)),
-            ),
-            Dtype::F16 => (
-                Gradient::f16(bytemuck::cast_slice(gradient)),
-                state,
-                ImageMut::F16(bytemuck::cast_slice_mut(image)),
-            ),
-            Dtype::Bf16 => (
-                Gradient::bf16(bytemuck::cast_slice(gradient)),
-                state,
-                ImageMut::Bf16(bytemuck::cast_slice_mut(image)),
-            ),
+        let block = |((gradient, state), image)| {
+            let image = match case.wire {
+                Dtype::F32 => ImageMut::F32(bytemuck::cast_slice_mut(image)),
+                Dtype::F16 => ImageMut::F16(bytemuck::cast_slice_mut(image)),
+                Dtype::Bf16 => ImageMut::Bf16(bytemuck::cast_slice_mut(image)),
+            };
+            (gradient_of(case.wire, gradient), state, image)
         };
         blocks.map(block).collect()
     }
@@ -123,7 +119,6 @@ impl Bare {
         self.arrays.pass(&self.pool, self.update);
     }
 
-    /// Bytes that a pass moves through memory.
     pub(super) fn bytes(&self) -> f64 {
         self.params as f64 * self.update.shape().block_bytes() as f64 / BLOCK as f64
     }
@@ -141,16 +136,11 @@ impl Bare {
     }
 }
 
-/// Returns the names of the cases that [`run`] measures.
-pub(crate) fn names(settings: &Settings) -> anyhow::Result<Vec<String>> {
-    Ok(selected(settings)?.iter().map(Case::name).collect())
-}
-
-/// Measures every case with one thread and with all, in rounds, each beside its limit. `tell` gets each case at
-/// once, since all of them take minutes.
-pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyhow::Result<()> {
-    let cases = selected(settings)?;
-    let params = fitting(settings.params, longshore_server::config::available_memory())?;
+/// Measures every case with one thread and with all, in rounds, each beside its limit. Each case is printed at once,
+/// since all of them take minutes.
+pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+    let cases = selected(args)?;
+    let params = fitting(args.params, longshore_server::config::available_memory())?;
     let mut pools = vec![ThreadPool::new(1)?];
     if available_threads() > 1 {
         pools.push(ThreadPool::new(available_threads())?);
@@ -160,7 +150,10 @@ pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyho
     // on the core of the pool's second thread all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
-    let progress = indicatif::ProgressBar::new((settings.rounds * cases.len() * pools.len()) as u64);
+    let names: Vec<String> = cases.iter().map(Case::name).collect();
+    let rows = Rows::begin(names.iter().map(String::as_str), out);
+    let rounds: usize = args.rounds.into();
+    let progress = indicatif::ProgressBar::new((rounds * cases.len() * pools.len()) as u64);
     for &case in &cases {
         for pool in &pools {
             let mut measured = Measured {
@@ -172,7 +165,7 @@ pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyho
                 times: Vec::new(),
                 limits: Vec::new(),
             };
-            for round in 0..settings.rounds {
+            for round in 0..rounds {
                 // Case and limit take turns in going first.
                 let limit_first = round % 2 == 0;
                 for is_limit in [limit_first, !limit_first] {
@@ -181,20 +174,19 @@ pub(crate) fn run(settings: &Settings, mut tell: impl FnMut(&Measured)) -> anyho
                 }
                 progress.inc(1);
             }
-            progress.suspend(|| tell(&measured));
+            progress.suspend(|| rows.say(&measured));
         }
     }
     progress.finish_and_clear();
     Ok(())
 }
 
-fn selected(settings: &Settings) -> anyhow::Result<Vec<Case>> {
-    let list = Case::list(settings.all);
-    let cases: Vec<Case> =
-        list.iter().copied().filter(|case| case.name().contains(&settings.filter)).collect();
+fn selected(args: &Args) -> anyhow::Result<Vec<Case>> {
+    let list = Case::list(args.all);
+    let cases: Vec<Case> = list.iter().copied().filter(|case| case.name().contains(&args.filter)).collect();
     if cases.is_empty() {
         let names: Vec<String> = list.iter().map(Case::name).collect();
-        anyhow::bail!("no case contains {:?}; there are {}", settings.filter, names.join(", "));
+        anyhow::bail!("no case contains {:?}; there are {}", args.filter, names.join(", "));
     }
     Ok(cases)
 }
@@ -229,35 +221,8 @@ mod tests {
     }
 
     #[test]
-    fn each_case_is_told_before_the_next_one_is_measured() {
-        let settings =
-            Settings { params: Some(1 << 20), rounds: 3, filter: "adamw/bf16/scalar".into(), all: false };
-        let (begun, mut told) = (Instant::now(), Vec::new());
-        run(&settings, |measured| {
-            let of_rounds: f64 = measured.times.iter().chain(&measured.limits).sum();
-            told.push((
-                measured.case.clone(),
-                measured.threads,
-                measured.times.len(),
-                of_rounds,
-                begun.elapsed(),
-            ));
-        })
-        .unwrap();
-        let names = names(&settings).unwrap();
-        assert_eq!(told.len() % names.len(), 0);
-        assert!(told.iter().all(|(case, _, rounds, ..)| names.contains(case) && *rounds == 3), "{told:?}");
-        for pair in told.windows(2) {
-            assert!(
-                (pair[1].4 - pair[0].4).as_secs_f64() >= pair[1].3,
-                "measured before the other was told: {told:?}"
-            );
-        }
-    }
-
-    #[test]
     fn an_unknown_filter_names_the_cases() {
-        let settings = |filter: &str| Settings { params: None, rounds: 9, filter: filter.into(), all: false };
+        let settings = |filter: &str| Args { params: None, rounds: 9, filter: filter.into(), all: false };
         assert_eq!(selected(&settings("lion")).unwrap().len(), 1);
         let refused = selected(&settings("adamx")).unwrap_err().to_string();
         assert!(refused.contains("adamw/bf16/"), "{refused}");

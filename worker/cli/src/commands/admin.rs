@@ -1,6 +1,7 @@
 //! Commands that call every server of a job: checkpoint, resume, delete, drain.
 
 use std::{
+    cell::RefCell,
     hash::{BuildHasher, RandomState},
     thread,
     time::{Duration, Instant},
@@ -16,39 +17,15 @@ use longshore_worker::session::{
 use serde_json::json;
 
 use crate::{
-    access::Access,
+    access::{JobArgs, ServersArgs},
     output::Output,
     progress::Progress,
-    servers::{PROMPTLY, Servers},
+    servers::{Admin, PROMPTLY, Servers, brief},
 };
 
 /// Longest wait for the checkpoints of others, and the pause between two tries.
 const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(250);
-
-#[derive(clap::Args)]
-pub(super) struct ServersArgs {
-    /// The servers, in the order the job was opened with [default: those of --cluster, or of the config file's default cluster]
-    #[arg(long, env = "LONGSHORE_SERVERS", value_delimiter = ',', value_name = "HOST:PORT,...")]
-    pub(super) servers: Vec<String>,
-    #[command(flatten)]
-    pub(super) access: Access,
-}
-
-impl ServersArgs {
-    pub(super) fn connect(&self) -> anyhow::Result<Servers> {
-        Servers::connect(&self.servers, &self.access)
-    }
-}
-
-#[derive(clap::Args)]
-pub(super) struct JobArgs {
-    #[command(flatten)]
-    pub(super) servers: ServersArgs,
-    /// The job [default: the only one there]
-    #[arg(long)]
-    pub(super) job: Option<String>,
-}
 
 #[derive(clap::Args)]
 pub(super) struct CheckpointArgs {
@@ -57,12 +34,6 @@ pub(super) struct CheckpointArgs {
     /// The checkpoint's name [default: from the version]
     #[arg(long)]
     name: Option<String>,
-}
-
-#[derive(clap::Args)]
-pub(super) struct CheckpointsArgs {
-    #[command(flatten)]
-    pub(super) target: JobArgs,
 }
 
 #[derive(clap::Args)]
@@ -96,7 +67,7 @@ pub(super) struct StepBackArgs {
 }
 
 pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<()> {
-    let (mut servers, job) = target(&args.target)?;
+    let (servers, job) = args.target.connect()?;
     let written = |answer: &v1::DescribeResponse| {
         (answer.checkpoint_bytes > 0).then_some((answer.checkpoint_written_bytes, answer.checkpoint_bytes))
     };
@@ -105,7 +76,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
     let author = Author::Operator(RandomState::new().hash_one(std::process::id()));
     let (mut tried, mut taken, begun) = (0, 0, Instant::now());
     let (name, parts) = loop {
-        let described = describe(&mut servers, &job)?;
+        let described = servers.described(&job)?;
         let version = asked_version(&described, tried);
         let free = || numbered(&checkpoint_name(version)).nth(taken);
         let Some(name) = args.name.clone().or_else(free) else {
@@ -113,20 +84,17 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
         };
         let request =
             v1::CheckpointRequest { job: job.clone(), name: name.clone(), version, ..Default::default() };
-        let parts = servers.each(|mut admin| {
-            let request = author.sign(request.clone());
-            async move { admin.checkpoint(request).await }
-        });
+        let parts = servers.each(async |mut admin| admin.checkpoint(author.sign(request.clone())).await);
         match parts {
             Err(error) if tried < TRIES && error.downcast_ref().is_some_and(has_passed) => tried += 1,
             // Others make their checkpoints now.
             Err(error) if error.downcast_ref().is_some_and(is_busy) && begun.elapsed() < PATIENCE => {
-                discard(&mut servers, author, &job, &name);
+                discard(&servers, author, &job, &name);
                 thread::sleep(PAUSE);
             }
             Err(error) if args.name.is_none() && error.downcast_ref().is_some_and(is_taken) => taken += 1,
             Err(error) => {
-                discard(&mut servers, author, &job, &name);
+                discard(&servers, author, &job, &name);
                 return Err(error);
             }
             Ok(parts) => break (name, parts),
@@ -137,17 +105,8 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
         name: name.clone(),
         parts: parts.iter().map(|(_, answer)| answer.part.clone()).collect(),
     };
-    let sealed = servers.each(|mut admin| {
-        let seal = author.sign(seal.clone());
-        async move { admin.seal_checkpoint(seal).await }
-    });
-    let sealed = match sealed {
-        Ok(sealed) => sealed,
-        Err(error) => {
-            discard(&mut servers, author, &job, &name);
-            return Err(error);
-        }
-    };
+    let sealed = servers.each(async |mut admin| admin.seal_checkpoint(author.sign(seal.clone())).await);
+    let sealed = sealed.inspect_err(|_| discard(&servers, author, &job, &name))?;
     drop(waiting);
     let version = parts.first().map_or(0, |(_, answer)| answer.version);
     if out.is_json() {
@@ -171,17 +130,16 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
 }
 
 /// Frees the room of written parts. If that fails, the next checkpoint frees it.
-fn discard(servers: &mut Servers, author: Author, job: &str, name: &str) {
+fn discard(servers: &Servers, author: Author, job: &str, name: &str) {
     let request = v1::DiscardCheckpointRequest { job: job.to_string(), name: name.to_string() };
-    let _ = servers.answers(|mut admin| {
-        let request = author.sign(request.clone());
-        async move { admin.discard_checkpoint(request).await }
-    });
+    let _ = servers.answers(async |mut admin| admin.discard_checkpoint(author.sign(request.clone())).await);
 }
 
-pub(super) fn checkpoints(args: &CheckpointsArgs, out: Output) -> anyhow::Result<()> {
-    let (mut servers, job) = target(&args.target)?;
-    let found = common_checkpoints(&mut servers, &job)?;
+pub(super) fn checkpoints(target: &JobArgs, out: Output) -> anyhow::Result<()> {
+    let (servers, job) = target.connect()?;
+    let request = v1::ListCheckpointsRequest { job: job.clone() };
+    let lists = servers.each_promptly(async |mut admin| admin.list_checkpoints(request.clone()).await)?;
+    let found = common(lists.into_iter().map(|(address, list)| (address, list.checkpoints)).collect());
     if found.is_empty() {
         // Checkpoints outlive their job, so a missing job is an error only without any checkpoint.
         servers.check_job(&job)?;
@@ -201,31 +159,26 @@ pub(super) fn checkpoints(args: &CheckpointsArgs, out: Output) -> anyhow::Result
 }
 
 pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
-    let (mut servers, job) = target(&args.target)?;
+    let (servers, job) = args.target.connect()?;
     // The request names the version, so that a server which a first try has resumed does not refuse the second.
-    let version =
-        paused_at(describe(&mut servers, &job)?.iter().filter_map(|answer| answer.progress.as_ref()));
+    let described = servers.described(&job)?;
+    let version = paused_at(described.iter().filter_map(|answer| answer.progress.as_ref()));
     let request = v1::ResumeRequest { job: job.clone(), loss_scale: args.loss_scale.unwrap_or(0.0), version };
-    servers.each(|mut admin| {
-        let request = request.clone();
-        async move { admin.resume(request).await }
-    })?;
+    servers.each(async |mut admin| admin.resume(request.clone()).await)?;
     out.result(|| json!({"job": job, "version": version, "resumed": true}), || "resumed".to_string());
     Ok(())
 }
 
 pub(super) fn step_back(args: &StepBackArgs, out: Output) -> anyhow::Result<()> {
-    let (mut servers, job) = target(&args.target)?;
-    let request = v1::DescribeRequest { job: job.clone(), brief: true, ..Default::default() };
-    let answers = servers.answers_within(PROMPTLY, |mut admin| {
-        let request = request.clone();
-        async move { admin.describe(request).await }
-    });
+    let (servers, job) = args.target.connect()?;
+    let answers = servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(&job)).await);
     let (incarnation, decisions) = plan_step_back(answers, args.version)?;
-    let mut decisions = decisions.into_iter();
-    servers.each(|mut admin| {
-        let (job, decided_by) = (job.clone(), decisions.next().unwrap_or_default());
-        let request = v1::StepBackRequest { job, incarnation, version: args.version, decided_by };
+    // A repeated call goes to all servers again.
+    let decisions = RefCell::new(decisions.iter().cycle());
+    servers.each(|mut admin: Admin| {
+        let decided_by = decisions.borrow_mut().next().copied().unwrap_or_default();
+        let request =
+            v1::StepBackRequest { job: job.clone(), incarnation, version: args.version, decided_by };
         async move { admin.step_back(request).await }
     })?;
     let version = args.version;
@@ -266,12 +219,9 @@ fn plan_step_back(
 
 pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     let job = &args.job;
-    let mut servers = args.servers.connect()?;
+    let servers = args.servers.connect()?;
     let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
-    let answers = servers.answers(|mut admin| {
-        let request = request.clone();
-        async move { admin.delete_job(request).await }
-    });
+    let answers = servers.answers(async |mut admin| admin.delete_job(request.clone()).await);
     let any = answers.iter().any(|(_, answer)| answer.is_ok());
     for (address, answer) in answers {
         match answer {
@@ -285,35 +235,9 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
 }
 
 pub(super) fn drain(args: &ServersArgs, out: Output) -> anyhow::Result<()> {
-    let mut servers = args.connect()?;
-    servers.each(|mut admin| async move { admin.drain(v1::DrainRequest {}).await })?;
+    args.connect()?.each(async |mut admin| admin.drain(v1::DrainRequest {}).await)?;
     out.result(|| json!({"servers": args.servers, "draining": true}), || "draining".to_string());
     Ok(())
-}
-
-pub(super) fn target(args: &JobArgs) -> anyhow::Result<(Servers, String)> {
-    let mut servers = args.servers.connect()?;
-    let job = servers.job(args.job.as_ref())?;
-    Ok((servers, job))
-}
-
-fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
-    let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
-    let answers = servers.each_promptly(|mut admin| {
-        let request = request.clone();
-        async move { admin.describe(request).await }
-    })?;
-    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
-}
-
-/// Returns the checkpoints that the servers list, in the order of their sealing.
-fn common_checkpoints(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<Checkpoint>> {
-    let request = v1::ListCheckpointsRequest { job: job.to_string() };
-    let lists = servers.each_promptly(|mut admin| {
-        let request = request.clone();
-        async move { admin.list_checkpoints(request).await }
-    })?;
-    Ok(common(lists.into_iter().map(|(address, list)| (address, list.checkpoints)).collect()))
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@ use serde_json::json;
 
 use crate::{clusters::File, output::Output};
 
-/// Prints each cluster, with the default one marked. No server is called.
 pub(super) fn run(config: Option<&Path>, out: Output) -> anyhow::Result<()> {
     let file = File::read(config)?;
     let path = file.path.display();

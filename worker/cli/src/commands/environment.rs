@@ -31,7 +31,6 @@ pub fn check_environment() -> Result<(), ConfigError> {
     check_variables(PREFIX, (&known, &RETIRED), names)
 }
 
-/// Collects the variables of all flags of a command and its subcommands.
 fn collect<'a>(command: &'a Command, known: &mut Vec<&'a str>) {
     known.extend(command.get_arguments().filter_map(|flag| flag.get_env()?.to_str()));
     command.get_subcommands().for_each(|command| collect(command, known));

@@ -7,8 +7,7 @@ use longshore_proto::Dtype;
 use longshore_server::config::ByteSize;
 use serde_json::json;
 
-use super::admin::JobArgs;
-use crate::{export, output::Output, sizes::human};
+use crate::{access::JobArgs, export, output::Output, sizes::human};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -29,8 +28,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let mut servers = args.target.servers.connect()?;
-    let job = servers.job(args.target.job.as_ref())?;
+    let (servers, job) = args.target.connect()?;
     let settings = export::Settings {
         job,
         out: args.out.clone(),
@@ -41,7 +39,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         shown: out,
     };
     let from = std::time::Instant::now();
-    let exported = export::run(&mut servers, &settings)
+    let exported = export::run(&servers, &settings)
         .with_context(|| format!("job {} was not exported to {}", settings.job, args.out.display()))?;
     let seconds = from.elapsed().as_secs_f64();
     if out.is_json() {

@@ -7,7 +7,7 @@ use longshore_engine::{
     job::inspect,
     tier::inspect::{Report, VersionReport, folders},
 };
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::FaultKind;
 use serde_json::json;
 
 use crate::output::Output;
@@ -19,73 +19,42 @@ pub(super) struct Args {
     dir: PathBuf,
 }
 
-/// Folders that a server could not recover from as they are, by reason.
-#[derive(Default)]
-struct Amiss {
-    lost: Vec<String>,
-    damaged: Vec<String>,
-    in_use: Vec<String>,
-}
+/// Reasons for which a server could not recover from a folder as it is.
+const LOST: &str = "nothing that a server can go on from in";
+const DAMAGED: &str = "damage in the newest version, which a server refuses, in";
+const IN_USE: &str = "a server uses, so that it was not verified,";
 
 /// Reads and verifies everything. Returns an error if a folder has no whole version, if its newest version is
 /// damaged, or if a server uses it.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let mut amiss = Amiss::default();
+    let mut amiss = Vec::new();
     for folder in folders(&args.dir)? {
         let name = folder.display().to_string();
-        let said = match inspect(&folder) {
+        let why = match inspect(&folder) {
             Ok(report) => {
-                let said = if out.is_json() { json(&report).to_string() } else { text(&report) };
-                amiss.count(name, &report);
-                said
+                out.result(|| json(&report), || text(&report));
+                let why = if report.recoverable().is_some() { DAMAGED } else { LOST };
+                (!report.is_whole()).then_some(why)
             }
             Err(fault) => {
                 let in_use = fault.kind == FaultKind::Conflict;
-                let said = if out.is_json() {
-                    refused(&name, &fault, in_use).to_string()
-                } else {
-                    format!("{name}\n  {fault}")
-                };
-                if in_use {
-                    amiss.in_use.push(name)
-                } else {
-                    amiss.lost.push(name)
-                };
-                said
+                out.result(
+                    || json!({"folder": name, "error": fault.to_string(), "in_use": in_use}),
+                    || format!("{name}\n  {fault}"),
+                );
+                Some(if in_use { IN_USE } else { LOST })
             }
         };
-        say!("{said}");
+        amiss.extend(why.map(|why| (why, name)));
     }
-    amiss.into_result()
-}
-
-impl Amiss {
-    fn count(&mut self, folder: String, report: &Report) {
-        if report.is_whole() {
-            return;
-        }
-        match report.recoverable() {
-            Some(_) => self.damaged.push(folder),
-            None => self.lost.push(folder),
-        }
-    }
-
-    fn into_result(self) -> anyhow::Result<()> {
-        let reasons = [
-            ("nothing that a server can go on from in", self.lost),
-            ("damage in the newest version, which a server refuses, in", self.damaged),
-            ("a server uses, so that it was not verified,", self.in_use),
-        ];
-        let reasons = reasons.into_iter().filter(|(_, folders)| !folders.is_empty());
-        let reasons: Vec<String> =
-            reasons.map(|(why, folders)| format!("{why} {}", folders.join(", "))).collect();
-        ensure!(reasons.is_empty(), "{}", reasons.join("; "));
-        Ok(())
-    }
-}
-
-fn refused(folder: &str, fault: &Fault, in_use: bool) -> serde_json::Value {
-    json!({"folder": folder, "error": fault.to_string(), "in_use": in_use})
+    let folders = |reason| amiss.iter().filter(move |(why, _)| *why == reason).map(|(_, name)| name.as_str());
+    let reasons: Vec<String> = [LOST, DAMAGED, IN_USE]
+        .into_iter()
+        .filter(|&reason| folders(reason).next().is_some())
+        .map(|reason| format!("{reason} {}", folders(reason).collect::<Vec<_>>().join(", ")))
+        .collect();
+    ensure!(reasons.is_empty(), "{}", reasons.join("; "));
+    Ok(())
 }
 
 fn json(report: &Report) -> serde_json::Value {
@@ -137,7 +106,6 @@ fn text(report: &Report) -> String {
     lines.join("\n")
 }
 
-/// Returns what a server will do with the folder.
 fn outlook(report: &Report) -> String {
     match (report.recoverable(), report.versions.last()) {
         _ if report.is_blank() && report.damage.is_empty() => {

@@ -43,7 +43,6 @@ impl Program {
     }
 }
 
-/// Prints a script for a shell.
 pub(super) fn completions(longshore: &Command, args: &CompletionsArgs, out: Output) {
     let mut command = args.program.command(longshore);
     let name = command.get_name().to_string();
@@ -56,7 +55,6 @@ pub(super) fn completions(longshore: &Command, args: &CompletionsArgs, out: Outp
     );
 }
 
-/// Writes a page for each command and subcommand.
 pub(super) fn man(longshore: &Command, args: &ManArgs, out: Output) -> anyhow::Result<()> {
     let wrote = || -> io::Result<Vec<String>> {
         fs::create_dir_all(&args.out)?;

@@ -15,7 +15,6 @@ mod status;
 mod tls;
 mod top;
 mod trace;
-mod train;
 
 use std::path::PathBuf;
 
@@ -27,11 +26,12 @@ use longshore_server::{
 };
 
 pub use self::environment::check_environment;
-use self::trace::TraceFlag;
+use self::trace::{TraceFlag, Traced};
 use crate::{
-    access::Access,
+    access::{Access, JobArgs, ServersArgs},
     clusters::{Given, Wanted, choose},
-    output::Output,
+    output::{Output, wrong_use},
+    train::{self, Flags, Settings},
 };
 
 /// Exit codes, shown after every command's help. tests/tests/output.rs checks that docs/cli.md says the same.
@@ -89,7 +89,7 @@ enum Command {
     /// Train a byte-level GPT on the text files of a folder
     ///
     /// Without --servers an optimizer server is started inside this process, and spoken to over the same gRPC.
-    Train(Box<train::Args>),
+    Train(Box<Traced<Flags>>),
     /// Say what a job will take of its servers: DRAM, drives and their wear
     Plan(Box<plan::Args>),
     /// Show the jobs of servers: version, state hash, who waits for whom
@@ -101,7 +101,7 @@ enum Command {
     /// Write a checkpoint of a running job
     Checkpoint(admin::CheckpointArgs),
     /// List the checkpoints of a job
-    Checkpoints(admin::CheckpointsArgs),
+    Checkpoints(JobArgs),
     /// Fill a job from a checkpoint, and open it first where it is not open
     ///
     /// All servers or none: a job starts once every one has loaded its part. Asking again after an error or a lost connection
@@ -112,7 +112,7 @@ enum Command {
     /// Fill a new job with weights from files, before any trainer runs
     ///
     /// The command takes rank 0, so that a trainer which is filling the job is fenced.
-    Import(import::Args),
+    Import(crate::import::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
     /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
@@ -120,11 +120,11 @@ enum Command {
     /// Forget a job and free its memory; its checkpoints stay
     Delete(admin::DeleteArgs),
     /// Finish the step in hand on each server and stop it
-    Drain(admin::ServersArgs),
+    Drain(ServersArgs),
     /// Show what a state directory holds, and verify all of it; no server may be using it
     Inspect(inspect::Args),
     /// Check this host and servers for what Longshore needs of them
-    Doctor(doctor::Args),
+    Doctor(crate::doctor::Look),
     /// Make the certificates and tokens of a cluster
     #[command(subcommand)]
     Tls(tls::Tls),
@@ -142,7 +142,7 @@ enum Command {
 impl Command {
     fn trace(&self) -> Option<&TraceFlag> {
         match self {
-            Command::Train(args) => Some(args.trace()),
+            Command::Train(args) => Some(&args.trace),
             Command::Bench(bench) => bench.trace(),
             _ => None,
         }
@@ -155,7 +155,7 @@ impl Command {
             Command::Status(args) => &mut args.servers,
             Command::Top(args) => &mut args.servers,
             Command::Checkpoint(args) => &mut args.target.servers,
-            Command::Checkpoints(args) => &mut args.target.servers,
+            Command::Checkpoints(target) => &mut target.servers,
             Command::Restore(args) => &mut args.target.servers,
             Command::Export(args) => &mut args.target.servers,
             Command::Import(args) => &mut args.servers,
@@ -163,8 +163,10 @@ impl Command {
             Command::StepBack(args) => &mut args.target.servers,
             Command::Delete(args) => &mut args.servers,
             Command::Drain(args) => args,
-            Command::Train(args) => return Some((args.elsewhere(), Wanted::Optional)),
-            Command::Doctor(args) => return Some((args.elsewhere(), Wanted::Optional)),
+            Command::Train(args) => return Some((args.args.elsewhere(), Wanted::Optional)),
+            Command::Doctor(look) => {
+                return Some(((&mut look.servers, &mut look.access), Wanted::Optional));
+            }
             Command::Plan(args) => return Some((args.elsewhere(), Wanted::ByFlag)),
             Command::Bench(bench) => return Some((bench.elsewhere()?, Wanted::ByFlag)),
             Command::Inspect(_) | Command::Tls(_) | Command::Clusters => return None,
@@ -175,7 +177,6 @@ impl Command {
 }
 
 impl Cli {
-    /// Returns the format of results and errors.
     pub(crate) fn output(&self) -> Output {
         self.output
     }
@@ -198,12 +199,12 @@ impl Cli {
         log::init(log::LogFormat::Text, &self.log, stages);
         let out = self.output;
         match self.command {
-            Command::Train(args) => train::run(*args, out),
+            Command::Train(args) => train::run(&Settings::new(args.args, out).map_err(wrong_use)?),
             Command::Plan(args) => plan::run(&args, out),
             Command::Status(args) => status::run(&args, out),
             Command::Top(args) => top::run(&args, out),
             Command::Checkpoint(args) => admin::checkpoint(&args, out),
-            Command::Checkpoints(args) => admin::checkpoints(&args, out),
+            Command::Checkpoints(target) => admin::checkpoints(&target, out),
             Command::Restore(args) => restore::run(&args, out),
             Command::Export(args) => export::run(&args, out),
             Command::Import(args) => import::run(&args, out),
@@ -212,7 +213,7 @@ impl Cli {
             Command::StepBack(args) => admin::step_back(&args, out),
             Command::Delete(args) => admin::delete(&args, out),
             Command::Drain(args) => admin::drain(&args, out),
-            Command::Doctor(args) => doctor::run(&args, out),
+            Command::Doctor(look) => doctor::run(&look, out),
             Command::Tls(tls) => tls.run(out),
             Command::Clusters => clusters::run(self.config.as_deref(), out),
             Command::Completions(args) => {
@@ -225,7 +226,6 @@ impl Cli {
     }
 }
 
-/// Returns the sources of servers and cluster: flags or variables.
 fn given(matches: &ArgMatches) -> Given {
     let mut leaf = matches;
     while let Some((_, below)) = leaf.subcommand() {

@@ -2,7 +2,6 @@
 //! the time of its steps.
 
 mod gpus;
-mod hardware;
 mod job;
 
 use std::path::PathBuf;
@@ -19,10 +18,9 @@ use serde_json::json;
 use crate::{
     access::Access,
     bench::probe::{self, ProbeArgs},
-    output::Output,
+    output::{Output, wrong_use},
     plan::{DriveTraffic, HardwareArgs, Model},
     sizes::{human, parse_count},
-    wrong_use::wrong_use,
 };
 
 #[derive(Clone, clap::Args)]
@@ -95,18 +93,16 @@ struct Requirements {
     most: Option<u64>,
     /// Bytes to or from one rank in a step, each way. Pushed bytes are those of each micro-step.
     wire: u64,
-    /// Bytes written a day.
     daily: Option<f64>,
     endurance_days: Option<f64>,
     gpus: gpus::Plan,
     short: Vec<String>,
 }
 
-/// Prints the plan. Returns an error if the job does not fit.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if args.probe.probe {
         let probed = probe::run(&args.probe, args.formats())?;
-        out.result(|| probed.json(), || hardware::file(args.formats(), &probed));
+        out.result(|| probed.json(), || probed.file(args.formats()));
         return Ok(());
     }
     let args = &args.with_file().map_err(wrong_use)?;
@@ -125,7 +121,6 @@ impl Args {
         self.probe.elsewhere()
     }
 
-    /// Returns the flags, completed by the file of --hardware.
     fn with_file(&self) -> anyhow::Result<Args> {
         let mut all = self.clone();
         all.gpus.hardware = self.gpus.hardware.with_file()?;
@@ -377,17 +372,5 @@ mod tests {
         assert_eq!(retained(&["--tier", "nvme"]), 2 * step);
         assert_eq!(retained(&["--delay", "1"]), 2 * step);
         assert_eq!(retained(&["--delay", "1", "--tier", "nvme"]), 3 * step);
-    }
-
-    #[test]
-    fn a_frozen_base_has_no_gradients_on_a_gpu() {
-        let whole = planned(&["--params", "1B", "--gpu-memory", "32GiB"]).gpus.json();
-        let frozen = planned(&["--params", "1B", "--frozen", "990M", "--gpu-memory", "32GiB"]).gpus.json();
-        for stage in 0..2 {
-            let of = |plan: &serde_json::Value, key: &str| plan["stages"][stage][key].as_u64().unwrap();
-            assert_eq!(of(&whole, "weight_bytes"), of(&frozen, "weight_bytes"));
-            let share = of(&frozen, "gradient_bytes") as f64 / of(&whole, "gradient_bytes") as f64;
-            assert!((share - 0.01).abs() < 1e-6, "{share}");
-        }
     }
 }

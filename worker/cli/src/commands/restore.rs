@@ -1,16 +1,15 @@
 //! `longshore restore`: fills a job from a checkpoint on all its servers, and opens it where it is not open.
 
 use anyhow::Context;
-use longshore_proto::{Fault, JobSpec, Rank};
+use longshore_proto::{JobSpec, Rank};
 use longshore_wire::{
     Wire,
-    v1::{DescribeResponse, ListCheckpointsRequest, RestoreMode, RestoreRequest, RestoreResponse},
+    v1::{DescribeResponse, ListCheckpointsRequest, RestoreMode, RestoreRequest},
 };
 use longshore_worker::session::{GoBack, Options, Session};
 use serde_json::json;
 
-use super::admin::{JobArgs, target};
-use crate::{output::Output, progress::Progress, servers::Servers};
+use crate::{access::JobArgs, output::Output, progress::Progress, servers::Servers};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -25,8 +24,8 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let (mut servers, job) = target(&args.target)?;
-    let spec = spec(&mut servers, &job, args.name.as_ref())?;
+    let (servers, job) = args.target.connect()?;
+    let spec = spec(&servers, &job, args.name.as_ref())?;
     let addresses = servers.list().iter().map(|server| server.address.clone()).collect();
     // The session connects as rank 0, whose view of the servers decides, and does not join.
     let options = Options { connections: 1, ..Options::new(addresses, spec, Rank(0)) };
@@ -51,8 +50,7 @@ fn read(answer: &DescribeResponse) -> Option<(u64, u64)> {
     Some((loaded, loaded + progress.missing_shards.len() as u64))
 }
 
-/// Returns the open job's spec, or else the checkpoint's.
-fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Result<JobSpec> {
+fn spec(servers: &Servers, job: &str, name: Option<&String>) -> anyhow::Result<JobSpec> {
     let names = match name {
         Some(name) => vec![name.clone()],
         None => names(servers, job)?,
@@ -65,11 +63,14 @@ fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Resu
             mode: RestoreMode::Check.into(),
             deadline_ms: 0,
         };
-        let answers = servers.answers(|mut admin| {
-            let request = request.clone();
-            async move { admin.restore(request).await }
-        });
-        let (found, refused) = split(answers);
+        let answers = servers.answers(async |mut admin| admin.restore(request.clone()).await);
+        let (mut found, mut refused) = (Vec::new(), None);
+        for (address, answer) in answers {
+            match answer {
+                Ok(answer) => found.push(answer),
+                Err(fault) => refused = refused.or(Some((address, fault))),
+            }
+        }
         // The open job's spec comes first: the checkpoint may have another tier or world size.
         let open = found.iter().position(|answer| answer.progress.is_some());
         if let Some(answer) = found.into_iter().nth(open.unwrap_or(0)) {
@@ -83,26 +84,10 @@ fn spec(servers: &mut Servers, job: &str, name: Option<&String>) -> anyhow::Resu
     Err(anyhow::Error::from(fault).context(address))
 }
 
-fn split(
-    answers: Vec<(String, Result<RestoreResponse, Fault>)>,
-) -> (Vec<RestoreResponse>, Option<(String, Fault)>) {
-    let (mut found, mut refused) = (Vec::new(), None);
-    for (address, answer) in answers {
-        match answer {
-            Ok(answer) => found.push(answer),
-            Err(fault) => refused = refused.or(Some((address, fault))),
-        }
-    }
-    (found, refused)
-}
-
 /// Returns the names of the checkpoints that any server lists, oldest first.
-fn names(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<String>> {
+fn names(servers: &Servers, job: &str) -> anyhow::Result<Vec<String>> {
     let request = ListCheckpointsRequest { job: job.to_string() };
-    let lists = servers.each(|mut admin| {
-        let request = request.clone();
-        async move { admin.list_checkpoints(request).await }
-    })?;
+    let lists = servers.each(async |mut admin| admin.list_checkpoints(request.clone()).await)?;
     let mut all: Vec<_> = lists.into_iter().flat_map(|(_, list)| list.checkpoints).collect();
     all.sort_by_key(|checkpoint| checkpoint.version);
     Ok(all.into_iter().map(|checkpoint| checkpoint.name).collect())

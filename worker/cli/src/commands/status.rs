@@ -2,7 +2,6 @@
 
 mod gather;
 mod object;
-mod read;
 mod steps;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,16 +10,14 @@ use longshore_proto::{legible, remedies};
 use longshore_wire::v1;
 
 use self::{
-    gather::{Answers, Found, GONE, Without, hashed},
+    gather::{Answers, Found, GONE, Wear, Without, combined_hash, formats, hashed, last_commit, phase},
     object::object,
-    read::{Wear, combined_hash, formats, last_commit, phase},
 };
-use super::admin::ServersArgs;
 use crate::{
-    output::Output,
+    access::ServersArgs,
+    output::{Output, wrong_use},
     servers::{PROMPTLY, Unanswered, standing},
     sizes::human,
-    wrong_use::wrong_use,
 };
 
 #[derive(clap::Args)]
@@ -41,14 +38,13 @@ pub(super) struct Args {
     deadline_s: u64,
 }
 
-/// Prints the answers of servers. Returns an error if a server does not answer, or if none holds the named job.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if args.steps > 0 && !out.is_json() {
         return Err(wrong_use(anyhow::anyhow!(
             "--steps is for programs: add --output json, or watch steps with longshore top"
         )));
     }
-    let mut found = Found::ask(&args.servers, Duration::from_secs(args.deadline_s))?;
+    let found = Found::ask(&args.servers, Duration::from_secs(args.deadline_s))?;
     if !out.is_json() {
         for (address, list) in &found.lists {
             say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
@@ -60,7 +56,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     for job in &jobs {
         let (mut answers, without) = found.describe(job, args.steps > 0);
         let unhashed =
-            if args.no_hash { Some(LEFT_OUT.to_string()) } else { hashed(&mut found, job, &mut answers) };
+            if args.no_hash { Some(LEFT_OUT.to_string()) } else { hashed(&found, job, &mut answers) };
         if out.is_json() {
             say!("{}", object(job, &answers, &without, args.steps as usize));
         } else {
@@ -72,8 +68,8 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     }
     let asked = found.lists.len() + found.silent.len();
     if !found.silent.is_empty() {
-        let lead = format!("{} of {asked} servers did not answer", found.silent.len());
-        return Err(Unanswered::with(&found.silent, &lead).into());
+        let lead = format!("{} of {asked} servers did not answer: ", found.silent.len());
+        return Err(Unanswered::new(&lead, &found.silent).into());
     }
     Ok(())
 }
@@ -151,7 +147,6 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
     }
 }
 
-/// Formats an identity's use of a server, and its quota.
 fn share_of(identity: &v1::IdentityUsage) -> String {
     let of = |has: String, most: Option<String>| match most {
         Some(most) => format!("{has} of {most}"),
@@ -274,7 +269,6 @@ fn time(time: Duration) -> String {
     }
 }
 
-/// Formats a job's use of its server's drives.
 fn drives(answer: &v1::DescribeResponse) -> String {
     let held = format!(
         "drives: {} reserved, {} written",

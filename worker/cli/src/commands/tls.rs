@@ -107,7 +107,6 @@ fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the folders that were made, as JSON.
 fn made(dir: &Path, args: &InitArgs) -> serde_json::Value {
     let identity = |(name, _, _): (&str, &str, &str)| {
         let token = (!args.no_tokens).then(|| dir.join(format!("{name}-token")));

@@ -1,7 +1,7 @@
 //! `longshore top`: the status page in a terminal.
 
-use super::admin::ServersArgs;
 use crate::{
+    access::ServersArgs,
     output::Output,
     servers::{Silent, Unanswered},
     top::{Poller, once, watch},
@@ -29,7 +29,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         .filter_map(|server| Some((server.address.clone(), server.silent.clone()?)))
         .collect();
     if !silent.is_empty() && silent.len() == view.servers.len() {
-        return Err(Unanswered::with(&silent, "no server answers").into());
+        return Err(Unanswered::new("no server answers: ", &silent).into());
     }
     let object = serde_json::to_value(&view)?;
     out.result(|| object, || once(&view));

@@ -30,11 +30,19 @@ thread_local! {
     static NAMED: Cell<bool> = const { Cell::new(false) };
 }
 
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args)]
 pub(super) struct TraceFlag {
     /// Write when each stage ran to this file, for ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
+}
+
+#[derive(clap::Args)]
+pub(super) struct Traced<T: clap::Args> {
+    #[command(flatten)]
+    pub(super) args: T,
+    #[command(flatten)]
+    pub(super) trace: TraceFlag,
 }
 
 /// Starts the trace. The file is complete once the second part of the result is dropped.
@@ -129,7 +137,6 @@ impl Stages {
     }
 }
 
-/// Fields of a span or event.
 #[derive(Default)]
 struct Fields(BTreeMap<&'static str, String>);
 

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use longshore_wire::tls::Credentials;
 use tokio::{net::TcpStream, time::timeout};
 
-use super::finding::{Finding, bad, good, warning};
+use super::{Finding, bad, good, warning};
 
 /// Certificates that expire sooner get a warning: a run that begins now may take weeks, and connections end with
 /// their certificate. `longshore tls` makes certificates for 365 days by default, so the warning covers their last

@@ -18,11 +18,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{
-    certificates,
-    finding::{Finding, bad, good, warning},
-    look::Look,
-};
+use super::{Finding, Look, bad, certificates, good, warning};
 use crate::{access::Access, bench::probe, servers::PROMPTLY, sizes::human};
 
 /// The longest wait for a name, a port or a handshake.
@@ -41,8 +37,7 @@ const NEARLY_ALL: f64 = 0.95;
 const SILENT: &str =
     "check that longshored runs there and is not stopped, and that address, port and firewall are right";
 
-/// Returns the findings of every check of every server.
-pub(super) fn all(look: &Look<'_>) -> anyhow::Result<Vec<Finding>> {
+pub(super) fn all(look: &Look) -> anyhow::Result<Vec<Finding>> {
     if look.servers.is_empty() {
         return Ok(Vec::new());
     }
@@ -60,7 +55,7 @@ pub(super) fn all(look: &Look<'_>) -> anyhow::Result<Vec<Finding>> {
             findings.iter().any(|found| found.what == format!("{name} round trip"))
         };
         let reached: Vec<String> = look.servers.iter().filter(whole).cloned().collect();
-        findings.extend(reached.iter().map(|address| speed(address, look.access)));
+        findings.extend(reached.iter().map(|address| speed(address, &look.access)));
     }
     Ok(findings)
 }
@@ -105,7 +100,6 @@ fn dialled(address: &str) -> Option<&str> {
     Some(address.trim_start_matches("https://").trim_start_matches("http://"))
 }
 
-/// Resolves the name and dials the port.
 async fn reach(what: &str, host_and_port: &str) -> Result<Option<Finding>, Finding> {
     const RESOLVE: &str = "correct the name in --servers, or add it to DNS or /etc/hosts of this host";
     let host = host_and_port.rsplit_once(':').map_or(host_and_port, |(host, _)| host);
@@ -142,7 +136,6 @@ async fn reach(what: &str, host_and_port: &str) -> Result<Option<Finding>, Findi
     Ok(is_name.then(|| good(name, addresses.join(", "))))
 }
 
-/// Connects as a client does.
 async fn trust(
     what: &str,
     address: &str,
@@ -162,7 +155,6 @@ async fn trust(
     })
 }
 
-/// Returns the remedy for a connection that was closed.
 fn perhaps_encrypted(credentials: Option<&Credentials>) -> &'static str {
     match credentials {
         Some(_) => SILENT,
@@ -200,9 +192,9 @@ async fn list(
 }
 
 fn version(what: &str, list: &ListJobsResponse) -> Finding {
-    let release = if list.release.is_empty() { "older than this program's" } else { &list.release };
     let said = format!(
-        "version {release}, {} jobs, {} of {} reserved",
+        "version {}, {} jobs, {} of {} reserved",
+        list.release,
         list.jobs.len(),
         human(list.memory_reserved),
         human(list.memory_budget)
@@ -237,7 +229,6 @@ fn room(what: &str, list: &ListJobsResponse) -> Option<Finding> {
     })
 }
 
-/// Measures the time of a call without work.
 async fn round_trip(admin: &mut AdminClient<Channel>, address: &str, what: &str) -> Finding {
     let name = format!("{what} round trip");
     let mut times = Vec::with_capacity(CALLS);
@@ -284,11 +275,8 @@ fn speed(address: &str, access: &Access) -> Finding {
 }
 
 /// Returns the least difference between a server's clock and this host's. The server read its clock during a call
-/// of duration `took`. An older server does not report its clock.
+/// of duration `took`.
 fn clocks_apart(theirs: u64, took: Duration) -> Duration {
     let here = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
-    match theirs {
-        0 => Duration::ZERO,
-        theirs => Duration::from_micros(here.abs_diff(theirs)).saturating_sub(took),
-    }
+    Duration::from_micros(here.abs_diff(theirs)).saturating_sub(took)
 }

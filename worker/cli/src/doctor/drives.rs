@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags, open, statvfs};
 
-use super::finding::{Finding, Grade, bad, good, warning};
+use super::{Finding, Grade, bad, good, warning};
 use crate::{bench::storage, sizes::human};
 
 /// A folder with less room takes no job.
@@ -61,7 +61,6 @@ pub(super) fn state_dir(dir: &Path) -> Finding {
     }
 }
 
-/// Measures the usable folders one after the other.
 pub(super) fn speeds(dirs: &[PathBuf], found: &[Finding]) -> Vec<Finding> {
     let usable = dirs.iter().zip(found).filter(|(_, found)| found.grade != Grade::Bad);
     let measured: Vec<_> = usable.map(|(dir, _)| (dir, speed(dir))).collect();

@@ -13,10 +13,7 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
-use super::{
-    drives::free_bytes,
-    finding::{Finding, bad, good, warning},
-};
+use super::{Finding, bad, drives::free_bytes, good, warning};
 use crate::sizes::human;
 
 /// Enough descriptors. A rank has 3 connections to each server by default, so this serves some hundreds.
@@ -25,7 +22,6 @@ const TMPFS: &str = "/dev/shm";
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const NODES: &str = "sys/devices/system/node";
-/// Size of the probe file in bytes.
 const PROBE_BYTES: u64 = 1024 * 1024;
 
 /// Returns the findings of every check of the host. `system` is the root of the kernel's files.
@@ -168,9 +164,8 @@ fn descriptors() -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::finding::Grade, *};
+    use super::{super::Grade, *};
 
-    /// Makes a copy of the kernel's files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in files {

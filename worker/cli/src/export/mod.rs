@@ -1,22 +1,25 @@
 //! Exports a job's master weights as Hugging Face style safetensors, while training goes on. Memory is bounded by
 //! a few messages per server: every message is written to its place when it arrives.
 
-mod extents;
 mod files;
-mod receive;
 mod target;
 
 use std::{
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+    thread,
     time::Duration,
 };
 
-use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Version};
+use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, ServerId, Version};
 use longshore_wire::{Wire, v1};
-use longshore_worker::session::{TRIES, asked_version, has_passed, whole};
+use longshore_worker::{
+    export::{Contents, Export},
+    session::{TRIES, asked_version, has_passed, whole},
+};
 
-use self::{files::Files, receive::receive, target::Target};
-use crate::{output::Output, servers::Servers};
+use self::{files::Files, target::Target};
+use crate::{output::Output, progress::Progress, servers::Servers};
 
 /// The largest safetensors file, unless a single tensor is larger.
 pub(crate) const MAX_FILE_BYTES: u64 = 5 << 30;
@@ -26,13 +29,11 @@ pub(crate) struct Settings {
     pub(crate) out: PathBuf,
     /// Element type to which the master weights are rounded. None: that of the images, which the model has.
     pub(crate) dtype: Option<Dtype>,
-    /// The most bytes of tensors in a file.
     pub(crate) max_file_bytes: u64,
     /// The longest wait for a version that all servers can export.
     pub(crate) deadline: Duration,
     /// True if the export may replace an earlier one.
     pub(crate) replace: bool,
-    /// Decides whether a progress bar is shown.
     pub(crate) shown: Output,
 }
 
@@ -43,14 +44,13 @@ pub(crate) struct Exported {
     pub(crate) files: Vec<String>,
 }
 
-/// The constant properties of a job.
 struct Described {
     spec: JobSpec,
     layout: Layout,
     placement: Placement,
 }
 
-pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<Exported> {
+pub(crate) fn run(servers: &Servers, settings: &Settings) -> anyhow::Result<Exported> {
     let Described { spec, layout, placement } = describe(servers, &settings.job)?;
     check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
     let draft = Target { folder: settings.out.clone(), replace: settings.replace }.draft()?;
@@ -58,7 +58,7 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     let files = Files::create(draft, &spec, &layout, dtype, settings.max_file_bytes)?;
     let mut tried = 0;
     let version = loop {
-        let version = Version(asked_version(&described(servers, &settings.job)?, tried));
+        let version = Version(asked_version(&servers.described(&settings.job)?, tried));
         match receive(servers, settings, (version, dtype), (&layout, &placement), &files) {
             Ok(()) => break version,
             Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
@@ -68,6 +68,53 @@ pub(crate) fn run(servers: &mut Servers, settings: &Settings) -> anyhow::Result<
     let (bytes, names) = (files.bytes(), files.names().to_vec());
     files.publish()?;
     Ok(Exported { version, dtype, bytes, files: names })
+}
+
+/// Reads one version of all servers' shards at once, and writes each message when it arrives.
+fn receive(
+    servers: &Servers,
+    settings: &Settings,
+    (version, dtype): (Version, Dtype),
+    (layout, placement): (&Layout, &Placement),
+    files: &Files,
+) -> Result<(), Fault> {
+    check_servers(servers, placement)?;
+    let contents = Contents::Weights(dtype);
+    let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
+    let received = Mutex::new(Ok(()));
+    // Includes the padding between parameters, which is sent too.
+    let bytes = layout.elements() * dtype.bytes();
+    let progress = Progress::bytes("exporting", bytes, settings.shown);
+    let progress = &progress;
+    thread::scope(|scope| {
+        for (index, server) in servers.list().iter().enumerate() {
+            let (export, all) = (&export, &received);
+            let owned = placement.owned(ServerId(index as u32));
+            scope.spawn(move || {
+                let write = |_, at, bytes: &[u8]| {
+                    progress.add(bytes.len() as u64);
+                    files.write(at, bytes)
+                };
+                let received = export.receive(&server.address, server.admin.clone(), &owned, &write);
+                let received = servers.handle().block_on(received);
+                // The first fault is the cause; others may be its consequences.
+                let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+                if all.is_ok() {
+                    *all = received.map(drop);
+                }
+            });
+        }
+    });
+    received.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn check_servers(servers: &Servers, placement: &Placement) -> Result<(), Fault> {
+    let (given, needed) = (servers.list().len(), placement.servers.len());
+    if given == needed {
+        return Ok(());
+    }
+    let remedy = format!("name all of them, in their order: {}", placement.servers.join(","));
+    Err(Fault::invalid("--servers", format!("{given} servers"), format!("the job's {needed}"), remedy))
 }
 
 /// Refuses a job whose Python ranks have a part of each tensor. Only those ranks know the tensors' shapes, and no
@@ -90,25 +137,15 @@ pub(crate) fn check_target(out: &Path) -> Result<(), Fault> {
     Target { folder: out.to_path_buf(), replace: true }.draft().map(drop)
 }
 
-fn describe(servers: &mut Servers, job: &str) -> anyhow::Result<Described> {
+fn describe(servers: &Servers, job: &str) -> anyhow::Result<Described> {
     let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
-    let answers = servers.each_promptly(|admin| whole(admin, request.clone()))?;
+    let answers = servers.each_promptly(async |admin| whole(admin, request.clone()).await)?;
     let Some((_, answer)) = answers.into_iter().next() else { anyhow::bail!("--servers names no server") };
     let spec = JobSpec::from_wire(answer.spec)?;
     let layout = spec.validate()?;
     let placement = Placement::from_wire(answer.placement)?;
     placement.validate(layout.shards())?;
     Ok(Described { spec, layout, placement })
-}
-
-/// Returns the description of the job on each server.
-fn described(servers: &mut Servers, job: &str) -> anyhow::Result<Vec<v1::DescribeResponse>> {
-    let request = v1::DescribeRequest { job: job.to_string(), brief: true, ..Default::default() };
-    let answers = servers.each_promptly(|mut admin| {
-        let request = request.clone();
-        async move { admin.describe(request).await }
-    })?;
-    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
 #[cfg(test)]

@@ -13,7 +13,6 @@ use rustix::fs::{CWD, RenameFlags};
 /// The index file beside weights in several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// The target of an export.
 pub(super) struct Target {
     pub(super) folder: PathBuf,
     /// True if the folder may hold an earlier export.
@@ -32,7 +31,6 @@ impl Draft {
         self.folder.path()
     }
 
-    /// Moves the folder, whose files are durable, to its place.
     pub(super) fn publish(self) -> Result<(), Fault> {
         let parent = self.target.parent().to_path_buf();
         self.target.take(self.folder)?;
@@ -40,7 +38,6 @@ impl Draft {
     }
 }
 
-/// Makes a folder's entries durable.
 fn sync(path: &Path) -> Result<(), Fault> {
     File::open(path).and_then(|file| file.sync_all()).map_err(failed("sync", path))
 }

@@ -1,40 +1,48 @@
 //! Fills a new job with weights from safetensors of other programs, before any trainer runs. Memory is bounded by
 //! the chunks under way.
 
-mod found;
-mod safetensors;
 mod tensors;
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
 
-use anyhow::Context;
-use longshore_proto::{Dtype, Fault, FaultKind, JobName, JobSpec, Rank, StateArray};
+use anyhow::{Context, bail};
+use longshore_proto::{Dtype, Fault, FaultKind, JobName, JobSpec, Param, Rank, StateArray};
 use longshore_wire::{
     Wire,
     v1::{self, Phase},
 };
 use longshore_worker::{Filling, Options, Session, session::whole};
 
-use self::{
-    found::{Found, Weights},
-    tensors::Files,
-};
+use self::tensors::{Files, Kind, Place, Tensor};
 use crate::{
-    access::Access,
+    access::ServersArgs,
     output::Output,
     progress::Progress,
     servers::{PROMPTLY, Servers},
 };
 
-pub(crate) struct Settings {
-    pub(crate) servers: Vec<String>,
-    pub(crate) access: Access,
+/// Misfits that an error lists.
+const LISTED: usize = 5;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) servers: ServersArgs,
+    /// The job to fill: a new one, or one that is open and waits for its weights
+    #[arg(long)]
     pub(crate) job: String,
-    /// The job whose parameters and settings a new job gets. None for a job that is open and waits for weights.
-    pub(crate) like: Option<String>,
+    /// The job whose parameters and settings the new job gets; its own weights stay
+    #[arg(long, value_name = "JOB")]
+    like: Option<String>,
+    /// Weights: a safetensors file, its index, or a folder with one of them
+    #[arg(long, value_name = "PATH")]
     pub(crate) from: PathBuf,
-    /// True to ignore tensors that are no parameter of the job.
-    pub(crate) ignore_extra: bool,
+    /// Leave tensors alone that are no parameter of the job, such as buffers
+    #[arg(long)]
+    ignore_extra: bool,
 }
 
 pub(crate) struct Imported {
@@ -43,35 +51,35 @@ pub(crate) struct Imported {
 }
 
 /// Fills the job on all servers. A repeated call continues an import that was cut off.
-pub(crate) fn run(servers: &mut Servers, settings: &Settings, out: Output) -> anyhow::Result<Imported> {
-    check_kind(&settings.from)?;
-    let spec = spec(servers, settings)?;
+pub(crate) fn run(servers: &Servers, args: &Args, out: Output) -> anyhow::Result<Imported> {
+    check_kind(&args.from)?;
+    let spec = spec(servers, args)?;
     let layout = spec.validate()?;
     let mut files = Files::default();
-    let weights = safetensors::weights(&settings.from, &mut files)?;
-    let found = Found { from: settings.from.clone(), files, weights };
-    let filling = found.filling(&spec, settings.ignore_extra)?;
+    let tensors = tensors::weights(&args.from, &mut files)?;
+    let places = places(&tensors, args, &spec)?;
     let elements =
         (0..spec.params.len()).map(|param| layout.param_range(param)).map(|place| place.end - place.start);
     let imported = Imported { params: spec.params.len(), elements: elements.sum() };
-    let options = Options::new(settings.servers.clone(), spec, Rank(0));
-    let mut session = Session::connect(settings.access.of(options))?;
+    let options = Options::new(args.servers.servers.clone(), spec, Rank(0));
+    let mut session = Session::connect(args.servers.access.of(options))?;
     let bytes = imported.elements * Dtype::F32.bytes();
-    let filling = Shown { filling: &filling, progress: Progress::bytes("importing", bytes, out) };
-    session.start_from(&filling)?;
+    session.start_from(&Weights { files, places, progress: Progress::bytes("importing", bytes, out) })?;
     session.leave()?;
     Ok(imported)
 }
 
-/// Weights whose upload moves a progress bar.
-struct Shown<'a> {
-    filling: &'a Weights,
+/// Weights in files, as the filling of a new job.
+struct Weights {
+    files: Files,
+    /// By parameter.
+    places: Vec<Place>,
     progress: Progress,
 }
 
-impl Filling for Shown<'_> {
+impl Filling for Weights {
     fn applied(&self) -> Option<u64> {
-        self.filling.applied()
+        None
     }
 
     fn write(
@@ -82,7 +90,55 @@ impl Filling for Shown<'_> {
         target: &mut [u8],
     ) -> longshore_worker::Result<()> {
         self.progress.add(target.len() as u64);
-        self.filling.write(array, param, at, target)
+        match self.places.get(param) {
+            Some(&place) if array == StateArray::Master => Ok(self.files.write(place, at, target)?),
+            _ => {
+                let value = format!("{array} of parameter {param}");
+                let remedy = "report this as a defect of Longshore";
+                Err(Fault::invalid("from", value, "weights of a parameter", remedy).into())
+            }
+        }
+    }
+}
+
+/// Returns the place of each parameter's values.
+///
+/// # Errors
+/// Names tensors that are missing, that have another shape or type, or that are no parameter.
+fn places(tensors: &BTreeMap<String, Tensor>, args: &Args, spec: &JobSpec) -> anyhow::Result<Vec<Place>> {
+    let (mut misfits, mut places) = (Vec::new(), Vec::new());
+    for param in &spec.params {
+        match tensors.get(&param.name).map(|tensor| fit(param, tensor)) {
+            None => misfits.push(format!("{} is missing", param.name)),
+            Some(Err(why)) => misfits.push(why),
+            Some(Ok(place)) => places.push(place),
+        }
+    }
+    if !args.ignore_extra {
+        let known: BTreeSet<&String> = spec.params.iter().map(|param| &param.name).collect();
+        let extra = tensors.keys().filter(|name| !known.contains(name));
+        misfits.extend(
+            extra.map(|name| format!("{name} is no parameter of the job (--ignore-extra leaves it alone)")),
+        );
+    }
+    if misfits.is_empty() {
+        return Ok(places);
+    }
+    let more = misfits.len().saturating_sub(LISTED);
+    misfits.truncate(LISTED);
+    let more = if more == 0 { String::new() } else { format!("; and {more} more") };
+    bail!("{} does not fit job {}: {}{more}", args.from.display(), spec.name, misfits.join("; "))
+}
+
+/// Returns the place of a tensor's values, or why the tensor does not fit.
+fn fit(param: &Param, tensor: &Tensor) -> Result<Place, String> {
+    let name = &param.name;
+    if tensor.shape != param.shape {
+        return Err(format!("{name} has shape {:?}, but must have {:?}", tensor.shape, param.shape));
+    }
+    match &tensor.kind {
+        Kind::Float(dtype) => Ok(Place { file: tensor.file, start: tensor.start, dtype: *dtype }),
+        Kind::Other(other) => Err(format!("{name} is of type {other}, but must be of F32, F16 or BF16")),
     }
 }
 
@@ -109,25 +165,24 @@ fn check_kind(from: &Path) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Returns the spec of the job, if it may be filled.
-fn spec(servers: &mut Servers, settings: &Settings) -> anyhow::Result<JobSpec> {
-    let known = settings.like.as_ref().unwrap_or(&settings.job);
+fn spec(servers: &Servers, args: &Args) -> anyhow::Result<JobSpec> {
+    let known = args.like.as_ref().unwrap_or(&args.job);
     servers.check_job(known)?;
     let mut spec = described(servers, known)?.0;
-    if settings.like.is_some() {
-        spec.name = JobName::parse("job", &settings.job)?;
-        if !servers.has_job(&settings.job)? {
+    if args.like.is_some() {
+        spec.name = JobName::parse("job", &args.job)?;
+        if !servers.has_job(&args.job)? {
             return Ok(spec);
         }
     }
-    let (found, phases) = described(servers, &settings.job)?;
+    let (found, phases) = described(servers, &args.job)?;
     if phases.iter().all(|&phase| phase != Phase::Loading) {
         let remedy = "name a new job with --job and the one it is like with --like, or delete this one first";
         let limit = "new, or waiting for its weights";
         return Err(Fault::new(
             FaultKind::Conflict,
             "job",
-            format!("{}, which has its weights", settings.job),
+            format!("{}, which has its weights", args.job),
             limit,
             remedy,
         )
@@ -137,10 +192,12 @@ fn spec(servers: &mut Servers, settings: &Settings) -> anyhow::Result<JobSpec> {
 }
 
 /// Returns a job's spec, and its phase on each server. A server without the job counts as `Loading`.
-fn described(servers: &mut Servers, job: &str) -> anyhow::Result<(JobSpec, Vec<Phase>)> {
+fn described(servers: &Servers, job: &str) -> anyhow::Result<(JobSpec, Vec<Phase>)> {
     let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let (mut spec, mut phases) = (None, Vec::new());
-    for (address, answer) in servers.answers_within(PROMPTLY, |admin| whole(admin, request.clone())) {
+    for (address, answer) in
+        servers.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await)
+    {
         match answer {
             Ok(answer) => {
                 phases.push(answer.progress.as_ref().map_or(Phase::Loading, v1::JobProgress::phase));

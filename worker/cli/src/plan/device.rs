@@ -2,12 +2,9 @@
 
 use super::{Model, model::Division};
 
-/// The batch that a rank computes at a time, and its method.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload {
-    /// Sequences of one micro-step.
     pub(crate) sequences: u64,
-    /// Tokens of a sequence.
     pub(crate) context: u64,
     /// True if backward recomputes a block's inside from its input, instead of keeping it.
     pub(crate) checkpointing: bool,
@@ -23,7 +20,6 @@ pub(crate) struct Workload {
 /// The weights that a device holds, by ZeRO's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// All weights.
     Two,
     /// Weights of the unit in use and of the next one.
     Three,
@@ -37,11 +33,9 @@ pub(crate) struct Peak {
     pub(crate) gradients: u64,
     /// None if the model's sizes are unknown.
     pub(crate) activations: Option<u64>,
-    /// Bytes that wait in the host's memory.
     pub(crate) on_host: u64,
 }
 
-/// Bytes of a 16-bit weight or gradient.
 pub(crate) const WIDTH: u64 = 2;
 /// Bytes of a block's activations per token and element of its width, in 16 bits and with fused attention. From
 /// Korthikanti et al. (2022), equation 1, without the attention matrix, which fused kernels do not keep.
@@ -76,7 +70,6 @@ impl Peak {
     }
 }
 
-/// Returns the most elements of a unit in use and the next one.
 fn in_use_and_next(units: &[u64]) -> u64 {
     let alone = units.iter().copied().max().unwrap_or(0);
     units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(alone)

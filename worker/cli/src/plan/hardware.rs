@@ -54,7 +54,6 @@ pub(crate) struct HardwareArgs {
 }
 
 impl HardwareArgs {
-    /// Returns the flags, completed by the file.
     pub(crate) fn with_file(&self) -> anyhow::Result<HardwareArgs> {
         let Some(path) = &self.hardware else { return Ok(self.clone()) };
         let file = HardwareArgs::of_file(path).with_context(|| format!("--hardware {}", path.display()))?;
@@ -83,7 +82,6 @@ impl HardwareArgs {
         Ok(toml::from_str(&std::fs::read_to_string(path)?)?)
     }
 
-    /// Returns true if ranks can exchange slices.
     pub(crate) fn has_fabric(&self) -> bool {
         self.fabric.is_some()
     }

@@ -25,41 +25,30 @@ const MAX_COUNT: u64 = 4096;
 /// Tensors of files are exact, so they win over a configuration beside them. If the files of an index are missing,
 /// the configuration counts.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Model> {
-    if path.is_dir() {
-        return read_folder(path);
-    }
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let model = match () {
-        () if name.ends_with(".safetensors") => of_files(&[path.to_path_buf()], None),
-        () if name.ends_with(".safetensors.index.json") => {
-            let config = path.with_file_name("config.json");
-            let described = config.exists().then(|| json(&config)).transpose()?;
-            of_index(path, described.as_ref())
+    let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new("")) };
+    let beside = |name: &str| Some(folder.join(name)).filter(|file| file.exists());
+    let described = || beside("config.json").map(|config| json::<Value>(&config)).transpose();
+    let file = match path.is_dir() {
+        true => beside("model.safetensors.index.json").or_else(|| beside("model.safetensors")),
+        false => Some(path.to_path_buf()),
+    };
+    let is = |file: &Path, end: &str| file.to_string_lossy().ends_with(end);
+    let model = match file {
+        Some(file) if is(&file, ".safetensors") => {
+            of_files(&[file], described().ok().flatten().as_ref().and_then(transformer))
         }
-        () => of_config(&json(path)?),
+        Some(file) if is(&file, ".safetensors.index.json") => of_index(&file, described()?.as_ref()),
+        Some(file) => json(&file).and_then(|config| of_config(&config)),
+        None => match described()? {
+            Some(config) => of_config(&config),
+            None => bail!(
+                "--model {}: there is neither config.json nor model.safetensors nor model.safetensors.index.json: name \
+                 the folder of a Hugging Face model",
+                path.display()
+            ),
+        },
     };
     model.with_context(|| format!("--model {}", path.display()))
-}
-
-fn read_folder(folder: &Path) -> anyhow::Result<Model> {
-    let config = folder.join("config.json");
-    let described = config.exists().then(|| json(&config)).transpose()?;
-    let index = folder.join("model.safetensors.index.json");
-    let single = folder.join("model.safetensors");
-    let model = if index.exists() {
-        of_index(&index, described.as_ref())
-    } else if single.exists() {
-        of_files(&[single], described.as_ref().and_then(transformer))
-    } else if let Some(config) = &described {
-        of_config(config)
-    } else {
-        bail!(
-            "--model {}: there is neither config.json nor model.safetensors nor model.safetensors.index.json: name the \
-             folder of a Hugging Face model",
-            folder.display()
-        )
-    };
-    model.with_context(|| format!("--model {}", folder.display()))
 }
 
 fn json<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<T> {
@@ -153,7 +142,6 @@ pub(crate) fn header(path: &Path) -> anyhow::Result<(u64, Metadata)> {
     Ok((8 + length, serde_json::from_slice(&header)?))
 }
 
-/// Numbers of a configuration, by Hugging Face's names.
 struct Config<'a>(&'a Value);
 
 impl Config<'_> {
@@ -196,7 +184,6 @@ fn of_config(config: &Value) -> anyhow::Result<Model> {
     }
 }
 
-/// Llama and its relatives.
 fn llama(family: &str, config: &Config<'_>) -> anyhow::Result<Model> {
     let width = config.size(&["hidden_size"])?;
     let hidden = config.size(&["intermediate_size"])?;

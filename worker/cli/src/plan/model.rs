@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-/// A tensor's name and shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Tensor {
     pub(crate) name: String,
@@ -43,7 +42,6 @@ pub(crate) enum Division {
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) tensors: Vec<Tensor>,
-    /// None if only the tensors are known.
     pub(crate) transformer: Option<Transformer>,
 }
 
@@ -64,7 +62,6 @@ impl Model {
         Model { tensors, transformer: Some(transformer) }
     }
 
-    /// Returns the transformer of that kind that comes nearest to a number of elements.
     pub(crate) fn of_about(elements: u64, vocabulary: u64) -> Model {
         let distance =
             |layers: &u64| Model::transformer_of(*layers, vocabulary).elements().abs_diff(elements);

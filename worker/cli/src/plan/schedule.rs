@@ -7,16 +7,9 @@
 //! Each resource does one thing at a time, in the order of the protocol. Gradients leave last layer first. Shards
 //! are updated in forward order after the decision. Weights follow their update.
 
-mod bytes;
-mod deal;
-mod line;
-mod room;
+mod resources;
 
-pub(crate) use self::bytes::Traffic;
-use self::{
-    deal::{Part, deal, groups},
-    line::Line,
-};
+use self::resources::{Line, Part, deal, groups};
 use super::{device::Stage, traffic::DriveTraffic};
 
 /// Speeds, in bytes and operations a second.
@@ -51,7 +44,6 @@ pub(crate) struct Run {
     pub(crate) units: Vec<Unit>,
     pub(crate) gpus: f64,
     pub(crate) servers: f64,
-    /// Elements of a shard.
     pub(crate) shard: f64,
     pub(crate) stage: Stage,
     /// Elements for which the device has room at stage 3.
@@ -69,7 +61,19 @@ pub(crate) struct Run {
     pub(crate) drives: DriveTraffic,
 }
 
-/// The resources that a step may wait for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Traffic {
+    pub(crate) push: f64,
+    pub(crate) pull: f64,
+    /// From all GPUs to a server, and back.
+    pub(crate) server_in: f64,
+    pub(crate) server_out: f64,
+    /// From a GPU to the other GPUs, and as much back.
+    pub(crate) fabric: f64,
+    /// From a GPU to its host, and back.
+    pub(crate) activations: f64,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Binding {
@@ -94,7 +98,6 @@ impl Binding {
     }
 }
 
-/// A step in the middle of a long run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub(crate) wall_s: f64,
@@ -113,7 +116,6 @@ impl Step {
 /// Steps before the step that counts. A delayed step depends on the two before, so the fourth is like all that
 /// follow.
 const WARM_STEPS: usize = 4;
-/// Resources of a rank.
 #[derive(Default)]
 struct OfRank {
     gpu: Line,
@@ -122,7 +124,6 @@ struct OfRank {
     fabric: Line,
 }
 
-/// Resources of a group of servers.
 #[derive(Clone, Default)]
 struct OfGroup {
     push: Line,
@@ -131,13 +132,11 @@ struct OfGroup {
     drives: Line,
 }
 
-/// State of a run between two steps.
 struct Simulation<'a> {
     run: &'a Run,
     hardware: &'a Hardware,
     rank: OfRank,
     groups: Vec<OfGroup>,
-    /// Parts of each unit on the groups of servers.
     parts: Vec<Vec<Part>>,
     /// By unit, the time when a version becomes readable: on the servers at stage 3, on the device at stage 2.
     /// `newest` is the version of the last step, `older` the one before.
@@ -150,7 +149,6 @@ struct Simulation<'a> {
 }
 
 impl Run {
-    /// Returns one step of a long run.
     pub(crate) fn step(&self, hardware: &Hardware) -> Step {
         let mut simulation = Simulation::of(self, hardware);
         (0..WARM_STEPS).for_each(|_| simulation.step());
@@ -173,6 +171,70 @@ impl Run {
     }
 }
 
+/// Bytes of a step, and the units that a device keeps at stage 3, as `longshore.shard` does. As far as there is room, the
+/// last units of forward stay for backward. The last units of backward stay for the next micro-step.
+impl Run {
+    pub(crate) fn traffic(&self) -> Traffic {
+        let (mut pushed, mut pulled) = (0.0, 0.0);
+        for (index, unit) in self.units.iter().enumerate() {
+            let trained = unit.elements * unit.trained;
+            pushed += f64::from(self.micro_steps) * trained;
+            pulled += match self.stage {
+                Stage::Two => trained,
+                Stage::Three => {
+                    let forward =
+                        (0..self.micro_steps).filter(|&at| self.pulls_for_forward(at, index)).count();
+                    let backward = if self.pulls_for_backward(index) { self.micro_steps as usize } else { 0 };
+                    unit.elements * (forward + backward) as f64
+                }
+            };
+        }
+        let others = if self.sliced { (self.gpus - 1.0) / self.gpus } else { 0.0 };
+        let of_server = self.gpus / self.servers;
+        let (push, pull) = (self.rank_bytes(pushed), self.rank_bytes(pulled));
+        Traffic {
+            push,
+            pull,
+            server_in: push * of_server,
+            server_out: pull * of_server,
+            fabric: (pushed + pulled) * self.width * others,
+            activations: self.activations * f64::from(self.micro_steps),
+        }
+    }
+
+    pub(crate) fn staying(&self) -> usize {
+        self.fitting(self.units.iter().rev().map(|unit| unit.elements))
+    }
+
+    /// Returns how many of these units fit, one after the other.
+    fn fitting(&self, elements: impl Iterator<Item = f64>) -> usize {
+        let sums = elements.scan(0.0, |sum, elements| {
+            *sum += elements;
+            Some(*sum)
+        });
+        sums.take_while(|&sum| sum <= self.room).count()
+    }
+
+    /// Returns true if a unit is pulled before its forward pass. Each step reads another version, so nothing stays
+    /// from one step to the next.
+    fn pulls_for_forward(&self, micro_step: u32, unit: usize) -> bool {
+        micro_step == 0 || unit >= self.fitting(self.units.iter().map(|unit| unit.elements))
+    }
+
+    fn pulls_for_backward(&self, unit: usize) -> bool {
+        unit + self.staying() < self.units.len()
+    }
+
+    /// Returns the use that must end before a unit has room. None if no use is in the way.
+    fn makes_room(&self, used: &[usize], unit: usize) -> Option<usize> {
+        let mut sum = self.units[unit].elements;
+        used.iter().rposition(|&before| {
+            sum += self.units[before].elements;
+            sum > self.room
+        })
+    }
+}
+
 impl<'a> Simulation<'a> {
     fn of(run: &'a Run, hardware: &'a Hardware) -> Simulation<'a> {
         let start = vec![0.0; run.units.len()];
@@ -191,7 +253,6 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Simulates a step. Returns the time that each resource was in use.
     fn busy_step(&mut self) -> [(Binding, f64); 6] {
         let before = self.busy();
         self.step();
@@ -215,7 +276,6 @@ impl<'a> Simulation<'a> {
         ]
     }
 
-    /// Returns a group's speed from the speed of one server.
     fn of_group(&self, of_server: f64) -> f64 {
         of_server * self.run.servers / self.groups.len() as f64
     }

@@ -6,9 +6,7 @@ use longshore_proto::legible;
 use super::view::{JobView, Part, RankView, ServerView, State, StepView, Trouble, View};
 use crate::sizes::human;
 
-/// Width of a bar of memory.
 const BAR: usize = 16;
-/// Width of the list of ranks.
 const RANKS: usize = 37;
 /// The most servers shown in little room.
 const SERVERS: usize = 4;
@@ -23,11 +21,9 @@ const KEYS: [&str; 6] = [
     "?                this help",
 ];
 
-/// The user's choices.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Chosen {
     pub(super) job: usize,
-    /// The first rank shown.
     pub(super) scrolled: usize,
     /// Keys are shown in place of the job.
     pub(super) help: bool,
@@ -81,7 +77,6 @@ fn quiet() -> Style {
     Style::new().dim()
 }
 
-/// Returns two columns as one, with a gap.
 fn beside(left: &[String], right: &[String], width: usize) -> Vec<String> {
     let cell = |column: &[String], row: usize| column.get(row).cloned().unwrap_or_default();
     let line = |row| {
@@ -208,7 +203,6 @@ fn fact_lines(job: &JobView) -> Vec<String> {
     [first, second].map(|facts| facts.map(fact).concat()).to_vec()
 }
 
-/// Returns four charts of the last steps, in two rows.
 fn chart_lines(job: &JobView, width: usize, height: usize) -> Vec<String> {
     let (column, upper) = (width.saturating_sub(2) / 2, height / 2);
     let chart = |name: &str, value: fn(&StepView) -> Option<f64>, show, height| {

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     access::Access,
-    servers::{Servers, Silent, jobs_of},
+    servers::{Servers, Silent, brief, jobs_of},
 };
 
 /// The longest wait for a server's answer: the picture should move.
@@ -42,17 +42,7 @@ impl Poller {
             (self.servers, self.silent) = (Some(servers), silent);
         }
         let Some(servers) = &mut self.servers else { return Ok(View::default()) };
-        let answers = servers.answers_within(PATIENCE, |mut admin| async move {
-            admin.list_jobs(v1::ListJobsRequest {}).await
-        });
-        let mut lists = Vec::new();
-        for (address, answer) in answers {
-            match answer {
-                Ok(list) => lists.push((address, list)),
-                Err(fault) => self.silent.push((address, format!("does not answer: {fault}"))),
-            }
-        }
-        servers.leave_out(&self.silent);
+        let lists = servers.lists(PATIENCE, &mut self.silent);
         let mut view = View {
             servers: self.addresses.iter().map(|address| seen(address, &lists, &self.silent)).collect(),
             ..View::default()
@@ -62,16 +52,9 @@ impl Poller {
         self.known.retain(|job, _| jobs.contains(job));
         for job in jobs {
             let known = self.known.entry(job.clone()).or_default();
-            let request = v1::DescribeRequest {
-                job: job.clone(),
-                brief: true,
-                steps_after: Some(known.last_step()),
-                ..Default::default()
-            };
-            let answers = servers.answers_within(PATIENCE, |mut admin| {
-                let request = request.clone();
-                async move { admin.describe(request).await }
-            });
+            let request = v1::DescribeRequest { steps_after: Some(known.last_step()), ..brief(&job) };
+            let answers =
+                servers.answers_within(PATIENCE, async |mut admin| admin.describe(request.clone()).await);
             view.jobs.push(job_view(&job, &answers, known, (now_ms, Instant::now())));
         }
         Ok(view)

@@ -100,7 +100,6 @@ fn rank_view(rank: &v1::RankStatus) -> RankView {
     }
 }
 
-/// Returns the worst state in any server's answer.
 fn state(there: &[(&String, &DescribeResponse)]) -> State {
     let phase = |wanted: v1::Phase| {
         there.iter().any(|(_, one)| one.progress.as_ref().is_some_and(|progress| progress.phase() == wanted))
@@ -118,14 +117,12 @@ fn state(there: &[(&String, &DescribeResponse)]) -> State {
     }
 }
 
-/// Data of a job kept from look to look.
 #[derive(Default)]
 pub(crate) struct Known {
     steps: VecDeque<StepView>,
     counters: VecDeque<Counters>,
 }
 
-/// Sums of the counters of a job's servers at one moment.
 #[derive(Clone, Copy)]
 struct Counters {
     at: Instant,
@@ -136,7 +133,6 @@ struct Counters {
 }
 
 impl Known {
-    /// Returns the newest known step, after which steps are requested.
     pub(crate) fn last_step(&self) -> u64 {
         self.steps.back().map_or(0, |step| step.step)
     }
@@ -162,7 +158,6 @@ impl Known {
         }
     }
 
-    /// Returns the rates of pushes, pulls and updates.
     fn rates(&self) -> [Option<f64>; 3] {
         let (Some(then), Some(now)) = (self.counters.front(), self.counters.back()) else { return [None; 3] };
         let spent = (now.at - then.at).as_secs_f64();
@@ -193,7 +188,7 @@ fn step_view(step: &v1::DecidedStep) -> StepView {
 pub(super) mod tests {
     use std::time::Duration;
 
-    use longshore_proto::{Fault, FaultKind};
+    use longshore_proto::Fault;
 
     use super::*;
 
@@ -266,32 +261,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_job_says_what_is_wrong_and_what_to_do() {
-        let waits = |ago_ms| DescribeResponse { waiting_for: "rank 1".into(), ..answer(20, ago_ms) };
-        assert!(view_of(Ok(waits(1000))).troubles.is_empty());
-        let stalled = view_of(Ok(waits(60_000)));
-        assert!(stalled.troubles[0].what.contains("60 s: it waits for rank 1"), "{stalled:?}");
-        let failed = DescribeResponse { failure: "its drive is gone".into(), ..answer(20, 0) };
-        let failed = view_of(Ok(failed));
-        assert_eq!(failed.state, State::Failed);
-        assert!(failed.troubles[0].what.contains("its drive is gone"), "{failed:?}");
-        let mut paused = answer(20, 0);
-        let progress = paused.progress.as_mut().unwrap();
-        (progress.phase, progress.pause_reason) = (v1::Phase::Paused.into(), "overflow in tensor a".into());
-        let paused = view_of(Ok(paused));
-        assert_eq!(
-            (paused.state, paused.troubles[0].what.as_str()),
-            (State::Paused, "paused: overflow in tensor a")
-        );
-        let away =
-            view_of(Err(Fault::new(FaultKind::NotFound, "job", "default", "one that is open", "open it")));
-        assert_eq!((away.state, away.troubles[0].remedy.as_str()), (State::Away, "open it"));
-        let mut killed = waits(60_000);
+    fn a_job_of_killed_ranks_waits_and_one_whose_ranks_have_left_does_not() {
+        let waits = || DescribeResponse { waiting_for: "rank 1".into(), ..answer(20, 60_000) };
+        let mut killed = waits();
         killed.ranks[0].transport.clear();
         let killed = view_of(Ok(killed));
         assert_eq!((killed.state, killed.ranks[0].state), (State::Idle, "not connected"));
         assert!(killed.troubles[0].what.contains("it waits for rank 1"), "{killed:?}");
-        let mut ended = waits(60_000);
+        let mut ended = waits();
         ended.ranks[0].left = true;
         let ended = view_of(Ok(ended));
         assert!(ended.state == State::Idle && ended.troubles.is_empty(), "{ended:?}");

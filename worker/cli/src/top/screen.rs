@@ -33,12 +33,10 @@ const SIZE: (usize, usize) = (80, 24);
 const TAKE: &str = "\x1b[?1049h\x1b[?25l";
 const GIVE_BACK: &str = "\x1b[?1049l\x1b[?25h";
 
-/// Returns one frame as text.
 pub(crate) fn once(view: &View) -> String {
     frame_of(view, Chosen::default(), size().unwrap_or(SIZE))
 }
 
-/// Returns width and height of the terminal.
 fn size() -> Option<(usize, usize)> {
     Term::stdout().size_checked().map(|(rows, columns)| (columns.into(), rows.into()))
 }
@@ -148,7 +146,6 @@ fn give_back(settings: &Termios) {
 }
 
 impl Chosen {
-    /// Handles a key. Returns false if the key ends the program.
     fn take(&mut self, key: &Key, jobs: usize) -> bool {
         let jobs = jobs.max(1);
         match key {

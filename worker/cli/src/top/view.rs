@@ -14,7 +14,6 @@ pub(crate) struct View {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ServerView {
     pub(crate) address: String,
-    /// Why the server does not answer.
     pub(crate) silent: Option<String>,
     pub(crate) memory_budget: u64,
     pub(crate) memory_reserved: u64,
@@ -35,7 +34,6 @@ pub(crate) enum State {
     Away,
 }
 
-/// A trouble and its remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Trouble {
     pub(crate) what: String,
@@ -63,7 +61,6 @@ pub(crate) struct JobView {
     pub(crate) steps: Vec<StepView>,
 }
 
-/// A server's part of a job.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Part {
     pub(crate) server: String,
@@ -95,5 +92,4 @@ pub(crate) struct StepView {
     pub(crate) exposed_seconds: Option<f64>,
 }
 
-/// Answers of a job's servers.
 pub(crate) type Answers = Vec<(String, Result<DescribeResponse, Fault>)>;

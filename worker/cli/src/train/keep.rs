@@ -1,19 +1,19 @@
 //! Writes a run's lasting results: checkpoints on the way and at the end, and the export.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use anyhow::Context;
-use longshore_proto::{FaultKind, Version};
+use longshore_proto::{Dtype, FaultKind, Version};
 use longshore_worker::{
     error::Error,
     session::{Session, checkpoint_name},
 };
 
 use super::{
-    Settings,
+    Flags, Settings,
     report::{Kept, Report},
 };
-use crate::{access::Access, export, output::Output, servers::Servers, sizes::human};
+use crate::{access::Access, export, servers::Servers, sizes::human};
 
 /// Writes checkpoints and the export when they are due, on rank 0.
 pub(super) struct Keeper<'a> {
@@ -35,13 +35,14 @@ impl<'a> Keeper<'a> {
     }
 
     fn wants_checkpoints(&self) -> bool {
-        self.settings.checkpoint_every > 0 || self.embedded && self.settings.checkpoint_dir.is_some()
+        self.settings.flags.checkpoint_every > 0
+            || self.embedded && self.settings.flags.checkpoint_dir.is_some()
     }
 
     /// Checks that the checkpoints and the export could be written now. A run with steps behind it goes on
     /// without.
     pub(super) fn check(&self, session: &Session, version: Version, report: &Report) -> anyhow::Result<()> {
-        if let Some(dir) = &self.settings.export {
+        if let Some(dir) = &self.settings.flags.export {
             export::check_target(dir).context("the weights could not be exported at the end")?;
         }
         if !self.wants_checkpoints() {
@@ -59,9 +60,9 @@ impl<'a> Keeper<'a> {
 
     /// Returns true if a checkpoint is due after this step.
     pub(super) fn is_due(&self, step: u64) -> bool {
-        let every = self.settings.checkpoint_every;
+        let every = self.settings.flags.checkpoint_every;
         let again = self.failures > 0 && step >= self.retry_at;
-        every > 0 && step < self.settings.steps && (step.is_multiple_of(every) || again)
+        every > 0 && step < self.settings.flags.steps && (step.is_multiple_of(every) || again)
     }
 
     /// Writes a checkpoint of `step`, the servers' current version. A failed checkpoint does not end the run.
@@ -105,9 +106,9 @@ impl<'a> Keeper<'a> {
         let wait = 1 << self.failures.min(16);
         self.failures += 1;
         self.retry_at = step + wait;
-        let next = self.settings.checkpoint_every.max(1);
+        let next = self.settings.flags.checkpoint_every.max(1);
         let at = self.retry_at.min((step / next + 1) * next);
-        if at < self.settings.steps { format!("after step {at}") } else { "at the end".to_string() }
+        if at < self.settings.flags.steps { format!("after step {at}") } else { "at the end".to_string() }
     }
 
     /// Writes the results at the end of training: the last version's checkpoint, and the export.
@@ -135,7 +136,7 @@ impl<'a> Keeper<'a> {
         }
         let mut lines = Vec::new();
         let mut exported = None;
-        if let Some(dir) = &self.settings.export {
+        if let Some(dir) = &self.settings.flags.export {
             match self.export(dir.clone()) {
                 Ok(line) => {
                     lines.push(line);
@@ -155,28 +156,23 @@ impl<'a> Keeper<'a> {
         let settings = export::Settings {
             job: self.settings.job.to_string(),
             out: dir,
-            dtype: Some(self.settings.export_dtype),
+            dtype: Some(self.settings.flags.export_dtype.unwrap_or(Dtype::Bf16)),
             max_file_bytes: export::MAX_FILE_BYTES,
-            deadline: self.settings.deadline,
+            deadline: Duration::from_secs(self.settings.flags.deadline_s),
             replace: true,
-            shown: Output::new(self.settings.json),
+            shown: self.settings.out,
         };
-        let access = if self.embedded { Access::default() } else { self.settings.access.clone() };
-        let mut servers = Servers::connect(self.servers, &access)?;
-        let exported = export::run(&mut servers, &settings);
+        let access = if self.embedded { Access::default() } else { self.settings.flags.access.clone() };
+        let exported = export::run(&Servers::connect(self.servers, &access)?, &settings);
         let exported = exported.with_context(|| {
             format!("training is done, and its weights were not exported to {}", settings.out.display())
         })?;
-        let bytes = human(exported.bytes);
-        Ok(format!(
-            "weights           {} ({bytes} as {})",
-            settings.out.display(),
-            self.settings.export_dtype
-        ))
+        let (bytes, dtype) = (human(exported.bytes), exported.dtype);
+        Ok(format!("weights           {} ({bytes} as {dtype})", settings.out.display()))
     }
 
     fn checkpoint_line(&self, name: &str) -> String {
-        match &self.settings.checkpoint_dir {
+        match &self.settings.flags.checkpoint_dir {
             Some(dir) if self.embedded => {
                 let folder = dir.join(self.settings.job.as_str()).join(name);
                 let flag = self.resume_flag(name);
@@ -201,7 +197,7 @@ impl<'a> Keeper<'a> {
 
     /// Says where a stopped run is, and how to continue.
     pub(super) fn way_on(&self, version: Version) -> String {
-        let at = format!("after step {} of {}", version.0, self.settings.steps);
+        let at = format!("after step {} of {}", version.0, self.settings.flags.steps);
         match &self.last {
             _ if !self.is_gone_with_us() => format!("{at}: run the same command again to go on"),
             Some((name, _)) => {
@@ -216,7 +212,7 @@ impl<'a> Keeper<'a> {
     }
 
     fn state_line(&self, gone: bool, version: Version) -> String {
-        let Settings { job, state_dirs, shm_dir, tier, .. } = self.settings;
+        let Flags { job, state_dir, shm_dir, tier, .. } = &self.settings.flags;
         let label = "state            ";
         if !self.embedded {
             let servers = self.servers.join(",");
@@ -228,7 +224,7 @@ impl<'a> Keeper<'a> {
         }
         if tier.properties().survives_restart() {
             let folders: Vec<_> =
-                state_dirs.iter().chain(shm_dir).map(|dir| dir.display().to_string()).collect();
+                state_dir.iter().chain(shm_dir).map(|dir| dir.display().to_string()).collect();
             return format!(
                 "{label} in {}: the same command with more --steps goes on from version {}",
                 folders.join(","),
@@ -247,12 +243,12 @@ impl<'a> Keeper<'a> {
 
 /// Returns true if the state ends with an embedded server that keeps it in memory.
 fn ends_with_us(settings: &Settings, embedded: bool) -> bool {
-    embedded && !settings.tier.properties().survives_restart()
+    embedded && !settings.flags.tier.properties().survives_restart()
 }
 
 /// Returns the checkpoint that the command names to go back to.
 fn named(settings: &Settings) -> Option<&String> {
-    settings.resume.as_ref().and_then(|how| how.checkpoint.as_ref())
+    settings.flags.resume_from.as_ref()
 }
 
 /// Says where a run is that a second signal ends at once, and how to continue.
@@ -266,7 +262,7 @@ pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
             .to_string();
     }
     let gone = "at once, and its embedded server kept the state in memory: it ends with this";
-    let flag = match (&settings.checkpoint_dir, named(settings)) {
+    let flag = match (&settings.flags.checkpoint_dir, named(settings)) {
         (None, _) => {
             return format!(
                 "{gone}. With --checkpoint-dir DIR and --checkpoint-every STEPS the same command leaves checkpoints to go on from"

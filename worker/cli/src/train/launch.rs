@@ -18,26 +18,27 @@ use super::{
     rank,
     stop::{LastWords, Part, SIGNALLED, Stop, Stopped},
 };
-use crate::wrong_use::wrong_use;
 
 /// The period of the checks of the ranks' processes.
 const POLL: Duration = Duration::from_millis(100);
 
 /// Trains to the end.
 pub fn run(settings: &Settings) -> anyhow::Result<()> {
-    settings.check().map_err(wrong_use)?;
     // Rayon's threads start below, and inherit the mode.
     let _standard = Standard::enter();
-    let embedded = settings.servers.is_empty().then(|| embed(settings)).transpose()?;
+    let embedded = settings.flags.servers.is_empty().then(|| embed(settings)).transpose()?;
     let servers = match &embedded {
         Some(embedded) => vec![embedded.address().to_string()],
-        None => settings.servers.clone(),
+        None => settings.flags.servers.clone(),
     };
-    match settings.rank {
-        None if settings.world_size > 1 => start_ranks(settings, &servers),
-        _ => {
-            rank::run(settings, settings.rank.unwrap_or(0), &servers, embedded.is_some() || settings.embedded)
-        }
+    match settings.flags.rank {
+        None if settings.flags.world_size > 1 => start_ranks(settings, &servers),
+        _ => rank::run(
+            settings,
+            settings.flags.rank.unwrap_or(0),
+            &servers,
+            embedded.is_some() || settings.flags.embedded,
+        ),
     }
 }
 
@@ -45,14 +46,14 @@ pub fn run(settings: &Settings) -> anyhow::Result<()> {
 fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
     let embedded = Embedded::start(|defaults| Config {
         storage: StorageConfig {
-            state_dirs: settings.state_dirs.clone(),
-            resident: settings.resident,
-            shm_dir: settings.shm_dir.clone(),
+            state_dirs: settings.flags.state_dir.clone(),
+            resident: settings.flags.resident.map_or(0, |size| size.0),
+            shm_dir: settings.flags.shm_dir.clone(),
             ..defaults.storage
         },
-        threads: settings.threads.unwrap_or(defaults.threads),
-        memory: settings.memory.unwrap_or(defaults.memory),
-        checkpoint_dir: settings.checkpoint_dir.clone(),
+        threads: settings.flags.threads.unwrap_or(defaults.threads),
+        memory: settings.flags.memory.map(|size| size.0).unwrap_or(defaults.memory),
+        checkpoint_dir: settings.flags.checkpoint_dir.clone(),
         ..defaults
     })?;
     Ok(embedded)
@@ -60,13 +61,13 @@ fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
 
 /// Starts a process for each rank, with this process's own arguments. The first failure ends the others.
 fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
-    let embedded = settings.servers.is_empty();
+    let embedded = settings.flags.servers.is_empty();
     let (failed, at_once) = (if embedded { OWN_SERVER } else { OTHERS_SERVERS }, cut_off(settings, embedded));
     // From here on this process ends only with its ranks, or at a second signal. A rank ends at a first signal
     // until it catches signals, and at a second one.
     let stop = Stop::catch(Part::Starts, LastWords::default())?;
     let mut ranks = Ranks(Vec::new());
-    for rank in 0..settings.world_size {
+    for rank in 0..settings.flags.world_size {
         let program = std::env::current_exe().context("finding this program to start the ranks with")?;
         let mut command = Command::new(program);
         command.args(std::env::args_os().skip(1)).args(["--launched", "--rank", &rank.to_string()]);
@@ -97,7 +98,6 @@ struct Left<'a> {
 struct Ranks(Vec<Option<Child>>);
 
 impl Ranks {
-    /// Waits for all ranks.
     fn wait(&mut self, stop: &Stop, left: &Left<'_>) -> anyhow::Result<()> {
         let mut told = false;
         while self.0.iter().any(Option::is_some) {
@@ -132,7 +132,6 @@ impl Ranks {
         Ok(())
     }
 
-    /// Tells rank 0 to end the run after the current step.
     fn tell_rank_zero(&self) {
         if let Some(Some(child)) = self.0.first() {
             // A process that has ended meanwhile is found by `try_wait`.

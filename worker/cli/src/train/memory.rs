@@ -2,21 +2,16 @@
 
 use std::ops::Range;
 
-use longshore_proto::{Dtype, Layout};
+use longshore_proto::Layout;
 use longshore_worker::{
     device::Budget,
     error::{Result, Shortage},
 };
 
-use super::gpt::{self, Gpt};
-
-/// The work of a rank at a time.
-pub(super) struct Workload {
-    pub(super) dtype: Dtype,
-    /// Sequences of one micro-step.
-    pub(super) sequences: usize,
-    pub(super) device_budget: Option<u64>,
-}
+use super::{
+    Flags,
+    gpt::{self, Gpt},
+};
 
 /// Bytes of activations that a model without a device budget keeps, instead of computing them again in backward.
 /// Keeping them saves half of the time of a forward pass.
@@ -40,7 +35,6 @@ pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u
     (inputs + inside.max(logits)) * 4 + kept
 }
 
-/// Lets a model keep activations if it has no device budget.
 pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> Gpt {
     match device_budget {
         None => model.with_activation_budget(KEPT_ACTIVATIONS),
@@ -48,15 +42,6 @@ pub(super) fn with_kept_activations(model: Gpt, device_budget: Option<u64>) -> G
     }
 }
 
-/// Returns the peak of device memory in bytes: all 16-bit weights, one layer widened to fp32, that layer's
-/// gradient, and the activations.
-fn need(model: &Gpt, layout: &Layout, work: &Workload) -> u64 {
-    layout.elements() * work.dtype.bytes()
-        + 2 * largest_stage(model) * 4
-        + activations(model, work.sequences, work.device_budget)
-}
-
-/// Elements of the largest stage's parameters.
 pub(super) fn largest_stage(model: &Gpt) -> u64 {
     (0..model.stages().len()).map(|stage| stage_elements(model, stage)).max().unwrap_or(0)
 }
@@ -67,17 +52,19 @@ pub(super) fn stage_range(model: &Gpt, layout: &Layout, stage: usize) -> Range<u
     layout.param_range(params.start).start..layout.param_range(params.end - 1).end
 }
 
-/// Elements of one stage's parameters.
 pub(super) fn stage_elements(model: &Gpt, stage: usize) -> u64 {
     model.params()[model.stages()[stage].params.clone()].iter().map(|param| param.elements() as u64).sum()
 }
 
-/// Checks that training fits the device.
+/// Checks that training fits the device: all 16-bit weights, one layer widened to fp32, that layer's gradient, and the
+/// activations.
 ///
 /// # Errors
 /// `Shortage` if it does not fit.
-pub(super) fn check_room(model: &Gpt, layout: &Layout, work: &Workload, device: &Budget) -> Result<()> {
-    let bytes = need(model, layout, work);
+pub(super) fn check_room(model: &Gpt, layout: &Layout, flags: &Flags, device: &Budget) -> Result<()> {
+    let bytes = layout.elements() * flags.weight_dtype.bytes()
+        + 2 * largest_stage(model) * 4
+        + activations(model, flags.batch, flags.device_budget());
     if bytes <= device.free() {
         return Ok(());
     }

@@ -1,5 +1,6 @@
 //! The native trainer of `longshore train`: a byte-level GPT on text, with its optimizer on servers.
 
+mod flags;
 pub mod gpt;
 mod gradients;
 mod keep;
@@ -16,10 +17,14 @@ mod tested;
 pub mod text;
 mod weights;
 
-pub(crate) use self::stop::{LastWords, Part, Stop, Stopped};
 pub use self::{
+    flags::Flags,
     gradients::{LayerGradients, Sink},
     launch::run,
-    settings::{LossScale, LossScaleMode, Settings},
+    settings::Settings,
     weights::{DeviceImages, ImageWeights},
+};
+pub(crate) use self::{
+    flags::preset,
+    stop::{LastWords, Part, Stop, Stopped},
 };

@@ -14,27 +14,25 @@ use longshore_worker::{
 };
 
 use super::{
-    DeviceImages, ImageWeights, LayerGradients, Settings, Sink,
+    DeviceImages, Flags, ImageWeights, LayerGradients, Settings, Sink,
     gpt::{self, Gpt},
     keep::{Keeper, cut_off},
-    memory::{Workload, activations, check_room, with_kept_activations},
+    memory::{activations, check_room, with_kept_activations},
     recorded,
-    report::{Around, Opening, Report},
+    report::{Opening, Report},
     stop::{LastWords, Part, Stop, Stopped},
     tested,
     text::{Batch, Corpus},
 };
-use crate::{output::Output, progress::Progress};
+use crate::progress::Progress;
 
 /// Sequences of a validation batch: few, so that an evaluation has fewer activations than a step.
 const VALIDATION_SEQUENCES: usize = 4;
 
-/// Constant data of a run.
 struct Run<'a> {
     settings: &'a Settings,
     model: Gpt,
     corpus: Corpus,
-    /// Digest of the corpus.
     text: String,
     validation: Vec<Batch>,
     layout: Layout,
@@ -45,26 +43,24 @@ struct Run<'a> {
     stop: Stop,
 }
 
-/// Device memory held for the whole run.
 struct DeviceBuffers {
     images: DeviceImages,
     gradients: LayerGradients,
 }
 
-/// Runs one rank to the end of training.
 pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: bool) -> anyhow::Result<()> {
     // A rank other than 0 that was started by hand catches no signal. Its sudden end loses nothing, as with kill -9.
-    let part = match (rank, settings.launched) {
+    let part = match (rank, settings.flags.launched) {
         (0, _) => Some(Part::Decides),
         (_, launched) => launched.then_some(Part::Follows),
     };
-    let words = LastWords { said: cut_off(settings, embedded), as_json: settings.errors_as_json };
+    let words = LastWords { said: cut_off(settings, embedded), as_json: settings.out.errors_are_json() };
     let stop = part.map(|part| Stop::catch(part, words)).transpose()?.unwrap_or_default();
     let run = Run::prepare(settings, rank, stop)?;
-    let tokens = (settings.batch * run.model.config().context) as u64
-        * u64::from(settings.micro_steps)
-        * u64::from(settings.world_size);
-    let mut report = Report::new(rank, settings, tokens);
+    let tokens = (settings.flags.batch * run.model.config().context) as u64
+        * u64::from(settings.flags.micro_steps)
+        * u64::from(settings.flags.world_size);
+    let mut report = Report::new(rank, settings, tokens, (servers, embedded));
     let choice = ServerChoice { servers, embedded };
     loop {
         match run.train(choice, &mut report) {
@@ -74,7 +70,6 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     }
 }
 
-/// The run's servers.
 #[derive(Clone, Copy)]
 struct ServerChoice<'a> {
     servers: &'a [String],
@@ -84,20 +79,15 @@ struct ServerChoice<'a> {
 impl<'a> Run<'a> {
     fn prepare(settings: &'a Settings, rank: u32, stop: Stop) -> anyhow::Result<Run<'a>> {
         let model = Gpt::new(settings.model)?;
-        let model = with_kept_activations(model, settings.device_budget);
-        let corpus = Corpus::load(&settings.data)?;
+        let model = with_kept_activations(model, settings.flags.device_budget());
+        let corpus = Corpus::load(&settings.flags.data)?;
         corpus.check_context(settings.model.context)?;
         let validation =
-            corpus.validation(settings.eval_batches, VALIDATION_SEQUENCES, settings.model.context);
+            corpus.validation(settings.flags.eval_batches, VALIDATION_SEQUENCES, settings.model.context);
         let spec = settings.spec(&model);
         let layout = spec.validate()?;
-        let device = settings.device.open(rank, settings.device_budget)?;
-        let work = Workload {
-            dtype: spec.image_dtype,
-            sequences: settings.batch,
-            device_budget: settings.device_budget,
-        };
-        check_room(&model, &layout, &work, device.budget())?;
+        let device = settings.flags.device.open(rank, settings.flags.device_budget())?;
+        check_room(&model, &layout, &settings.flags, device.budget())?;
         let text = corpus.digest();
         let process = Process::default();
         Ok(Run { settings, model, corpus, text, validation, layout, device, rank, process, stop })
@@ -115,30 +105,28 @@ impl<'a> Run<'a> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
         let options = Options {
-            transport: if embedded { settings.transport.of_embedded() } else { settings.transport },
-            deadline: settings.deadline,
-            pause_deadline: settings.pause_deadline,
+            transport: if embedded {
+                settings.flags.transport.of_embedded()
+            } else {
+                settings.flags.transport
+            },
+            deadline: Duration::from_secs(settings.flags.deadline_s),
+            pause_deadline: Duration::from_secs(settings.flags.pause_deadline_s),
             host_budget: host.clone(),
             process: self.process.clone(),
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
         };
-        let options = if embedded { options } else { settings.access.of(options) };
+        let options = if embedded { options } else { settings.flags.access.of(options) };
         let (session, joined) = self.enter(options, report)?;
         let mut keeper = Keeper::new(settings, servers, embedded);
         if self.rank == 0 {
             keeper.check(&session, joined.version, report)?;
         }
         let mut memory = self.allocate()?;
-        let summary = self.corpus.summary();
         report.opening(&Opening {
-            job: settings.job.as_str(),
             parameters: self.model.params().iter().map(|param| param.elements() as u64).sum(),
             shards: self.layout.shards(),
-            servers,
-            embedded,
-            files: summary.files,
-            train_bytes: summary.train_bytes,
-            validation_bytes: summary.validation_bytes,
+            text: self.corpus.summary(),
             first_step: joined.version.0 + 1,
             device: self.device.name(),
         });
@@ -149,24 +137,17 @@ impl<'a> Run<'a> {
         if self.rank == 0 {
             self.say_when_the_delay_begins(report);
         }
-        while pipeline.last_step().0 < settings.steps && !self.is_stopped() {
+        while pipeline.last_step().0 < settings.flags.steps && !self.is_stopped() {
             self.step(&mut pipeline, &mut memory, report)?;
             self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
         }
         // After the settle, the end reports and writes a version that stays.
         let version = pipeline.settle()?;
         report.decided(pipeline.outcomes());
-        let stopped = self.stop.asked().filter(|_| self.rank == 0 && version.0 < settings.steps);
+        let stopped = self.stop.asked().filter(|_| self.rank == 0 && version.0 < settings.flags.steps);
         let mut failure = None;
         if self.rank == 0 {
-            let around = Around {
-                first_loss,
-                servers: servers.len(),
-                embedded,
-                host_peak: host.peak(),
-                formats: settings.formats,
-            };
-            let ending = self.end(&pipeline, version, &mut memory, around)?;
+            let ending = self.end(&pipeline, version, &mut memory, (first_loss, host.peak()))?;
             let kept = keeper.finish(pipeline.session(), version, report)?;
             report.ending(&ending, &kept);
             failure = match (kept.failure, stopped) {
@@ -189,7 +170,7 @@ impl<'a> Run<'a> {
     fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
         let mut session = Session::connect(options)?;
         if self.rank != 0 {
-            let joined = session.follow(self.settings.resume.as_ref())?;
+            let joined = session.follow(self.settings.flags.go_back().as_ref())?;
             return Ok((session, joined));
         }
         let opened = session.open();
@@ -209,9 +190,9 @@ impl<'a> Run<'a> {
         if fresh {
             let elements: usize = self.model.params().iter().map(|param| param.elements()).sum();
             let bytes = (elements * size_of::<f32>()) as u64;
-            let progress = Progress::bytes("uploading weights", bytes, Output::new(self.settings.json));
+            let progress = Progress::bytes("uploading weights", bytes, self.settings.out);
             session.upload(&|param| {
-                let weights = self.model.init(self.settings.seed, param);
+                let weights = self.model.init(self.settings.flags.seed, param);
                 progress.add((weights.len() * size_of::<f32>()) as u64);
                 weights
             })?;
@@ -228,7 +209,7 @@ impl<'a> Run<'a> {
         opened: &Result<Opened, Error>,
         report: &Report,
     ) -> anyhow::Result<Option<GoBack>> {
-        let asked = self.settings.resume.clone();
+        let asked = self.settings.flags.go_back();
         Ok(match opened {
             Ok(Opened::Running { version, .. }) => {
                 if let Some(name) = asked.and_then(|how| how.checkpoint) {
@@ -263,7 +244,7 @@ impl<'a> Run<'a> {
 
     fn allocate(&self) -> anyhow::Result<DeviceBuffers> {
         let gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
-        let dtype = self.settings.image_dtype;
+        let dtype = self.settings.flags.weight_dtype;
         let images = DeviceImages::allocate(self.device.clone(), (&self.model, &self.layout), dtype)?;
         Ok(DeviceBuffers { images, gradients })
     }
@@ -275,15 +256,16 @@ impl<'a> Run<'a> {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
-        if self.settings.step_weights {
+        if self.settings.flags.step_weights {
             // Reported before any push: if this process is killed later, the step may already have all of its
             // gradient.
             let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
             report.weights(self.rank, plan, checksum);
         }
         let mut loss = 0.0;
-        for micro_step in 0..self.settings.micro_steps {
-            loss += self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.micro_steps as f32;
+        for micro_step in 0..self.settings.flags.micro_steps {
+            loss +=
+                self.micro_step(pipeline, plan, micro_step, memory)? / self.settings.flags.micro_steps as f32;
         }
         report.loss(plan.step, loss);
         pipeline.report_loss(loss.into())?;
@@ -302,7 +284,7 @@ impl<'a> Run<'a> {
         micro_step: u32,
         memory: &mut DeviceBuffers,
     ) -> anyhow::Result<f32> {
-        let Settings { seed, batch, .. } = *self.settings;
+        let Flags { seed, batch, .. } = self.settings.flags;
         let batch =
             self.corpus.batch(seed, plan.step.0, micro_step, self.rank, batch, self.model.config().context);
         let _activations = self.device.reserve("activations", self.activations())?;
@@ -321,7 +303,7 @@ impl<'a> Run<'a> {
     }
 
     fn activations(&self) -> u64 {
-        activations(&self.model, self.settings.batch, self.settings.device_budget)
+        activations(&self.model, self.settings.flags.batch, self.settings.flags.device_budget())
     }
 
     fn weights<'s>(&'s self, feed: Feed, images: &'s mut DeviceImages) -> ImageWeights<'s> {
@@ -329,7 +311,7 @@ impl<'a> Run<'a> {
     }
 
     fn say_when_the_delay_begins(&self, report: &Report) {
-        let Settings { delay, delay_warmup_steps: exact, steps, .. } = *self.settings;
+        let Flags { delay, warmup_steps: exact, steps, .. } = self.settings.flags;
         match delay {
             0 => {}
             _ if exact < steps => {
@@ -375,7 +357,6 @@ fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     }
 }
 
-/// Returns true if the run can continue by joining again.
 fn is_outdated(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Error::Outdated(_)))
 }

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::Settings;
+use super::{Flags, Settings};
 
 /// The JSON pointer of each setting in the record, and its flag.
 const FLAGS: [(&str, &str); 20] = [
@@ -36,20 +36,20 @@ pub(super) fn state(settings: &Settings, text: &str) -> Vec<u8> {
 }
 
 fn of(settings: &Settings, text: &str) -> Value {
-    let Settings { seed, batch, micro_steps, accumulate_on_worker, steps, hyper, .. } = *settings;
-    let Settings { lr_warmup_steps, lr_floor, clip, .. } = *settings;
+    let Flags { seed, batch, micro_steps, steps, lr, weight_decay, .. } = settings.flags;
+    let Flags { beta1, beta2, eps, momentum, lr_warmup_steps, lr_floor, clip, .. } = settings.flags;
     // Numbers with fractions are text, which is read back to the bit.
     let mut state = json!({
         "data": text, "seed": seed, "heads": settings.model.heads, "batch": batch, "micro_steps": micro_steps,
-        "accumulate_on_worker": accumulate_on_worker, "steps": steps, "lr": hyper.lr.to_string(),
-        "lr_warmup_steps": lr_warmup_steps, "lr_floor": lr_floor.to_string(), "weight_decay": hyper.weight_decay.to_string(),
-        "beta1": hyper.beta1.to_string(), "beta2": hyper.beta2.to_string(), "eps": hyper.eps.to_string(), "momentum": hyper.momentum.to_string(),
-        "clip": clip.unwrap_or(0.0).to_string(),
+        "accumulate_on_worker": settings.accumulates_on_worker(), "steps": steps, "lr": lr.to_string(),
+        "lr_warmup_steps": lr_warmup_steps, "lr_floor": lr_floor.to_string(), "weight_decay": weight_decay.to_string(),
+        "beta1": beta1.to_string(), "beta2": beta2.to_string(), "eps": eps.to_string(), "momentum": momentum.to_string(),
+        "clip": clip.to_string(),
     });
-    if settings.delay > 0 {
-        let Settings { delay, delay_warmup_steps, correction, eval_every, .. } = *settings;
+    if settings.flags.delay > 0 {
+        let Flags { delay, warmup_steps, correction, eval_every, .. } = settings.flags;
         state["delay"] = json!({
-            "steps": delay, "warmup_steps": delay_warmup_steps, "correction": correction.to_string(),
+            "steps": delay, "warmup_steps": warmup_steps, "correction": correction.unwrap_or_default().to_string(),
             "eval_every": eval_every,
         });
     }
@@ -67,8 +67,7 @@ pub(super) fn differences(before: &[u8], settings: &Settings, text: &str) -> Vec
             "this job was trained so far with {before}, and goes on with {now}: its bits are those of neither"
         )
     };
-    let differing = differing(&before, &of(settings, text));
-    differing.into_iter().map(said).chain(newer_from(&before)).collect()
+    differing(&before, &of(settings, text)).into_iter().map(said).collect()
 }
 
 /// Refuses settings that differ from rank 0's in `state`: the batches of both make one gradient.
@@ -82,23 +81,12 @@ pub(super) fn check_rank(rank: u32, state: &[u8], settings: &Settings, text: &st
     )
 }
 
-/// Returns each differing setting of `one` and of `other`, as flags.
 fn differing(one: &Value, other: &Value) -> Vec<[String; 2]> {
     let differs = |(place, flag): (&str, &str)| {
         let (one, other) = (given(one, place)?, given(other, place)?);
         (one != other).then(|| [one, other].map(|value| format!("{flag} {value}")))
     };
     FLAGS.into_iter().filter_map(differs).collect()
-}
-
-/// Reports a setting of earlier versions, if it had an effect.
-fn newer_from(before: &Value) -> Option<String> {
-    let number = |place| before.pointer(place).and_then(Value::as_u64);
-    let newer = number("/delay/newer_from").zip(number("/micro_steps"));
-    let (first, _) = newer.filter(|(first, micro_steps)| first < micro_steps)?;
-    Some(format!(
-        "this job was trained so far with --newer-from {first}, and goes on without it: its bits are those of neither"
-    ))
 }
 
 /// Returns a setting in its flag's format. None if it means nothing, such as a delay's settings in an exact job.

@@ -12,7 +12,7 @@ use longshore_proto::{Formats, Step, legible, legible_lines};
 use longshore_worker::pipeline::{StepInputs, StepOutcome};
 use serde_json::json;
 
-use super::{plot::plot, settings::Settings};
+use super::{plot::plot, settings::Settings, text::Summary};
 use crate::sizes::human;
 
 /// The most plain lines of a whole run, so that a log stays readable.
@@ -40,32 +40,19 @@ pub(super) struct Report {
     pulled: u64,
     skipped: u64,
     last_shown: Option<Instant>,
-    /// Every step's loss, for the plot at the end.
     curve: Vec<(u64, f32)>,
     settings: Settings,
+    servers: Vec<String>,
+    embedded: bool,
 }
 
 /// The subject of a run, shown before its first step.
 pub(super) struct Opening<'a> {
-    pub(super) job: &'a str,
     pub(super) parameters: u64,
     pub(super) shards: u32,
-    pub(super) servers: &'a [String],
-    pub(super) embedded: bool,
-    pub(super) files: usize,
-    pub(super) train_bytes: usize,
-    pub(super) validation_bytes: usize,
+    pub(super) text: Summary,
     pub(super) first_step: u64,
     pub(super) device: &'a str,
-}
-
-/// Data of a run's summary that its last version does not give.
-pub(super) struct Around {
-    pub(super) first_loss: Option<f32>,
-    pub(super) servers: usize,
-    pub(super) embedded: bool,
-    pub(super) host_peak: u64,
-    pub(super) formats: Formats,
 }
 
 /// The lasting results of a run.
@@ -76,27 +63,30 @@ pub(super) struct Kept {
     pub(super) lines: Vec<String>,
     /// True if the weights are lost: an embedded server kept them in memory and ends now.
     pub(super) gone: bool,
-    /// The failure of a checkpoint or an export.
     pub(super) failure: Option<anyhow::Error>,
 }
 
-/// The end of a run.
 pub(super) struct Ending {
-    pub(super) around: Around,
+    pub(super) first_loss: Option<f32>,
+    pub(super) host_peak: u64,
     pub(super) version: u64,
     pub(super) state_hash: String,
     pub(super) validation_loss: f32,
     pub(super) sample: String,
     pub(super) device: String,
     pub(super) device_peak: u64,
-    pub(super) device_budget: Option<u64>,
     pub(super) server_bytes: u64,
 }
 
 impl Report {
-    pub(super) fn new(rank: u32, settings: &Settings, tokens_per_step: u64) -> Report {
-        let steps = settings.steps;
-        let output = match (rank, settings.json) {
+    pub(super) fn new(
+        rank: u32,
+        settings: &Settings,
+        tokens_per_step: u64,
+        (servers, embedded): (&[String], bool),
+    ) -> Report {
+        let steps = settings.flags.steps;
+        let output = match (rank, settings.out.is_json()) {
             (0, true) => Output::Json,
             (0, false) if io::stdout().is_terminal() && io::stderr().is_terminal() => Output::Bar(bar(steps)),
             (0, false) => Output::Plain,
@@ -117,40 +107,33 @@ impl Report {
             last_shown: None,
             curve: Vec::new(),
             settings: settings.clone(),
+            servers: servers.to_vec(),
+            embedded,
         }
     }
 
     pub(super) fn opening(&mut self, opening: &Opening<'_>) {
-        let Opening {
-            job,
-            parameters,
-            shards,
-            servers,
-            files,
-            train_bytes,
-            validation_bytes,
-            first_step,
-            device,
-            ..
-        } = *opening;
+        let Opening { parameters, shards, text, first_step, device } = *opening;
+        let job = &self.settings.job;
         if let Output::Json = self.output {
             self.json(&json!({
-                "event": "start", "job": job, "parameters": parameters, "shards": shards, "servers": servers,
-                "embedded": opening.embedded, "files": files, "train_bytes": train_bytes,
-                "validation_bytes": validation_bytes, "first_step": first_step, "steps": self.steps,
-                "device": device,
+                "event": "start", "job": job.as_str(), "parameters": parameters, "shards": shards,
+                "servers": self.servers, "embedded": self.embedded, "files": text.files,
+                "train_bytes": text.train_bytes, "validation_bytes": text.validation_bytes,
+                "first_step": first_step, "steps": self.steps, "device": device,
             }));
             return;
         }
-        let place = if opening.embedded { "an embedded server".to_string() } else { servers.join(", ") };
+        let place = if self.embedded { "an embedded server".to_string() } else { self.servers.join(", ") };
         self.line(&format!(
             "job {job}: {:.2} M parameters in {shards} shards on {place} ({device})",
             parameters as f64 / 1e6
         ));
         self.line(&format!(
-            "text: {files} files, {} to train on, {} to validate with",
-            human(train_bytes as u64),
-            human(validation_bytes as u64)
+            "text: {} files, {} to train on, {} to validate with",
+            text.files,
+            human(text.train_bytes as u64),
+            human(text.validation_bytes as u64)
         ));
         if first_step > 1 {
             self.line(&format!("continuing at step {first_step} of {}", self.steps));
@@ -253,6 +236,7 @@ impl Report {
         if let Output::Bar(bar) = &self.output {
             bar.finish_and_clear();
         }
+        let (formats, device_budget) = (self.settings.flags.formats(), self.settings.flags.device_budget());
         let steps = self.done.max(1);
         let per_step = |bytes: u64| bytes / steps;
         let exposed_ms = self.exposed.as_secs_f64() * 1e3 / steps as f64;
@@ -260,30 +244,28 @@ impl Report {
         if let Output::Json = self.output {
             self.json(&json!({
                 "event": "end", "version": ending.version, "state_hash": ending.state_hash,
-                "validation_loss": ending.validation_loss, "first_validation_loss": ending.around.first_loss,
+                "validation_loss": ending.validation_loss, "first_validation_loss": ending.first_loss,
                 "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
                 "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
-                "state_format": ending.around.formats.state.name(),
-                "master_format": ending.around.formats.master.name(),
-                "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": ending.device_budget,
-                "server_bytes": ending.server_bytes, "host_peak_bytes": ending.around.host_peak,
+                "state_format": formats.state.name(), "master_format": formats.master.name(),
+                "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": device_budget,
+                "server_bytes": ending.server_bytes, "host_peak_bytes": ending.host_peak,
                 "pushed_bytes_per_step": per_step(self.pushed), "pulled_bytes_per_step": per_step(self.pulled),
                 "export": left.export, "checkpoint": left.checkpoint, "weights_gone": left.gone,
             }));
             return;
         }
-        let budget = match ending.device_budget {
+        let budget = match device_budget {
             Some(budget) => format!("of a budget of {}", human(budget)),
             None => "no budget set (--device-budget)".to_string(),
         };
-        let before = ending.around.first_loss.map(|loss| format!("{loss:.3} -> ")).unwrap_or_default();
-        let servers = if ending.around.servers == 1 {
-            "1 server".to_string()
-        } else {
-            format!("{} servers", ending.around.servers)
+        let before = ending.first_loss.map(|loss| format!("{loss:.3} -> ")).unwrap_or_default();
+        let servers = match self.servers.len() {
+            1 => "1 server".to_string(),
+            several => format!("{several} servers"),
         };
         let percent = if step_ms > 0.0 { 100.0 * exposed_ms / step_ms } else { 0.0 };
-        if self.settings.plot || matches!(self.output, Output::Bar(_)) {
+        if self.settings.flags.plot || matches!(self.output, Output::Bar(_)) {
             self.line("");
             self.line("loss of each step");
             plot(&self.curve).iter().for_each(|line| self.line(line));
@@ -310,12 +292,12 @@ impl Report {
         ));
         self.line(&format!(
             "  worker's host   peak {} of weights under way and gradients kept",
-            human(ending.around.host_peak)
+            human(ending.host_peak)
         ));
         self.line(&format!(
             "  servers         {} on {servers}: {}, images, gradients, transfers",
             human(ending.server_bytes),
-            kept(ending.around.formats)
+            kept(formats)
         ));
         self.line(&format!(
             "  on the wire     {} pushed and {} pulled a step",
@@ -324,7 +306,7 @@ impl Report {
         ));
         self.line(&format!("state hash        {} at version {}", ending.state_hash, ending.version));
         left.lines.iter().for_each(|line| self.line(line));
-        if ending.around.embedded {
+        if self.embedded {
             self.line("");
             self.line("next: start `longshored` on each node, and train with --servers HOST:PORT,... to keep the job when workers die");
         }

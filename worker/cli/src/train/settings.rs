@@ -1,118 +1,55 @@
 //! Settings of a training run: its bits, its place, and its report.
 
-use std::{path::PathBuf, time::Duration};
-
 use longshore_proto::{
-    Dtype, Fault, Formats, Hyper, JobName, JobSpec, Param, Rule, Step, TierKind,
+    Fault, Hyper, JobName, JobSpec, Param, Step,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
 use longshore_worker::{
-    DelayCorrection,
-    device::DeviceChoice,
-    loss_scale::{LossScaler, LossScalerOptions},
     pipeline::{Accumulate, PipelineOptions},
     schedule::Schedule,
-    session::{GoBack, Transport},
 };
 
-use super::gpt::{Config, Gpt, Group};
-use crate::access::Access;
+use super::{
+    flags::{Accumulator, Flags},
+    gpt::{Config, Gpt, Group},
+};
+use crate::output::Output;
 
-/// Settings of a run, after the flags were parsed.
+/// Flags of a run, with those that a check makes into another type.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    pub job: JobName,
-    /// Addresses. Empty to embed a server in the process.
-    pub servers: Vec<String>,
-    /// Credentials for these servers; an embedded server needs none.
-    pub access: Access,
-    /// True if the server is embedded in the process that started this one, and ends with it.
-    pub embedded: bool,
-    /// True if one launcher started the processes of all ranks, this one among them.
-    pub launched: bool,
-    pub data: PathBuf,
+    pub(super) flags: Flags,
+    pub(super) job: JobName,
     pub model: Config,
-    pub steps: u64,
-    /// Sequences of each rank in a micro-step.
-    pub batch: usize,
-    pub micro_steps: u32,
-    /// True if each rank adds up its micro-steps instead of the servers.
-    pub accumulate_on_worker: bool,
-    pub world_size: u32,
-    /// None means that this process starts all ranks.
-    pub rank: Option<u32>,
-    pub rule: Rule,
-    pub hyper: Hyper,
-    pub lr_warmup_steps: u64,
-    /// Part of the peak learning rate at the end of its cosine.
-    pub lr_floor: f64,
-    pub clip: Option<f64>,
-    pub delay: u32,
-    pub delay_warmup_steps: u64,
-    /// Correction of a delayed step's images.
-    pub correction: DelayCorrection,
-    pub gradient_dtype: Dtype,
-    pub image_dtype: Dtype,
-    pub loss_scale: LossScale,
-    pub seed: u64,
-    /// None to choose by the model's size.
-    pub shard_elements: Option<u64>,
-    /// The tier of the state on servers.
-    pub tier: TierKind,
-    /// Formats of the state on servers.
-    pub formats: Formats,
-    pub device: DeviceChoice,
-    pub device_budget: Option<u64>,
-    pub checkpoint_dir: Option<PathBuf>,
-    pub checkpoint_every: u64,
-    /// The checkpoint to go back to if servers lack the job. With None such a job starts afresh.
-    pub resume: Option<GoBack>,
-    /// Folder for the weights at the end.
-    pub export: Option<PathBuf>,
-    pub export_dtype: Dtype,
-    pub eval_every: u64,
-    pub eval_batches: usize,
-    pub sample_bytes: usize,
-    pub prompt: String,
-    pub temperature: f64,
-    pub transport: Transport,
-    pub deadline: Duration,
-    pub pause_deadline: Duration,
-    /// Update threads of an embedded server; None takes all cores.
-    pub threads: Option<usize>,
-    /// Memory of an embedded server.
-    pub memory: Option<u64>,
-    /// Folders of an embedded server's state with tier `nvme`.
-    pub state_dirs: Vec<PathBuf>,
-    /// Memory in which an embedded server keeps a part of that state.
-    pub resident: u64,
-    /// Folder of an embedded server's state with tier `shm`.
-    pub shm_dir: Option<PathBuf>,
-    pub json: bool,
-    /// True if an error is printed as one JSON object.
-    pub errors_as_json: bool,
-    /// True to plot the losses at the end, on a terminal or not.
-    pub plot: bool,
-    /// True to print the checksum of the weights that each step begins with, for tests.
-    pub step_weights: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LossScale {
-    pub mode: LossScaleMode,
-    pub options: LossScalerOptions,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum LossScaleMode {
-    Dynamic,
-    Fixed(f64),
+    pub(super) out: Output,
 }
 
 /// Shards of a small model: enough to show streaming, and to give several servers some each.
 const SMALL_MODEL_SHARDS: u64 = 16;
 
 impl Settings {
+    /// # Errors
+    /// If a flag has a wrong value, or flags contradict each other.
+    pub(crate) fn new(flags: Flags, out: Output) -> anyhow::Result<Settings> {
+        let model = flags.model()?;
+        flags.check()?;
+        let settings = Settings { job: JobName::parse("--job", &flags.job)?, model, flags, out };
+        settings.check()?;
+        Ok(settings)
+    }
+
+    /// Parses the words that follow `longshore train`.
+    pub fn parse(words: &[&str]) -> anyhow::Result<Settings> {
+        #[derive(clap::Parser)]
+        #[command(no_binary_name = true)]
+        struct Command {
+            #[command(flatten)]
+            flags: Flags,
+        }
+        let Command { flags } = clap::Parser::try_parse_from(words)?;
+        Settings::new(flags, Output::default())
+    }
+
     pub fn spec(&self, model: &Gpt) -> JobSpec {
         let params: Vec<Param> = model
             .params()
@@ -130,21 +67,21 @@ impl Settings {
         let shard = elements.div_ceil(SMALL_MODEL_SHARDS).next_multiple_of(BLOCK_ELEMENTS);
         JobSpec {
             groups: vec!["decay".to_string(), "no_decay".to_string()],
-            rule: self.rule,
-            gradient_dtype: self.gradient_dtype,
-            image_dtype: self.image_dtype,
-            world_size: self.world_size,
-            micro_steps: if self.accumulate_on_worker { 1 } else { self.micro_steps },
-            max_delay: self.delay,
-            shard_elements: self.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
-            tier: self.tier,
-            formats: self.formats,
+            rule: self.flags.optimizer,
+            gradient_dtype: self.flags.gradient_dtype,
+            image_dtype: self.flags.weight_dtype,
+            world_size: self.flags.world_size,
+            micro_steps: if self.accumulates_on_worker() { 1 } else { self.flags.micro_steps },
+            max_delay: self.flags.delay,
+            shard_elements: self.flags.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
+            tier: self.flags.tier,
+            formats: self.flags.formats(),
             ..JobSpec::new(self.job.clone(), params)
         }
     }
 
     /// Checks combinations of flags, before anything is started.
-    pub(super) fn check(&self) -> anyhow::Result<()> {
+    fn check(&self) -> anyhow::Result<()> {
         let spec = self.spec(&Gpt::new(self.model)?);
         spec.validate()?;
         self.pipeline_options()?.validate(&spec)?;
@@ -156,52 +93,49 @@ impl Settings {
         let hyper = move |step: Step| settings.hypers(step);
         Ok(PipelineOptions {
             schedule: self.schedule(),
-            clip: self.clip,
-            correction: self.correction,
+            clip: (self.flags.clip > 0.0).then_some(self.flags.clip),
+            correction: self.flags.correction.unwrap_or_default(),
             accumulate: self.accumulate(),
-            ..PipelineOptions::new(self.scaler()?, hyper)
+            ..PipelineOptions::new(self.flags.scaler()?, hyper)
         })
     }
 
     fn accumulate(&self) -> Accumulate {
-        match self.accumulate_on_worker {
-            true => Accumulate::OnWorker { micro_steps: self.micro_steps },
-            false => Accumulate::OnServers,
+        match self.flags.accumulate {
+            Accumulator::Worker => Accumulate::OnWorker { micro_steps: self.flags.micro_steps },
+            Accumulator::Servers => Accumulate::OnServers,
         }
     }
 
-    pub fn scaler(&self) -> Result<LossScaler, Fault> {
-        match self.loss_scale.mode {
-            LossScaleMode::Dynamic => LossScaler::dynamic(self.loss_scale.options),
-            LossScaleMode::Fixed(scale) => LossScaler::fixed(scale),
-        }
+    pub(super) fn accumulates_on_worker(&self) -> bool {
+        self.flags.accumulate == Accumulator::Worker
     }
 
     /// Returns the schedule. Evaluations and the end read the newest version, so a delayed run drains before them.
     pub fn schedule(&self) -> Schedule {
-        let (every, last) = (self.eval_every, self.steps);
-        match self.delay {
+        let (every, last) = (self.flags.eval_every, self.flags.steps);
+        match self.flags.delay {
             0 => Schedule::exact(),
-            _ => Schedule::delayed(self.delay_warmup_steps)
+            _ => Schedule::delayed(self.flags.warmup_steps)
                 .draining_when(move |step| step.0 == last || every > 0 && step.0.is_multiple_of(every)),
         }
     }
 
     /// Returns the learning rate: linear warm-up, then a cosine down to the floor at the last step.
     pub fn learning_rate(&self, step: Step) -> f64 {
-        let (step, warmup) = (step.0 as f64, self.lr_warmup_steps as f64);
+        let (step, warmup) = (step.0 as f64, self.flags.lr_warmup_steps as f64);
         if step <= warmup {
-            return self.hyper.lr * step / warmup;
+            return self.flags.lr * step / warmup;
         }
-        let rest = (self.steps as f64 - warmup).max(1.0);
+        let rest = (self.flags.steps as f64 - warmup).max(1.0);
         let progress = ((step - warmup) / rest).min(1.0);
         let cosine = 0.5 * (1.0 + (std::f64::consts::PI * progress).cos());
-        self.hyper.lr * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
+        self.flags.lr * (self.flags.lr_floor + (1.0 - self.flags.lr_floor) * cosine)
     }
 
     /// Returns hyperparameters for each group of [`Settings::spec`].
     pub fn hypers(&self, step: Step) -> Vec<Hyper> {
-        let decay = Hyper { lr: self.learning_rate(step), ..self.hyper };
+        let decay = Hyper { lr: self.learning_rate(step), ..self.flags.hyper() };
         vec![decay, Hyper { weight_decay: 0.0, ..decay }]
     }
 }

@@ -18,7 +18,6 @@ use crate::output::fail;
 /// Shells report a process that a signal ended by this number plus the signal's.
 pub(super) const SIGNALLED: i32 = 128;
 
-/// The part of a process in handling signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
     /// Rank 0: decides, so it ends the run. A second signal ends the process at once.
@@ -38,7 +37,6 @@ pub(crate) struct LastWords {
     pub(super) as_json: bool,
 }
 
-/// Signals that were heard.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Stop(Arc<Heard>);
 
@@ -96,12 +94,10 @@ impl Stop {
         }
     }
 
-    /// Returns the signal that told the run to stop.
     pub(crate) fn asked(&self) -> Option<i32> {
         Some(self.0.first.load(Ordering::Acquire)).filter(|signal| *signal != 0)
     }
 
-    /// Returns true after a second signal.
     pub(super) fn is_urgent(&self) -> bool {
         self.0.times.load(Ordering::Acquire) > 1
     }
@@ -121,7 +117,6 @@ fn name(signal: i32) -> &'static str {
     if signal == SignalKind::terminate().as_raw_value() { "SIGTERM" } else { "SIGINT" }
 }
 
-/// The error of a run that stopped when told to.
 #[derive(Debug)]
 pub(crate) struct Stopped {
     pub(super) signal: i32,

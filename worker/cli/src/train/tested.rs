@@ -14,7 +14,6 @@ use longshore_worker::{error::Result, pull::Feed};
 /// whose arithmetic is not deterministic.
 const PERTURB: &str = "LONGSHORE_TEST_PERTURB";
 
-/// The factor of this process's gradients.
 #[derive(Clone, Copy)]
 pub(super) struct Noise(f32);
 

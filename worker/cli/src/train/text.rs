@@ -189,7 +189,6 @@ impl Corpus {
 /// Places where a sequence and the byte after it fit, numbered from 0.
 struct Windows<'a> {
     pieces: &'a [Range<usize>],
-    /// Cumulative number of windows up to each piece.
     ends: Vec<usize>,
     count: usize,
 }
@@ -213,7 +212,6 @@ impl Windows<'_> {
     }
 }
 
-/// Text read so far, and counts of skipped files.
 #[derive(Default)]
 struct Found {
     bytes: Vec<u8>,

@@ -72,7 +72,6 @@ pub struct ImageWeights<'a> {
     layout: &'a Layout,
     feed: Feed,
     images: &'a mut DeviceImages,
-    /// Lease of the layer in use, when widened.
     widened: Option<Lease>,
 }
 
@@ -102,7 +101,6 @@ impl Weights for ImageWeights<'_> {
     }
 }
 
-/// Returns the tensors of one stage from its bytes.
 fn widen(model: &Gpt, layout: &Layout, stage: usize, dtype: Dtype, bytes: &[u8]) -> Vec<Tensor> {
     let mut tensors = Vec::new();
     let start = stage_range(model, layout, stage).start;

@@ -16,7 +16,7 @@ pub(super) struct Limits {
     bare: Bare,
     /// Ratio of the steps' parameters to the bare update's.
     times: f64,
-    wire: wire::Both,
+    wire: wire::BenchRank,
     /// Bytes of all parameters on the wire, in one direction.
     bytes: f64,
     /// Milliseconds of each round: push, pull, update, and CPU time over cores.
@@ -30,14 +30,13 @@ impl Limits {
         Ok(Limits {
             bare: Bare::new(bare, available_threads(), args.formats())?,
             times: args.params as f64 / bare as f64,
-            wire: wire::Both::open(args.connections, args.transport())?,
+            wire: wire::BenchRank::alone(args.connections, args.transport())?,
             bytes: args.params as f64 * 2.0,
             rounds: Vec::new(),
             cpu: f64::NAN,
         })
     }
 
-    /// Measures the CPU time of all ranks and the server during `steps` steps.
     pub(super) fn time_steps<T>(&mut self, steps: usize, wait: impl FnOnce() -> T) {
         let before = process_cpu();
         wait();
@@ -50,19 +49,17 @@ impl Limits {
         self.bare.pass();
         let update = begun.elapsed().as_secs_f64() * 1e3 * self.times;
         let ms = |gb_per_s: f64| self.bytes / 1e6 / gb_per_s;
-        let round = [ms(self.wire.push()?), ms(self.wire.pull()?), update, self.cpu];
+        let round = [ms(self.wire.push()?.gb_per_s()), ms(self.wire.pull()?.gb_per_s()), update, self.cpu];
         if keep {
             self.rounds.push(round);
         }
         Ok(())
     }
 
-    /// GB that the update of all parameters moves through memory.
     pub(super) fn update_gb(&self) -> f64 {
         self.bare.bytes() * self.times / 1e9
     }
 
-    /// Medians over the rounds.
     pub(super) fn ms(&self) -> [f64; 4] {
         [0, 1, 2, 3].map(|limit| median(&self.rounds.iter().map(|round| round[limit]).collect::<Vec<_>>()))
     }

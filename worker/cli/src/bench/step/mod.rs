@@ -46,7 +46,7 @@ fn measure((args, out): (&Args, Output), spec: &JobSpec, hosts: &Hosts) -> anyho
     let ranks: Vec<_> = (0..args.ranks)
         .map(|rank| {
             let (args, spec, turns) = (args.clone(), spec.clone(), turns.clone());
-            let (servers, access) = (hosts.addresses().to_vec(), hosts.access().clone());
+            let (servers, access) = (hosts.addresses.clone(), hosts.access.clone());
             thread::spawn(move || rank::run(&args, spec, (servers, access), rank, &turns))
         })
         .collect();

@@ -12,7 +12,6 @@ use crate::plan::{DriveTraffic, Hardware, Run, Stage, Step, Unit, update_bytes};
 pub(super) struct Alone {
     /// Speed of the slower direction of the wire.
     pub(super) wire: f64,
-    /// Speed of updates on the host.
     pub(super) memory: f64,
 }
 
@@ -52,7 +51,6 @@ pub(super) fn predict(
     Ok(Some(run.step(&hardware)))
 }
 
-/// Returns the simulator's form of the bench's job.
 fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
     let unit = |elements: u64| Unit {
         elements: elements as f64,

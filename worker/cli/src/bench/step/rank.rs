@@ -21,7 +21,6 @@ use crate::access::Access;
 
 pub(super) struct Measured {
     pub(super) steps: Vec<Step>,
-    /// Time to open the job and to fill it.
     pub(super) fill: Duration,
 }
 
@@ -102,7 +101,6 @@ pub(super) fn run(
     Ok(measured)
 }
 
-/// Opens the job and fills it. Returns the pipeline, and the time that this took.
 fn prepare(
     args: &Args,
     spec: JobSpec,

@@ -11,7 +11,6 @@ use super::super::{
     receive::{self, Source},
 };
 
-/// A case to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Case {
     Update(Update),
@@ -33,7 +32,6 @@ pub(in super::super) struct Update {
     pub(super) images: Images,
 }
 
-/// The kind of images that an update makes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Images {
     Plain,
@@ -86,7 +84,6 @@ impl Case {
     }
 }
 
-/// Formats of moments and master weights.
 const FORMATS: [(StateFormat, MasterFormat); 5] = [
     (StateFormat::F32, MasterFormat::F32),
     (StateFormat::Bf16, MasterFormat::F32),
@@ -102,7 +99,6 @@ impl Update {
         Update { rule: Rule::AdamW, wire: Dtype::Bf16, isa: Isa::detect(), formats, images }
     }
 
-    /// Returns the case's name, which lists the arrays that are not fp32.
     pub(super) fn name(&self) -> String {
         let mut name = format!("{}/{}/{}", self.rule, self.wire, self.isa);
         if self.formats.state != StateFormat::F32 {

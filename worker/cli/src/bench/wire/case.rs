@@ -1,12 +1,12 @@
 //! A case of the bench, measured again and again, with its samples.
 
-use super::{beside::Update, meter::Sample};
-use crate::bench::median;
+use std::time::{Duration, Instant};
 
-/// A case, the case that is its limit, and its samples.
+use super::beside::Update;
+use crate::bench::{median, process_cpu};
+
 pub(super) struct Case {
     pub(super) name: &'static str,
-    /// Name of the case that is this case's limit.
     pub(super) limit: Option<&'static str>,
     sample: Box<dyn FnMut() -> anyhow::Result<Sample>>,
     samples: Vec<Sample>,
@@ -27,19 +27,13 @@ impl Case {
         median(&self.samples.iter().map(value).collect::<Vec<f64>>())
     }
 
-    /// Takes a round's samples: one, or two in turn.
-    pub(super) fn round(&mut self, round: usize, update: Option<&Update>) -> anyhow::Result<()> {
+    pub(super) fn round(&mut self, round: usize, mut update: Option<&mut Update>) -> anyhow::Result<()> {
         // The first round warms up: it touches memory, and lets windows and socket buffers grow.
         let keep = round > 0;
         for with_update in [round.is_multiple_of(2), !round.is_multiple_of(2)] {
-            let sample = match update {
+            let sample = match &mut update {
                 None if with_update => continue,
-                Some(update) if with_update => {
-                    update.on()?;
-                    let sample = (self.sample)();
-                    update.off()?;
-                    sample?
-                }
+                Some(update) if with_update => update.during(&mut self.sample)?,
                 _ => (self.sample)()?,
             };
             if keep {
@@ -54,5 +48,36 @@ impl Case {
         let rates: Vec<f64> = self.during_update.iter().map(Sample::gb_per_s).collect();
         let ratios: Vec<f64> = rates.iter().zip(&self.samples).map(|(rate, s)| rate / s.gb_per_s()).collect();
         (!rates.is_empty()).then(|| (median(&rates), median(&ratios)))
+    }
+}
+
+/// Wall and CPU time of a piece of work. Both ends run in this process, so its CPU time covers both.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::bench) struct Sample {
+    bytes: u64,
+    wall: Duration,
+    cpu: Duration,
+}
+
+impl Sample {
+    pub(super) fn time<T>(
+        &mut self,
+        bytes: usize,
+        work: impl FnOnce() -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        let (wall, cpu) = (Instant::now(), process_cpu());
+        let result = work()?;
+        self.wall += wall.elapsed();
+        self.cpu += process_cpu().saturating_sub(cpu);
+        self.bytes += bytes as u64;
+        Ok(result)
+    }
+
+    pub(in crate::bench) fn gb_per_s(&self) -> f64 {
+        self.bytes as f64 / 1e9 / self.wall.as_secs_f64()
+    }
+
+    pub(super) fn cpu_s_per_gb(&self) -> f64 {
+        self.cpu.as_secs_f64() / (self.bytes as f64 / 1e9)
     }
 }

@@ -3,7 +3,6 @@
 
 mod beside;
 mod case;
-mod meter;
 mod ours;
 mod raw;
 mod tls;
@@ -13,9 +12,12 @@ use longshore_engine::threads::available_threads;
 use longshore_proto::limits::DATA_CONNECTIONS;
 use serde_json::json;
 
-pub(super) use self::ours::Both;
+pub(super) use self::ours::BenchRank;
 pub(crate) use self::ours::JOB;
-use self::{beside::Update, case::Case, meter::Sample};
+use self::{
+    beside::Update,
+    case::{Case, Sample},
+};
 use crate::output::Output;
 
 #[derive(clap::Args)]
@@ -59,10 +61,10 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         cases.retain(|case| wanted(case) || limits.contains(&case.name));
         ensure!(!cases.is_empty(), "--cases names none of them");
     }
-    let update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
+    let mut update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
     for round in 0..=args.rounds {
         for case in &mut cases {
-            case.round(round, update.as_ref())?;
+            case.round(round, update.as_mut())?;
         }
     }
     report(&cases, (args, out), update.as_ref().map(Update::ns_per_param));

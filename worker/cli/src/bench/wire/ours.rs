@@ -6,7 +6,6 @@ use std::{
     fs::{self, File, TryLockError},
     hash::{DefaultHasher, Hash, Hasher},
     hint::black_box,
-    net::{Ipv4Addr, SocketAddr},
     sync::{Arc, Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -18,37 +17,35 @@ use longshore_proto::{
     checksum::Crc32,
     limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
 };
-use longshore_server::{Config, Server};
+use longshore_server::Config;
 use longshore_worker::session::{Options, Probe, Session, Transport};
-use tokio::runtime::Runtime;
 
-use super::{case::Case, meter::Sample, tls};
+use super::{
+    case::{Case, Sample},
+    tls,
+};
 use crate::{
     access::Access,
-    bench::{job, param},
+    bench::{host::Host, job, param},
 };
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
-    let (host, encrypted) = (Arc::new(Host::start()?), Arc::new(Host::start_encrypted()?));
+    let host = Arc::new(Host::start(|_, defaults| Ok(defaults))?);
+    let encrypted = Arc::new(Host::start(|folder, defaults| {
+        tls::make(folder)?;
+        Ok(Config { tls_dir: Some(folder.join(tls::SERVER)), ..defaults })
+    })?);
     let elements = (bytes as u64 / 2).next_multiple_of(BLOCK_ELEMENTS);
     let mut cases = Vec::new();
-    let tcp = host.server.address().to_string();
-    let tls = encrypted.server.address().to_string();
-    for (host, rank, address, transport, names) in [
-        (&host, 0, tcp.clone(), Transport::Tcp, ["push tcp", "pull tcp", "raw tcp"]),
-        (&encrypted, 0, tls, Transport::Tcp, ["push tls", "pull tls", "raw tls"]),
-        (
-            &host,
-            1,
-            format!("unix:{}", host.socket.display()),
-            Transport::Unix,
-            ["push unix", "pull unix", "raw unix"],
-        ),
-        (&host, 2, tcp, Transport::Memfd, ["push memfd", "read memfd", "memcpy"]),
+    for (host, rank, transport, names) in [
+        (&host, 0, Transport::Tcp, ["push tcp", "pull tcp", "raw tcp"]),
+        (&encrypted, 0, Transport::Tcp, ["push tls", "pull tls", "raw tls"]),
+        (&host, 1, Transport::Unix, ["push unix", "pull unix", "raw unix"]),
+        (&host, 2, Transport::Memfd, ["push memfd", "read memfd", "memcpy"]),
     ] {
-        let mut options = Options::new(vec![address], spec(elements)?, Rank(rank));
+        let mut options = Options::new(vec![host.address(transport)], spec(elements)?, Rank(rank));
         (options.connections, options.transport) = (connections, transport);
-        options.tls_dir = host.folders.as_ref().map(tls::Folders::worker);
+        options.tls_dir = Some(host.folder().join(tls::WORKER)).filter(|folder| folder.exists());
         let link = Arc::new(Mutex::new(BenchRank::open(Some(host), options)?));
         let [push, pull, raw] = names;
         let (pushing, pulling) = (Arc::clone(&link), link);
@@ -59,9 +56,6 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     }
     Ok(cases)
 }
-
-/// Push and pull over one transport, for a larger bench. The file locks this host's turn, if one is needed.
-pub(in crate::bench) struct Both(BenchRank, #[expect(dead_code)] Option<File>);
 
 /// Prefix of the name of a job that is opened on servers elsewhere.
 pub(crate) const JOB: &str = "bench-wire-";
@@ -105,83 +99,14 @@ fn turn() -> anyhow::Result<(String, File)> {
     }
 }
 
-impl Both {
-    pub(in crate::bench) fn open(connections: usize, transport: Transport) -> anyhow::Result<Both> {
-        let host = Arc::new(Host::start()?);
-        let address = match transport {
-            Transport::Unix => format!("unix:{}", host.socket.display()),
-            _ => host.server.address().to_string(),
-        };
-        let mut options = Options::new(vec![address], spec(BOTH_BYTES / 2)?, Rank(0));
-        (options.connections, options.transport) = (connections, transport);
-        Ok(Both(BenchRank::open(Some(&host), options)?, None))
-    }
-
-    /// Opens the job on servers elsewhere. `close` deletes it.
-    pub(in crate::bench) fn to(
-        (servers, access): (Vec<String>, &Access),
-        connections: usize,
-    ) -> anyhow::Result<Both> {
-        // Shards are dealt to the servers, so that each has at least one.
-        let elements = (TO_BYTES / 2).max(servers.len() as u64 * DEFAULT_SHARD_ELEMENTS);
-        let (name, turn) = turn()?;
-        let spec = JobSpec { name: JobName::parse("name", &name)?, ..spec(elements)? };
-        let mut options = access.of(Options::new(servers, spec, Rank(0)));
-        (options.connections, options.transport) = (connections, Transport::Tcp);
-        Ok(Both(BenchRank::open(None, options)?, Some(turn)))
-    }
-
-    pub(in crate::bench) fn close(self) -> anyhow::Result<()> {
-        Ok(self.0.probe.session().delete_job()?)
-    }
-
-    /// Returns the speed in GB/s.
-    pub(in crate::bench) fn push(&mut self) -> anyhow::Result<f64> {
-        Ok(self.0.push()?.gb_per_s())
-    }
-
-    /// Returns the speed in GB/s. In shared memory the weights are read once.
-    pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<f64> {
-        Ok(self.0.pull()?.gb_per_s())
-    }
-}
-
-/// A server on TCP, encrypted or not, and on a Unix socket.
-struct Host {
-    server: Server,
-    socket: std::path::PathBuf,
-    folders: Option<tls::Folders>,
-    _folder: tempfile::TempDir,
-    _runtime: Runtime,
-}
-
-impl Host {
-    fn start() -> anyhow::Result<Host> {
-        Host::start_with(None)
-    }
-
-    fn start_encrypted() -> anyhow::Result<Host> {
-        Host::start_with(Some(tls::Folders::make()?))
-    }
-
-    fn start_with(folders: Option<tls::Folders>) -> anyhow::Result<Host> {
-        let folder = tempfile::tempdir()?;
-        let socket = folder.path().join("bench.sock");
-        let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
-        let tls_dir = folders.as_ref().map(tls::Folders::server);
-        let config = Config { listen_unix: Some(socket.clone()), tls_dir, ..defaults };
-        let runtime = longshore_server::runtime("server")?;
-        let server = runtime.block_on(Server::start(config))?;
-        Ok(Host { server, socket, folders, _folder: folder, _runtime: runtime })
-    }
-}
-
 /// A rank's session, and the gradient that it pushes again and again. The job has a fourth rank that never comes,
 /// so servers form no sum.
-struct BenchRank {
+pub(in crate::bench) struct BenchRank {
     probe: Probe,
     /// None for servers elsewhere.
     _host: Option<Arc<Host>>,
+    /// The lock of this host's turn on servers elsewhere.
+    _turn: Option<File>,
 }
 
 fn spec(elements: u64) -> anyhow::Result<JobSpec> {
@@ -189,6 +114,32 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
 }
 
 impl BenchRank {
+    /// Opens a job on a server of its own.
+    pub(in crate::bench) fn alone(connections: usize, transport: Transport) -> anyhow::Result<BenchRank> {
+        let host = Arc::new(Host::start(|_, defaults| Ok(defaults))?);
+        let mut options = Options::new(vec![host.address(transport)], spec(BOTH_BYTES / 2)?, Rank(0));
+        (options.connections, options.transport) = (connections, transport);
+        BenchRank::open(Some(&host), options)
+    }
+
+    /// Opens a job on servers elsewhere. `close` deletes it.
+    pub(in crate::bench) fn to(
+        (servers, access): (Vec<String>, &Access),
+        connections: usize,
+    ) -> anyhow::Result<BenchRank> {
+        // Shards are dealt to the servers, so that each has at least one.
+        let elements = (TO_BYTES / 2).max(servers.len() as u64 * DEFAULT_SHARD_ELEMENTS);
+        let (name, turn) = turn()?;
+        let spec = JobSpec { name: JobName::parse("name", &name)?, ..spec(elements)? };
+        let mut options = access.of(Options::new(servers, spec, Rank(0)));
+        (options.connections, options.transport) = (connections, Transport::Tcp);
+        Ok(BenchRank { _turn: Some(turn), ..BenchRank::open(None, options)? })
+    }
+
+    pub(in crate::bench) fn close(self) -> anyhow::Result<()> {
+        Ok(self.probe.session().delete_job()?)
+    }
+
     fn open(host: Option<&Arc<Host>>, options: Options) -> anyhow::Result<BenchRank> {
         let elements = options.spec.params[0].elements().unwrap_or(0);
         let mut session = Session::connect(options)?;
@@ -198,11 +149,11 @@ impl BenchRank {
             let _ = session.delete_job();
         }
         started?;
-        Ok(BenchRank { probe: Probe::new(session)?, _host: host.cloned() })
+        Ok(BenchRank { probe: Probe::new(session)?, _host: host.cloned(), _turn: None })
     }
 
     /// Pushes the whole gradient, and waits until every chunk is acknowledged.
-    fn push(&mut self) -> anyhow::Result<Sample> {
+    pub(in crate::bench) fn push(&mut self) -> anyhow::Result<Sample> {
         self.probe.rejoin().context("joining again")?;
         let mut sample = Sample::default();
         sample.time(self.probe.bytes(), || Ok(self.probe.push()?))?;
@@ -212,7 +163,7 @@ impl BenchRank {
 
     /// Pulls version 0 until all of it is in this rank's memory. In shared memory the weights stay on the server,
     /// and this rank reads them once. So the rank has seen the bytes either way.
-    fn pull(&mut self) -> anyhow::Result<Sample> {
+    pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.probe.session().layout().elements();
         let mut sample = Sample::default();
         let bytes = whole.end as usize * 2;

@@ -11,32 +11,37 @@ use longshore_proto::limits::CHUNK_BYTES;
 use longshore_wire::direct::{LOOPBACK_BYTES, UNIX_BYTES};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
-use super::{case::Case, meter::Sample, tls};
+use super::{
+    case::{Case, Sample},
+    tls,
+};
 
 pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case>> {
     let mut lanes = Lanes::new(connections, bytes);
     let memcpy = Case::new("memcpy", None, move || lanes.run(vec![(); connections], copy_all));
+    let folder = tempfile::tempdir()?;
+    tls::make(folder.path())?;
+    let tls = || tls::pair(&folder.path().join(tls::SERVER), tcp_pair()?);
+    Ok(vec![
+        memcpy,
+        sockets("raw tcp", (connections, bytes), tcp_pair)?,
+        sockets("raw unix", (connections, bytes), unix_pair)?,
+        sockets("raw tls", (connections, bytes), tls)?,
+    ])
+}
+
+/// Returns the case of as many pairs of sockets.
+fn sockets<S: Write + Send + 'static, R: Read + Send + 'static>(
+    name: &'static str,
+    (connections, bytes): (usize, usize),
+    pair: impl Fn() -> anyhow::Result<(S, R)>,
+) -> anyhow::Result<Case> {
     let mut lanes = Lanes::new(connections, bytes);
-    let mut pairs = (0..connections).map(|_| tcp_pair()).collect::<anyhow::Result<Vec<_>>>()?;
-    let tcp = Case::new("raw tcp", None, move || {
+    let mut pairs = (0..connections).map(|_| pair()).collect::<anyhow::Result<Vec<_>>>()?;
+    Ok(Case::new(name, None, move || {
         let pairs = pairs.iter_mut().map(|(sender, receiver)| (sender, receiver)).collect();
         lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
-    });
-    let mut lanes = Lanes::new(connections, bytes);
-    let mut pairs = (0..connections).map(|_| unix_pair()).collect::<anyhow::Result<Vec<_>>>()?;
-    let unix = Case::new("raw unix", None, move || {
-        let pairs = pairs.iter_mut().map(|(sender, receiver)| (sender, receiver)).collect();
-        lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
-    });
-    let mut lanes = Lanes::new(connections, bytes);
-    let folders = tls::Folders::make()?;
-    let shaken = |_| tls::pair(&folders.server(), tcp_pair()?);
-    let mut pairs = (0..connections).map(shaken).collect::<anyhow::Result<Vec<_>>>()?;
-    let tls = Case::new("raw tls", None, move || {
-        let pairs = pairs.iter_mut().map(|(sender, receiver)| (sender, receiver)).collect();
-        lanes.run(pairs, |(sender, receiver), source, target| send_all(sender, receiver, source, target))
-    });
-    Ok(vec![memcpy, tcp, unix, tls])
+    }))
 }
 
 /// Source and target of each connection. Together they are as large as a real transfer, so they fit in no cache.
@@ -48,7 +53,6 @@ impl Lanes {
         Lanes((0..connections).map(|lane| (vec![lane as u8 + 1; part], vec![0; part])).collect())
     }
 
-    /// Moves every lane's source to its target, all lanes at once.
     fn run<T: Send>(
         &mut self,
         transports: Vec<T>,

@@ -1,11 +1,6 @@
 //! TLS in the bench: a certificate authority of its own, and bare rustls streams over a pair of sockets.
 
-use std::{
-    net::TcpStream,
-    path::{Path, PathBuf},
-    sync::Arc,
-    thread,
-};
+use std::{net::TcpStream, path::Path, sync::Arc, thread};
 
 use longshore_wire::tls::{CA, SERVER_CERTIFICATE, SERVER_KEY};
 use rustls::{
@@ -14,40 +9,27 @@ use rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject},
     version::TLS13,
 };
-use tempfile::TempDir;
 
 use crate::tls::{Authority, Subject, write_identities};
 
 const HOST: &str = "127.0.0.1";
-const WORKER: &str = "bench";
+const IDENTITY: &str = "bench";
+/// Folders of a server and of a worker.
+pub(super) const SERVER: &str = "server";
+pub(super) const WORKER: &str = "worker";
 
-/// TLS folders of a server and of a worker. Dropping the value removes them.
-pub(super) struct Folders(TempDir);
-
-impl Folders {
-    pub(super) fn make() -> anyhow::Result<Folders> {
-        let folders = Folders(tempfile::tempdir()?);
-        let authority = Authority::create(&folders.0.path().join("authority"))?;
-        authority.issue(&folders.server(), &Subject::Server(&[HOST.to_string()]), 1)?;
-        authority.issue(&folders.worker(), &Subject::Client(WORKER), 1)?;
-        let identities = format!("[[identity]]\nname = {WORKER:?}\nroles = [\"worker\"]\njobs = [\"*\"]\n");
-        write_identities(&folders.server(), &identities)?;
-        Ok(folders)
-    }
-
-    pub(super) fn server(&self) -> PathBuf {
-        self.0.path().join("server")
-    }
-
-    pub(super) fn worker(&self) -> PathBuf {
-        self.0.path().join("worker")
-    }
+/// Makes both folders, with certificates of a new authority.
+pub(super) fn make(dir: &Path) -> anyhow::Result<()> {
+    let authority = Authority::create(&dir.join("authority"))?;
+    authority.issue(&dir.join(SERVER), &Subject::Server(&[HOST.to_string()]), 1)?;
+    authority.issue(&dir.join(WORKER), &Subject::Client(IDENTITY), 1)?;
+    let identities = format!("[[identity]]\nname = {IDENTITY:?}\nroles = [\"worker\"]\njobs = [\"*\"]\n");
+    write_identities(&dir.join(SERVER), &identities)
 }
 
 type Client = StreamOwned<ClientConnection, TcpStream>;
 type Server = StreamOwned<ServerConnection, TcpStream>;
 
-/// Completes a handshake over a pair of sockets.
 pub(super) fn pair(folder: &Path, (near, far): (TcpStream, TcpStream)) -> anyhow::Result<(Client, Server)> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(folder.join(CA))?)?;

@@ -38,11 +38,9 @@ pub(super) struct Args {
     pub(super) hardware: HardwareArgs,
 }
 
-/// Results for one stage on a GPU.
 struct Of {
     stage: Stage,
     peak: Peak,
-    /// Parameters of the largest transformer that fits.
     largest: Option<u64>,
     /// Number of units that stay resident from forward to backward at stage 3, and of all units.
     staying: (usize, usize),
@@ -57,7 +55,6 @@ pub(super) struct Plan {
     stages: [Of; 2],
     /// Bytes of gradients that each GPU's host retains.
     retained: u64,
-    /// The event that frees retained gradients.
     until: &'static str,
 }
 
@@ -110,7 +107,6 @@ impl Plan {
         Ok(Plan { gpus: spec.world_size, memory, stages, retained, until })
     }
 
-    /// Returns the shortage, if no stage fits a GPU's memory.
     pub(super) fn short(&self) -> Option<String> {
         let (least, has) = (self.stages.iter().map(|of| of.peak.total()).min()?, self.memory?);
         (least > has).then(|| {

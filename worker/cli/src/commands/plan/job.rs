@@ -12,10 +12,12 @@ use longshore_proto::{
 
 use super::{Args, gpus};
 use crate::{
-    commands::train::preset,
+    output::wrong_use,
     plan::{HardwareArgs, Model, Tensor, Transformer},
-    train::gpt::{Gpt, VOCABULARY},
-    wrong_use::wrong_use,
+    train::{
+        gpt::{Gpt, VOCABULARY},
+        preset,
+    },
 };
 
 impl Args {
@@ -53,7 +55,6 @@ impl Args {
         self.spec_of(self.params.unwrap_or_else(|| model.elements()))
     }
 
-    /// Returns the job's spec for this many parameters.
     fn spec_of(&self, elements: u64) -> anyhow::Result<JobSpec> {
         // Each parameter here is one shard long, since the division of a model into tensors does not change the
         // result.

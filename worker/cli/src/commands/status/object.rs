@@ -3,13 +3,11 @@
 use longshore_wire::v1;
 
 use super::{
-    gather::{Answers, Without},
-    read::{Wear, combined_hash, formats, last_commit, phase},
+    gather::{Answers, Wear, Without, combined_hash, formats, last_commit, phase},
     steps::steps,
 };
 use crate::servers::standing;
 
-/// Returns one object for a job, with its `last_steps` newest steps as each server saw them.
 pub(super) fn object(
     job: &str,
     answers: &Answers,

@@ -29,7 +29,6 @@ fn follows(before: &DecidedStep, step: &DecidedStep) -> bool {
         && step.update_seconds >= before.update_seconds
 }
 
-/// Speeds in bytes a second.
 #[derive(Debug, PartialEq)]
 struct Speeds {
     pushed: Option<f64>,

@@ -5,7 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::{Tensor, product::Real, rows, shape::Shape};
+use super::{Tensor, config::Shape, product::Real, rows};
 
 /// Tensors of one sequence for backward: three of [heads, context, head width], and the attention weights.
 pub(super) struct Saved<T> {
@@ -86,7 +86,6 @@ fn split<T: Real>(x: &[T], parts: usize, part: usize, shape: &Shape) -> Vec<T> {
     out
 }
 
-/// The inverse of [`split`].
 fn merge<T: Real>(heads: &[T], out: &mut [T], parts: usize, part: usize, shape: &Shape) {
     let (width, size) = (shape.width, shape.head_width());
     for (head, rows) in heads.chunks_exact(shape.context * size).enumerate() {

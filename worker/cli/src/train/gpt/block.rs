@@ -1,58 +1,6 @@
 //! A transformer block, pre-norm as in GPT-2: forward, and a hand-written backward.
 
-use super::{Tensor, attention, product::Real, rows, shape::Shape};
-
-/// A block's parameters, in registration order.
-struct Parameters<'a, T> {
-    norm1_gain: &'a Tensor<T>,
-    norm1_bias: &'a Tensor<T>,
-    attention: &'a Tensor<T>,
-    attention_bias: &'a Tensor<T>,
-    project: &'a Tensor<T>,
-    project_bias: &'a Tensor<T>,
-    norm2_gain: &'a Tensor<T>,
-    norm2_bias: &'a Tensor<T>,
-    expand: &'a Tensor<T>,
-    expand_bias: &'a Tensor<T>,
-    contract: &'a Tensor<T>,
-    contract_bias: &'a Tensor<T>,
-}
-
-impl<'a, T> Parameters<'a, T> {
-    fn new(weights: &'a [Tensor<T>]) -> Parameters<'a, T> {
-        let [
-            norm1_gain,
-            norm1_bias,
-            attention,
-            attention_bias,
-            project,
-            project_bias,
-            norm2_gain,
-            norm2_bias,
-            expand,
-            expand_bias,
-            contract,
-            contract_bias,
-        ] = weights
-        else {
-            unreachable!("the count was checked against the layout when the weights were acquired")
-        };
-        Parameters {
-            norm1_gain,
-            norm1_bias,
-            attention,
-            attention_bias,
-            project,
-            project_bias,
-            norm2_gain,
-            norm2_bias,
-            expand,
-            expand_bias,
-            contract,
-            contract_bias,
-        }
-    }
-}
+use super::{Tensor, attention, config::Shape, product::Real, rows};
 
 /// Tensors inside a block that its backward pass needs.
 pub(super) struct Saved<T> {
@@ -84,17 +32,33 @@ impl<T> Saved<T> {
 }
 
 pub(super) fn forward<T: Real>(x: &Tensor<T>, weights: &[Tensor<T>], shape: &Shape) -> (Tensor<T>, Saved<T>) {
-    let p = Parameters::new(weights);
-    let normal1 = norm(x, p.norm1_gain, p.norm1_bias);
-    let projected = normal1.times(p.attention);
-    let (attended, attention) = attention::forward(&projected, p.attention_bias, shape);
+    let [
+        norm1_gain,
+        norm1_bias,
+        attention_in,
+        attention_bias,
+        project,
+        project_bias,
+        norm2_gain,
+        norm2_bias,
+        expand,
+        expand_bias,
+        contract,
+        contract_bias,
+    ] = weights
+    else {
+        unreachable!("a block has twelve parameters")
+    };
+    let normal1 = norm(x, norm1_gain, norm1_bias);
+    let projected = normal1.times(attention_in);
+    let (attended, attention) = attention::forward(&projected, attention_bias, shape);
     drop(projected);
-    let middle = add_branch(x, &attended.times(p.project), p.project_bias);
+    let middle = add_branch(x, &attended.times(project), project_bias);
 
-    let normal2 = norm(&middle, p.norm2_gain, p.norm2_bias);
-    let expanded = normal2.times(p.expand);
-    let hidden = expanded.like(rows::gelu(expanded.values(), p.expand_bias.values()));
-    let y = add_branch(&middle, &hidden.times(p.contract), p.contract_bias);
+    let normal2 = norm(&middle, norm2_gain, norm2_bias);
+    let expanded = normal2.times(expand);
+    let hidden = expanded.like(rows::gelu(expanded.values(), expand_bias.values()));
+    let y = add_branch(&middle, &hidden.times(contract), contract_bias);
     (y, Saved { input: x.clone(), normal1, attention, attended, middle, normal2, expanded, hidden })
 }
 
@@ -113,27 +77,31 @@ pub(super) fn backward<T: Real>(
     dy: &Tensor<T>,
     shape: &Shape,
 ) -> (Tensor<T>, Vec<Tensor<T>>) {
-    let p = Parameters::new(weights);
+    let [norm1_gain, _, attention_in, _, project, _, norm2_gain, _, expand, expand_bias, contract, _] =
+        weights
+    else {
+        unreachable!("a block has twelve parameters")
+    };
     let dcontract_bias = bias_gradient(dy);
     let dcontract = saved.hidden.t().times(dy);
-    let dhidden = dy.times(p.contract.t());
+    let dhidden = dy.times(contract.t());
     let (dexpanded, dexpand_bias) =
-        rows::gelu_backward(saved.expanded.values(), p.expand_bias.values(), dhidden.values());
+        rows::gelu_backward(saved.expanded.values(), expand_bias.values(), dhidden.values());
     drop(dhidden);
     let (dexpanded, dexpand_bias) = (saved.expanded.like(dexpanded), Tensor::vector(dexpand_bias));
     let dexpand = saved.normal2.t().times(&dexpanded);
-    let dnormal2 = dexpanded.times(p.expand.t());
+    let dnormal2 = dexpanded.times(expand.t());
     drop(dexpanded);
-    let (dmiddle, [dgain2, dbias2]) = norm_gradient(&saved.middle, p.norm2_gain, &dnormal2, dy);
+    let (dmiddle, [dgain2, dbias2]) = norm_gradient(&saved.middle, norm2_gain, &dnormal2, dy);
 
     let dproject_bias = bias_gradient(&dmiddle);
     let dproject = saved.attended.t().times(&dmiddle);
-    let dattended = dmiddle.times(p.project.t());
+    let dattended = dmiddle.times(project.t());
     let dprojected = attention::backward(&saved.attention, &dattended, shape);
     let dattention_bias = bias_gradient(&dprojected);
     let dattention = saved.normal1.t().times(&dprojected);
-    let dnormal1 = dprojected.times(p.attention.t());
-    let (dx, [dgain1, dbias1]) = norm_gradient(&saved.input, p.norm1_gain, &dnormal1, &dmiddle);
+    let dnormal1 = dprojected.times(attention_in.t());
+    let (dx, [dgain1, dbias1]) = norm_gradient(&saved.input, norm1_gain, &dnormal1, &dmiddle);
 
     let first = [dgain1, dbias1, dattention, dattention_bias, dproject, dproject_bias];
     let second = [dgain2, dbias2, dexpand, dexpand_bias, dcontract, dcontract_bias];

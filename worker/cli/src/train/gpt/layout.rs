@@ -12,7 +12,6 @@ use super::{Config, ConfigError, VOCABULARY};
 /// The hyperparameters of a parameter: with or without weight decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// Matrices.
     Decay,
     /// Biases, norms and positions. Decay would pull these away from their neutral values.
     NoDecay,
@@ -34,7 +33,6 @@ impl Param {
     }
 }
 
-/// Initial values of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
     Zero,
@@ -84,7 +82,6 @@ impl Gpt {
         &self.config
     }
 
-    /// The parameters, in forward order.
     pub fn params(&self) -> &[Param] {
         &self.params
     }
@@ -92,10 +89,6 @@ impl Gpt {
     /// The stages in forward order: the embedding, the blocks, the head.
     pub fn stages(&self) -> &[Stage] {
         &self.stages
-    }
-
-    pub(super) fn stage_params(&self, stage: usize) -> &[Param] {
-        &self.params[self.stages[stage].params.clone()]
     }
 
     /// Returns the initial values of one parameter, as GPT-2 draws them. The values depend on `seed` and the index
@@ -118,7 +111,6 @@ impl Gpt {
     }
 }
 
-/// GPT-2's standard deviation of initial weights.
 const DEVIATION: f64 = 0.02;
 
 /// Draws normal numbers by Box-Muller in f64, two values a draw.

@@ -15,7 +15,6 @@ mod generate;
 mod layout;
 mod product;
 mod rows;
-mod shape;
 mod stages;
 mod step;
 mod tensor;
@@ -37,17 +36,6 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub enum Error {
     #[error(transparent)]
     Config(#[from] ConfigError),
-    #[error("{field} of the batch is {value}, the limit is {limit}; {remedy}")]
-    Batch { field: &'static str, value: usize, limit: usize, remedy: &'static str },
-    #[error(
-        "{got} tensors were acquired for stage {stage}, which has {expected} parameters; return one \
-         for each, in order"
-    )]
-    WeightCount { stage: String, got: usize, expected: usize },
-    #[error(
-        "weight {param} was acquired in shape {got:?}, expected {expected:?}; return it in the model's shape"
-    )]
-    WeightShape { param: String, got: Vec<usize>, expected: Vec<usize> },
     #[error("temperature is {value}, not a number of 0 or more; 0 takes the likeliest byte")]
     Temperature { value: f64 },
     #[error("cannot acquire the weights of stage {stage}")]

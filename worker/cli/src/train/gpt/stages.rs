@@ -3,9 +3,9 @@
 use super::{
     Batch, Tensor, VOCABULARY,
     block::{norm, norm_gradient},
+    config::Shape,
     product::Real,
     rows,
-    shape::Shape,
 };
 
 /// Returns the sum of each byte's vector and its position's.

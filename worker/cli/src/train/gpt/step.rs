@@ -3,10 +3,10 @@
 use tracing::debug_span;
 
 use super::{
-    Batch, BoxError, Error, Gpt, Tensor, VOCABULARY,
+    Batch, BoxError, Error, Gpt, Tensor,
     block::{self, Saved},
+    config::Shape,
     product::Real,
-    shape::Shape,
     stages,
 };
 
@@ -36,47 +36,17 @@ pub fn micro_step(
     batch: &Batch,
     loss_scale: f32,
 ) -> Result<f32, Error> {
-    check(model, batch)?;
     Ok(Pass::<f32>::new(model, weights, batch).micro_step(gradients, loss_scale)? as f32)
 }
 
 /// Returns the mean loss of the batches, in nats a byte.
 pub fn evaluate(model: &Gpt, weights: &mut dyn Weights, batches: &[Batch]) -> Result<f32, Error> {
-    if batches.is_empty() {
-        let remedy = "give at least one batch";
-        return Err(Error::Batch { field: "batches", value: 0, limit: 1, remedy });
-    }
     let (mut total, mut bytes) = (0.0, 0);
     for batch in batches {
-        check(model, batch)?;
         total += Pass::<f32>::new(model, weights, batch).loss()? * batch.targets.len() as f64;
         bytes += batch.targets.len();
     }
     Ok((total / bytes as f64) as f32)
-}
-
-/// Refuses a batch that would index outside a table.
-pub(super) fn check(model: &Gpt, batch: &Batch) -> Result<(), Error> {
-    let refuse = |field, value, limit, remedy| Err(Error::Batch { field, value, limit, remedy });
-    let context = model.config().context;
-    if batch.context == 0 || batch.context > context {
-        return refuse("context", batch.context, context, "cut it to between 1 and the model's context");
-    }
-    let rows = batch.sequences.saturating_mul(batch.context);
-    for (field, values) in [("inputs", &batch.inputs), ("targets", &batch.targets)] {
-        if rows == 0 || values.len() != rows {
-            return refuse(
-                field,
-                values.len(),
-                rows,
-                "its length is sequences times context, both 1 or more",
-            );
-        }
-        if let Some(value) = values.iter().find(|value| **value as usize >= VOCABULARY) {
-            return refuse(field, *value as usize, VOCABULARY - 1, "every element is a byte");
-        }
-    }
-    Ok(())
 }
 
 /// A batch on its way through the stages. `T` is f64 only in tests that difference the loss.
@@ -177,9 +147,9 @@ impl<'a, T: Real> Pass<'a, T> {
         let acquired = self.weights.acquire(stage);
         let name = || self.model.stages()[stage].name.clone();
         let weights = acquired.map_err(|source| Error::Acquire { stage: name(), source })?;
-        let result = check_weights(self.model, stage, &weights).map(|()| rayon::scope(|_| body(&weights)));
+        let result = rayon::scope(|_| body(&weights));
         self.weights.release(stage, weights);
-        result
+        Ok(result)
     }
 
     fn emit(
@@ -191,19 +161,4 @@ impl<'a, T: Real> Pass<'a, T> {
         let name = || self.model.stages()[stage].name.clone();
         gradients.emit(stage, tensors).map_err(|source| Error::Emit { stage: name(), source })
     }
-}
-
-pub(super) fn check_weights<T>(model: &Gpt, stage: usize, weights: &[Tensor<T>]) -> Result<(), Error> {
-    let params = model.stage_params(stage);
-    if weights.len() != params.len() {
-        let stage = model.stages()[stage].name.clone();
-        return Err(Error::WeightCount { stage, got: weights.len(), expected: params.len() });
-    }
-    for (param, weight) in params.iter().zip(weights) {
-        if weight.shape() != param.shape {
-            let (got, expected) = (weight.shape().to_vec(), param.shape.clone());
-            return Err(Error::WeightShape { param: param.name.clone(), got, expected });
-        }
-    }
-    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Gradients against finite differences, and changes that must not change a bit.
 
 use super::{
-    Batch, BoxError, Config, ConfigError, Error, Gpt, Gradients, Group, PRESETS, Tensor, Weights, evaluate,
+    Batch, BoxError, Config, ConfigError, Gpt, Gradients, Group, PRESETS, Param, Tensor, Weights, evaluate,
     generate, micro_step, preset, product::Real, step::Pass,
 };
 
@@ -47,6 +47,10 @@ impl Emitted<f32> {
         let tensors = self.0.iter().flat_map(|(_, tensors)| tensors);
         tensors.flat_map(Tensor::values).map(|value| value.to_bits()).collect()
     }
+}
+
+fn stage_params(model: &Gpt, stage: usize) -> &[Param] {
+    &model.params()[model.stages()[stage].params.clone()]
 }
 
 fn model() -> Gpt {
@@ -96,7 +100,7 @@ fn every_parameter_has_the_gradient_of_finite_differences() {
     Pass::<f64>::new(&model, &mut weights, &batch).micro_step(&mut emitted, LOSS_SCALE).unwrap();
     assert_eq!(emitted.0.len(), model.stages().len());
     for (stage, gradients) in emitted.0 {
-        let params = model.stage_params(stage);
+        let params = stage_params(&model, stage);
         assert_eq!(gradients.len(), params.len());
         for (index, (param, gradient)) in params.iter().zip(&gradients).enumerate() {
             assert_eq!(gradient.shape(), param.shape, "{}", param.name);
@@ -151,7 +155,7 @@ fn single_precision_agrees_with_double() {
     let expected = Pass::<f64>::new(&model, &mut weights, &batch).micro_step(&mut double, 1.0).unwrap();
     assert!((loss as f64 - expected).abs() < 1e-5, "{loss} is not {expected}");
     for ((stage, single), (_, double)) in single.0.iter().zip(&double.0) {
-        for (param, (single, double)) in model.stage_params(*stage).iter().zip(single.iter().zip(double)) {
+        for (param, (single, double)) in stage_params(&model, *stage).iter().zip(single.iter().zip(double)) {
             let (single, double) = (single.values().iter(), double.values().iter());
             let limit = 1e-4 * double.clone().fold(0.0, |largest: f64, x| largest.max(x.abs()));
             let worst = single.zip(double).fold(0.0, |worst: f64, (x, y)| worst.max((*x as f64 - y).abs()));
@@ -182,36 +186,12 @@ fn stages_are_acquired_in_the_documented_order() {
 }
 
 #[test]
-fn a_short_batch_trains_and_a_wrong_one_is_refused() {
+fn a_short_batch_trains() {
     let model = model();
     let mut weights = held::<f32>(&model);
     let loss = micro_step(&model, &mut weights, &mut Emitted::default(), &batch(4), 1.0).unwrap();
     let evaluated = evaluate(&model, &mut weights, &[batch(4), batch(4)]).unwrap();
     assert_eq!(loss.to_bits(), evaluated.to_bits());
-
-    let refused = |batch: Batch| {
-        let error = evaluate(&model, &mut held::<f32>(&model), &[batch]).unwrap_err();
-        match error {
-            Error::Batch { field, .. } => field,
-            error => panic!("{error}"),
-        }
-    };
-    assert_eq!(refused(batch(CONFIG.context + 1)), "context");
-    assert_eq!(refused(Batch { sequences: 2, ..batch(4) }), "inputs");
-    assert_eq!(refused(Batch { targets: vec![256; 12], ..batch(4) }), "targets");
-}
-
-#[test]
-fn wrong_weights_are_refused_and_given_back() {
-    let model = model();
-    let mut weights = held(&model);
-    weights.stages[1].swap(0, 2);
-    let error = evaluate(&model, &mut weights, &[batch(4)]).unwrap_err();
-    assert!(matches!(error, Error::WeightShape { .. }), "{error}");
-    weights.stages[0].pop();
-    let error = generate(&model, &mut weights, b"", 1, 0.0, 0).unwrap_err();
-    assert!(matches!(error, Error::WeightCount { .. }), "{error}");
-    assert_eq!(weights.on_loan, 0);
 }
 
 #[test]

@@ -5,9 +5,9 @@ use longshore_worker::pipeline::Pipeline;
 
 use super::{DeviceBuffers, Run, unwrap_library};
 use crate::train::{
-    ImageWeights, Settings, gpt,
+    Flags, ImageWeights, gpt,
     keep::Keeper,
-    report::{Around, Ending, Report},
+    report::{Ending, Report},
 };
 
 impl Run<'_> {
@@ -19,8 +19,8 @@ impl Run<'_> {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let step = pipeline.last_step().0;
-        let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.steps;
-        if due(self.settings.eval_every) {
+        let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.settings.flags.steps;
+        if due(self.settings.flags.eval_every) {
             let version = pipeline.drain()?;
             report.decided(pipeline.outcomes());
             self.evaluate_at(pipeline, version, memory, report)?;
@@ -32,7 +32,6 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Returns rank 0's validation loss of a version.
     pub(super) fn evaluate_at(
         &self,
         pipeline: &Pipeline,
@@ -49,7 +48,6 @@ impl Run<'_> {
         Ok(Some(loss))
     }
 
-    /// Returns the weights of a version, outside of steps.
     fn weights_of<'s>(
         &'s self,
         pipeline: &Pipeline,
@@ -58,7 +56,7 @@ impl Run<'_> {
     ) -> anyhow::Result<ImageWeights<'s>> {
         let whole = 0..self.layout.elements();
         let order = std::slice::from_ref(&whole);
-        let feed = pipeline.session().pull(version, order, self.settings.image_dtype)?;
+        let feed = pipeline.session().pull(version, order, self.settings.flags.weight_dtype)?;
         memory.images.forget();
         Ok(self.weights(feed, &mut memory.images))
     }
@@ -68,23 +66,23 @@ impl Run<'_> {
         pipeline: &Pipeline,
         version: Version,
         memory: &mut DeviceBuffers,
-        around: Around,
+        (first_loss, host_peak): (Option<f32>, u64),
     ) -> anyhow::Result<Ending> {
         let session = pipeline.session();
         let mut weights = self.weights_of(pipeline, version, memory)?;
         let loss = gpt::evaluate(&self.model, &mut weights, &self.validation);
-        let Settings { prompt, sample_bytes, temperature, seed, .. } = self.settings;
+        let Flags { prompt, sample_bytes, temperature, seed, .. } = &self.settings.flags;
         let sample =
             gpt::generate(&self.model, &mut weights, prompt.as_bytes(), *sample_bytes, *temperature, *seed);
         Ok(Ending {
-            around,
+            first_loss,
+            host_peak,
             version: version.0,
             state_hash: session.state_hash()?.hash,
             validation_loss: loss.map_err(unwrap_library)?,
             sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
             device: self.device.name().to_string(),
             device_peak: self.device.budget().peak(),
-            device_budget: self.settings.device_budget,
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
         })
     }

@@ -1,6 +1,5 @@
-//! Deals a unit to servers: shards are cut from the flat space, and dealt to the servers in turn.
+//! Servers that own a unit's shards, and resources that do one thing at a time.
 
-/// The part of a unit on one group of servers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Part {
     pub(super) group: usize,
@@ -17,7 +16,6 @@ pub(super) fn groups(servers: f64) -> usize {
     servers.clamp(1.0, MOST_GROUPS) as usize
 }
 
-/// Returns the parts of consecutive units.
 pub(super) fn deal(sizes: impl Iterator<Item = f64>, shard: f64, groups: usize) -> Vec<Vec<Part>> {
     // The shard being dealt, and its remaining elements.
     let (mut index, mut left) = (0, shard);
@@ -44,6 +42,43 @@ pub(super) fn deal(sizes: impl Iterator<Item = f64>, shard: f64, groups: usize) 
     sizes.map(unit).collect()
 }
 
+/// A resource that does one thing at a time.
+///
+/// The first request goes first. A later request that is ready earlier fills gaps.
+#[derive(Clone, Default)]
+pub(super) struct Line {
+    /// Times of use, in order, without overlap.
+    used: Vec<(f64, f64)>,
+    pub(super) busy_s: f64,
+}
+
+impl Line {
+    /// Uses the resource for `seconds`, from `ready_at` on. Returns the end.
+    pub(super) fn take(&mut self, ready_at: f64, seconds: f64) -> f64 {
+        if seconds <= 0.0 {
+            return ready_at;
+        }
+        self.busy_s += seconds;
+        let (mut at, mut left) = (ready_at, seconds);
+        let first = self.used.partition_point(|&(_, end)| end < at);
+        let mut after = first;
+        while let Some(&(start, end)) = self.used.get(after) {
+            let gap = (start - at).max(0.0);
+            if gap >= left {
+                break;
+            }
+            left -= gap;
+            at = at.max(end);
+            after += 1;
+        }
+        let done_at = at + left;
+        // The gaps between these uses are full now, so all of them become one.
+        let began_at = self.used[first..after].first().map_or(ready_at, |&(start, _)| start.min(ready_at));
+        self.used.splice(first..after, [(began_at, done_at)]);
+        done_at
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -57,5 +92,18 @@ mod tests {
         assert_eq!(dealt[1], [part(0, 2.0, 2.0), part(1, 1.0, 1.0)]);
         assert_eq!(dealt[2], [part(1, 7.0, 4.0), part(0, 5.0, 4.0)]);
         assert_eq!((groups(1.0), groups(8.0), groups(4096.0)), (1, 8, 32));
+    }
+
+    #[test]
+    fn what_is_ready_earlier_fills_the_gaps() {
+        let mut line = Line::default();
+        assert_eq!(line.take(10.0, 5.0), 15.0);
+        assert_eq!(line.take(0.0, 4.0), 4.0);
+        assert_eq!(line.used, [(0.0, 4.0), (10.0, 15.0)]);
+        // Six before the first use's end, two behind it.
+        assert_eq!(line.take(2.0, 8.0), 17.0);
+        assert_eq!(line.used, [(0.0, 17.0)]);
+        assert_eq!((line.take(20.0, 1.0), line.take(18.0, 2.0)), (21.0, 20.0));
+        assert_eq!(line.busy_s, 20.0);
     }
 }

@@ -1,4 +1,6 @@
-//! The client's config file: `~/.config/longshore/config.toml`, or the file of `--config` or `LONGSHORE_CONFIG`.
+//! Named clusters: the client's config file, and the choice of a command's servers. The file is
+//! `~/.config/longshore/config.toml`, or that of `--config` or `LONGSHORE_CONFIG`. Flags win over the environment,
+//! which wins over the file.
 
 use std::{
     collections::BTreeMap,
@@ -7,9 +9,70 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use clap::parser::ValueSource;
 use longshore_proto::{Fault, FaultKind};
 use longshore_server::config::nearest;
 use toml::{Table, Value};
+
+use crate::access::Access;
+
+/// A command's need of servers when no flag or variable names any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    /// Servers are required: the file's default cluster counts.
+    Needed,
+    /// The command works without servers: variables count, the default cluster does not.
+    Optional,
+    /// Only the command's own flags count.
+    ByFlag,
+}
+
+/// Sources of a command's servers and cluster.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Given {
+    pub(crate) servers: Option<ValueSource>,
+    pub(crate) cluster: Option<ValueSource>,
+}
+
+/// Puts the chosen cluster's servers into `servers`, and its credentials into `access`.
+///
+/// # Errors
+/// If flags name both servers and a cluster, if the file or the cluster cannot be used, or if required servers are
+/// named nowhere.
+pub(crate) fn choose(
+    servers: &mut Vec<String>,
+    access: &mut Access,
+    (given, wanted): (Given, Wanted),
+    config: Option<&Path>,
+) -> Result<(), Fault> {
+    let by_flag = |source: Option<ValueSource>| source == Some(ValueSource::CommandLine);
+    if by_flag(given.servers) && by_flag(given.cluster) {
+        let remedy = "leave one of the two flags out";
+        return Err(Fault::invalid("--cluster", "given", "absent where --servers is given", remedy));
+    }
+    let counts = wanted != Wanted::ByFlag || by_flag(given.cluster);
+    let named = access.cluster.clone().filter(|_| counts && (servers.is_empty() || by_flag(given.cluster)));
+    if named.is_none() && (!servers.is_empty() || wanted != Wanted::Needed) {
+        return Ok(());
+    }
+    let file = File::read(config)?;
+    let Some(name) = named.or_else(|| file.default.clone()) else {
+        let remedy = format!(
+            "give --servers or LONGSHORE_SERVERS, or --cluster with a name, or set default-cluster in {}",
+            file.path.display()
+        );
+        return Err(Fault::new(FaultKind::Invalid, "--servers", "absent", "HOST:PORT,...", remedy));
+    };
+    let cluster = file.cluster(&name)?;
+    servers.clone_from(&cluster.servers);
+    // A token of the file belongs to the file's folder.
+    if access.tls_dir.is_none() {
+        access.tls_dir.clone_from(&cluster.tls_dir);
+        access.token_file = access.token_file.take().or_else(|| cluster.token_file.clone());
+    }
+    access.cluster = Some(name);
+    Ok(())
+}
 
 const DEFAULT: &str = "default-cluster";
 const CLUSTERS: &str = "clusters";
@@ -17,7 +80,6 @@ const SERVERS: &str = "servers";
 const TLS_DIR: &str = "tls-dir";
 const TOKEN_FILE: &str = "token-file";
 
-/// The contents of the config file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct File {
     pub(crate) path: PathBuf,
@@ -25,7 +87,6 @@ pub(crate) struct File {
     pub(crate) clusters: BTreeMap<String, ClusterEntry>,
 }
 
-/// A named cluster: its servers and credentials.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ClusterEntry {
     pub(crate) servers: Vec<String>,
@@ -82,7 +143,6 @@ impl File {
         Ok(file)
     }
 
-    /// Returns the cluster of this name.
     pub(crate) fn cluster(&self, name: &str) -> Result<&ClusterEntry, Fault> {
         self.clusters.get(name).ok_or_else(|| {
             let known: Vec<&str> = self.clusters.keys().map(String::as_str).collect();
@@ -105,7 +165,6 @@ fn usual_place(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     Some(folder.join("longshore/config.toml"))
 }
 
-/// Reads keys. Each fault names the file with the key.
 struct Keys<'a> {
     path: &'a Path,
 }
@@ -119,7 +178,6 @@ impl Keys<'_> {
         Fault::invalid(self.at(key), value, limit, "correct the file: docs/cli.md shows one")
     }
 
-    /// Refuses an unknown key.
     fn check(&self, prefix: &str, table: &Table, known: &[&str]) -> Result<(), Fault> {
         let Some(key) = table.keys().find(|key| !known.contains(&key.as_str())) else { return Ok(()) };
         let remedy = match nearest(key, known.iter().copied()) {
