@@ -12,7 +12,7 @@ from torch import nn
 import longshore
 from longshore import errors
 from longshore.optim.connection import Connection
-from longshore.optim.state_dict import Back
+from longshore.optim.step import Stepping
 from longshore.transfer.weights import Weights
 
 
@@ -113,7 +113,7 @@ def test_a_flush_between_forward_and_backward_leaves_used_weights() -> None:
 
 
 @pytest.mark.parametrize("give_up", [zero_grad, flush])
-@pytest.mark.parametrize(("of", "name"), [(Weights, "give_up"), (Connection, "start"), (Connection, "read"), (Back, "_stream_anew")])
+@pytest.mark.parametrize(("of", "name"), [(Weights, "give_up"), (Connection, "start"), (Connection, "read"), (Stepping, "_stream_anew")])
 def test_giving_up_may_be_interrupted(
     of: type, name: str, give_up: Callable[[longshore.AdamW], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

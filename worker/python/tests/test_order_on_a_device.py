@@ -14,7 +14,7 @@ from torch import Tensor
 
 import longshore
 from longshore import errors
-from longshore.optim import streaming
+from longshore.optim import step as streaming
 from longshore.transfer import device as _device
 from longshore.transfer import gradients, params, weights
 

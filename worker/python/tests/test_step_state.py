@@ -6,7 +6,7 @@ from models import Mlp, same_bits
 
 import longshore
 from longshore import errors
-from longshore.optim.state import State, Step
+from longshore.optim.connection import State, Step
 
 
 def test_a_step_goes_from_its_first_gradient_to_its_decision() -> None:

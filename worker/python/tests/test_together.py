@@ -9,7 +9,7 @@ from units import Deep, optimizer_of, train, weight_bytes
 
 import longshore
 from longshore import errors
-from longshore.optim.streaming import ENOUGH
+from longshore.optim.step import ENOUGH
 
 
 class Listening:

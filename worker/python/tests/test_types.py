@@ -108,7 +108,7 @@ def test_a_filling_has_as_many_elements_as_the_stub_says() -> None:
 
 def modules() -> list[str]:
     """Returns the modules that users import from, and those behind the public paths."""
-    behind = ["checkpoint.formats", "client.client", "client.jax", "deepspeed.engine", "deepspeed.schedules", "optim.rules"]
+    behind = ["checkpoint", "client", "client.jax", "deepspeed.engine", "deepspeed.schedules", "optim"]
     behind += [f"integrations.{path.stem}" for path in (PACKAGE / "integrations").glob("[!_]*.py")]
     return sorted(f"longshore.{name}" for name in [*(path.stem for path in PACKAGE.glob("[!_]*.py")), *behind])
 

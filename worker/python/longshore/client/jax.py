@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.experimental import io_callback
 
-from longshore.client import client
+from longshore import client
 from longshore.errors import GradientError, InvalidError, StateError, UsageError, invalid
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.options import JobOptions

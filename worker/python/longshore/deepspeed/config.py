@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from longshore import optim
 from longshore.deepspeed import keys as _keys
 from longshore.deepspeed import schedules
 from longshore.errors import invalid, warn
-from longshore.optim import rules
 from longshore.transfer import server
 from longshore.transfer.options import LossScale, Options
 
 #: DeepSpeed's names of the supported rules, with its defaults that differ from torch's.
-_RULES: dict[str, tuple[type[rules.Optimizer], dict[str, Any]]] = {
-    "adamw": (rules.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
-    "adam": (rules.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
-    "sgd": (rules.SGD, {}),
-    "lion": (rules.Lion, {"lr": 1e-3}),
-    "adagrad": (rules.Adagrad, {}),
+_RULES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
+    "adam": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
+    "sgd": (optim.SGD, {}),
+    "lion": (optim.Lion, {"lr": 1e-3}),
+    "adagrad": (optim.Adagrad, {}),
 }
 _OTHER_RULES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "muon")
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
@@ -108,7 +108,7 @@ class Config:
             shard=shard,
         )
 
-    def rule(self) -> tuple[type[rules.Optimizer], dict[str, Any]]:
+    def rule(self) -> tuple[type[optim.Optimizer], dict[str, Any]]:
         """Returns the optimizer's class and arguments.
 
         Raises:
@@ -123,7 +123,7 @@ class Config:
         kind, defaults = _RULES[named]
         arguments = {**defaults, **self.optimizer_params}
         if named == "adam" and not arguments.pop("adam_w_mode", True):
-            kind = rules.Adam
+            kind = optim.Adam
         for name in ("adam_w_mode", "torch_adam"):
             arguments.pop(name, None)
         if arguments.pop("bias_correction", True) is False:
@@ -141,7 +141,7 @@ class Config:
             arguments["betas"] = tuple(arguments["betas"])
         return kind, arguments
 
-    def optimizer(self, params: Any) -> rules.Optimizer:
+    def optimizer(self, params: Any) -> optim.Optimizer:
         """Returns the configuration's optimizer, in streaming mode."""
         kind, arguments = self.rule()
         if not self.is_clip_given:
@@ -164,7 +164,7 @@ class Config:
         parameters that train later would decay."""
         return {} if self.job.get("frozen") == "train-later" else {"missing_gradients": "zeros"}
 
-    def scheduler(self, optimizer: rules.Optimizer) -> Any:
+    def scheduler(self, optimizer: optim.Optimizer) -> Any:
         """Returns the configuration's scheduler; None without one."""
         if self.scheduler_type is None:
             return None
@@ -375,7 +375,7 @@ class _Keys:
         # A misplaced key is refused even when switched off: nothing would obey it once switched on.
         if line is None and (not is_off or _keys.is_section(section) or not section):
             place = _keys.place_of(path)
-            if place is None and name in inspect.signature(rules.AdamW).parameters:
+            if place is None and name in inspect.signature(optim.AdamW).parameters:
                 place = f"optimizer.params.{name}"
             if place is not None:
                 remedy = f"move it there: as {path} DeepSpeed would ignore it"

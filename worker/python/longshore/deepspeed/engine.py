@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longshore import optim
 from longshore.deepspeed import files
 from longshore.deepspeed.config import Config
 from longshore.errors import InvalidError, UsageError, invalid, warn
-from longshore.optim import rules
 from longshore.optim import shard as _shard
 from longshore.transfer import params as _params
 
@@ -26,7 +26,7 @@ class Asked(nn.Module):
     """The getters of an engine, under DeepSpeed's names."""
 
     module: nn.Module
-    optimizer: rules.Optimizer
+    optimizer: optim.Optimizer
     _config: Config
 
     def train_batch_size(self) -> int:
@@ -105,14 +105,14 @@ class Asked(nn.Module):
         return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def optimizer_of(given: Any, params: Any, settings: Config) -> rules.Optimizer:
+def optimizer_of(given: Any, params: Any, settings: Config) -> optim.Optimizer:
     """Returns the passed optimizer, or the configuration's."""
     if given is None:
         return settings.optimizer(params)
     if settings.optimizer_type is not None:
         raise invalid("optimizer", type(given).__name__, "given once", "pass optimizer= or name one in the config")
     made = given if isinstance(given, torch.optim.Optimizer) else given(params)
-    if not isinstance(made, rules.Optimizer):
+    if not isinstance(made, optim.Optimizer):
         remedy = "pass longshore's of the same name, or name optimizer.type in the config"
         raise invalid("optimizer", type(made).__name__, "an optimizer of longshore", remedy)
     if settings.is_clip_given and settings.clip != made.max_grad_norm:
@@ -125,7 +125,7 @@ def optimizer_of(given: Any, params: Any, settings: Config) -> rules.Optimizer:
     return made
 
 
-def scheduler_of(given: Any, optimizer: rules.Optimizer, settings: Config) -> Any:
+def scheduler_of(given: Any, optimizer: optim.Optimizer, settings: Config) -> Any:
     """Returns the passed scheduler, or the configuration's; None without either."""
     if given is None:
         return settings.scheduler(optimizer)
@@ -138,7 +138,7 @@ def scheduler_of(given: Any, optimizer: rules.Optimizer, settings: Config) -> An
 _LIVE = 10**9
 
 
-def put_in_units(model: nn.Module, optimizer: rules.Optimizer, settings: Config) -> None:
+def put_in_units(model: nn.Module, optimizer: optim.Optimizer, settings: Config) -> None:
     """Cuts the model into units in stage 3. By default it moves to the accelerator, if there is one."""
     if settings.shard is None or optimizer.is_in_units:
         return
@@ -156,7 +156,7 @@ def put_in_units(model: nn.Module, optimizer: rules.Optimizer, settings: Config)
     _shard.shard(model, optimizer, **given)
 
 
-def loader_of(data: Any, optimizer: rules.Optimizer, collate_fn: Any, settings: Config) -> Any:
+def loader_of(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
     """Returns a loader of a dataset's micro-batches, for this rank's part."""
     rank, world_size = optimizer.rank
     sampler: Any = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
@@ -181,7 +181,7 @@ class Engine(Asked):
         global_samples: examples so far, of all ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: rules.Optimizer, lr_scheduler: Any, config: Config) -> None:
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, lr_scheduler: Any, config: Config) -> None:
         super().__init__()
         self.module = model
         self.optimizer = optimizer
@@ -477,7 +477,7 @@ def _cast(values: Any) -> Any:
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: rules.Optimizer | Callable[[Any], rules.Optimizer] | None = None,
+    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer] | None = None,
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
@@ -488,7 +488,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Engine, rules.Optimizer, Any, Any]:
+) -> tuple[Engine, optim.Optimizer, Any, Any]:
     """Returns an engine, as ``deepspeed.initialize`` does.
 
     Args:

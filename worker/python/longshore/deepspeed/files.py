@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from longshore.checkpoint import files, formats
+from longshore import checkpoint, optim
+from longshore.checkpoint import files
 from longshore.distributed import agree
 from longshore.errors import StateError, invalid, warn
-from longshore.optim import rules
 
 _STATE = "engine.pt"
 #: Name of a checkpoint copied from a server that ends with its process. Later saves append a number; engine.pt has the exact name.
@@ -26,7 +26,7 @@ class Engine(Protocol):
     """The part of :class:`longshore.engine.Engine` that this module uses, beside the counters of ``_COUNTERS``."""
 
     module: nn.Module
-    optimizer: rules.Optimizer
+    optimizer: optim.Optimizer
     lr_scheduler: Any
     micro_steps: int
     global_steps: int
@@ -137,10 +137,10 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
     if tag is None and not (folder / "latest_universal").is_file() and not (folder / "zero").is_dir():
         return _nothing_in(folder)
     optimizer = engine.optimizer
-    formats.load_deepspeed(optimizer, folder, tag=tag)
+    checkpoint.load_deepspeed(optimizer, folder, tag=tag)
     # The next forward needs the job's weights.
     optimizer.open()
-    path, states = formats.deepspeed_rest(folder, tag)
+    path, states = checkpoint.deepspeed_rest(folder, tag)
     if states is None:
         warn(f"{path} has more than tensors and plain containers, or is not there: buffers, scheduler and counters stay as they are")
         return str(path), {}
@@ -160,7 +160,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
     for name in ("global_steps", "skipped_steps", "global_samples"):
         setattr(engine, name, states.get(name, 0))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-    return str(path), {key: value for key, value in states.items() if key not in formats.DEEPSPEED_KEYS}
+    return str(path), {key: value for key, value in states.items() if key not in checkpoint.DEEPSPEED_KEYS}
 
 
 def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None:

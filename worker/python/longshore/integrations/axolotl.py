@@ -17,13 +17,13 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
+from longshore import optim
 from longshore.errors import invalid
 from longshore.integrations.huggingface import Callback
-from longshore.optim import rules
 from longshore.transfer import params
 from longshore.transfer.options import Options
 
-_RULES = {"adamw": rules.AdamW, "adam": rules.Adam, "sgd": rules.SGD, "adagrad": rules.Adagrad, "lion": rules.Lion, "nadam": rules.NAdam}
+_RULES = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "adagrad": optim.Adagrad, "lion": optim.Lion, "nadam": optim.NAdam}
 
 
 class LongshoreArgs(BaseModel):
@@ -52,7 +52,7 @@ class Plugin(BasePlugin):
         return [Callback()]
 
 
-def _optimizer(cfg: Any, args: Any) -> tuple[type[rules.Optimizer], dict[str, Any]]:
+def _optimizer(cfg: Any, args: Any) -> tuple[type[optim.Optimizer], dict[str, Any]]:
     options = dict(cfg.get("longshore") or {})
     rule = options.pop("rule", "adamw")
     if rule not in _RULES:

@@ -10,19 +10,16 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid, warn
 from longshore.optim import guards
-from longshore.optim.connection import Connection
+from longshore.optim.connection import Connection, State, Step
 from longshore.optim.guards import Absent, Groups, Watch
-from longshore.optim.state import State, Step
-from longshore.optim.state_dict import Stateful
-from longshore.optim.step import Stepping
-from longshore.optim.streaming import Stream
+from longshore.optim.step import Stepping, Stream
 from longshore.transfer import device
 from longshore.transfer import job as _job
 from longshore.transfer import params as _params
@@ -36,62 +33,6 @@ from longshore.units.build import Unplaced, filling
 from longshore.units.residency import UnitWeights
 
 
-class Succession:
-    """The part of an optimizer that closes for its successor."""
-
-    param_groups: list[dict[str, Any]]
-    _options: Options
-    _stream: Stream | None
-    _units: UnitWeights | None
-    _process: int
-    #: True if another optimizer has taken over the parameters.
-    _is_replaced: bool
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        raise NotImplementedError
-
-    def _tensors(self) -> list[Tensor]:
-        raise NotImplementedError
-
-    def flush(self) -> int:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def _claim_at_once(self) -> None:
-        """Claims the parameters before the first step if backward would send their gradients for another optimizer."""
-        trained = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad]
-        if self._options.streaming or any(other.accumulates[0] for _, other in _params.owners(trained, self)):
-            _params.claim(trained, self, is_begun=False)
-
-    def give_way(self, tensors: set[int]) -> bool:
-        """Closes this optimizer if another one updates all of its parameters from now on, as torch allows. The parameters then hold the
-        last weights.
-
-        Args:
-            tensors: the parameters that the other optimizer updates, by ``id``.
-
-        Returns:
-            False, with nothing changed, if this optimizer updates other parameters too, has other ranks, or has its model in units.
-        """
-        mine = {id(tensor) for tensor in self._tensors() if tensor.requires_grad}
-        if not mine <= tensors or self.rank[1] > 1 or self._units is not None or self._process != os.getpid():
-            return False
-        self.flush()
-        self.close()
-        if self._stream is not None:
-            self._stream.unhook()
-        guards.release_clipping(mine)
-        self._is_replaced = True
-        return True
-
-    def _check_not_replaced(self) -> None:
-        if self._is_replaced:
-            raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
-
-
 #: Names that mean nothing in a param group.
 OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 
@@ -99,16 +40,13 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
 
 
-class Optimizer(Stepping, Stateful, Succession):
+class Optimizer(Stepping):
     """An optimizer whose master weights and state live on optimizer servers.
 
     Hooks, param groups, schedulers, closures, accumulation in ``.grad`` and ``GradScaler`` work as in torch. The first step opens the job
     on its servers, so param groups may be added until then. A job that ``servers=`` have already is opened at once, and the parameters get
     its weights.
     """
-
-    #: The servers' name of the update rule.
-    rule: ClassVar[str]
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         self._options = Options.of(options, defaults)
@@ -136,6 +74,7 @@ class Optimizer(Stepping, Stateful, Succession):
         self._checkpointed: tuple[int, str] | None = None
         self._is_refused = False
         self._now = Step()
+        #: True if another optimizer has taken over the parameters.
         self._is_replaced = False
         super().__init__(params, defaults)
         self._claim_at_once()
@@ -190,12 +129,6 @@ class Optimizer(Stepping, Stateful, Succession):
         for name in Hyper.__slots__:
             if not math.isfinite(getattr(hyper, name)):
                 raise invalid(name, getattr(hyper, name), "finite", "look at the scheduler, and call step() again with a number")
-
-    def _check_hyper(self, group: dict[str, Any]) -> None:
-        """Refuses hyperparameters that the servers' rule does not have."""
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        raise NotImplementedError
 
     def _groups_of_job(self) -> list[dict[str, Any]]:
         return self.param_groups if self._groups is None else self._groups.in_order(self.param_groups)
@@ -451,6 +384,39 @@ class Optimizer(Stepping, Stateful, Succession):
         kept, version = connection.job.checkpoint(name)
         self._checkpointed = (version, kept)
         return kept
+
+    # Other optimizers of the same parameters
+
+    def _claim_at_once(self) -> None:
+        """Claims the parameters before the first step if backward would send their gradients for another optimizer."""
+        trained = [(name, tensor) for name, tensor in _params.named(self.param_groups) if tensor.requires_grad]
+        if self._options.streaming or any(other.accumulates[0] for _, other in _params.owners(trained, self)):
+            _params.claim(trained, self, is_begun=False)
+
+    def give_way(self, tensors: set[int]) -> bool:
+        """Closes this optimizer if another one updates all of its parameters from now on, as torch allows. The parameters then hold the
+        last weights.
+
+        Args:
+            tensors: the parameters that the other optimizer updates, by ``id``.
+
+        Returns:
+            False, with nothing changed, if this optimizer updates other parameters too, has other ranks, or has its model in units.
+        """
+        mine = {id(tensor) for tensor in self._tensors() if tensor.requires_grad}
+        if not mine <= tensors or self.rank[1] > 1 or self._units is not None or self._process != os.getpid():
+            return False
+        self.flush()
+        self.close()
+        if self._stream is not None:
+            self._stream.unhook()
+        guards.release_clipping(mine)
+        self._is_replaced = True
+        return True
+
+    def _check_not_replaced(self) -> None:
+        if self._is_replaced:
+            raise UsageError("this optimizer was closed when another one took its parameters over: step the newer one")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longshore.distributed import agree, ddp
-from longshore.distributed.rounds import Rounds
+from longshore.distributed import agree, ranks
+from longshore.distributed.gathered import Rounds
 from longshore.errors import UsageError, invalid
 from longshore.optim.connection import Connection
 from longshore.optim.optimizer import Optimizer
@@ -133,7 +133,7 @@ def shard(
     if whole is not None and optimizer._stream is not None:
         optimizer._stream.room = reserve
     room = None if room is None else room - copies * reserve
-    ddp.refuse_models_in_units()
+    ranks.refuse_models_in_units()
     fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))
     _take_written(fetcher, was_open)
     _place(model, members, device)

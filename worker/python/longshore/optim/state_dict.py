@@ -1,6 +1,6 @@
 """``state_dict`` and ``load_state_dict``: a small handle of the state on servers, or the full state on request.
 
-A handle has plain containers and one tensor. :class:`Back` returns to the version that a handle names, from a checkpoint of the servers.
+A handle has plain containers and one tensor. An optimizer returns to the version that a handle names, from a checkpoint of the servers.
 """
 
 import contextlib
@@ -16,9 +16,7 @@ from torch import Tensor
 from longshore import _longshore
 from longshore.distributed import agree
 from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid, warn
-from longshore.optim.connection import Connection
-from longshore.optim.state import State, Step
-from longshore.optim.streaming import Stream
+from longshore.optim.connection import Connection, State, Step
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
@@ -147,28 +145,121 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
         )
 
 
-class Back:
-    """The part of an optimizer that returns to a checkpoint."""
+def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
+    """Returns the version of this job that a handle names, and the checkpoint if the handle names one; None for a handle of another job."""
+    handle = state_dict.get(KEY)
+    if not isinstance(handle, dict) or handle.get("job") != job:
+        return None
+    named = handle.get("version")
+    return (named, handle.get("checkpoint")) if isinstance(named, int) else None
 
+
+def _find(connection: Connection, version: int, name: str | None) -> str | None:
+    """Returns the version's checkpoint: the named one, or the newest."""
+    there = [found for found, of in _listed(connection) or () if of == version]
+    return name if name in there else there[-1] if there else None
+
+
+def _listed(connection: Connection) -> list[tuple[str, int]] | None:
+    """Returns the names and versions of the servers' checkpoints; None if a server has no folder for them."""
+    try:
+        listed: list[tuple[str, int]] = connection.job.checkpoints()
+    except RefusedError as error:
+        if error.field != "checkpoint_dir":
+            raise
+        return None
+    return listed
+
+
+def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str) -> None:
+    """Fills the job from a checkpoint, and abandons the servers' current state. All ranks must call it."""
+    _check_meeting(connection, version)
+    job = connection.name
+    if old is not None:
+        warn(
+            f"job {job} goes back from version {old.made} to {version}, as the state that is loaded says: the steps between are "
+            f"given up. Checkpoint {name} stays"
+        )
+        # The job that ``old`` holds may be deleted already.
+        with contextlib.suppress(LongshoreError):
+            old.close(False)
+    if connection.world_size == 1:
+        connection.job.go_back(name)
+        return
+    # Each rank closes its old job before rank 0 has the servers abandon theirs.
+    agree.together(lambda: None)
+    agree.together(lambda: connection.job.go_back(name) if rank == 0 else None)
+
+
+def _check_meeting(connection: Connection, version: int) -> None:
+    """Raises if several ranks cannot wait for each other. One rank might read state while another has the servers abandon it."""
+    if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    raise invalid(
+        "state_dict['longshore']['version']",
+        version,
+        "the servers' version, where ranks cannot wait for each other",
+        "initialise torch.distributed (gloo is enough) and load on all ranks, or run `longshore restore --discard-state` while no "
+        "rank runs",
+        StateError,
+    )
+
+
+class Stateful(torch.optim.Optimizer):
+    """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers, and the return to a checkpoint."""
+
+    #: The servers' name of the update rule.
+    rule: ClassVar[str]
     _options: Options
     _job_name: str
     _connection: Connection | None
-    _stream: Stream | None
     _finalizer: Any
+    _now: Step
+    #: State that fills a new job instead of the parameters' weights.
+    _filling: Filling | None
+    #: The job's trained and frozen parameters, since it was opened.
+    _table: tuple[list[Param], list[Param]] | None
+    #: Number of updates that made the weights.
+    _applied: Tensor
+    #: A version and the name of its checkpoint on the servers.
     _checkpointed: tuple[int, str] | None
     _is_refused: bool
-    _now: Step
-    version: int
-    is_in_units: bool
+    _is_version_known: bool
+    #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
+    saves_all: bool = False
+    #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
+    warns_of_handles: bool = True
+
+    @property
+    def version(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def is_in_units(self) -> bool:
+        raise NotImplementedError
+
+    def flush(self) -> int:
+        raise NotImplementedError
 
     def _new_connection(self) -> Connection:
+        raise NotImplementedError
+
+    def _opened(self, *, in_step: bool = False) -> Connection:
+        raise NotImplementedError
+
+    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False, held: int | None = None) -> Connection:
+        raise NotImplementedError
+
+    def _stream_anew(self) -> None:
         raise NotImplementedError
 
     def _guard_clipping(self) -> None:
         raise NotImplementedError
 
-    def _start(self, connection: Connection, *, found: bool = False, held: int | None = None) -> Connection:
-        raise NotImplementedError
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        """Refuses hyperparameters that the servers' rule does not have."""
+
+    # The job and its checkpoints
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -261,35 +352,6 @@ class Back:
         data = self._connection.job.resumed() if self._connection else None
         return None if data is None else Record.split(data)[1]
 
-    def flush(self) -> int:
-        raise NotImplementedError
-
-    def _can_start_over(self) -> bool:
-        """Returns whether this rank is the only one, so that no other rank waits for the current step's gradients."""
-        return self.rank[1] == 1
-
-    def _start_over(self) -> None:
-        """Abandons the current step's sent gradients: joins again as a new process does, and servers begin the step anew. Each part only
-        waits for servers, so each may be repeated after an error or Ctrl-C. Parameters stay unwritten: a forward may have used them."""
-        old = self._connection
-        if old is not None:
-            self._now.give_up(old.version)
-            old.weights.give_up()
-            old.close(False)
-            self._finalizer.detach()
-            _params.release([id(param.tensor) for param in old.params])
-            self._connection = None
-        self._start(self._new_connection(), found=True, held=self._now.version)
-        self._stream_anew()
-
-    def _stream_anew(self) -> None:
-        if self._stream is not None:
-            self._stream.unhook()
-            room = self._stream.room
-            self._stream = Stream(self)
-            self._stream.room = room
-        self._now.end()
-
     def _may_be_other(self, version: int, name: str | None) -> bool:
         """Returns whether a checkpoint may belong to another run, even at the same version. Runs that continue from one checkpoint of an
         embedded server share the job's name."""
@@ -328,103 +390,7 @@ class Back:
         self._checkpointed = (wanted[0], name)
         self._stream_anew()
 
-
-def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
-    """Returns the version of this job that a handle names, and the checkpoint if the handle names one; None for a handle of another job."""
-    handle = state_dict.get(KEY)
-    if not isinstance(handle, dict) or handle.get("job") != job:
-        return None
-    named = handle.get("version")
-    return (named, handle.get("checkpoint")) if isinstance(named, int) else None
-
-
-def _find(connection: Connection, version: int, name: str | None) -> str | None:
-    """Returns the version's checkpoint: the named one, or the newest."""
-    there = [found for found, of in _listed(connection) or () if of == version]
-    return name if name in there else there[-1] if there else None
-
-
-def _listed(connection: Connection) -> list[tuple[str, int]] | None:
-    """Returns the names and versions of the servers' checkpoints; None if a server has no folder for them."""
-    try:
-        listed: list[tuple[str, int]] = connection.job.checkpoints()
-    except RefusedError as error:
-        if error.field != "checkpoint_dir":
-            raise
-        return None
-    return listed
-
-
-def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str) -> None:
-    """Fills the job from a checkpoint, and abandons the servers' current state. All ranks must call it."""
-    _check_meeting(connection, version)
-    job = connection.name
-    if old is not None:
-        warn(
-            f"job {job} goes back from version {old.made} to {version}, as the state that is loaded says: the steps between are "
-            f"given up. Checkpoint {name} stays"
-        )
-        # The job that ``old`` holds may be deleted already.
-        with contextlib.suppress(LongshoreError):
-            old.close(False)
-    if connection.world_size == 1:
-        connection.job.go_back(name)
-        return
-    # Each rank closes its old job before rank 0 has the servers abandon theirs.
-    agree.together(lambda: None)
-    agree.together(lambda: connection.job.go_back(name) if rank == 0 else None)
-
-
-def _check_meeting(connection: Connection, version: int) -> None:
-    """Raises if several ranks cannot wait for each other. One rank might read state while another has the servers abandon it."""
-    if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    raise invalid(
-        "state_dict['longshore']['version']",
-        version,
-        "the servers' version, where ranks cannot wait for each other",
-        "initialise torch.distributed (gloo is enough) and load on all ranks, or run `longshore restore --discard-state` while no "
-        "rank runs",
-        StateError,
-    )
-
-
-class Stateful(torch.optim.Optimizer):
-    """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers."""
-
-    rule: ClassVar[str]
-    _options: Options
-    _job_name: str
-    _connection: Connection | None
-    #: State that fills a new job instead of the parameters' weights.
-    _filling: Filling | None
-    #: The job's trained and frozen parameters, since it was opened.
-    _table: tuple[list[Param], list[Param]] | None
-    #: Number of updates that made the weights.
-    _applied: Tensor
-    #: A version and the name of its checkpoint on the servers.
-    _checkpointed: tuple[int, str] | None
-    #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
-    saves_all: bool = False
-    #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
-    warns_of_handles: bool = True
-
-    @property
-    def passing_checkpoints(self) -> Path | None:
-        raise NotImplementedError
-
-    @property
-    def version(self) -> int:
-        raise NotImplementedError
-
-    def _opened(self) -> Connection:
-        raise NotImplementedError
-
-    def _go_back(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _check_hyper(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+    # States
 
     def state_dict(self, *, full: bool | None = None) -> dict[str, Any]:
         """Returns a handle of the state on the servers: small, of tensors and plain containers alone.

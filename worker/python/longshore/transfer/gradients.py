@@ -145,7 +145,7 @@ class Gradients:
         group.held.append(memory)
         return group
 
-    def take_together(self, columns: Columns, gradients: Sequence[Tensor | None], scale: float = 1.0) -> list[Param]:
+    def take_together(self, columns: Columns, gradients: Sequence[Any], scale: float = 1.0) -> list[Param]:
         """Takes the parameters' gradients. Those of the host pass without the interpreter between them.
 
         Returns:

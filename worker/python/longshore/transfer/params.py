@@ -39,7 +39,9 @@ class Param:
     elements: int
 
 
-_dtype, _shape, _grad = Tensor.dtype.__get__, Tensor.shape.__get__, Tensor.grad.__get__  # type: ignore[attr-defined]
+_dtype, _shape = Tensor.dtype.__get__, Tensor.shape.__get__  # type: ignore[attr-defined]
+#: torch's getter of ``.grad``, for use without the interpreter between tensors.
+grad_of = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Columns:
@@ -58,7 +60,7 @@ class Columns:
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the gradients in ``.grad``."""
-        return list(map(_grad, self.tensors))
+        return list(map(grad_of, self.tensors))
 
     def places(self, tensors: Sequence[Any]) -> list[tuple[int, int, int, str]] | None:
         """Returns the places of tensors of the parameters' shapes and types for the Rust half; None if some differ, or have memory that it

@@ -106,7 +106,7 @@ def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
     """Makes the tensors awaited: ``reader`` is called before the first use of their elements, and calls :func:`end`."""
     _keep_compilers_out()
     _readers.update(dict.fromkeys(map(id, tensors), reader))
-    for tensor, awaited in zip(tensors, map(_KINDS.get, map(type, tensors)), strict=True):
+    for tensor, awaited in zip(tensors, map(_KINDS.__getitem__, map(type, tensors)), strict=True):
         tensor.__class__ = awaited
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longshore.distributed.rounds import Rounds
+from longshore.distributed.gathered import Rounds
 from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
 from longshore.transfer.params import DTYPES
@@ -216,7 +216,7 @@ class Fetch:
         unit.
 
         Args:
-            name, place, is_backward: as in :meth:`longshore.distributed.rounds.Rounds.agree`.
+            name, place, is_backward: as in :meth:`longshore.distributed.gathered.Rounds.agree`.
 
         Returns:
             True if ranks gather the unit. Only this thread's stream waits for the gather.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longshore.distributed.gathered import Share, share
-from longshore.distributed.rounds import Rounds
+from longshore.distributed.gathered import Rounds
 from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors
