@@ -1,29 +1,33 @@
-"""A simulated accelerator. A second thread does each stream's operations late, in a legal order drawn from a seed. Unwritten and freed
-memory holds NaN.
+"""A simulated accelerator, and models on it. A second thread does each stream's operations late, in a legal order drawn from a seed.
+Unwritten and freed memory holds NaN.
 
 An operation may begin after the previous one on its stream, and after the operations that its stream was told to wait for. Nothing else
 orders it, so it stays pending until some operation is awaited. The predecessors of the awaited operation then run too. None, some or all of
 the other operations run, in any legal order. Freed memory goes back to the stream for which it was allocated, as in torch's caching
-allocators: later operations of that stream may write to it.
+allocators: later operations of that stream may write to it. Storages can change their size, like those of torch's devices.
 """
 
 import collections
 import ctypes
 import functools
+import gc
 import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
+import longshore
 from longshore.transfer import device as _device
+from longshore.units import fetch as _fetch
 
 NUMPY = {
     **{torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16)},
@@ -70,6 +74,10 @@ class Simulated:
         #: Addresses of the device's memory. Each is kept forever, so that a late operation finds it.
         self.blocks: dict[int, np.ndarray] = {}
         self.freed: collections.deque[tuple[int, Stream]] = collections.deque()
+        #: By the address of a storage that was resized: its present memory and the stream that owns it. None while it has none.
+        self.resized: dict[int, tuple[np.ndarray, Stream] | None] = {}
+        #: Memory released by storages, by stream and number of elements. Allocations take it first.
+        self.released: dict[tuple[Stream, int], list[np.ndarray]] = collections.defaultdict(list)
         #: By address: streams that use the memory longer than its owners.
         self.kept: dict[int, list[Stream]] = {}
         self.lock = threading.RLock()
@@ -90,14 +98,19 @@ class Simulated:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Returns unwritten device memory."""
-        count = max(1, int(np.prod(shape)))
+        count, stream = max(1, int(np.prod(shape))), self.current_stream(torch.device("cpu"))
+        released = self.released[stream, count] if dtype is torch.float32 else []
+        if released:
+            memory = released.pop()
+            self.blocks[memory.ctypes.data] = memory
+            return torch.from_numpy(memory).view(tuple(shape))
         memory = np.empty(count, NUMPY[dtype])
         fill_with_nan(memory)
         address = memory.ctypes.data
         with self.lock:
             self.blocks[address] = memory
         block = memory.view(Block)
-        weakref.finalize(block, self._freed, address, self.current_stream(torch.device("cpu"))).atexit = False
+        weakref.finalize(block, self._freed, address, stream).atexit = False
         tensor = torch.from_numpy(block)
         return (tensor.view(dtype) if dtype is torch.bfloat16 else tensor)[: int(np.prod(shape))].view(tuple(shape))
 
@@ -124,12 +137,36 @@ class Simulated:
             return tensor.untyped_storage().data_ptr()
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor's memory for an operation, without keeping it alive."""
-        address = tensor.data_ptr()
+        """Returns the tensor's present memory for an operation, without keeping it alive."""
+        base = self._address(tensor)
+        if base in self.resized:
+            found = self.resized[base]
+            assert found is not None, "it is used while its memory is away"
+            with torch._C.DisableTorchFunctionSubclass():
+                address = tensor.data_ptr() - base + found[0].ctypes.data
+        else:
+            address = tensor.data_ptr()  # a use of the parameter, for the package
         count = tensor.numel() * tensor.element_size()
         raw = np.frombuffer((ctypes.c_char * count).from_address(address), NUMPY[tensor.dtype])
         made = torch.from_numpy(raw)
         return (made.view(tensor.dtype) if tensor.dtype is torch.bfloat16 else made).view(tensor.shape)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Takes a storage's memory, or gives it memory of this thread's stream that had another owner before. Released memory belongs to
+        the stream that allocated it."""
+        base = storage.data_ptr()
+        before = self.resized.get(base, (self.blocks[base], self.main))
+        if before is not None and not nbytes:
+            self.resized[base] = None
+            if before[0] is not self.blocks[base]:  # its address names the storage
+                self.released[before[1], len(before[0])].append(before[0])
+            self.give(before[1], functools.partial(fill_with_nan, before[0]))
+        elif before is None and nbytes:
+            stream, like = self.current_stream(torch.device("cpu")), self.blocks[base]
+            released = self.released[stream, len(like)]
+            memory = released.pop() if released else np.empty_like(like)
+            self.resized[base] = memory, stream
+            self.give(stream, functools.partial(fill_with_nan, memory))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         made = self.empty(tensor.shape, tensor.dtype)
@@ -407,37 +444,92 @@ class Loss(torch.autograd.Function):
         return None, gy, None
 
 
+class Layer(nn.Module):
+    def __init__(self, device: Simulated, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.device = device
+        self.weight, self.bias = (
+            nn.Parameter(device.to_device(torch.randn(*shape, generator=generator) * 0.3)) for shape in ((width, width), (width,))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Linear.apply(self.device, x, self.weight, self.bias)
+
+
 class Layers(nn.Module):
     """Linear layers on the simulated device, and a layer for evaluations alone."""
 
-    def __init__(self, device: Simulated, width: int = 24, depth: int = 3, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, device: Simulated, width: int = 24, depth: int = 3) -> None:
         super().__init__()
-        self.device, self.width, self.dtype = device, width, dtype
+        self.device, self.width = device, width
         generator = torch.Generator().manual_seed(0)
-
-        def made(*shape: int) -> nn.Parameter:
-            return nn.Parameter(device.to_device((torch.randn(*shape, generator=generator) * 0.3).to(dtype)))
-
-        self.weights = nn.ParameterList(made(width, width) for _ in range(depth))
-        self.biases = nn.ParameterList(made(width) for _ in range(depth))
-        self.head = nn.Parameter(device.to_device(torch.randn(width, width, generator=generator).to(dtype)))
-        self.head_bias = made(width)
+        self.layers = nn.ModuleList(Layer(device, width, generator) for _ in range(depth))
+        self.last = Layer(device, width, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            x = Linear.apply(self.device, x, weight, bias)
+        for layer in self.layers:
+            x = layer(x)
         return x
 
     def batch(self, step: int, outputs: bool = False) -> Tensor:
         generator = torch.Generator().manual_seed(2 * step + outputs)
-        return self.device.to_device(torch.randn(6, self.width, generator=generator).tanh().to(self.dtype))
+        return self.device.to_device(torch.randn(6, self.width, generator=generator).tanh())
 
     def loss(self, step: int) -> Tensor:
         return Loss.apply(self.device, self(self.batch(step)), self.batch(step, outputs=True))
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        return Linear.apply(self.device, self(self.batch(step)), self.head, self.head_bias)
+        return self.last(self(self.batch(step)))
+
+    @torch.no_grad()
+    def part(self, step: int, layers: slice) -> Tensor:
+        """Returns the output of some of the layers for a batch."""
+        x = self.batch(step)
+        for layer in self.layers[layers]:
+            x = layer(x)
+        return x
+
+
+def ended(device: Simulated, model: nn.Module, optimizer: longshore.AdamW, results: list[Tensor]) -> list[Tensor]:
+    """Ends a run. Returns these results and the last weights, once the device has done everything."""
+    optimizer.flush()
+    for parameter in model.parameters():
+        with longshore.GatheredParameters(parameter) if optimizer.is_in_units else nullcontext():
+            results.append(parameter.detach())
+            device.synchronize()
+            results[-1] = device.alias(results[-1]).clone()
+    device.synchronize()
+    found = [device.alias(result).clone() for result in results]
+    optimizer.close()
+    return found
+
+
+def advance(fetch: _fetch.Fetch) -> None:
+    """Like the package's own function, once everything has come to the host."""
+    if fetch.read is not None:
+        wait([fetch.read])
+    fetch._copy()
+
+
+@contextmanager
+def on(device: Simulated) -> Iterator[pytest.MonkeyPatch]:
+    """In the block the package uses the simulated accelerator, whose tensors' storages can change their size."""
+    resize, resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+
+    def is_there(storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() in device.blocks
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> None:
+        (device.resize if is_there(storage) else resize)(storage, nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "accelerator", device)
+        patch.setattr(torch.UntypedStorage, "resize_", resized)
+        patch.setattr(torch.UntypedStorage, "resizable", lambda storage: is_there(storage) or resizable(storage))
+        patch.setattr(_fetch.Fetch, "advance", advance)
+        yield patch
+        gc.collect()
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:

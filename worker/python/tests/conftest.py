@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 torch.set_num_threads(1)
 
@@ -33,10 +36,65 @@ def servers() -> Iterator[str]:
 
 
 @pytest.fixture
+def server() -> Iterator["Server"]:
+    """Yields a server process that a test stops or kills."""
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
 def two_servers() -> Iterator[str]:
     """Yields the addresses of two servers. A model needs a shard for each."""
     with several(2) as addresses:
         yield addresses
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and Python then leaves it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Said(logging.Handler):
+    """Lets a test wait for a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.changed = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.changed:
+            self.records.append(record)
+            self.changed.notify_all()
+
+    def wait_for(self, text: str) -> logging.LogRecord:
+        def found() -> logging.LogRecord | None:
+            return next((record for record in self.records if text in record.getMessage()), None)
+
+        with self.changed:
+            record = self.changed.wait_for(found, timeout=60)
+        assert record is not None, [record.getMessage() for record in self.records]
+        return record
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    handler = Said()
+    logger = logging.getLogger("longshore")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
 
 
 @contextlib.contextmanager
@@ -48,20 +106,43 @@ def several(number: int, memory: str = "256MiB") -> Iterator[str]:
 @contextlib.contextmanager
 def running(*flags: str, memory: str = "256MiB") -> Iterator[str]:
     """Yields the address of a server that ends with the block."""
-    process, address = serve(*flags, memory=memory)
-    try:
-        yield address
-    finally:
-        process.kill()
-        process.wait()
+    with Server(*flags, memory=memory) as server:
+        yield server.address
 
 
-def serve(*flags: str, listen: str = "127.0.0.1:0", memory: str = "256MiB") -> tuple[subprocess.Popen[str], str]:
-    """Starts a server, on a free port by default. Returns its process and its address."""
-    code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
-    command = [sys.executable, "-c", code, "--listen", listen, "--memory", memory, "--threads", "1", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return process, address_of(process)
+class Server:
+    """A server's process on a free port, which can be stopped, killed, and started again at its address."""
+
+    def __init__(self, *flags: str, memory: str = "256MiB") -> None:
+        self._flags = ["--memory", memory, "--threads", "1", *flags]
+        self._start("127.0.0.1:0")
+
+    def _start(self, listen: str) -> None:
+        code = "import sys; from longshore.__main__ import serve; sys.argv[0] = 'longshored'; sys.exit(serve())"
+        command = [sys.executable, "-c", code, "--listen", listen, *self._flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.address = address_of(self._process)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def start_again(self) -> None:
+        self.kill()
+        self._start(self.address)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # until then a thread of the server may still answer
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
 
 def address_of(process: subprocess.Popen[str]) -> str:

@@ -1,13 +1,12 @@
 """A rank of test_deepspeed_itself.py, with DeepSpeed. Starts like a process of torchrun."""
 
 import argparse
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
 from torch import Tensor, distributed, nn
 
@@ -115,9 +114,7 @@ def load(folder: str, **options: Any) -> dict[str, Any]:
     return {"state": state(engine), **counts, "losses": steps(engine, range(STEPS + LATER, STEPS + 2 * LATER))}
 
 
-def main() -> None:
-    """Arguments: a folder for results, and a JSON list of [function, options]."""
-    torch.set_num_threads(1)
+def make(what: str, options: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=os.environ["RANK"], LOCAL_SIZE=os.environ["WORLD_SIZE"])
     import deepspeed
     import deepspeed.ops
@@ -125,15 +122,8 @@ def main() -> None:
     # DeepSpeed's shared memory between ranks of a host needs compilation. Without it they use gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    found = [{"train": train, "load": load}[what](**options) for what, options in json.loads(sys.argv[2])]
-    torch.save(found, Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")
-    distributed.barrier()
+    return {"train": train, "load": load}[what](**options)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the others wait for this rank
-    os._exit(0)  # DeepSpeed ends its process group at the interpreter's exit, and may block there
+    rank_program.main(make, distributed.barrier)

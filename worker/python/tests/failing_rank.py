@@ -1,20 +1,17 @@
 """A rank of test_failing_ranks.py: rank 1 fails where the others come to a collective. Starts like a process of torchrun."""
 
 import datetime
-import json
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
+import rank_program
 from rank import loss, net
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 import longshore
@@ -24,8 +21,6 @@ from longshore.errors import WaitError
 #: Timeout of torch.distributed in seconds. An error that comes sooner has another cause.
 TIMEOUT = 60
 FAILS = 1
-
-
 #: The optimizer, once it exists.
 MADE: list["Optimizer"] = []
 
@@ -93,8 +88,7 @@ def pushes(options: dict[str, Any]) -> Callable[[], None]:
     made.step(0)
     made.backward(1)
     if distributed.get_rank() == FAILS:
-        first: nn.Parameter = next(made.model.parameters())
-        assert first.grad is not None
+        first = made.model.first.weight
         first.grad = first.grad.to_sparse()
     return made.optimizer.step
 
@@ -137,35 +131,32 @@ def _press(thread: int) -> None:
 
 
 def said(act: Callable[[], None]) -> dict[str, Any]:
-    start = time.monotonic()
+    kind, message, start = None, "", time.monotonic()
     try:
         act()
     except BaseException as error:
-        return {"kind": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
-    return {"kind": None, "message": "", "seconds": time.monotonic() - start}
+        kind, message = type(error).__name__, str(error)
+    return {"kind": kind, "message": message, "seconds": time.monotonic() - start}
 
 
-def main() -> None:
-    """Arguments: a folder for results, and a JSON list of one [failure, options]."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
-    out, [(what, options)] = Path(sys.argv[1]), json.loads(sys.argv[2])
-    act = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens, "uploads": uploads}[what](options)
+WAYS = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens, "uploads": uploads}
+
+
+def make(what: str, options: dict[str, Any]) -> dict[str, Any]:
+    act = WAYS[what](options)
     found = {"first": said(act)}
     if MADE:
         # An interrupted step asks for a flush; other failures let the step begin anew.
         found["then"] = said(MADE[0].optimizer.flush if what in ("waits", "interrupted") else act)
-    torch.save([found], out / f"{os.environ['RANK']}.pt")
-    # The process waits here: its end would break the other ranks' connections, and reveal the failure that way.
+    return found
+
+
+def end() -> None:
+    """Waits for all ranks: the end of a process would break the other ranks' connections, and reveal the failure that way."""
     store = distributed.distributed_c10d._get_default_store()
     store.set(f"told/{distributed.get_rank()}", "")
     store.wait([f"told/{rank}" for rank in range(distributed.get_world_size())], datetime.timedelta(seconds=3 * TIMEOUT))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # pending collectives will never complete
+    rank_program.main(make, end, TIMEOUT)

@@ -141,13 +141,6 @@ class OnGpu(Deep):
         return made.to(DEVICE, self.dtype).requires_grad_()
 
 
-def same(first: nn.Module, second: nn.Module) -> None:
-    """Checks that both have the same weights, bit for bit, on any device."""
-    theirs = second.state_dict()
-    differ = [name for name, value in first.state_dict().items() if not torch.equal(value.cpu(), theirs[name].cpu())]
-    assert not differ, differ
-
-
 @contextlib.contextmanager
 def on(gpu: Gpu) -> Iterator[None]:
     """In the block the package uses this GPU, and torch is deterministic."""

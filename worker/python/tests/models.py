@@ -1,26 +1,15 @@
-"""Small models and their batches, made from a seed."""
+"""Small models and their batches, made from a seed, and the update rules beside torch's."""
 
-import importlib.util
-import pathlib
-import sys
-from types import ModuleType
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import molecules
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
-def example(name: str) -> ModuleType:
-    """Imports a program of examples/ as a module."""
-    path = pathlib.Path(__file__).parent.parent / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-molecules = example("molecules")
+import longshore
 
 
 class Mlp(nn.Module):
@@ -125,6 +114,16 @@ class Graph(molecules.SchNet):
 MODELS = {"mlp": Mlp, "conv": Conv, "llama": Llama, "graph": Graph}
 
 
+#: By rule: the optimizer here, torch's, and their arguments.
+RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "adamw": (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+    "adam": (longshore.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
+    "momentum": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
+    "adagrad": (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-3, "weight_decay": 1e-3}),
+    "nadam": (longshore.NAdam, torch.optim.NAdam, {"lr": 1e-3, "weight_decay": 0.01}),
+}
+
+
 def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:
     """Returns two models of equal weights."""
     torch.manual_seed(0)
@@ -132,6 +131,29 @@ def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:
     second = MODELS[name](**arguments)
     second.load_state_dict(first.state_dict())
     return first, second
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, passes: int = 1) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for number in range(passes):
+            (model.loss(step * passes + number) / passes).backward()
+        optimizer.step()
+
+
+class Recorded:
+    """A job whose calls are told to ``note``, by name and arguments, before they are made."""
+
+    def __init__(self, job: Any, note: Callable[..., object]) -> None:
+        self._job, self._note = job, note
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._job, name)
+        return functools.partial(self._call, name, value) if callable(value) else value
+
+    def _call(self, name: str, method: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        self._note(name, *given)
+        return method(*given, **more)
 
 
 def distance(first: nn.Module, second: nn.Module) -> float:

@@ -1,28 +1,22 @@
 """A rank of test_order_of_ranks.py, which trains on a simulated accelerator. Starts like a process of torchrun."""
 
-import contextlib
-import faulthandler
 import functools
 import gc
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import rank_program
 import torch
 import torch._dynamo  # the first optimizer would import it
-from accelerator import Immediate, Layers, Linear, Loss, Simulated
-from ranks_on_a_device import Late, LateInUnits, Mail
+from accelerator import Immediate, Layers, Loss, Simulated, ended, on
+from ranks_on_a_device import AmongRanks, Mail
 from torch import Tensor, distributed
 from units import weight_bytes
-from units_on_a_device import Cut, advance, ended, on
 
 import longshore
 from longshore.distributed import collectives, gathered
-from longshore.transfer import device as _device
 from longshore.transfer import partitions
-from longshore.units import fetch
 
 STEPS = 4
 DEPTH = 5
@@ -38,16 +32,12 @@ class Towers(Layers):
 
     def __init__(self, device: Simulated) -> None:
         super().__init__(device, depth=6)
-        del self.head, self.head_bias
-
-    def in_order(self) -> list[tuple[str, Tensor]]:
-        """Returns parameters, each layer's together."""
-        return sorted(self.named_parameters(), key=lambda named: named[0].split(".")[1])
+        del self.last
 
     def tower(self, first: int, batch: int) -> Tensor:
         hidden = self.batch(batch)
-        for weight, bias in zip(self.weights[first::3], self.biases[first::3], strict=True):
-            hidden = Linear.apply(self.device, hidden, weight, bias)
+        for layer in self.layers[first::3]:
+            hidden = layer(hidden)
         return hidden
 
     def loss_of(self, first: int, batch: int) -> Tensor:
@@ -56,7 +46,7 @@ class Towers(Layers):
 
 def put_gradients(model: Towers, loss: Tensor) -> None:
     """Puts gradients of the last layer's parameters there without a hook."""
-    layer = [model.weights[4], model.biases[4]]
+    layer = list(model.layers[4].parameters())
     for parameter, gradient in zip(layer, torch.autograd.grad(loss, layer), strict=True):
         parameter.grad = gradient
 
@@ -66,7 +56,7 @@ def train(device: Simulated, **options: Any) -> list[Any]:
     bucket is reduced at the end of the step. In one step the caller puts gradients there directly. Returns the results of each step, and
     the last weights."""
     model = Towers(device)
-    optimizer = longshore.AdamW(model.in_order(), lr=1e-2, missing_gradients="zeros", **options)
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, missing_gradients="zeros", **options)
     optimizer.open()
     other = device.new_stream(torch.device("cpu"))
     results = []
@@ -89,16 +79,12 @@ def train(device: Simulated, **options: Any) -> list[Any]:
         optimizer.zero_grad()
         with device.on(other):
             results.append(device.to_device(torch.full((model.width,), float(step))))
-    optimizer.flush()
-    device.synchronize()
-    found = [device.alias(result).clone() for result in [*results, *(parameter.detach() for parameter in model.parameters())]]
-    optimizer.close()
-    return found
+    return ended(device, model, optimizer, results)
 
 
 def train_units(device: Simulated, part: float | None, **options: Any) -> list[Any]:
     """Trains a model in units with a share of its bytes as budget, or in one piece. Another stream uses some layers, too."""
-    model = Cut(device, DEPTH)
+    model = Layers(device, depth=DEPTH)
     model.last.requires_grad_(False)
     device.synchronize()
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, missing_gradients="zeros", streaming=True, **options)
@@ -116,19 +102,7 @@ def train_units(device: Simulated, part: float | None, **options: Any) -> list[A
         loss.backward()
         device.let_wait(device.main, device.record(other))
         optimizer.step()
-    return ended(device, model, optimizer, results, in_units=part is not None)
-
-
-@contextlib.contextmanager
-def taken_for_one(device: Simulated, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the block the package uses this accelerator."""
-    if isinstance(device, LateInUnits):
-        patch.setattr(fetch.Fetch, "advance", advance)
-        with on(device, patch):
-            yield
-    else:
-        patch.setattr(_device, "accelerator", device)
-        yield
+    return ended(device, model, optimizer, results)
 
 
 def forget_tensors(patch: pytest.MonkeyPatch) -> None:
@@ -159,13 +133,11 @@ def make(way: str, options: dict[str, Any]) -> list[Any]:
         number = next(runs)
         if seed is None:
             return act(Immediate(0), **options)
-        device = (Late if way == "towers" else LateInUnits)(mail[0], number, seed, without)
+        device = AmongRanks(mail[0], number, seed, without)
         if without == "tensors":
             forget_tensors(patch)
-        with taken_for_one(device, patch):
-            found = act(device, **options)
-            gc.collect()
-            return found
+        with on(device):
+            return act(device, **options)
 
 
 def end() -> None:
@@ -175,6 +147,4 @@ def end() -> None:
 
 
 if __name__ == "__main__":
-    # The stacks of a rank that hangs.
-    faulthandler.dump_traceback_later(220, exit=True)
     rank_program.main(make, end)

@@ -12,16 +12,18 @@ from conftest import ended_after
 from forked import Forked
 from torch.distributed import TCPStore
 
+#: The examples' folder, which is on the tests' path.
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 #: Stores of processes that a test starts together. A store ends with its last reference.
 STORES: list[TCPStore] = []
 
 
-def load(name: str) -> dict[str, Any]:
-    """Returns the names that an example defines."""
-    names: dict[str, Any] = {"__name__": name}
-    exec(compile((EXAMPLES / f"{name}.py").read_text(), EXAMPLES / f"{name}.py", "exec"), names)
-    return names
+def arguments(folder: pathlib.Path, **more: Any) -> Any:
+    """Returns arguments of the Hugging Face Trainer on a CPU, which reports nothing and saves nothing."""
+    import transformers
+
+    given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", **more}
+    return transformers.TrainingArguments(str(folder), **given)
 
 
 def random_step(first: int, last: int) -> int:

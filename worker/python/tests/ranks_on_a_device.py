@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from accelerator import Operation, Simulated, Stream, needs
 from torch import Tensor, distributed
-from units_on_a_device import LateStorages
 
 #: A collective's key: the run, the process group's name, and the collective's number in the group.
 Key = tuple[int, str, int]
@@ -38,7 +37,7 @@ class Mail:
         # A store that waits for a message blocks all other calls.
         self._out, self._in = (distributed.TCPStore(*place, is_master=False, timeout=timedelta(hours=1)) for _ in range(2))
         self._sending = threading.Lock()
-        self._devices: dict[int, _AmongRanks] = {}
+        self._devices: dict[int, AmongRanks] = {}
         self._early: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
         self._arriving = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mail", daemon=True)
@@ -49,7 +48,7 @@ class Mail:
             number = self._out.add(f"mail/{to}", 1)
             self._out.set(f"mail/{to}/{number}", pickle.dumps((run, message)))
 
-    def add(self, run: int, device: "_AmongRanks") -> None:
+    def add(self, run: int, device: "AmongRanks") -> None:
         """Gives a device the messages of its run."""
         with self._arriving:
             self._devices[run] = device
@@ -77,7 +76,7 @@ class Mail:
 class Work:
     """A collective's result, like torch.distributed's."""
 
-    def __init__(self, device: "_AmongRanks", done: Operation) -> None:
+    def __init__(self, device: "AmongRanks", done: Operation) -> None:
         self._device, self._done = device, done
 
     def wait(self) -> None:
@@ -90,7 +89,7 @@ class Work:
         return self._done.act is None
 
 
-class _AmongRanks(Simulated):
+class AmongRanks(Simulated):
     """A rank's accelerator.
 
     Args:
@@ -177,14 +176,6 @@ class _AmongRanks(Simulated):
             for rank in self._mail.others:
                 self._mail.send(rank, self._run, "wanted", key)
         assert self._news.wait(DEADLINE), f"rank {self._mail.rank} waits for another one's part of {keys}"
-
-
-class Late(_AmongRanks):
-    """Does everything late, in a random legal order."""
-
-
-class LateInUnits(_AmongRanks, LateStorages):
-    """The same, with storages that release memory and get it again."""
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -5,19 +5,16 @@ import pathlib
 import pickle
 from typing import Any
 
+import accelerate
+import accelerated
 import pytest
 import torch
+from accelerate.tracking import GeneralTracker
 from models import Mlp, pair
-from programs import load
 from safetensors.torch import load_file
 
 import longshore
-
-accelerate = pytest.importorskip(
-    "accelerate", reason="accelerate is not installed: pip install -r worker/python/tests/requirements.txt"
-)
-import longshore.accelerate  # noqa: E402
-from accelerate.tracking import GeneralTracker  # noqa: E402
+import longshore.accelerate
 
 
 class Kept(GeneralTracker):
@@ -43,7 +40,7 @@ class Kept(GeneralTracker):
 
 def test_trackers_get_the_servers_figures(tmp_path: pathlib.Path) -> None:
     kept = Kept()
-    load("accelerated")["main"](str(tmp_path), trackers=[kept])
+    accelerated.main(str(tmp_path), trackers=[kept])
     assert [step for step, _ in kept.logged] == [4, 8, 12]
     for _, values in kept.logged:
         assert set(values) == {"loss", "validation", "server_grad_norm", "loss_scale", "exposed_ms"}
@@ -88,9 +85,8 @@ def test_a_delayed_jobs_newest_weights_are_saved(tmp_path: pathlib.Path) -> None
 @pytest.mark.parametrize("is_first", [True, False], ids=["attached before", "attached after"])
 def test_an_evaluation_of_a_delayed_job_has_the_newest_weights(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    names = load("accelerated")
-    inputs, labels = names["data"]()[:8]
-    network, teacher = names["model"](0.0), names["model"](0.0).eval()
+    inputs, labels = accelerated.data()[:8]
+    network, teacher = accelerated.model(0.0), accelerated.model(0.0).eval()
     optimizer = longshore.AdamW(network.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
     flushed: list[int | None] = []
     flush = optimizer.flush

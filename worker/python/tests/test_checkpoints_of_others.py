@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import distance, pair
+from models import distance, pair, train
 from safetensors.torch import load_file, save_file
-from test_from_torch import check_same_state, step, trained
+from test_from_torch import both, check_same_state, step, trained
 from torch import nn
 
 import longshore
@@ -28,60 +28,36 @@ def write_universal(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
             torch.save(state["step"], of_param / "step.pt")
 
 
-def read_universal(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns all tensors in the places where DeepSpeed's loader looks."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in (folder / "zero").glob("*/*.pt"):
-        content = torch.load(file, weights_only=True)
-        found.setdefault(file.parent.name, {})[file.stem] = content if file.stem == "step" else content["param"]
-    return found
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_universal_checkpoint_comes_and_goes_to_the_bit(tmp_path: Path, flat: bool, two_servers: str) -> None:
+def test_the_step_of_a_universal_checkpoint_has_several_places(tmp_path: Path, two_servers: str) -> None:
+    """DeepSpeed's own files are in test_deepspeed_itself.py."""
     ours, theirs, plain = trained(torch.optim.AdamW, width=500)
-    write_universal(tmp_path / "in" / "step5", theirs, plain, flat)
+    write_universal(tmp_path / "in" / "step5", theirs, plain, flat=True)
     (tmp_path / "in" / "latest_universal").write_text("step5")
-    for parameter in ours.parameters():
-        torch.nn.init.zeros_(parameter)
-    arguments = {"lr": 1e-3, "weight_decay": 0.01}
-    optimizer = longshore.AdamW(ours.named_parameters(), **arguments, servers=two_servers, job="ds", shard_elements=65536)
-    checkpoint.load_deepspeed(optimizer, tmp_path / "in", step=5 if flat else None)
-    assert distance(ours, theirs) == 0
+    options = {"servers": two_servers, "job": "ds", "shard_elements": 65536}
+    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, weight_decay=0.01, **options)
+    checkpoint.load_deepspeed(optimizer, tmp_path / "in", step=5)
     check_same_state(optimizer.state_dict(full=True), plain.state_dict())
-    for number in range(5, 15):
-        step(ours, optimizer, number)
-        step(theirs, plain, number)
+    both(ours, optimizer, theirs, plain, range(5, 15))
     assert distance(ours, theirs) < 1e-6
     tag = checkpoint.save_deepspeed(optimizer, tmp_path / "out")
     assert tag == "global_step15_universal" == (tmp_path / "out" / "latest_universal").read_text()
-    found, full = read_universal(tmp_path / "out" / tag), optimizer.state_dict(full=True)
-    assert set(found) == {name for name, _ in ours.named_parameters()}
-    for number, (name, parameter) in enumerate(ours.named_parameters()):
-        assert found[name]["step"] == 15
-        assert torch.equal(found[name]["fp32"], parameter)
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(found[name][key], full["state"][number][key]), (name, key)
-    # The way back.
-    again, _ = pair("mlp", width=500)
-    second = longshore.AdamW(again.named_parameters(), **arguments)
-    if flat:
-        # ZeRO-3 has the step count in a second place.
-        for file in (tmp_path / "out" / tag / "zero").glob("*/step.pt"):
+    folder, full = tmp_path / "out" / tag, optimizer.state_dict(full=True)
+
+    def load() -> None:
+        other = longshore.AdamW(pair("mlp", width=500)[0].named_parameters())
+        checkpoint.load_deepspeed(other, folder)
+        check_same_state(other.state_dict(full=True), full)
+
+    load()
+    # The parameters' files, ZeRO-3's, and the engine's own counter have it.
+    for place in ("zero/*/step.pt", "zero/optimizer_state.pt"):
+        for file in folder.glob(place):
             file.unlink()
-    checkpoint.load_deepspeed(second, tmp_path / "out" / tag)
-    check_same_state(second.state_dict(full=True), full)
-    (tmp_path / "out" / tag / "zero" / "optimizer_state.pt").unlink()
-    if flat:
-        # The last place of the step count is the engine's own counter.
-        fourth = longshore.AdamW(pair("mlp", width=500)[0].named_parameters(), **arguments)
-        checkpoint.load_deepspeed(fourth, tmp_path / "out" / tag)
-        check_same_state(fourth.state_dict(full=True), full)
-        for file in (tmp_path / "out" / tag).glob("*_model_states.pt"):
-            file.unlink()
-        third = longshore.AdamW(pair("mlp", width=500)[0].named_parameters(), **arguments)
-        with pytest.raises(errors.StateError, match=r"step is in no file.*pass step="):
-            checkpoint.load_deepspeed(third, tmp_path / "out")
+        load()
+    for file in folder.glob("*_model_states.pt"):
+        file.unlink()
+    with pytest.raises(errors.StateError, match=r"step is in no file.*pass step="):
+        load()
     with pytest.raises(errors.InvalidError, match=r"global_step15_universal is there, and not empty"):
         checkpoint.save_deepspeed(optimizer, tmp_path / "out")
 
@@ -115,9 +91,7 @@ def test_a_parameter_of_a_universal_checkpoint_has_its_own_step_count(tmp_path: 
     optimizer = longshore.AdamW(ours.named_parameters())
     checkpoint.load_deepspeed(optimizer, tmp_path)
     check_same_state(optimizer.state_dict(full=True), plain.state_dict())
-    for number in range(5, 15):
-        step(ours, optimizer, number)
-        step(theirs, plain, number)
+    both(ours, optimizer, theirs, plain, range(5, 15))
     assert distance(ours, theirs) < 1e-6
     assert [state["step"] for state in optimizer.state_dict(full=True)["state"].values()][:3] == [15, 13, 15]
 
@@ -153,9 +127,7 @@ def test_torchs_file_is_what_torch_would_have_written(tmp_path: Path, kind: Any,
     arguments = {"lr": 1e-2} if kind is longshore.AdamW else {"lr": 1e-2, "momentum": 0.9}
     ours, theirs = pair("mlp", width=500)
     optimizer, plain = kind(ours.named_parameters(), **arguments), reference(theirs.named_parameters(), **arguments)
-    for number in range(5):
-        step(ours, optimizer, number)
-        step(theirs, plain, number)
+    both(ours, optimizer, theirs, plain, range(5))
     checkpoint.save_torch(optimizer, tmp_path / "state.pt")
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.pt"]
     for mapped in (True, False):
@@ -167,9 +139,7 @@ def test_torchs_file_is_what_torch_would_have_written(tmp_path: Path, kind: Any,
     moved = reference(ours.named_parameters(), lr=1.0)
     moved.load_state_dict(saved)
     optimizer.close()
-    for number in range(5, 10):
-        step(ours, moved, number)
-        step(theirs, plain, number)
+    both(ours, moved, theirs, plain, range(5, 10))
     assert distance(ours, theirs) < 1e-6
     with pytest.raises(errors.InvalidError, match=r"state\.pt is there, but must be a new file"):
         checkpoint.save_torch(kind(theirs.named_parameters()), tmp_path / "state.pt")
@@ -230,8 +200,7 @@ def test_written_safetensors_are_read_by_their_own_library(tmp_path: Path, dtype
     ours.layers[2].requires_grad_(False)
     ours.register_buffer("mask", torch.ones(5, dtype=torch.bool))
     optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-2, servers=two_servers, job="files", shard_elements=65536)
-    for number in range(3):
-        step(ours, optimizer, number)
+    train(ours, optimizer, range(3))
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     checkpoint.save_safetensors(optimizer, tmp_path / "one", dtype=name)
     checkpoint.save_safetensors(optimizer, tmp_path / "many", dtype=name, max_file_bytes=300_000, model=ours)

@@ -1,18 +1,21 @@
 """The effects of DeepSpeed configuration keys on training, each compared with the same training without the key."""
 
 import concurrent.futures
+import logging
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
 import torch
+from conftest import Said
 from models import Mlp, distance, pair, same_bits
 from torch import Tensor, nn
 from torch.nn import functional
 
 import longshore
+from longshore import errors
+
 BASE = {"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
 
@@ -163,29 +166,38 @@ def test_a_fixed_loss_scale() -> None:
     assert not engine.dynamic_loss_scale() and engine.skipped_steps == 1
 
 
-def test_min_loss_scale(servers: str) -> None:
-    """An overflow at the smallest scale pauses the job, which waits for an operator."""
+@pytest.mark.filterwarnings("ignore:step 1 was skipped")
+def test_a_dynamic_loss_scale() -> None:
+    """The scale doubles when the window has passed since the last overflow, and as often again."""
+    fp16 = {"initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}
+    engine, found = scales(fp16, [True, False, False, False, False, False])
+    assert found == [64.0, 32.0, 32.0, 32.0, 64.0, 64.0, 128.0]
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale()
+    assert (engine.skipped_steps, engine.global_steps, engine.optimizer.state_dict(full=False)["state"][0]["step"]) == (1, 6, 5)
+    with pytest.raises(errors.UsageError, match="carries the loss scale|leaves as backward"):
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+
+
+def test_min_loss_scale(servers: str, said: Said) -> None:
+    """An overflow at the smallest scale pauses the job, which waits for an operator. The log says so."""
     fp16 = {"initial_scale_power": 3, "min_loss_scale": 4, "hysteresis": 1, "loss_scale_window": 100}
     engine, found = scales(fp16, [True, False], {"servers": servers, "job": "floor"})
     assert found == [8.0, 4.0, 4.0]
     command = [sys.executable, "-m", "longshore", "resume", "--servers", servers, "--job", "floor", "--loss-scale", "2"]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode != 0 and "paused" in refused.stderr
+
+    def resume() -> int:
+        record = said.wait_for("the job is paused")
+        assert (record.name, record.levelno) == ("longshore.worker", logging.WARNING) and "longshore resume" in record.getMessage()
+        return subprocess.run(command, capture_output=True, timeout=60).returncode
+
     with concurrent.futures.ThreadPoolExecutor(1) as operator:
-        resumed = operator.submit(_resumed, command)
+        resumed = operator.submit(resume)
         engine.backward(functional.cross_entropy(engine(inputs()), torch.arange(8) % 4) * float("inf"))
         engine.step()
         assert engine.loss_scale() == 2.0
-        assert resumed.result()
-
-
-def _resumed(command: list[str]) -> bool:
-    """Returns whether an operator could resume the job within a minute. A job can be resumed once it is paused."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if subprocess.run(command, capture_output=True).returncode == 0:
-            return True
-    return False
+        assert resumed.result() == 0
 
 
 @pytest.mark.parametrize(("consecutive", "last"), [(False, 32.0), (True, 64.0)])

@@ -3,13 +3,14 @@
 import dataclasses
 import pathlib
 import re
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
-from models import distance, pair
-from programs import load
+import trainer as example
+import transformers
+from models import distance, pair, train
+from programs import arguments
 
 import longshore
 from longshore.transfer.options import Options
@@ -34,10 +35,7 @@ def test_the_changed_lines_train_as_the_old_ones_did() -> None:
         exec(changed(side), names)
         optimizer = names["build"](model)
         assert isinstance(optimizer, longshore.AdamW if side == "+" else torch.optim.AdamW)
-        for step in range(20):
-            optimizer.zero_grad()
-            model.loss(step).backward()
-            optimizer.step()
+        train(model, optimizer, range(20))
     assert distance(*models) < 1e-6
 
 
@@ -65,27 +63,23 @@ def test_the_reference_lists_every_option_and_every_public_name() -> None:
 
 
 def test_the_trainer_example(tmp_path: pathlib.Path, servers: str, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    names = load("trainer")
-    embedded = names["main"](str(tmp_path / "embedded"))
+    embedded = example.main(str(tmp_path / "embedded"))
     assert capfd.readouterr().out.count("exposed_ms") == len(embedded) == 4
     assert [*embedded.values()] == sorted(embedded.values(), reverse=True)
     assert embedded[40] < 0.75 * embedded[10]
     with pytest.warns(UserWarning, match="can go back to this save.*--checkpoint-dir"):
-        assert names["main"](str(tmp_path / "servers"), servers) == embedded
+        assert example.main(str(tmp_path / "servers"), servers) == embedded
     saved = torch.load(tmp_path / "servers" / "checkpoint-20" / "optimizer.pt", weights_only=True)
     assert saved["longshore"]["version"] == 20
 
 
 def test_the_readmes_lines_for_the_trainer(tmp_path: pathlib.Path, servers: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     readme = (PACKAGE.parent.parent / "README.md").read_text()
     lines = re.search(r"```python\n(import longshore\ntrainer = .*?)```", readme, re.DOTALL)
     assert lines is not None
     assert len(lines[1].splitlines()) == 3
-    names = load("trainer")
-    args = transformers.TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")
-    names |= {"Trainer": transformers.Trainer, "model": names["tiny_llama"](), "args": args, "dataset": names["Counting"]()}
+    args = arguments(tmp_path, max_steps=3)
+    names: dict[str, Any] = {"Trainer": transformers.Trainer, "model": example.tiny_llama(), "args": args, "dataset": example.Counting()}
     exec(lines[1].replace("host1:7070", servers), names)
     names["trainer"].train()
     assert names["trainer"].optimizer.optimizer.version == 3
@@ -93,26 +87,14 @@ def test_the_readmes_lines_for_the_trainer(tmp_path: pathlib.Path, servers: str)
 
 
 def test_the_trainer_streams_where_the_servers_clip(tmp_path: pathlib.Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    names = load("trainer")
     logs = []
     for is_streaming in (False, True):
         job = {"streaming": True, "accumulate": 2, "max_grad_norm": 1.0} if is_streaming else {}
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            max_grad_norm=0.0 if is_streaming else 1.0,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-        )
+        max_grad_norm = 0.0 if is_streaming else 1.0
         trainer = transformers.Trainer(
-            names["tiny_llama"](),
-            args,
-            train_dataset=names["Counting"](),
+            example.tiny_llama(),
+            arguments(tmp_path, gradient_accumulation_steps=2, max_steps=4, max_grad_norm=max_grad_norm, logging_steps=1),
+            train_dataset=example.Counting(),
             optimizer_cls_and_kwargs=(longshore.AdamW, {"lr": 3e-3, **job}),
             callbacks=[longshore.huggingface.Callback()],
         )
@@ -121,11 +103,3 @@ def test_the_trainer_streams_where_the_servers_clip(tmp_path: pathlib.Path) -> N
     for safe, streamed in zip(*logs, strict=True):
         assert streamed["loss"] == pytest.approx(safe["loss"], rel=1e-5)
         assert streamed["grad_norm"] == pytest.approx(safe["grad_norm"], rel=1e-5)
-
-
-def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "longshore", "plan", "--params", "7B"], capture_output=True, text=True, check=True)
-    assert "GiB" in done.stdout
-    wrong = subprocess.run([sys.executable, "-m", "longshore", "no-such-command"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "no-such-command" in wrong.stderr

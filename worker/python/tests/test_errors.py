@@ -1,18 +1,20 @@
 """Each mistake gives an error that names the parameter and the remedy, and changes nothing."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import serve
-from models import distance, pair, same_bits
+from conftest import Server
+from models import distance, pair, same_bits, train
 from torch import nn
 
 import longshore
@@ -51,37 +53,6 @@ def test_a_model_that_was_changed_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"streaming": True}])
-def test_a_gradient_that_is_not_the_parameters(options: dict[str, object]) -> None:
-    """Hooks of other libraries may set such a gradient."""
-    model, _ = pair("mlp")
-    weight = model.layers[3].weight
-    spoil: list[Callable[[torch.Tensor], None]] = []
-
-    def spoiled(tensor: torch.Tensor) -> None:
-        if spoil:
-            spoil[0](tensor)
-
-    weight.register_post_accumulate_grad_hook(spoiled)
-    optimizer = made(model, **options)
-    optimizer.zero_grad()
-    spoils: list[tuple[Callable[[torch.Tensor], None], str]] = [(shrink, r"grad is \[3\], but must be \[32, 32\]")]
-    if hasattr(torch.Tensor, "grad_dtype"):
-        spoils.append((narrow, r"grad is torch\.bfloat16, but must be torch\.float32.*convert it"))
-    for act, message in spoils:
-        spoil[:] = [act]
-        with pytest.raises(errors.GradientError, match=r"layers\.3\.weight\." + message):
-            model.loss(0).backward()
-            optimizer.step()
-        weight.grad = None
-        optimizer.zero_grad()
-    spoil.clear()
-    version = optimizer.version
-    model.loss(0).backward()
-    optimizer.step()
-    assert optimizer.version == version + 1
-
-
 def shrink(tensor: torch.Tensor) -> None:
     assert tensor.grad is not None
     tensor.grad.data = torch.zeros(3)
@@ -92,6 +63,28 @@ def narrow(tensor: torch.Tensor) -> None:
     gradient, tensor.grad = tensor.grad, None
     tensor.grad_dtype = None  # type: ignore[attr-defined]
     tensor.grad = gradient.bfloat16()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shrink, r"grad is \[3\], but must be \[32, 32\]"),
+        (narrow, r"grad is torch\.bfloat16, but must be torch\.float32.*convert it"),
+    ],
+)
+def test_a_gradient_that_is_not_the_parameters(spoil: Callable[[torch.Tensor], None], message: str, streaming: bool) -> None:
+    """Hooks of other libraries may set such a gradient."""
+    model, _ = pair("mlp")
+    weight, spoils = model.layers[3].weight, [spoil]
+    weight.register_post_accumulate_grad_hook(lambda tensor: spoils.pop()(tensor) if spoils else None)
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=streaming)
+    with pytest.raises(errors.GradientError, match=r"layers\.3\.weight\." + message):
+        model.loss(0).backward()
+        optimizer.step()
+    weight.grad = None
+    train(model, optimizer, range(1))
+    assert optimizer.version == 1
 
 
 def test_two_optimizers_over_one_parameter() -> None:
@@ -108,12 +101,9 @@ def test_two_optimizers_over_one_parameter() -> None:
 
 def test_tied_weights_in_two_groups() -> None:
     model, _ = pair("llama")
-    groups = [
-        {"params": [("embed.weight", model.embed.weight)]},
-        {"params": [("head.weight", model.head.weight)]},
-    ]
+    groups = [[("embed.weight", model.embed.weight)], [("head.weight", model.head.weight)]]
     with pytest.raises(ValueError, match="more than one parameter group: head.weight.*embed.weight"):
-        longshore.AdamW(groups)
+        longshore.AdamW([{"params": params} for params in groups])
     alias = nn.Parameter(model.embed.weight.data)
     optimizer = longshore.AdamW([("embed.weight", model.embed.weight), ("head.weight", alias)])
     alias.grad = model.embed.weight.grad = torch.zeros_like(alias)
@@ -162,6 +152,8 @@ def test_non_finite_gradients_are_skipped_or_refused() -> None:
         ({"accumulate": 4}, "1 without streaming"),
         ({"max_grad_norm": 0.0}, "use None for no clipping"),
         ({"nonfinite": "apply"}, "always checked"),
+        ({"written_weights": "keep"}, "written_weights is 'keep', but must be one of error, drop"),
+        ({"frozen": "drop"}, "frozen"),
         ({"world_size": 2, "rank": 0}, "addresses that all 2 ranks share"),
         ({"world_size": 2, "rank": 2, "servers": "a:1", "job": "j"}, "rank is 2"),
         ({"world_size": 2, "rank": 0, "servers": "a:1"}, "the same job="),
@@ -219,12 +211,8 @@ def test_a_parameter_given_twice_is_named() -> None:
 @pytest.mark.parametrize("arguments", [{"momentum": 1.5}, {"momentum": 0.9, "dampening": -1.0}, {"momentum": 0.9, "dampening": 2.0}])
 def test_momentum_has_torchs_limits(arguments: dict[str, float]) -> None:
     ours, theirs = pair("mlp")
-    optimizers = longshore.SGD(ours.parameters(), lr=1e-2, **arguments), torch.optim.SGD(theirs.parameters(), lr=1e-2, **arguments)
-    for number in range(4):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            model.loss(number).backward()
-            optimizer.step()
+    train(ours, longshore.SGD(ours.parameters(), lr=1e-2, **arguments), range(4))
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=1e-2, **arguments), range(4))
     assert distance(ours, theirs) < 1e-5
 
 
@@ -242,6 +230,16 @@ def test_names_of_two_models_get_a_prefix() -> None:
         longshore.AdamW([*first.named_parameters(), *second.named_parameters()]).open()
 
 
+def test_a_job_without_a_name_on_servers_is_named_in_a_warning(servers: str) -> None:
+    model, _ = pair("mlp")
+    with pytest.warns(UserWarning, match=r"no job= was given, so this one is torch-.*longshore delete"):
+        longshore.AdamW(model.named_parameters(), servers=servers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        longshore.AdamW(model.named_parameters())
+        longshore.AdamW(model.named_parameters(), servers=servers, job="named")
+
+
 def test_one_job_of_two_optimizers_is_named() -> None:
     first, second = pair("mlp")
     earlier = made(first, job="shared")
@@ -255,27 +253,41 @@ def test_one_job_of_two_optimizers_is_named() -> None:
         earlier.step()
 
 
-@pytest.mark.parametrize(("environment", "group", "expected"), [
-    ({"RANK": "0", "WORLD_SIZE": "2"}, (1, 2), (1, 2)),
-    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (1, 2), (1, 2)),
-    ({}, (1, 2), (1, 2)),
-    ({"RANK": "3", "WORLD_SIZE": "4"}, (0, 1), (3, 4)),
-    ({"RANK": "3", "WORLD_SIZE": "1"}, (0, 1), (0, 1)),
-])
-def test_a_process_group_knows_its_rank(
+@pytest.mark.parametrize(
+    ("environment", "group", "expected"),
+    [
+        ({}, (0, 1), (0, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "4"}, (0, 1), (2, 4)),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, (0, 1), (0, 1)),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (0, 1), (3, 8)),
+        # torchrun inside a Slurm step.
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 1), (1, 2)),
+        # An sbatch script, which is a single process.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1), (0, 1)),
+        # A process group knows its rank.
+        ({"RANK": "0", "WORLD_SIZE": "2"}, (1, 2), (1, 2)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (1, 2), (1, 2)),
+        ({}, (1, 2), (1, 2)),
+    ],
+)
+def test_rank_and_world_size_come_from_the_launcher_or_the_process_group(
     environment: dict[str, str], group: tuple[int, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(options, "_group", lambda: group)
     assert options.Options(servers="a:1", job="j").place() == expected
     assert options.Options(servers="a:1", job="j", rank=0).place() == (0, expected[1])
-    monkeypatch.setenv("WORLD_SIZE", "3")
     if group[1] == 2:
+        monkeypatch.setenv("WORLD_SIZE", "3")
         with pytest.raises(errors.InvalidError, match=r"WORLD_SIZE is 3, but must be 2, as torch\.distributed's process group has it"):
             options.Options(servers="a:1", job="j").place()
+    elif expected[1] > 1 and "WORLD_SIZE" in environment:
+        monkeypatch.setenv("RANK", "first")
+        with pytest.raises(errors.InvalidError, match="RANK is 'first'"):
+            options.Options().place()
 
 
 def test_a_server_that_was_never_there() -> None:
@@ -284,22 +296,15 @@ def test_a_server_that_was_never_there() -> None:
         longshore.AdamW(model.named_parameters(), servers="127.0.0.1:9", deadline=0.5)
 
 
-def test_a_server_that_is_killed_within_a_step() -> None:
-    process, address = serve()
+def test_a_server_that_is_killed_within_a_step(server: Server) -> None:
     model, _ = pair("mlp")
-    options = {"servers": address, "job": "killed", "deadline": 1.0, "transport": "tcp", "streaming": True}
-    optimizer = longshore.AdamW(model.named_parameters(), **options)
-    model.loss(0).backward()
+    options = {"servers": server.address, "job": "killed", "deadline": 1.0, "transport": "tcp", "streaming": True}
+    optimizer = made(model, **options)
     optimizer.step()
-
-    def kill(gradient: torch.Tensor) -> None:
-        process.kill()
-        process.wait()
-
     # The last layers' gradients have left by then, and the first layers' have not.
-    model.layers[3].weight.register_hook(kill)
+    model.layers[3].weight.register_hook(lambda _: server.kill())
     started = time.monotonic()
-    with pytest.raises(errors.LongshoreError, match=address):
+    with pytest.raises(errors.LongshoreError, match=server.address):
         model.loss(1).backward()
         optimizer.step()
     assert time.monotonic() - started < 30
@@ -316,38 +321,6 @@ def test_a_loss_scale_beside_what_would_scale_again() -> None:
     scaler.scale(model.loss(0)).backward()
     with pytest.raises(errors.UsageError, match="both scale the loss: use one"):
         scaler.step(optimizer)
-
-
-def test_ranks_that_disagree_on_the_world_size(servers: str) -> None:
-    first, second = pair("mlp")
-    one = longshore.AdamW(first.named_parameters(), servers=servers, job="world", rank=0, world_size=2)
-    one.open()
-    with pytest.raises(errors.RefusedError, match=r"spec\.world_size is 3, but must be 2"):
-        longshore.AdamW(second.named_parameters(), servers=servers, job="world", rank=1, world_size=3).open()
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and Python then leaves it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_a_wait(servers: str) -> None:
-    """Rank 0 of two waits for the other rank's gradients, which never come."""
-    model, _ = pair("mlp")
-    optimizer = made(model, servers=servers, job="waits", rank=0, world_size=2)
-    optimizer.open()
-    pressed = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    started = time.monotonic()
-    pressed.start()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    assert time.monotonic() - started < 10
-    with pytest.raises(errors.UsageError, match=r"interrupted.*flush\(\)"):
-        optimizer.step()
 
 
 def test_a_signal_handler_that_calls_the_optimizer_in_a_wait_gets_an_error(servers: str) -> None:
@@ -423,6 +396,26 @@ def test_a_fork_of_a_streaming_trainer_uses_the_newest_weights() -> None:
     model.loss(1).backward()
     optimizer.step()
     assert optimizer.flush() == 2
+
+
+FORK = """
+import os, sys, pathlib, longshore
+from longshore.transfer import server
+folder = pathlib.Path(server.default().checkpoint_dir)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(folder, folder.is_dir())
+"""
+
+
+def test_the_end_of_a_fork_leaves_its_parents_folder() -> None:
+    """The server in the parent process still writes checkpoints into the folder."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True, timeout=120)
+    folder, was_there = done.stdout.split()
+    assert was_there == "True"
+    assert not pathlib.Path(folder).exists(), "it ends with the parent"
 
 
 def test_the_interpreter_ends_with_an_open_job() -> None:

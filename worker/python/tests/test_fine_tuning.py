@@ -12,7 +12,10 @@ import subprocess
 import sys
 
 import pytest
-from programs import EXAMPLES
+from programs import EXAMPLES, arguments
+
+import longshore
+from longshore import errors
 
 FOLDER = os.environ.get("TEST_FINE_TUNING")
 ABSENT = os.environ.get("TEST_FINE_TUNING_ABSENT") or "it is not installed: tests/run installs it"
@@ -39,6 +42,34 @@ def test_trl_trains_a_tiny_llama(tmp_path: pathlib.Path, servers: str) -> None:
     assert "\n".join(lines).count("exposed_ms") == 4
 
 
+def train_by_axolotl(output: str, servers: str, job: str) -> None:
+    """Axolotl's part, in a process of its own: its plugin manager, and a Trainer whose optimizer the plugin puts on servers."""
+    import trainer as example
+    import transformers
+    from axolotl.integrations.base import PluginManager
+    from axolotl.utils.dict import DictDefault
+
+    manager = PluginManager.get_instance()
+    manager.register("longshore.axolotl.Plugin")
+    assert "longshore.axolotl.Plugin" in manager.plugins
+    assert manager.get_input_args() == ["longshore.axolotl.LongshoreArgs"]
+    args = arguments(output, learning_rate=3e-3, max_steps=4, per_device_train_batch_size=8)
+    trainer = transformers.Trainer(example.tiny_llama(), args, train_dataset=example.Counting())
+    cfg = DictDefault({"longshore": {"servers": servers, "job": job}})
+    manager.post_trainer_create(cfg, trainer)
+    for callback in manager.add_callbacks_post_trainer(cfg, trainer):
+        trainer.add_callback(callback)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, longshore.AdamW)
+    assert (optimizer.job, optimizer.version, len(optimizer.param_groups)) == (job, 4, 2)
+    names = {name for name, _ in trainer.model.named_parameters()}
+    assert {param.name for param in optimizer._connection.params} == names
+    with pytest.raises(errors.InvalidError, match=r"longshore\.rule is 'lamb', but must be one of adamw"):
+        manager.post_trainer_create(DictDefault({"longshore": {"rule": "lamb"}}), trainer)
+    with pytest.raises(errors.InvalidError, match="longshore is sever.*unexpected keyword argument 'sever'"):
+        manager.post_trainer_create(DictDefault({"longshore": {"sever": "a:1"}}), trainer)
+
+
 def test_axolotls_plugin_puts_the_optimizer_on_servers(tmp_path: pathlib.Path, servers: str) -> None:
-    lines = run("axolotl", "import axolotl_trainer; axolotl_trainer.main(*sys.argv[1:])", str(tmp_path), servers, "axolotl")
-    assert lines[-1] == "all of it was as it should be"
+    run("axolotl", "from test_fine_tuning import *; train_by_axolotl(*sys.argv[1:])", str(tmp_path), servers, "axolotl")

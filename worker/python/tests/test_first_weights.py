@@ -13,7 +13,7 @@ from torch import nn
 import longshore
 from longshore import errors
 
-STEPS = 3
+ROUNDS = [{"image_dtype": "bf16"}, {"master": "bf16"}]
 
 
 class Rank:
@@ -24,15 +24,11 @@ class Rank:
         given = {"lr": 1e-2, "world_size": 2, "deadline": 20.0, **options}
         self.optimizer = longshore.AdamW(self.model.named_parameters(), servers=servers, job=job, rank=rank, **given)
 
-    def backward(self, step: int, factor: float = 1.0) -> None:
-        (self.model.loss(2 * step + self.rank) * factor).backward()
-
-    def train(self) -> None:
-        for step in range(STEPS):
-            self.backward(step)
+    def train(self, steps: int = 3, factor: float = 1.0) -> None:
+        for step in range(steps):
+            (self.model.loss(2 * step + self.rank) * factor).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.optimizer.close()
 
 
 def both(ranks: list[Rank], act: Callable[[Rank], None]) -> None:
@@ -45,21 +41,18 @@ def trained(servers: str, job: str, *, opens: bool, **options: Any) -> list[nn.M
     for rank in ranks if opens else ():
         rank.optimizer.open()
     both(ranks, Rank.train)
+    for rank in ranks:
+        rank.optimizer.close()
     return [rank.model for rank in ranks]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_models_that_are_equal_need_no_open(servers: str, streaming: bool) -> None:
-    """The second rank reads the first weights in its first backward, or behind it."""
-    first, second = trained(servers, "gradients", opens=False, streaming=streaming)
+@pytest.mark.parametrize("options", [{}, {"streaming": True}, *({"streaming": True, **rounds} for rounds in ROUNDS)], ids=str)
+def test_models_that_are_equal_need_no_open(servers: str, options: dict[str, Any]) -> None:
+    """The second rank reads the first weights, as servers round them, in its first backward or behind it."""
+    first, second = trained(servers, "gradients", opens=False, **options)
     assert same_bits(first, second)
-    assert same_bits(first, trained(servers, "before", opens=True)[0])
-
-
-@pytest.mark.parametrize("rounds", [{"image_dtype": "bf16"}, {"master": "bf16"}], ids=["image", "master"])
-def test_so_do_models_whose_weights_servers_round(servers: str, rounds: dict[str, str]) -> None:
-    first, second = trained(servers, "rounded", opens=False, streaming=True, **rounds)
-    assert same_bits(first, second)
+    if len(options) < 2:
+        assert same_bits(first, trained(servers, "before", opens=True)[0])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -69,30 +62,23 @@ def test_gradients_of_other_first_weights_are_refused(servers: str, streaming: b
         second.model.layers[3].weight.add_(1.0)
     first.optimizer.open()
     with pytest.raises(errors.UsageError, match=r"layers\.3\.weight is another in this rank's model than on the servers.*call open\(\)"):
-        second.backward(0)
-        second.optimizer.step()
+        second.train(steps=1)
 
 
-@pytest.mark.parametrize("rounds", [{"image_dtype": "bf16"}, {"master": "bf16"}], ids=["image", "master"])
+@pytest.mark.parametrize("rounds", ROUNDS, ids=str)
 def test_open_gives_all_ranks_the_weights_as_servers_round_them(servers: str, rounds: dict[str, str]) -> None:
-    own = pair("mlp")[0]
     ranks = [Rank(rank, servers, "opened", **rounds) for rank in range(2)]
     for rank in ranks:
         rank.optimizer.open()
     assert same_bits(ranks[0].model, ranks[1].model)
-    assert not same_bits(ranks[0].model, own)
+    assert not same_bits(ranks[0].model, pair("mlp")[0])
 
 
 def test_a_skipped_step_has_the_same_norm_on_all_ranks(servers: str) -> None:
     ranks = [Rank(rank, servers, "skipped") for rank in range(2)]
-
-    def overflow(rank: Rank) -> None:
-        rank.backward(0, factor=float("inf") if rank.rank == 0 else 1.0)
-        rank.optimizer.step()
-
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        both(ranks, overflow)
+        both(ranks, lambda rank: rank.train(steps=1, factor=1.0 if rank.rank else float("inf")))
     said = [str(warning.message) for warning in told if issubclass(warning.category, RuntimeWarning)]
     assert len(said) == 2 and not any("None" in words for words in said), said
     for rank in ranks:

@@ -9,6 +9,7 @@ import torch
 from gpu import DEVICE, LATE, Gpu, InOrder, OnGpu, needs_a_gpu, on
 from models import distance
 from torch import Tensor
+from units import pair
 
 import longshore
 
@@ -113,9 +114,7 @@ def test_the_gpu_copies_from_and_to_the_memory_that_servers_share(caplog: pytest
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_fp32_steps_are_those_of_torch(streaming: bool) -> None:
-    torch.manual_seed(0)
-    ours, theirs = (OnGpu(4, 128, torch.float32).to(DEVICE) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = (model.to(DEVICE) for model in pair(OnGpu, depth=4, width=128, dtype=torch.float32))
     optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, weight_decay=0.1, streaming=streaming)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.1)
     for step in range(200):
@@ -130,9 +129,7 @@ def test_fp32_steps_are_those_of_torch(streaming: bool) -> None:
 
 def test_a_grad_scaler_of_torch() -> None:
     """fp16 gradients with torch's scaler, and one step that overflows."""
-    torch.manual_seed(0)
-    ours, theirs = (OnGpu(4, 128, torch.float32).to(DEVICE) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = (model.to(DEVICE) for model in pair(OnGpu, depth=4, width=128, dtype=torch.float32))
     optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
     scales = []

@@ -7,24 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, LATE, Gpu, OnGpu, needs_a_gpu, on, same
-from programs import load
-from test_stage_3 import config, llama, stage_2
+from gpu import DEVICE, LATE, Gpu, OnGpu, needs_a_gpu, on
+from test_stage_3 import config, counting, llama, stage_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from units import Accountant, optimizer_of, train, weight_bytes
+from units import Accountant, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 
 pytestmark = needs_a_gpu
 #: Most bytes of activations.
 ACTIVATIONS = 8 << 20
-
-
-def pair(**arguments: Any) -> tuple[OnGpu, OnGpu]:
-    torch.manual_seed(0)
-    first = OnGpu(**arguments)
-    return first, copy.deepcopy(first)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("way", WAYS)
 def test_units_have_the_bits_of_the_whole(way: str, late: str) -> None:
-    whole, cut = pair(depth=24)
+    whole, cut = pair(OnGpu, depth=24)
     gpu = Gpu(late)
     with on(gpu):
         plain = optimizer_of(whole.to(DEVICE), **WAYS[way])
@@ -61,7 +54,7 @@ def test_units_have_the_bits_of_the_whole(way: str, late: str) -> None:
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_the_allocator_gives_no_more_than_the_budget(reentrant: bool | None) -> None:
     """Measured by the device's allocator, with and without activation checkpointing, for a model of eight times the budget."""
-    whole, cut = pair(depth=64, width=2048)
+    whole, cut = pair(OnGpu, depth=64, width=2048)
     if reentrant is not None:
         cut.call = functools.partial(checkpoint, use_reentrant=reentrant)
     with on(Gpu()):
@@ -91,24 +84,20 @@ def test_the_allocator_gives_no_more_than_the_budget(reentrant: bool | None) -> 
 def test_compiled_blocks() -> None:
     """Blocks compiled by torch for the device have the bits of the same blocks in one piece."""
     pytest.importorskip("triton", reason="triton is not installed, by which torch compiles for a GPU")
-    whole, cut = pair(depth=6)
+    whole, cut = pair(OnGpu, depth=6)
     for model in (whole, cut):
         for number, layer in enumerate(model.layers):
             model.layers[number] = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(256, dtype=torch.bfloat16))
             model.layers[number].compile()
     with on(Gpu()):
-        plain = longshore.AdamW(_trained(whole.to(DEVICE)), lr=1e-2, streaming=True)
+        plain = longshore.AdamW(whole.to(DEVICE).named_parameters(), lr=1e-2, streaming=True)
         train(whole, plain)
-        optimizer = longshore.AdamW(_trained(cut), lr=1e-2, streaming=True, transport="tcp")
+        optimizer = longshore.AdamW(cut.named_parameters(), lr=1e-2, streaming=True, transport="tcp")
         longshore.shard(cut, optimizer, weight_bytes(cut) // 2, device=DEVICE)
         train(cut, optimizer)
         same(whole, cut)
         optimizer.close()
         plain.close()
-
-
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:without effect here")
@@ -120,7 +109,7 @@ def test_a_llama_by_the_configuration_of_deepspeed(device: str, tmp_path: pathli
     zero = {"offload_optimizer": offloaded, "offload_param": offloaded}
     whole, cut = llama(), llama()
     budget = {"longshore": {"budget": weight_bytes(cut) * 2 // 3}}
-    data = load("trainer")["Counting"]()
+    data = counting()
     losses = []
     with on(Gpu()):
         for model, given in ((whole.to(DEVICE), stage_2()), (cut, config(zero=zero, **budget))):

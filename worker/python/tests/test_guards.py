@@ -2,22 +2,27 @@
 
 import gc
 import pathlib
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import accelerate
+import lightning.pytorch as pl
+import lit
 import pytest
 import torch
-from models import Mlp, distance, pair, same_bits
-from programs import load
+import trainer as example
+import transformers
+from models import Mlp, distance, pair, same_bits, train
+from programs import arguments
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.nn.utils import prune
-from units import Deep
 
 import longshore
+import longshore.accelerate
+import longshore.lightning
 from longshore import errors
 from longshore.optim import guards
 
@@ -35,9 +40,7 @@ NAMED = r"^layers\.5\.weight is out of the model.*layers\.5\.weight, fp32 \[4, 3
 
 
 def step(model: nn.Module, optimizer: longshore.AdamW, number: int) -> None:
-    optimizer.zero_grad()
-    model.loss(number).backward()
-    optimizer.step()
+    train(model, optimizer, range(number, number + 1))
 
 
 def load_state_dict(model: nn.Module) -> None:
@@ -130,11 +133,9 @@ def test_an_act_between_two_steps_is_refused_or_changes_nothing(act: str, mode: 
     do, refused, said = ACTS[act]
     models = pair("mlp")
     made = [longshore.AdamW(model.named_parameters(), lr=1e-2, **MODES[mode]) for model in models]
-    for number in range(3):
-        for model, optimizer in zip(models, made, strict=True):
-            step(model, optimizer, number)
-    if "delay" in MODES[mode]:
-        for optimizer in made:
+    for model, optimizer in zip(models, made, strict=True):
+        train(model, optimizer, range(3))
+        if "delay" in MODES[mode]:
             optimizer.flush()
     if mode in refused:
         with pytest.raises(errors.UsageError, match=said):
@@ -149,11 +150,6 @@ def test_an_act_between_two_steps_is_refused_or_changes_nothing(act: str, mode: 
         step(model, optimizer, 3)
         optimizer.flush()
     assert same_bits(*models)
-
-
-def test_the_written_weights_option_has_two_values() -> None:
-    with pytest.raises(errors.InvalidError, match="written_weights is 'keep', but must be one of error, drop"):
-        longshore.AdamW(pair("mlp")[0].parameters(), written_weights="keep")
 
 
 def test_weights_that_are_dropped_change_no_later_step() -> None:
@@ -210,9 +206,8 @@ def test_edited_param_groups_are_honoured_or_refused_by_name(edit: str, streamin
     change, refused = EDITS[edit]
     ours, theirs = pair("mlp")
     optimizer, plain = longshore.SGD(groups_of(ours), streaming=streaming), torch.optim.SGD(groups_of(theirs))
-    for number in range(2):
-        step(ours, optimizer, number)
-        step(theirs, plain, number)
+    train(ours, optimizer, range(2))
+    train(theirs, plain, range(2))
     change(optimizer.param_groups)
     if refused is not None:
         with pytest.raises(errors.UsageError, match=f"^{refused}.*close\\(\\) this optimizer"):
@@ -220,9 +215,8 @@ def test_edited_param_groups_are_honoured_or_refused_by_name(edit: str, streamin
         assert optimizer.version == 2
         return
     change(plain.param_groups)
-    for number in range(2, 5):
-        step(ours, optimizer, number)
-        step(theirs, plain, number)
+    train(ours, optimizer, range(2, 5))
+    train(theirs, plain, range(2, 5))
     assert distance(ours, theirs) < 1e-6
 
 
@@ -305,43 +299,18 @@ def test_an_engine_refuses_a_layer_that_was_replaced(tmp_path: pathlib.Path) -> 
     assert engine.optimizer.version == 3
 
 
-@pytest.mark.filterwarnings("ignore:without effect here")
-def test_a_model_in_units() -> None:
-    torch.manual_seed(0)
-    model = Deep(depth=4)
-    optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
-    model.layers[1] = nn.Linear(48, 48)
-    with pytest.raises(errors.UsageError, match=r"^layers\.1\.weight is a parameter of the optimizer, and of no module of the model"):
-        longshore.shard(model, optimizer, "1MB")
-    model = Deep(depth=4)
-    optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
-    longshore.shard(model, optimizer, "1MB")
-    model.loss(0).backward()
-    optimizer.step()
-    model.layers[1] = nn.Linear(48, 48, dtype=torch.bfloat16)
-    with pytest.raises(errors.UsageError, match=r"^layers\.1\.weight is out of the model.*layers\.1\.weight, bf16 \[48, 48\]"):
-        model.loss(1).backward()
-    assert optimizer.flush() == 1
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_trainers_callback(streaming: bool, tmp_path: pathlib.Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    names = load("trainer")
-
     class Resizing(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             if state.global_step == 2:
                 model.resize_token_embeddings(80)
 
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, max_grad_norm=0, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
-    )
     trainer = transformers.Trainer(
-        names["tiny_llama"](),
-        args,
-        train_dataset=names["Counting"](),
+        example.tiny_llama(),
+        arguments(tmp_path, max_steps=4, max_grad_norm=0),
+        train_dataset=example.Counting(),
         optimizer_cls_and_kwargs=(longshore.AdamW, {"lr": 1e-3, "streaming": streaming}),
         callbacks=[longshore.huggingface.Callback(), Resizing()],
     )
@@ -352,9 +321,6 @@ def test_the_trainers_callback(streaming: bool, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_accelerate(is_prepared: bool) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    import longshore.accelerate
-
     accelerator = accelerate.Accelerator(cpu=True)
     model, _ = pair("mlp")
     optimizer: Any = longshore.AdamW(model.named_parameters())
@@ -371,10 +337,7 @@ def test_accelerate(is_prepared: bool) -> None:
 
 @pytest.mark.parametrize("by_strategy", [False, True])
 def test_lightning(by_strategy: bool, tmp_path: pathlib.Path) -> None:
-    pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
-    import longshore.lightning
-
-    class Replacing(load("lit")["Sorting"]):  # type: ignore[misc]
+    class Replacing(lit.Sorting):  # type: ignore[misc]
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if index == 2:
                 self.layers[2] = nn.Linear(64, 4)
@@ -383,7 +346,7 @@ def test_lightning(by_strategy: bool, tmp_path: pathlib.Path) -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=4, default_root_dir=str(tmp_path), **quiet, **own)
     with pytest.raises(errors.UsageError, match=r"^layers\.2\.weight is out of the model"):
-        trainer.fit(Replacing(None, None), load("lit")["data"]())
+        trainer.fit(Replacing(None, None), lit.data())
     assert trainer.global_step == 2
 
 
@@ -406,20 +369,6 @@ def test_what_moves_or_goes_is_let_be() -> None:
     replace(model)
     with pytest.raises(errors.UsageError, match=NAMED):
         engine.backward(model.loss(5))
-
-
-def test_the_look_costs_far_less_than_a_tenth_of_a_millisecond() -> None:
-    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(200))
-    watch = guards.Watch([model], model.named_parameters())
-    shortest = min(_seconds(watch.check) for _ in range(200))
-    print(f"a look at 400 parameters takes {shortest * 1e6:.1f} us")
-    assert shortest < 1e-4
-
-
-def _seconds(act: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True}, {"streaming": True, "accumulate": 2}])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import serve
+from conftest import Server
+from models import same_bits
 from torch import nn
 
 import longshore
@@ -28,23 +29,62 @@ class Interrupted(torch.autograd.Function):
         raise KeyboardInterrupt
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+class Net(nn.Sequential):
+    """Two layers. Another library's hook, before the optimizer's, may raise once the last layer's gradients have left."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.raises = False
+        self[0].bias.register_post_accumulate_grad_hook(self._hook)
+
+    def _hook(self, _: torch.Tensor) -> None:
+        if self.raises:
+            raise KeyboardInterrupt
 
 
 def inputs(batch: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
 
 
-def in_backward(model: nn.Sequential, optimizer: longshore.AdamW) -> None:
+Disturb = Callable[[Net, Any], None]
+
+
+def in_backward(model: Net, optimizer: Any) -> None:
     """The last layer's gradients have left, and the first layer's are never made."""
     with pytest.raises(KeyboardInterrupt):
         model[1](Interrupted.apply(model[0](inputs(99)))).sum().backward()
 
 
-def after_backward(model: nn.Sequential, optimizer: longshore.AdamW) -> None:
+def after_backward(model: Net, optimizer: Any) -> None:
     model(inputs(99)).sum().backward()
+
+
+def in_a_hook(model: Net, optimizer: Any) -> None:
+    model.raises = True
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs(99)).square().mean().backward()
+    model.raises = False
+
+
+def before_the_commit(model: Net, optimizer: Any) -> None:
+    """A wrong rate is refused before anything leaves. An exception of the caller's own function comes between the gradients and their
+    commit."""
+    group = optimizer.param_groups[0]
+    model(inputs(3)).square().mean().backward()
+    for name in ("lr", "weight_decay", "dampening"):
+        right, group[name] = group[name], float("inf")
+        with pytest.raises(errors.InvalidError, match=name.split("_")[0]):
+            optimizer.step()
+        group[name] = right
+    optimizer.resume_data = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.resume_data = None
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def zero_grad(optimizer: longshore.AdamW) -> None:
@@ -55,27 +95,57 @@ def flush(optimizer: longshore.AdamW) -> None:
     assert optimizer.flush() == 3
 
 
+def trained(disturb: Disturb, kind: Any = longshore.AdamW, **options: Any) -> Net:
+    """Returns a model after six steps, disturbed after three."""
+    model = Net()
+    optimizer = kind(model.named_parameters(), **{"lr": 1e-2, "streaming": True, "warmup_steps": 1, **options})
+    for batch in range(6):
+        if batch == 3:
+            optimizer.flush()
+            disturb(model, optimizer)
+        optimizer.zero_grad()
+        model(inputs(batch)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.flush() == 6
+    return model
+
+
+def check(disturb: Disturb, **options: Any) -> None:
+    assert same_bits(trained(lambda *_: None, **options), trained(disturb, **options))
+
+
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize(("interrupt", "give_up"), [(in_backward, zero_grad), (in_backward, flush), (after_backward, zero_grad)])
-def test_an_interrupted_step_is_given_up(
-    interrupt: Callable[[nn.Sequential, longshore.AdamW], None], give_up: Callable[[longshore.AdamW], None], delay: int
+@pytest.mark.parametrize(
+    ("interrupt", "give_up"), [(in_backward, zero_grad), (in_backward, flush), (after_backward, zero_grad), (in_a_hook, flush)]
+)
+def test_an_interrupted_step_is_given_up(interrupt: Disturb, give_up: Callable[[longshore.AdamW], None], delay: int) -> None:
+    check(lambda *given: (interrupt(*given), give_up(given[1])), delay=delay)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_step_that_was_not_committed_is_given_up(delay: int, streaming: bool) -> None:
+    options = {"kind": longshore.SGD, "momentum": 0.9, "streaming": streaming, "delay": delay}
+    check(lambda *given: (before_the_commit(*given), flush(given[1])), **options)
+
+
+@pytest.mark.parametrize("give_up", [zero_grad, flush])
+@pytest.mark.parametrize(("of", "name"), [(Weights, "give_up"), (Connection, "start"), (Connection, "read"), (Stepping, "_stream_anew")])
+def test_giving_up_may_be_interrupted(
+    of: type, name: str, give_up: Callable[[longshore.AdamW], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
-    for is_interrupted in (False, True):
-        model = net()
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, delay=delay, warmup_steps=1)
-        for batch in range(6):
-            if batch == 3:
-                optimizer.flush()
-                if is_interrupted:
-                    interrupt(model, optimizer)
-                    give_up(optimizer)
-            optimizer.zero_grad()
-            model(inputs(batch)).square().mean().backward()
-            optimizer.step()
-        assert optimizer.flush() == 6
-        found.append([weight.clone() for weight in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    def disturb(model: Net, optimizer: longshore.AdamW) -> None:
+        in_backward(model, optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.zero_grad()
+        for act in (lambda: model(inputs(3)).sum().backward(), optimizer.step):
+            with pytest.raises(errors.UsageError, match=r"joining its job again was interrupted: call zero_grad\(\) or flush\(\)"):
+                act()
+        give_up(optimizer)
+
+    check(disturb)
 
 
 @pytest.mark.parametrize("is_in_units", [False, True])
@@ -84,9 +154,9 @@ def test_an_interrupted_step_is_given_up(
 )
 def test_a_step_is_given_up_between_forward_and_backward(options: dict[str, Any], is_in_units: bool) -> None:
     """In PyTorch's tutorials zero_grad() comes after forward, which has used the weights. The other linear layer is not used each time."""
-    found = []
+    models = []
     for is_left_out in (False, True):
-        model = nn.ModuleList([net(), nn.Linear(8, 8)])
+        model = nn.ModuleList([Net(), nn.Linear(8, 8)])
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
         if is_in_units:
             longshore.shard(model, optimizer, "1MB")
@@ -98,12 +168,12 @@ def test_a_step_is_given_up_between_forward_and_backward(options: dict[str, Any]
             loss.backward()
             optimizer.step()
         assert optimizer.flush() == 6
-        found.append([weight.detach().clone() for weight in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        models.append(model)
+    assert same_bits(*models)
 
 
 def test_a_flush_between_forward_and_backward_leaves_used_weights() -> None:
-    model = nn.ModuleList([net(), nn.Linear(8, 40_000)])  # the second is in a chunk of its own, and still awaited
+    model = nn.ModuleList([Net(), nn.Linear(8, 40_000)])  # the second is in a chunk of its own, and still awaited
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
     for batch in range(4):
         loss = model[0](inputs(batch)).square().mean()
@@ -112,41 +182,22 @@ def test_a_flush_between_forward_and_backward_leaves_used_weights() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("give_up", [zero_grad, flush])
-@pytest.mark.parametrize(("of", "name"), [(Weights, "give_up"), (Connection, "start"), (Connection, "read"), (Stepping, "_stream_anew")])
-def test_giving_up_may_be_interrupted(
-    of: type, name: str, give_up: Callable[[longshore.AdamW], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for is_interrupted in (False, True):
-        model = net()
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-        for batch in range(6):
-            if batch == 3 and is_interrupted:
-                in_backward(model, optimizer)
-                with monkeypatch.context() as patch:
-                    patch.setattr(of, name, interrupted)
-                    with pytest.raises(KeyboardInterrupt):
-                        optimizer.zero_grad()
-                for act in (lambda: model(inputs(3)).sum().backward(), optimizer.step):
-                    with pytest.raises(errors.UsageError, match=r"joining its job again was interrupted: call zero_grad\(\) or flush\(\)"):
-                        act()
-                give_up(optimizer)
-            optimizer.zero_grad()
-            model(inputs(batch)).square().mean().backward()
-            optimizer.step()
-        assert optimizer.flush() == 6
-        found.append([weight.clone() for weight in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+def test_flush_leaves_a_whole_backward_pass_to_its_step() -> None:
+    model = Net()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+    model(inputs(0)).square().mean().backward()
+    optimizer.flush()
+    optimizer.step()
+    assert optimizer.flush() == 1
 
 
 @pytest.mark.parametrize("frozen", ["leave", "keep"])
 @pytest.mark.parametrize("give_up", [zero_grad, flush])
 def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(give_up: Callable[[longshore.AdamW], None], frozen: str) -> None:
     """A parameter frozen meanwhile still belongs to the job, and trains again once it is unfrozen."""
-    found = []
+    models = []
     for is_interrupted in (False, True):
-        model = net()
+        model = Net()
         model[1].bias.requires_grad_(False)
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, frozen=frozen)
         for batch in range(8):
@@ -166,76 +217,12 @@ def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(g
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.flush() == 8
-        found.append([weight.clone() for weight in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_flush_gives_up_what_has_not_left_as_well() -> None:
-    """Another library's hook, before ours, raises once the last layer's gradients have left."""
-    found = []
-    for is_interrupted in (False, True):
-        model = net()
-        raises = [False]
-
-        def maybe(_: torch.Tensor, raises: list[bool] = raises) -> None:
-            if raises[0]:
-                raise KeyboardInterrupt
-
-        model[0].bias.register_post_accumulate_grad_hook(maybe)
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-        for batch in range(4):
-            if batch == 2 and is_interrupted:
-                raises[0] = True
-                with pytest.raises(KeyboardInterrupt):
-                    model(inputs(99)).square().mean().backward()
-                raises[0] = False
-                assert optimizer.flush() == 2
-            model(inputs(batch)).square().mean().backward()
-            optimizer.step()
-        assert optimizer.flush() == 4
-        found.append([weight.clone() for weight in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_step_that_was_not_committed_is_given_up(delay: int, streaming: bool) -> None:
-    """A wrong rate is refused before anything leaves. An exception of the caller's own function comes between the gradients and their
-    commit."""
-    found = []
-    for is_interrupted in (False, True):
-        model = net()
-        optimizer = longshore.SGD(model.named_parameters(), lr=1e-2, momentum=0.9, streaming=streaming, delay=delay, warmup_steps=1)
-        group = optimizer.param_groups[0]
-        for batch in range(5):
-            optimizer.flush()
-            model(inputs(batch)).square().mean().backward()
-            if batch == 2 and is_interrupted:
-                for name, wrong in (("lr", float("inf")), ("weight_decay", float("inf")), ("dampening", float("inf"))):
-                    right, group[name] = group[name], wrong
-                    with pytest.raises(errors.InvalidError, match=name.split("_")[0]):
-                        optimizer.step()
-                    group[name] = right
-                optimizer.resume_data = interrupted
-                with pytest.raises(KeyboardInterrupt):
-                    optimizer.step()
-                optimizer.resume_data = None
-                assert optimizer.flush() == 2
-                optimizer.zero_grad()
-                model(inputs(batch)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.flush() == 5
-        found.append([weight.clone() for weight in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def interrupted(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
+        models.append(model)
+    assert same_bits(*models)
 
 
 def test_close_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
+    model = Net()
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
     model(inputs(0)).square().mean().backward()
     optimizer.step()
@@ -250,24 +237,7 @@ def test_close_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.flush()
 
 
-def test_flush_leaves_a_whole_backward_pass_to_its_step() -> None:
-    model = net()
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-    model(inputs(0)).square().mean().backward()
-    optimizer.flush()
-    optimizer.step()
-    assert optimizer.flush() == 1
-
-
-def test_a_backward_pass_too_many_says_what_to_do() -> None:
-    model = net()
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-    model(inputs(0)).sum().backward()
-    with pytest.raises(errors.GradientError, match=r"backward pass 2 of this step.*zero_grad\(\) of the optimizer or engine, not of the model"):
-        model(inputs(1)).sum().backward()
-
-
-def engine_of(model: nn.Sequential, accumulate: int) -> longshore.Engine:
+def engine_of(model: Net, accumulate: int) -> longshore.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulate,
@@ -291,90 +261,70 @@ def counts(engine: longshore.Engine) -> tuple[int, int]:
 @pytest.mark.parametrize(("accumulate", "before"), [(1, 2), (2, 4), (2, 5)])
 def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, scales: bool) -> None:
     """The loop continues with that step's passes, as if nothing had happened."""
-    found = []
-    for is_interrupted in (False, True):
-        engine = engine_of(net(), accumulate)
-        train(engine, range(before))
-        if is_interrupted:
-            loss = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
-            with pytest.raises(KeyboardInterrupt):
-                engine.scale(loss).backward() if scales else engine.backward(loss)
-            if not scales:
-                # The engine does not notice a backward of the loop's own, until there are too many.
-                for act in (lambda: engine.backward(engine(inputs(0)).sum()), engine.step):
-                    with pytest.raises(errors.UsageError, match=r"interrupted.*engine\.zero_grad\(\)"):
-                        act()
-            engine.zero_grad()
-            before -= before % accumulate
-        train(engine, range(before, 8))
-        assert counts(engine) == (8 // accumulate, 8)
-        engine.optimizer.flush()
-        found.append([weight.clone() for weight in engine.module.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_an_engine_says_what_to_do_after_a_pass_too_many() -> None:
-    engine = engine_of(net(), 1)
+    engine, undisturbed = engine_of(Net(), accumulate), engine_of(Net(), accumulate)
+    train(engine, range(before))
+    loss = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
     with pytest.raises(KeyboardInterrupt):
-        engine.scale(engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()).backward()
-    with pytest.raises(errors.UsageError, match=r"zero_grad\(\) where one was interrupted"):
-        engine.backward(engine(inputs(0)).sum())
+        engine.scale(loss).backward() if scales else engine.backward(loss)
+    # The engine does not notice a backward of the loop's own, until there are too many.
+    if not scales or accumulate == 1:
+        with pytest.raises(errors.UsageError, match=r"interrupted.*zero_grad\(\)|zero_grad\(\) where one was interrupted"):
+            engine.backward(engine(inputs(0)).sum())
+    if not scales:
+        with pytest.raises(errors.UsageError, match=r"interrupted.*engine\.zero_grad\(\)"):
+            engine.step()
+    engine.zero_grad()
+    train(engine, range(before - before % accumulate, 8))
+    train(undisturbed, range(8))
+    for one in (engine, undisturbed):
+        assert counts(one) == (8 // accumulate, 8)
+        one.optimizer.flush()
+    assert same_bits(engine.module, undisturbed.module)
 
 
 @pytest.mark.parametrize("by_the_optimizer", [False, True])
 def test_an_engine_warns_where_whole_passes_are_given_up(by_the_optimizer: bool) -> None:
-    engine, other = engine_of(net(), 2), engine_of(net(), 2)
+    engine, other = engine_of(Net(), 2), engine_of(Net(), 2)
     train(engine, range(1))
     with pytest.warns(UserWarning, match="gives up 1 of the 2 backward passes"):
-        if by_the_optimizer:
-            engine.optimizer.zero_grad()
-            train(engine, range(2))  # the engine notices the interrupted step in the next pass
-        else:
-            engine.zero_grad()
-            train(engine, range(2))
+        # The engine notices an interrupted step of the optimizer in the next pass.
+        (engine.optimizer if by_the_optimizer else engine).zero_grad()
+        train(engine, range(2))
     assert counts(engine) == (1, 2)
     train(other, range(2))
-    assert all(torch.equal(one, two) for one, two in zip(engine.module.parameters(), other.module.parameters(), strict=True))
+    assert same_bits(engine.module, other.module)
 
 
 def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
-    engine = engine_of(net(), 2)
+    engine, other = engine_of(Net(), 2), engine_of(Net(), 2)
     train(engine, range(4))
     engine.save_checkpoint(tmp_path)
     train(engine, range(5, 6))
     with pytest.raises(KeyboardInterrupt):
-        in_hand = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
-        engine.backward(in_hand)
+        engine.backward(engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum())
     engine.load_checkpoint(tmp_path)
     assert counts(engine) == (2, 4)
     train(engine, range(4, 8))
-    other = engine_of(net(), 2)
     train(other, range(8))
-    assert counts(engine) == counts(other) == (4, 8)
     for one in (engine, other):
+        assert counts(one) == (4, 8)
         one.optimizer.flush()
-    assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), other.module.parameters(), strict=True))
+    assert same_bits(engine.module, other.module)
 
 
 def test_a_job_that_could_not_be_given_up_is_given_up_again(tmp_path: pathlib.Path) -> None:
     """An engine that goes back to another process's checkpoint ends its own job first."""
-    flags = "--state-dir", str(tmp_path)
-    process, address = serve(*flags)
-    options = {"servers": address, "job": "given-up", "tier": "nvme", "deadline": 2.0}
-    try:
-        model, other = net(), net()
+    with Server("--state-dir", str(tmp_path)) as server:
+        options = {"servers": server.address, "job": "given-up", "tier": "nvme", "deadline": 2.0}
+        model = Net()
         optimizer = longshore.AdamW(model.named_parameters(), **options)
         model(inputs(0)).square().mean().backward()
         optimizer.step()
         optimizer.flush()
-        process.kill()
-        process.wait()
+        server.kill()
         with pytest.raises(errors.RefusedError, match="DeleteJob of job given-up on server .* failed"):
             optimizer.adopt("another")
         assert not optimizer.is_closed
-        process, _ = serve(*flags, listen=address)
+        server.start_again()
         optimizer.adopt("another")
-        assert longshore.AdamW(other.named_parameters(), **options).version == 0, "the job is gone"
-    finally:
-        process.kill()
-        process.wait()
+        assert longshore.AdamW(Net().named_parameters(), **options).version == 0, "the job is gone"

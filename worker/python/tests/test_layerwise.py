@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import pair, same_bits
+from models import Recorded, pair, same_bits, train
 from torch import Tensor, nn
 
 import longshore
@@ -30,28 +30,18 @@ def on_another_device(model: nn.Module) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-class Watched:
-    """A job that records reads of weights."""
-
-    def __init__(self, job: Any, names: list[str]) -> None:
-        self._job, self._names = job, names
-        self.seen: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._job, name)
-
-    def read_weights(self, places: Any) -> int | None:
-        self.seen.extend(self._names[place[0]] for place in places)
-        return self._job.read_weights(places)
-
-
 def streaming(model: nn.Module, steps: int = 2, **options: Any) -> longshore.AdamW:
     """Returns an optimizer after some steps. Its model has not been used since the last step."""
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
-    for step in range(steps):
-        model.loss(step).backward()
-        optimizer.step()
+    train(model, optimizer, range(steps))
     return optimizer
+
+
+def twins(name: str = "mlp", steps: int = 2, **arguments: int) -> tuple[nn.Module, nn.Module]:
+    """Returns a model after some steps in safe mode, and one before them."""
+    safe, ours = pair(name, **arguments)
+    train(safe, longshore.AdamW(safe.named_parameters(), lr=1e-2), range(steps))
+    return safe, ours
 
 
 def awaited(model: nn.Module) -> list[str]:
@@ -64,13 +54,18 @@ def test_a_layer_is_read_before_it_runs_and_after_the_layer_before_has_run(monke
     optimizer = streaming(model)
     connection = optimizer._connection
     assert connection is not None
-    watched = Watched(connection.job, [param.name for param in connection.params])
-    connection.weights._job = watched
+    seen: list[str] = []
+
+    def note(name: str, *given: Any) -> None:
+        if name == "read_weights":
+            seen.extend(connection.params[place[0]].name for place in given[0])
+
+    connection.weights._job = Recorded(connection.job, note)
     for name, module in model.layers.named_children():
-        module.register_forward_hook(lambda *_, name=name: watched.seen.append(f"ran {name}"))
+        module.register_forward_hook(lambda *_, name=name: seen.append(f"ran {name}"))
     assert awaited(model) == [name for name, _ in model.named_parameters()]
     loss = model.loss(2)
-    assert watched.seen == [
+    assert seen == [
         *("layers.0.weight", "layers.0.bias", "ran 0", "ran 1", "layers.2.weight", "layers.2.bias", "ran 2"),
         *("layers.3.weight", "layers.3.bias", "ran 3", "ran 4", "layers.5.weight", "layers.5.bias", "ran 5"),
     ]
@@ -100,6 +95,11 @@ def of_memory(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def of_a_vector(model: nn.Module) -> list[Tensor]:
+    parts = nn.utils.parameters_to_vector(model.parameters()).split([parameter.numel() for parameter in model.parameters()])
+    return [part.view(parameter.shape) for part, parameter in zip(parts, model.parameters(), strict=True)]
+
+
 USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "state_dict": lambda model: parameters_of(model, model.state_dict()),
     "state_dict, kept": lambda model: [value + 0 for value in parameters_of(model, model.state_dict(keep_vars=True))],
@@ -110,14 +110,7 @@ USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
     "to": lambda model: [parameter.to(torch.float64).float() for parameter in model.parameters()],
     "a list": lambda model: list(torch._foreach_mul(list(model.parameters()), 1.0)),
-    "a flat vector": lambda model: [
-        part.view(parameter.shape)
-        for part, parameter in zip(
-            nn.utils.parameters_to_vector(model.parameters()).split([p.numel() for p in model.parameters()]),
-            model.parameters(),
-            strict=True,
-        )
-    ],
+    "a flat vector": of_a_vector,
     "an average": lambda model: list(torch.optim.swa_utils.AveragedModel(model).module.parameters()),
     "an address": of_memory,
     "inference": inferred,
@@ -131,12 +124,7 @@ END_TO_END = {"a flat vector", "an address"}
 
 @pytest.mark.parametrize(("name", "use"), [*(("mlp", use) for use in USES), *(("conv", use) for use in USES if use not in END_TO_END)])
 def test_what_reads_weights_outside_of_a_forward_gets_the_newest(name: str, use: str) -> None:
-    ours, safe = pair(name)
-    optimizer = longshore.AdamW(safe.named_parameters(), lr=1e-2)
-    for step in range(2):
-        optimizer.zero_grad()
-        safe.loss(step).backward()
-        optimizer.step()
+    safe, ours = twins(name)
     streamed = streaming(ours)
     assert awaited(ours)
     found = USES[use](ours)
@@ -185,9 +173,7 @@ def test_weights_that_another_module_uses() -> None:
             if step % 2:
                 named = dict(model.named_parameters())
                 torch.func.functional_call(model.embed, {"weight": named["embed.weight"]}, torch.ones(8)).detach()
-            model.loss(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, range(step, step + 1))
     assert same_bits(safe, streamed)
 
 
@@ -203,13 +189,10 @@ def test_a_parameter_that_was_not_used_for_steps_gets_the_newest() -> None:
     torch.manual_seed(0)
     safe = Half()
     streamed = copy.deepcopy(safe)
-    safe_optimizer = longshore.AdamW(safe.named_parameters(), lr=1e-2, missing_gradients="zeros")
+    train(safe, longshore.AdamW(safe.named_parameters(), lr=1e-2, missing_gradients="zeros"), range(4))
     optimizer = streaming(streamed, steps=0, missing_gradients="zeros")
     for step in range(4):
-        for model, ours in ((safe, safe_optimizer), (streamed, optimizer)):
-            model.loss(step).backward()
-            ours.step()
-            ours.zero_grad()
+        train(streamed, optimizer, range(step, step + 1))
         assert awaited(streamed) == ["used.weight", "used.bias", "rare.weight", "rare.bias"]
     assert optimizer.version == 4
     assert same_bits(safe, streamed)
@@ -247,26 +230,19 @@ def test_a_gradient_of_older_weights_is_refused() -> None:
 
 
 def test_a_wait_that_fails_in_a_forward_can_be_made_again() -> None:
-    safe, ours = pair("mlp")
-    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
-    for step in range(3):
-        safe.loss(step).backward()
-        whole.step()
-        whole.zero_grad()
+    safe, ours = twins(steps=3)
     optimizer = streaming(ours)
     connection = optimizer._connection
     assert connection is not None
 
-    class Late(Watched):
-        failures = 2
+    late = [2]
 
-        def read_weights(self, places: Any) -> int | None:
-            if self.failures:
-                self.failures -= 1
-                raise errors.WaitError("the server is late")
-            return super().read_weights(places)
+    def note(name: str, *_: Any) -> None:
+        if name == "read_weights" and late[0]:
+            late[0] -= 1
+            raise errors.WaitError("the server is late")
 
-    connection.weights._job = Late(connection.job, [param.name for param in connection.params])
+    connection.weights._job = Recorded(connection.job, note)
     for _ in range(2):
         with pytest.raises(errors.WaitError, match="late"):
             ours.loss(2)
@@ -278,12 +254,7 @@ def test_a_wait_that_fails_in_a_forward_can_be_made_again() -> None:
 
 @pytest.mark.parametrize("end", ["close", "del", "flush"])
 def test_a_model_that_outlives_its_optimizer_has_the_newest_weights(end: str) -> None:
-    safe, ours = pair("mlp")
-    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
-    for step in range(2):
-        safe.loss(step).backward()
-        whole.step()
-        whole.zero_grad()
+    safe, ours = twins()
     optimizer = streaming(ours)
     if end == "close":
         optimizer.close()
@@ -295,12 +266,7 @@ def test_a_model_that_outlives_its_optimizer_has_the_newest_weights(end: str) ->
 
 
 def test_threads_that_use_a_parameter_at_the_same_time() -> None:
-    safe, ours = pair("mlp", width=256)
-    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
-    for step in range(2):
-        safe.loss(step).backward()
-        whole.step()
-        whole.zero_grad()
+    safe, ours = twins(width=256)
     optimizer = streaming(ours)
     start, found = threading.Barrier(4), []
 
@@ -318,18 +284,11 @@ def test_threads_that_use_a_parameter_at_the_same_time() -> None:
 
 
 def test_compiled_code_gets_the_newest_weights() -> None:
-    safe, ours = pair("mlp")
-    whole = longshore.AdamW(safe.named_parameters(), lr=1e-2)
-    optimizer = streaming(ours, steps=0)
-    for step in range(6):
-        safe.loss(step).backward()
-        whole.step()
-        whole.zero_grad()
-        if step == 2:
-            assert awaited(ours)
-            ours.layers.compile(backend="eager")
-        ours.loss(step).backward()
-        optimizer.step()
+    safe, ours = twins(steps=6)
+    optimizer = streaming(ours, steps=2)
+    assert awaited(ours)
+    ours.layers.compile(backend="eager")
+    train(ours, optimizer, range(2, 6))
     assert not awaited(ours), "compiled code reads parameters past torch's functions"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -338,7 +297,7 @@ def test_compiled_code_gets_the_newest_weights() -> None:
 
 def test_a_read_that_ctrl_c_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C some parameters of a group have their weights, and the others are still awaited."""
-    found = []
+    models = []
     for is_interrupted in (False, True):
         model, _ = pair("mlp")
         optimizer = streaming(model)
@@ -354,9 +313,7 @@ def test_a_read_that_ctrl_c_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) 
                 with pytest.raises(KeyboardInterrupt):
                     model.loss(2)
             assert len(awaited(model)) == len(list(model.parameters())) - 2
-        for step in (2, 3):
-            model.loss(step).backward()
-            optimizer.step()
+        train(model, optimizer, range(2, 4))
         assert optimizer.flush() == 4
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        models.append(model)
+    assert same_bits(*models)

@@ -7,17 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
+import lit
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from models import distance
-from programs import load, run_ranks
+from programs import run_ranks
 
 import longshore
-
-pytest.importorskip("lightning", reason="lightning is not installed: pip install -r worker/python/tests/requirements.txt")
-import lightning.pytorch as pl  # noqa: E402
-
-import longshore.lightning  # noqa: E402
+import longshore.lightning
 
 STEPS = 12
 CLOSE = 1e-6
@@ -41,17 +40,11 @@ def own_data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs[:, :4].argmax(1)
 
 
-def run(folder: pathlib.Path, servers: str) -> list[list[float]]:
-    """Returns the losses of two ranks, started like torchrun's."""
-    code = RANK.format(folder=folder, servers=servers)
-    said = run_ranks(2, code, ["lit"], TORCHELASTIC_RUN_ID="none")
-    return [json.loads(text.rsplit("losses ", 1)[1]) for text in said]
-
-
 def test_two_ranks_of_lightning_train_on_the_mean_of_their_gradients(tmp_path: pathlib.Path, servers: str) -> None:
     """The servers sum the gradients. Each rank clips its own before they leave, as Lightning does."""
-    found = run(tmp_path, servers)
-    model = load("lit")["Sorting"](None, None).layers
+    said = run_ranks(2, RANK.format(folder=tmp_path, servers=servers), ["lit"], TORCHELASTIC_RUN_ID="none")
+    found = [json.loads(text.rsplit("losses ", 1)[1]) for text in said]
+    model = lit.Sorting(None, None).layers
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     expected: list[list[float]] = [[], []]
@@ -83,58 +76,41 @@ def short(folder: pathlib.Path, **given: Any) -> pl.Trainer:
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": str(folder), **quiet, **given})
 
 
-def fitted(tmp_path: pathlib.Path, **given: Any) -> tuple[pl.Trainer, Any]:
-    """Returns a trainer with a delayed job: the newest weights come into the model only on request."""
-    names = load("lit")
+class Delayed(lit.Sorting):  # type: ignore[misc]
+    """A delayed job: the newest weights come into the model only on request. Keeps the weights at the end of training, which lack the last
+    step."""
 
-    class Delayed(names["Sorting"]):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            return longshore.AdamW(self.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
+    def configure_optimizers(self) -> Any:
+        self.optimizer = longshore.AdamW(self.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
+        return self.optimizer
 
-    module = Delayed(None, None)
-    trainer = short(tmp_path, strategy="longshore", **given)
-    trainer.fit(module, names["data"]())
-    return trainer, module
+    def on_train_end(self) -> None:
+        self.lagging = self.layers[0].weight.detach().clone()
 
 
-class AtTheEnd(pl.Callback):
-    """Keeps the first layer's weights at the end of training, which lack the last step, and the optimizer."""
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.lagging = pl_module.layers[0].weight.detach().clone()
-        [self.optimizer] = trainer.optimizers
-
-    def newest(self) -> torch.Tensor:
-        """Returns the newest master weights, also written into the model."""
-        master: torch.Tensor = self.optimizer.state_dict(full=True)["state"][0]["master"]
-        return master
-
-
-def test_the_strategy_leaves_the_newest_weights_at_the_end(tmp_path: pathlib.Path) -> None:
-    kept = AtTheEnd()
-    _, module = fitted(tmp_path, callbacks=[kept])
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_strategy_leaves_and_saves_the_newest_weights_and_logs_what_the_callback_logs(tmp_path: pathlib.Path, saves: bool) -> None:
+    callbacks = [pl.callbacks.ModelCheckpoint(str(tmp_path), every_n_train_steps=4, save_weights_only=True, filename="only")] * saves
+    module, trainer = Delayed(None, None), short(tmp_path, strategy="longshore", callbacks=callbacks, enable_checkpointing=saves)
+    trainer.fit(module, lit.data())
     left = module.layers[0].weight.detach().clone()
-    assert torch.equal(left, kept.newest()) and not torch.equal(left, kept.lagging)
-
-
-def test_the_strategy_saves_the_newest_weights_alone(tmp_path: pathlib.Path) -> None:
-    kept = AtTheEnd()
-    saves = pl.callbacks.ModelCheckpoint(str(tmp_path), every_n_train_steps=4, save_weights_only=True, filename="only")
-    fitted(tmp_path, callbacks=[kept, saves], enable_checkpointing=True)
-    saved = torch.load(tmp_path / "only.ckpt", weights_only=False)
-    assert "optimizer_states" not in saved
-    assert torch.equal(saved["state_dict"]["layers.0.weight"], kept.newest())
+    newest = module.optimizer.state_dict(full=True)["state"][0]["master"]
+    assert torch.equal(left, newest) and {"server_grad_norm", "exposed_ms", "loss_scale"} <= set(trainer.callback_metrics)
+    if saves:
+        saved = torch.load(tmp_path / "only.ckpt", weights_only=False)
+        assert "optimizer_states" not in saved and torch.equal(saved["state_dict"]["layers.0.weight"], newest)
+    else:
+        assert not torch.equal(left, module.lagging)
 
 
 @pytest.mark.parametrize("way", ["alone", "callback", "strategy"])
 def test_a_save_without_an_adapter_says_what_it_lacks(tmp_path: pathlib.Path, way: str) -> None:
-    names = load("lit")
     saves = pl.callbacks.ModelCheckpoint(str(tmp_path), every_n_train_steps=4)
     given = {"callbacks": [saves, *([longshore.lightning.Callback()] if way == "callback" else [])]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = short(tmp_path, enable_checkpointing=True, strategy="longshore" if way == "strategy" else "auto", **given)
-        trainer.fit(names["Sorting"](None, None), names["data"]())
+        trainer.fit(lit.Sorting(None, None), lit.data())
     said = [str(warning.message) for warning in caught if "is a handle" in str(warning.message)]
     assert len(said) == (way == "alone"), said
 
@@ -143,7 +119,7 @@ def test_a_save_without_an_adapter_says_what_it_lacks(tmp_path: pathlib.Path, wa
 def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: str) -> None:
     """Evaluates within training, as a callback does that tests now and then."""
     strategy = longshore.lightning.Strategy()
-    model = load("lit")["Sorting"](None, None)
+    model = lit.Sorting(None, None)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
     for step in range(4):
         optimizer.zero_grad()
@@ -161,11 +137,6 @@ def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: 
     assert torch.equal(seen[0], newest)
     optimizer.close()
     assert torch.equal(strategy.lightning_module_state_dict()["layers.0.weight"], newest)
-
-
-def test_the_strategy_logs_what_the_callback_logs(tmp_path: pathlib.Path) -> None:
-    trainer, _ = fitted(tmp_path)
-    assert {"server_grad_norm", "exposed_ms", "loss_scale"} <= set(trainer.callback_metrics)
 
 
 def test_the_strategys_device_is_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,44 +157,28 @@ def optimizer_of(kind: Any, module: pl.LightningModule) -> Callable[[], Any]:
     return lambda: kind(list(module.named_parameters()), lr=1e-2)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "longshore"])
-def test_mixed_precision_with_clipping(tmp_path: pathlib.Path, strategy: str) -> None:
+#: By name: the strategy beside our optimizer, and the Trainer's precision.
+PRECISIONS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "bf16": ("auto", lambda: {"precision": "bf16-mixed", "callbacks": [longshore.lightning.Callback()]}),
+    "bf16, strategy": ("longshore", lambda: {"precision": "bf16-mixed"}),
+    # Our optimizer clips what is unscaled. The scaler is for the CPU.
+    "fp16": ("auto", lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))]}),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_mixed_precision_with_clipping(tmp_path: pathlib.Path, name: str) -> None:
     """Lightning refuses to clip where an optimizer unscales gradients by itself. The losses equal those with torch's optimizer."""
+    strategy, precision = PRECISIONS[name]
     found = []
     for kind in (longshore.AdamW, torch.optim.AdamW):
-        names = load("lit")
-        module = names["Sorting"](None, None)
+        module = lit.Sorting(None, None)
         module.configure_optimizers = optimizer_of(kind, module)
-        trainer = short(
-            tmp_path,
-            precision="bf16-mixed",
-            strategy=strategy if kind is longshore.AdamW else "auto",
-            gradient_clip_val=0.5,
-            callbacks=[longshore.lightning.Callback()] if strategy == "auto" else [],
-        )
-        trainer.fit(module, names["data"]())
+        trainer = short(tmp_path, strategy=strategy if kind is longshore.AdamW else "auto", gradient_clip_val=0.5, **precision())
+        trainer.fit(module, lit.data())
         found.append([module.losses[index] for index in sorted(module.losses)])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0][-1] < found[0][0]
-
-
-def test_a_grad_scaler_of_lightning_clips_what_is_unscaled(tmp_path: pathlib.Path) -> None:
-    """16-mixed, with a scaler for the CPU."""
-    from lightning.pytorch.plugins import MixedPrecision
-
-    found = []
-    for kind in (longshore.AdamW, torch.optim.AdamW):
-        names = load("lit")
-        module = names["Sorting"](None, None)
-        module.configure_optimizers = optimizer_of(kind, module)
-        trainer = short(
-            tmp_path,
-            plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))],
-            gradient_clip_val=0.5,
-        )
-        trainer.fit(module, names["data"]())
-        found.append([module.losses[index] for index in sorted(module.losses)])
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 class Tuned(pl.LightningModule):

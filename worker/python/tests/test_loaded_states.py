@@ -2,32 +2,25 @@
 
 import copy
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import longshore
 import pytest
 import torch
 from conftest import running
-from longshore import errors
-from models import pair, same_bits
-from torch import distributed, nn
+from models import pair, same_bits, train
+from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+import longshore
+from longshore import errors
 
 
 def trained(kind: Any, model: nn.Module, steps: int = 2, **options: Any) -> Any:
     optimizer = kind(model.named_parameters(), lr=1e-2, **options)
     train(model, optimizer, range(steps))
     return optimizer
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for number in steps:
-        optimizer.zero_grad()
-        model.loss(number).backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -61,7 +54,7 @@ def test_hooks_get_what_torch_gives_them(full: bool) -> None:
     assert seen[0][1:] == seen[1][1:] == [("after", True, 0.5)]
 
 
-def test_a_hook_may_refuse(servers: str) -> None:
+def test_a_hook_may_refuse() -> None:
     model, _ = pair("mlp")
     optimizer = trained(longshore.AdamW, model)
 
@@ -107,14 +100,6 @@ def test_other_groups_are_refused_in_torchs_words(change: Any, of: str) -> None:
     assert optimizer.state_dict() == before, "nothing has changed"
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> None:
     """No step is needed to fill a state, and another process continues from the files."""
@@ -144,27 +129,6 @@ def test_a_handle_stays_whole_in_a_distributed_checkpoint(tmp_path: Path) -> Non
             set_optimizer_state_dict(stranger, other, found["optimizer"])
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore:job .* goes back")
-def test_going_back_leaves_no_parameter_that_waits_for_the_step_that_was_given_up(tmp_path: Path) -> None:
-    """In streaming mode weights come at their use, and the abandoned step's weights never come."""
-    ours, undisturbed = pair("mlp")
-    with longshore.Server(checkpoint_dir=tmp_path) as server:
-        for model, goes_back in ((ours, True), (undisturbed, False)):
-            optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, servers=server, job=f"back-{goes_back}")
-            for step in range(6):
-                if goes_back and step == 3:
-                    optimizer.checkpoint("three")
-                    saved = optimizer.state_dict()
-                    model.loss(99).backward()
-                    optimizer.step()
-                    optimizer.load_state_dict(saved)
-                model.loss(step).backward()
-                optimizer.step()
-            optimizer.close()
-    assert same_bits(ours, undisturbed)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_delayed_job_goes_back_to_the_version_that_its_parameters_have(tmp_path: Path, streaming: bool) -> None:
     """The job made a step after the version of its parameters."""
@@ -173,31 +137,23 @@ def test_a_delayed_job_goes_back_to_the_version_that_its_parameters_have(tmp_pat
     with longshore.Server(checkpoint_dir=tmp_path) as server:
         for model, goes_back in ((ours, True), (undisturbed, False)):
             optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, servers=server, job=f"back-{goes_back}", **options)
-
-            def step(number: int, model: nn.Module = model, optimizer: longshore.AdamW = optimizer) -> None:
-                optimizer.zero_grad()
-                model.loss(number).backward()
-                optimizer.step()
-
-            for number in range(6):
-                if number == 3:
-                    optimizer.flush()
-                if goes_back and number == 3:
-                    flushed = optimizer.state_dict()
-                    step(99)
-                    optimizer.load_state_dict(optimizer.state_dict())
-                    assert optimizer.version == 3
-                    with pytest.raises(errors.StateError, match=r"version'\] is 3, but must be 4, which the servers have"):
-                        optimizer.load_state_dict(flushed)
-                    optimizer.checkpoint("four")
-                    flushed = optimizer.state_dict()
-                    step(98)
-                    with pytest.warns(UserWarning, match="goes back from version 5 to 4"):
-                        optimizer.load_state_dict(flushed)
-                elif number == 3:
-                    step(99)
-                    optimizer.flush()
-                step(number)
+            train(model, optimizer, range(3))
+            optimizer.flush()
+            flushed = optimizer.state_dict()
+            train(model, optimizer, range(99, 100))
+            if goes_back:
+                optimizer.load_state_dict(optimizer.state_dict())
+                assert optimizer.version == 3
+                with pytest.raises(errors.StateError, match=r"version'\] is 3, but must be 4, which the servers have"):
+                    optimizer.load_state_dict(flushed)
+                optimizer.checkpoint("four")
+                flushed = optimizer.state_dict()
+                train(model, optimizer, range(98, 99))
+                with pytest.warns(UserWarning, match="goes back from version 5 to 4"):
+                    optimizer.load_state_dict(flushed)
+            else:
+                optimizer.flush()
+            train(model, optimizer, range(3, 6))
             assert optimizer.flush() == 7
             optimizer.close()
     assert same_bits(ours, undisturbed)

@@ -1,12 +1,18 @@
-"""A device copies gradients into the memory from which they are sent, where it can page-lock that. Otherwise copies stay as they were."""
+"""Copies between a device and memory that is shared with servers, where the device can page-lock that: gradients go where they leave from,
+and weights come from where servers keep them. Otherwise copies go through torch's page-locked memory."""
 
+import ctypes
 import gc
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerator import Immediate, Layers, Simulated, same
+from conftest import Server
+from models import Mlp, Recorded
+from models import train as steps
 from test_order_on_a_device import on
 from torch import Tensor
 
@@ -42,21 +48,22 @@ def expected() -> list[Tensor]:
     return train(Immediate(4))
 
 
-def test_gradients_and_weights_go_straight_between_the_device_and_servers(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [1024, 1])
+def test_gradients_and_weights_go_straight_between_the_device_and_servers(most: int, expected: list[Tensor]) -> None:
+    """Also where copies under way are so many that the next one waits."""
     device = Simulated(0)
-    with on(device, monkeypatch):
+    with on(device) as patch:
+        patch.setattr(pinned, "_MOST", most)
         assert same(train(device), expected)
         assert device.copies["to torch's"] == 0
-        # Four parameters have a gradient: one of them lies in two shards, and one in three.
-        assert device.copies["to registered"] == 2 * STEPS * (4 + 1 + 2)
+        # Four parameters have a gradient, and each of the two weights lies in two shards.
+        assert device.copies["to registered"] == 2 * STEPS * (4 + 1 + 1)
         assert (device.copies["from registered"] > 0, device.copies["from torch's"]) == (True, 0)
         assert device.registered == {}, "the memory is unregistered when the optimizer is closed"
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-def test_where_memory_cannot_be_locked_both_go_as_before(
-    limit: int, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_memory_cannot_be_locked_both_go_as_before(limit: int, expected: list[Tensor], caplog: pytest.LogCaptureFixture) -> None:
     class Limited(Simulated):
         """Page-locks at most this many pieces."""
 
@@ -66,52 +73,46 @@ def test_where_memory_cannot_be_locked_both_go_as_before(
             super().register(address, nbytes, device)
 
     device = Limited(0)
-    with on(device, monkeypatch), caplog.at_level(logging.WARNING, "longshore"):
+    with on(device), caplog.at_level(logging.WARNING, "longshore"):
         assert same(train(device), expected)
     assert device.copies["to torch's"] > 0 and device.copies["from torch's"] > 0
-    ways = {"gradients go", "weights come"}
-    assert {record.getMessage() for record in caplog.records} == {
-        f"{way} through torch's page-locked memory, with one more copy on the host: it may lock no more: raise the limit" for way in ways
-    }
-    assert len(caplog.records) == len(ways)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"{way} through torch's page-locked memory, with one more copy on the host: it may lock no more: raise the limit"
+        for way in ("gradients go", "weights come")
+    ]
     assert device.registered == {}
 
 
-def test_an_optimizer_that_is_gone_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_is_gone_leaves_nothing_registered() -> None:
     device = Simulated(0)
-    with on(device, monkeypatch):
+    with on(device):
         train(device, is_closed=False)
         gc.collect()
         assert device.copies["to registered"] > 0
         assert device.registered == {}
 
 
-@pytest.mark.parametrize("options", [{"gradient_dtype": "bf16"}, {"accumulate_on": "worker"}, {"transport": "tcp"}], ids=str)
-def test_gradients_that_the_host_converts_or_nobody_may_read_go_as_before(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("options", "goes"),
+    [
+        ({"gradient_dtype": "bf16"}, "from"),
+        ({"accumulate_on": "worker"}, "from"),
+        ({"image_dtype": "bf16"}, "to"),
+        ({"transport": "tcp"}, None),
+    ],
+    ids=str,
+)
+def test_what_the_host_converts_or_nobody_may_read_goes_as_before(options: dict[str, Any], goes: str | None) -> None:
     found = []
     for device in (Simulated(0), Simulated(4)):
-        with on(device, monkeypatch):
+        with on(device):
             found.append(train(device, **options))
-            assert (device.copies["to registered"], device.copies["to torch's"] > 0) == (0, True)
+            straight = {way for way in ("to", "from") if device.copies[f"{way} registered"]}
+            assert straight == ({goes} if goes is not None and device.registered is not None else set())
     assert same(*found)
 
 
-def test_memory_takes_what_leaves_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Job:
-        def gradient_memory(self) -> object:
-            return self
-
-    memory = pinned.LockedMemory(Job(), torch.bfloat16)
-    gradient = torch.ones(4, 4, dtype=torch.bfloat16)
-    assert memory.takes(gradient, 1.0)
-    assert not memory.takes(gradient, 0.5)
-    assert not memory.takes(gradient.T[:2], 1.0)
-    assert not memory.takes(gradient.half(), 1.0)
-
-
-def test_a_gradient_that_the_device_could_not_copy_makes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_the_device_could_not_copy_makes_no_step() -> None:
     class Lost(Simulated):
         def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
             if self.copies["to registered"] == 3:
@@ -119,7 +120,7 @@ def test_a_gradient_that_the_device_could_not_copy_makes_no_step(monkeypatch: py
             super().copy(target, source, stream)
 
     device = Lost(0)
-    with on(device, monkeypatch):
+    with on(device):
         model = Layers(device)
         optimizer = longshore.AdamW(model.named_parameters(), missing_gradients="zeros")
         model.loss(0).backward()
@@ -129,6 +130,114 @@ def test_a_gradient_that_the_device_could_not_copy_makes_no_step(monkeypatch: py
             optimizer.step()
         optimizer.close()
         assert device.registered == {}
+
+
+def test_memory_of_a_server_that_was_restarted_is_let_go_of(tmp_path: Path) -> None:
+    device = Simulated(0)
+    with Server("--state-dir", str(tmp_path)) as server, on(device):
+        model = Layers(device)
+        options = {"servers": server.address, "job": "restarted", "tier": "nvme", "missing_gradients": "zeros"}
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
+        registered: list[set[int]] = []
+        for step in range(6):
+            if step == 3:
+                server.start_again()
+            model.loss(step).backward()
+            optimizer.step()
+            assert device.registered is not None
+            registered.append(set(device.registered))
+        print(registered, device.copies)
+        optimizer.close()
+        assert device.registered == {}
+    assert device.copies["from registered"] > 0 and device.copies["from torch's"] == 0
+    assert registered[2] - registered[5]
+
+
+def lent(optimizer: longshore.AdamW, index: int) -> Any:
+    assert optimizer._connection is not None
+    return optimizer._connection.job.lent_weights([index])
+
+
+@pytest.mark.parametrize("transport", ["tcp", "memfd"])
+def test_weights_lie_where_the_job_says_until_they_are_overwritten(transport: str) -> None:
+    """Weights over a network lie nowhere, nor do weights already read."""
+    model = Mlp(width=600)
+    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, transport=transport)
+    weight = 4  # lies in several shards
+    steps(model, optimizer, range(1))
+    weights = lent(optimizer, weight)
+    with pytest.raises(errors.InvalidError, match="tensor is 99, but must be below 8 parameters"):
+        lent(optimizer, 99)
+    if transport == "tcp":
+        assert weights.runs() is None
+        return
+    [runs] = weights.runs()
+    assert len(runs) > 1 and [first for _, first, _ in runs] == [sum(elements for _, _, elements in runs[:place]) for place in range(len(runs))]
+    found = b"".join(ctypes.string_at(address, 4 * elements) for address, _, elements in runs)
+    assert found == list(model.parameters())[weight].detach().numpy().tobytes()
+    steps(model, optimizer, range(1, 2))
+    weights.check()
+    steps(model, optimizer, range(2, 3))
+    optimizer.flush()
+    with pytest.raises(errors.LongshoreError, match="kept by its server"):
+        weights.check()
+    assert all(parameter.sum().isfinite() for parameter in model.parameters()) and lent(optimizer, weight) is None
+    optimizer.close()
+
+
+def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step() -> None:
+    device = Simulated(0)
+    with on(device):
+        model = Layers(device)
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, missing_gradients="zeros")
+        for number in range(2):
+            model.loss(number).backward()
+            optimizer.step()
+        connection: Any = optimizer._connection
+        model.loss(2).backward()
+
+        class Gone:
+            def check(self) -> None:
+                raise errors.LongshoreError("overwritten")
+
+        # Copies from now on come too late.
+        connection.weights._lending.copy(Gone(), [], [], lambda device: device)
+        with pytest.raises(errors.LongshoreError, match="overwritten"):
+            optimizer.step()
+        optimizer.close()
+
+
+@pytest.mark.parametrize(("streaming", "everything"), [(True, True), (True, False), (False, True), (False, False)])
+def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may then have the step decided, and a server overwrites the weights that a delayed step read."""
+    device = Simulated(0)
+    with on(device):
+        model = Layers(device)
+        used = (model.layers if everything else model).named_parameters()
+        options: dict[str, Any] = {} if everything else {"missing_gradients": "zeros"}
+        optimizer = longshore.AdamW(used, streaming=streaming, **options)
+        model.loss(0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        connection: Any = optimizer._connection
+        notes: list[str] = []
+        finish = connection.weights._lending.finish
+        monkeypatch.setattr(connection.weights._lending, "finish", lambda: (notes.append("finish"), finish()))
+        called = ("push_together", "push", "push_zeros", "commit")
+        connection.job = Recorded(connection.job, lambda name, *_: notes.append(name) if name in called else None)
+        if optimizer._stream is not None and optimizer._stream._pusher is not None:
+            optimizer._stream._pusher._job = connection.job
+        model.loss(1).backward()
+        optimizer.step()
+        leaving = [note for note in notes if note != "commit"]
+        last = max(place for place, note in enumerate(leaving) if note.startswith("push"))
+        assert leaving[last] == ("push_together" if everything else "push_zeros")
+        if streaming:
+            assert leaving[last - 1] == "finish"
+        else:
+            assert leaving[0] == "finish", "it is all pushed at once"
+        assert notes[-2:] == ["finish", "commit"], "what was read since then has come, too"
+        optimizer.close()
 
 
 class Cuda:

@@ -3,11 +3,14 @@
 import json
 import pathlib
 import re
+from typing import Any
 
 import pytest
 import torch
-from models import distance, pair
-from programs import load
+import trainer as example
+import transformers
+from models import distance, pair, train
+from programs import arguments
 
 import longshore
 
@@ -27,13 +30,6 @@ def names_of(section: str) -> dict[str, object]:
     return names
 
 
-def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        model.loss(step).backward()
-        optimizer.step()
-
-
 def test_from_deepspeed(tmp_path: pathlib.Path) -> None:
     ours, theirs = pair("mlp")
     names = names_of("DeepSpeed")
@@ -41,46 +37,37 @@ def test_from_deepspeed(tmp_path: pathlib.Path) -> None:
     engine = names["build"](ours, config)
     batches = [lambda model, step=step: model.loss(step) for step in range(5)]
     names["train"](engine, batches, tmp_path)
-    trained(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.0), 5)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.0), range(5))
     assert distance(ours, theirs) < 1e-6
     assert (tmp_path / "latest").read_text() == "global_step5"
 
 
 def test_from_deepspeed_under_the_trainer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    import transformers
-
-    from longshore import huggingface
-
     auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
     config = {"train_batch_size": "auto", "gradient_clipping": "auto", "optimizer": auto, "zero_optimization": {"stage": 2}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
-    example = load("trainer")
-    names = {
+    names: dict[str, Any] = {
         "longshore": longshore,
-        "model": example["tiny_llama"](),
-        "dataset": example["Counting"](),
+        "model": example.tiny_llama(),
+        "dataset": example.Counting(),
         "output": str(tmp_path / "output"),
         "Trainer": transformers.Trainer,
-        "TrainingArguments": lambda *given, **more: transformers.TrainingArguments(
-            *given, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **more
-        ),
+        "TrainingArguments": arguments,
     }
-    assert huggingface is longshore.huggingface
     exec(after("DeepSpeed", 1), names)
     assert names["trainer"].state.global_step == names["optimizers"][0].version == 4
 
 
 def test_from_torchao() -> None:
     ours, theirs = pair("mlp")
-    trained(ours, names_of("torchao")["build"](ours), 5)
-    trained(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), 5)
+    train(ours, names_of("torchao")["build"](ours), range(5))
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), range(5))
     assert distance(ours, theirs) < 1e-6
 
 
 def test_from_fsdp(servers: str) -> None:
     ours, theirs = pair("mlp")
-    trained(ours, names_of("FSDP")["build"](ours, servers), 5)
-    trained(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), 5)
+    train(ours, names_of("FSDP")["build"](ours, servers), range(5))
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), range(5))
     assert distance(ours, theirs) < 1e-6

@@ -1,16 +1,17 @@
 """Every access to a device's memory is right under any legal order of asynchronous work, and needs each of its waits."""
 
 import contextlib
-import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import accelerator
 import pytest
 import torch
-from accelerator import Immediate, Layers, Simulated, same
+from accelerator import Immediate, Layers, Simulated, ended, same
 from torch import Tensor
+from units import weight_bytes
 
 import longshore
 from longshore import errors
@@ -24,21 +25,19 @@ SEEDS = 8 if os.environ.get("LONGSHORE_SOAK") else 4
 
 
 @contextlib.contextmanager
-def on(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the block the package uses the simulated accelerator."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_device, "accelerator", device)
-        patch.setattr(weights, "GROUP_BYTES", 0)  # each parameter alone, and each gradient
+def on(device: Simulated) -> Iterator[pytest.MonkeyPatch]:
+    """In the block the package uses the simulated accelerator, and each gradient and each parameter's weights go alone."""
+    with accelerator.on(device) as patch:
+        patch.setattr(weights, "GROUP_BYTES", 0)
         patch.setattr(streaming, "ENOUGH", 0)
-        yield
-        gc.collect()
+        yield patch
 
 
 def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: Any) -> list[Tensor]:
     """Trains, with an evaluation before each step and no wait for it. Returns weights and evaluations."""
     model = Layers(device)
     unfreezes = options.get("frozen") == "train-later"
-    model.weights.requires_grad_(not unfreezes)
+    matrices = [layer.weight.requires_grad_(not unfreezes) for layer in model.layers]
     given = {"missing_gradients": None if unfreezes else "zeros", **options}
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, accumulate=passes, **given)
     held = device.held if is_held else contextlib.nullcontext
@@ -46,7 +45,8 @@ def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: A
     results = []
     for step in range(STEPS):
         if step == 2:
-            model.weights.requires_grad_(True)
+            for weight in matrices:
+                weight.requires_grad_(True)
         # Both streams read the weights. The caller orders them as torch requires: each waits for the other's writes.
         device.let_wait(other, device.record(device.main))
         with device.on(other), torch.no_grad():
@@ -58,40 +58,85 @@ def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: A
         device.let_wait(device.main, device.record(other))
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.flush()
+    return ended(device, model, optimizer, results)
+
+
+def train_units(device: Simulated, part: float, frozen: int = 0, **options: Any) -> list[Tensor]:
+    """Trains with a share of the model's bytes as budget, and with evaluations without waits: on another stream before and after forward,
+    and after backward. Returns evaluations, weights, and the content of memory that units have released."""
+    model = Layers(device, depth=7)
+    model.layers[:frozen].requires_grad_(False)
     device.synchronize()
-    results.extend(model.parameters())
-    with torch.no_grad():
-        found = [device.alias(result).clone() for result in results]
-    optimizer.close()
-    return found
+    optimizer = longshore.AdamW(
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, missing_gradients="zeros", streaming=True, **options
+    )
+    budget = int(part * weight_bytes(model))
+    sharded = longshore.shard(model, optimizer, budget)
+    other = device.new_stream(torch.device("cpu"))
+    results = []
+    for step in range(3):
+        # The caller orders the streams as plain weights require: the step writes them, and between two steps the streams only read.
+        device.let_wait(other, device.record(device.main))
+        first = (device.main, other)[step % 2]
+        with device.on(first):
+            for _ in range(2):
+                model.part(step, slice(1))  # the prefetch then under way is given up
+        sharded.release()
+        with device.on(first):
+            results.append(device.to_device(torch.full((model.width, model.width), float(step))))
+        with device.on(other):
+            results.append(model.evaluate(3 + step))
+        loss = model.loss(step)
+        with device.on(other):
+            results.append(model.part(step, slice(-2, None)))
+        loss.backward()
+        if "delay" not in options:  # with a delay servers have newer weights by now
+            results.append(model.evaluate(step))
+        device.let_wait(device.main, device.record(other))
+        optimizer.step()
+    assert sharded.peak_weight_bytes <= budget
+    return ended(device, model, optimizer, results)
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "streaming": {"streaming": True},
-    "two passes": {"streaming": True, "passes": 2, "is_held": False},
-    "whole": {"streaming": True, "layerwise": False},
-    "unfreezing": {"streaming": True, "frozen": "train-later"},
-    "safe": {},
-    "delayed": {"streaming": True, "delay": 1, "warmup_steps": 2},
+#: By mode: what trains, and its options. In units, budgets are for one unit, for some and for all of them, beside gradients.
+MODES: dict[str, tuple[Callable[..., list[Tensor]], dict[str, Any]]] = {
+    "streaming": (train, {"streaming": True}),
+    "two passes": (train, {"streaming": True, "passes": 2, "is_held": False}),
+    "whole": (train, {"streaming": True, "layerwise": False}),
+    "unfreezing": (train, {"streaming": True, "frozen": "train-later"}),
+    "safe": (train, {}),
+    "delayed": (train, {"streaming": True, "delay": 1, "warmup_steps": 2}),
+    "one unit": (train_units, {"part": 0.4}),
+    "some units": (train_units, {"part": 0.7}),
+    "all units": (train_units, {"part": 1.3}),
+    "frozen units": (train_units, {"part": 0.7, "frozen": 3}),
+    "delayed units": (train_units, {"part": 0.7, "delay": 1, "warmup_steps": 1}),
+    "units over TCP": (train_units, {"part": 0.7, "transport": "tcp"}),
+    "delayed units over TCP": (train_units, {"part": 0.7, "frozen": 3, "transport": "tcp", "delay": 1, "warmup_steps": 1}),
 }
+
+
+def run(device: Simulated, mode: str, act: Callable[[pytest.MonkeyPatch], None] = lambda patch: None, **more: Any) -> list[Tensor]:
+    kind, options = MODES[mode]
+    with on(device) as patch:
+        act(patch)
+        return kind(device, **{**options, **more})
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Tensor]]:
-    """Returns each mode's results in host memory without delays."""
-    return {mode: train(Immediate(0), **{**options, "is_held": False}) for mode, options in MODES.items()}
+    """Returns each mode's results without delays: in host memory, or in units on a device."""
+    return {
+        mode: train(Immediate(0), **{**options, "is_held": False}) if kind is train else run(Immediate(0), mode)
+        for mode, (kind, options) in MODES.items()
+    }
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("mode", MODES)
-def test_any_legal_order_gives_the_same_bits(
-    mode: str, seed: int, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_legal_order_gives_the_same_bits(mode: str, seed: int, expected: dict[str, list[Tensor]]) -> None:
     assert all(result.isfinite().all() for result in expected[mode])
-    device = Simulated(seed)
-    with on(device, monkeypatch):
-        assert same(train(device, **MODES[mode]), expected[mode]), f"seed {seed}"
+    assert same(run(Simulated(seed), mode), expected[mode]), f"seed {seed}"
 
 
 class Watchful(Simulated):
@@ -104,9 +149,9 @@ class Watchful(Simulated):
         super().wait(event)
 
 
-def test_backward_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_never_waits_for_the_device() -> None:
     device = Watchful(0)
-    with on(device, monkeypatch):
+    with on(device):
         model = Layers(device)
         optimizer = longshore.AdamW(model.named_parameters(), streaming=True, missing_gradients="zeros")
         for step in range(3):
@@ -120,7 +165,7 @@ def test_backward_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
         optimizer.close()
 
 
-def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_fails_in_the_background_is_told() -> None:
     class Refusing:
         """A job that refuses gradients."""
 
@@ -134,7 +179,7 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
             raise AssertionError("it goes on after a failure")
 
     device = Simulated(0)
-    with on(device, monkeypatch):
+    with on(device):
         gradient = device.to_device(torch.ones(4))
         param = params.table([{"params": [torch.nn.Parameter(gradient)]}])[0]
         pusher = gradients.Pusher(Refusing())
@@ -149,6 +194,49 @@ def test_a_push_that_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyP
         pusher.wait()
         assert done.is_set()
         pusher.close()
+
+
+class Held:
+    """A job whose pushes wait until they are released."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Semaphore(0)
+        self.pushed: list[int] = []
+
+    def begin_step(self) -> None:
+        pass
+
+    def push(self, places: list[tuple[int, int, int, str]], scale: float) -> None:
+        assert self.may_go.acquire(timeout=30)
+        self.pushed.append(places[0][0])
+
+
+def test_gradients_on_their_way_wait_for_room() -> None:
+    job, went = Held(), list[int]()
+    pusher = gradients.Pusher(job)
+
+    def push(index: int) -> None:
+        """Pushes 40 bytes where at most 80 may be on their way."""
+        pusher.wait_for_room(40, 80)
+        went.append(len(job.pushed))
+        group = gradients.Group()
+        group.places.append((index, 0, 10, "fp32"))
+        group.nbytes = 40
+        pusher.push(group)
+
+    pusher.wait_for_room(1000, 40)  # a single push goes through, however large
+    push(0)
+    push(1)
+    waiting = threading.Thread(target=push, args=(2,))
+    waiting.start()
+    assert went == [0, 0], "two of 40 bytes are on their way"
+    job.may_go.release()
+    waiting.join(30)
+    assert went == [0, 0, 1], "the first has gone, and the second not"
+    job.may_go.release(2)
+    pusher.wait()
+    assert job.pushed == [0, 1, 2]
+    pusher.close()
 
 
 def drop_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -178,9 +266,11 @@ def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
 
 
 #: The dropped wait, and a mode that shows it.
-WITHOUT = {
+WITHOUT: dict[str, tuple[str | Callable[[pytest.MonkeyPatch], None], str]] = {
     "the copy out waits for the gradient": ("begin_copies.let_wait", "streaming"),
     "the push waits for the gradient, or for the copy out": ("push.wait", "streaming"),
+    "the copy in waits for those who had its memory": ("_copy.let_wait", "some units"),
+    "those who use a unit wait for the copy in": ("finish.let_wait", "some units"),
     "the push waits for the copy to where it leaves from": ("_copy.wait", "streaming"),
     "the push waits for the gradient, or for the copy out, in step": ("push.wait", "safe"),
     "the copy in waits for those who read older weights": ("_ordered.let_wait", "streaming"),
@@ -190,26 +280,26 @@ WITHOUT = {
     "the gradient is kept until it is copied": (drop_gradients, "streaming"),
     "staging memory is kept until it is pushed": (overwrite_staging, "two passes"),
     "the stream of step waits, too": (show_first_user_only, "streaming"),
+    "memory of what is given up waits for its copy in": ("_end.let_wait", "some units"),
+    "a fetcher's staging memory waits for the copy in before": ("take.wait", "units over TCP"),
+    "another stream that uses a unit waits for its copy in": ("use.let_wait", "all units"),
+    "memory waits for other streams that use what was in it": ("leave.let_wait", "some units"),
+    "the copy out of a unit's gradient waits for it": ("begin_copies.let_wait", "some units"),
+    "the push waits for the copy out of a unit's gradient": ("push.wait", "some units"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:step")  # unwritten memory makes the gradient non-finite
-@pytest.mark.parametrize("left_out", [*WITHOUT] if os.environ.get("LONGSHORE_SOAK") else [*WITHOUT][:2])
-def test_each_wait_is_needed(
-    left_out: str, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("left_out", [*WITHOUT] if os.environ.get("LONGSHORE_SOAK") else [*WITHOUT][:4])
+def test_each_wait_is_needed(left_out: str, expected: dict[str, list[Tensor]]) -> None:
     what, mode = WITHOUT[left_out]
+    # A host without waits can be both passes ahead of the device. On a delayed device a push without its wait for the gradient waits for the
+    # copy while it holds the job, which the host needs. Wrong weights would otherwise be found before their use.
+    more = {"is_held": what != "push.wait", "written_weights": "drop"} if MODES[mode][0] is train else {}
 
     def is_wrong(seed: int) -> bool:
-        device = Simulated(seed, ignored=what if isinstance(what, str) else None)
-        with on(device, monkeypatch), monkeypatch.context() as patch:
-            if not isinstance(what, str):
-                what(patch)
-            # A host without waits can be both passes ahead of the device. On a delayed device a push without its wait for the gradient
-            # waits for the copy while it holds the job, which the host needs.
-            is_held = what != "push.wait"
-            # Wrong weights would otherwise be found before their use.
-            options = {**MODES[mode], "is_held": is_held, "written_weights": "drop"}
-            return not same(train(device, **options), expected[mode])
+        if isinstance(what, str):
+            return not same(run(Simulated(seed, ignored=what), mode, **more), expected[mode])
+        return not same(run(Simulated(seed), mode, what, **more), expected[mode])
 
-    assert any(map(is_wrong, range(8)))
+    assert any(map(is_wrong, range(16)))

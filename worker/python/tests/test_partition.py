@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from longshore import errors
 from longshore.transfer.params import DTYPES, Param
 from longshore.transfer.partitions import copy, copy_back, layout
 
@@ -51,8 +50,3 @@ def test_buckets_are_large_enough_and_partitions_in_forward_order() -> None:
     assert len(cut.buckets) == 10
     assert [rank for _, rank in cut.partitions] == 10 * [0, 1, 2, 3]
     assert [each.index for bucket in cut.buckets for each in bucket.params] == list(range(40))
-
-
-def test_more_ranks_than_elements_are_refused() -> None:
-    with pytest.raises(errors.InvalidError, match=r"partition is nothing for rank 2, .*train with fewer ranks"):
-        layout([param(0, torch.empty(1, 2))], 4)

@@ -52,8 +52,3 @@ def test_peers_take_turns_and_train_alike(capsys: pytest.CaptureFixture[str], mo
     training, in_units = losses[: len(ways)], losses[len(ways) :]
     assert training == pytest.approx([training[0]] * len(ways), rel=1e-2)
     assert in_units[0] == in_units[1], "stages 2 and 3 have the same bits"
-
-
-def test_a_part_and_a_way_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(peers.peers(100_000, 0, 0, 2, 8, 1, "torch fused")) == ["step: torch fused, with casts"]
-    assert "Training step" not in capsys.readouterr().out

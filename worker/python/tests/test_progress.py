@@ -3,15 +3,12 @@
 import io
 import sys
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import longshore
-from longshore.transfer.job import StepReport
-from longshore.transfer.options import Options
 
 
 class Terminal(io.StringIO):
@@ -19,45 +16,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@dataclass
-class Clock:
-    seconds: float = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@dataclass
-class Steps:
-    """The part of an optimizer that the line reads."""
-
-    last_report: StepReport | None = None
-    made: Iterator[int] = field(default_factory=lambda: iter(range(1, 1000)))
-
-    def step(self) -> None:
-        self.last_report = StepReport(
-            step=next(self.made),
-            read=0,
-            skipped=False,
-            grad_norm=0.84,
-            clip_coefficient=1.0,
-            loss_scale=1.0,
-            overflow=None,
-            wall_s=0.5,
-            exposed_s=0.025,
-            pushed_bytes=0,
-            pulled_bytes=0,
-        )
-
-
-def shown(file: io.StringIO, steps: int, seconds_a_step: float) -> str:
-    clock, optimizer = Clock(), Steps()
-    with longshore.Progress(optimizer, steps=steps, file=file, now=clock) as progress:
+def shown(file: io.StringIO | None, steps: int, seconds_a_step: float) -> str:
+    """Returns the lines of a run of an optimizer whose figures stay the same."""
+    seconds, optimizer = 0.0, SimpleNamespace(last_report=None)
+    with longshore.Progress(optimizer, steps=steps, file=file, now=lambda: seconds) as progress:
         for number in range(steps):
-            optimizer.step()
-            clock.seconds += seconds_a_step
+            optimizer.last_report = SimpleNamespace(step=number + 1, grad_norm=0.84, wall_s=0.5, exposed_s=0.025, skipped=False)
+            seconds += seconds_a_step
             progress.step(torch.tensor(3.0 - number))
-    return file.getvalue()
+    return "" if file is None else file.getvalue()
 
 
 def test_a_terminal_has_one_line_that_changes() -> None:
@@ -68,6 +35,7 @@ def test_a_terminal_has_one_line_that_changes() -> None:
     assert lines[3].endswith("\n")
     # Spaces cover the rest of a longer line before.
     assert len(lines[3].rstrip("\n")) == len(lines[2].rstrip())
+    assert shown(Terminal(), steps=0, seconds_a_step=1.0) == ""
 
 
 def test_a_log_has_a_line_every_ten_seconds_and_one_at_the_end() -> None:
@@ -85,64 +53,19 @@ def test_a_notebook_has_its_line_in_the_cells_output(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     if in_notebook:
         monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    clock, optimizer = Clock(), Steps()
-    with longshore.Progress(optimizer, steps=2, now=clock) as progress:
-        for _ in range(2):
-            optimizer.step()
-            clock.seconds += 1.0
-            progress.step()
-    if in_notebook:
-        assert [line.split("  ")[0] for line in output.getvalue().split("\r")] == ["", "step 1 of 2", "step 2 of 2"]
-        assert error.getvalue() == ""
-    else:
-        assert [line.split("  ")[0] for line in error.getvalue().splitlines()] == ["step 2 of 2"]
-        assert output.getvalue() == ""
-
-
-def test_a_run_without_a_step_says_nothing() -> None:
-    assert shown(Terminal(), steps=0, seconds_a_step=1.0) == ""
+    shown(None, steps=2, seconds_a_step=1.0)
+    lines = [[line.split("  ")[0] for line in file.getvalue().replace("\r", "\n").splitlines()] for file in (output, error)]
+    assert lines == ([["", "step 1 of 2", "step 2 of 2"], []] if in_notebook else [[], ["step 2 of 2"]])
 
 
 def test_it_follows_a_real_optimizer() -> None:
-    weight = torch.nn.Parameter(torch.ones(8))
-    optimizer = longshore.AdamW([("weight", weight)], lr=1e-2)
-    file = Terminal()
-    with longshore.Progress(optimizer, file=file) as progress:
+    weight, file = torch.nn.Parameter(torch.ones(8)), Terminal()
+    with longshore.AdamW([("weight", weight)], lr=1e-2) as optimizer, longshore.Progress(optimizer, file=file) as progress:
         for _ in range(3):
             loss = (weight**2).sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             progress.step(loss)
-    optimizer.close()
-    assert "\rstep 3  loss 7." in file.getvalue()
+    assert optimizer.is_closed and "\rstep 3  loss 7." in file.getvalue()
     assert "grad norm 5." in file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (3, 8)),
-        # torchrun inside a Slurm step.
-        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
-        # An sbatch script, which is a single process.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),
-    ],
-)
-def test_rank_and_world_size_come_from_the_launcher(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], place: tuple[int, int]
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert Options().place() == place
-
-
-def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(longshore.errors.InvalidError, match="RANK is 'first'"):
-        Options().place()

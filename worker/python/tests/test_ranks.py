@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ended_after, several
 from forked import Forked
 from programs import ranks
 from rank import STEPS, give, loss, net
+from safetensors.torch import load_file
 from test_streaming_and_delay import Delayed
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ import longshore
 
 RANKS = 4
 LR, CLIP = 1e-3, 0.5
+Found = dict[str, list[Any]]
 
 
 def start(
@@ -34,24 +37,29 @@ def start(
     ]
 
 
-def finish(started: list[subprocess.Popen[str]]) -> list[str]:
-    """Waits for all ranks. Returns each rank's standard error."""
-    try:
-        return [process.communicate(timeout=240)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-
-
 def run(
     out: Path, runs: list[tuple[str, dict[str, Any]]], world_size: int = RANKS, program: str = "rank.py"
 ) -> list[list[dict[str, Any]]]:
     """Returns the results by run and rank."""
     started = start(out, runs, world_size, program)
-    errors = finish(started)
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0] * world_size, errors
     found = [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
     return [[found[rank][index] for rank in range(world_size)] for index in range(len(runs))]
+
+
+def run_named(out: Path, runs: dict[str, tuple[str, dict[str, Any]]], program: str = "rank.py", world_size: int = RANKS, **given: Any) -> Found:
+    """Returns the results by a run's name, which is its job's too by default, and by rank. ``given`` are options of all runs."""
+    named = [(way, {"job": re.sub(r"\W", "-", name), **given, **options}) for name, (way, options) in runs.items()]
+    return dict(zip(runs, run(out, named, world_size, program), strict=True))
+
+
+def are_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 class Loop:
@@ -68,6 +76,17 @@ class Loop:
         for rule, gradient in zip(self.rules, gradients, strict=True):
             rule.step(gradient.numpy() * scale, self.steps, LR, ahead=False)
 
+    def check(self, ranks: list[dict[str, Any]], steps: int = STEPS) -> None:
+        """Checks that all ranks have the norms and weights of this loop."""
+        for gradients, norm in zip(ranks[0]["gradients"], ranks[0]["norms"], strict=True):
+            exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
+            assert norm == pytest.approx(exact, rel=1e-6)
+            self.step(gradients, norm)
+        assert self.steps == steps
+        for rank in ranks:
+            assert rank["norms"] == ranks[0]["norms"]
+            assert self.has(rank["weights"])
+
     def has(self, weights: list[Tensor]) -> bool:
         return all(np.array_equal(rule.master, ours.numpy()) for rule, ours in zip(self.rules, weights, strict=True))
 
@@ -80,6 +99,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ddp": (SCATTER, r"InvalidError: partition is 'reduce-scatter' with Distr.*pass partition='all-reduced'"),
     "ddp streaming": ({"streaming": True}, r"UsageError: DistributedDataParallel reduces gradients after they have left"),
     "unreduced": ({"partition": "all-reduced"}, r"GradientError: .*grad is another on rank . than on rank 0"),
+    "later in ddp": (
+        {"partition": "all-reduced", "frozen": "train-later"}, r"GradientError: .*layers\.1\.weight\.grad is another on rank . than on rank 0"
+    ),
     "missing": ({"missing_gradients": "error", **SCATTER}, r"MissingGradientError: sometimes.weight.grad is None and 3 more"),
     "missing streaming": ({"missing_gradients": "error", "streaming": True, **SCATTER}, r"MissingGradientError: sometimes.weight"),
     "fsdp layer": ({}, r"GradientError: first.weight.grad is another on rank 1 than on rank 0.*call fully_shard on the whole model"),
@@ -87,77 +109,114 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp written": ({}, r"UsageError: first\.weight is another in the model than on the servers"),
     "first weights": ({"streaming": True, **SCATTER}, r"UsageError: .*first\.weight is another in this rank's model than on the servers"),
     "short": (SCATTER, r"InvalidError: partition is nothing for rank 2"),
+    "absent": ({}, r"InvalidError: .*weight is on a mesh without rank \d, but must be on a mesh that has each rank"),
+    "partial": ({}, r"InvalidError: weight is placed as \[Partial\(sum\)\], but must be placed by Shard and Replicate: redistribute"),
+    "few": ({}, r"InvalidError: partition is nothing for rank 2, .*train with fewer ranks"),
+    "placed unreduced": ({}, r"GradientError: 0\.weight\.grad is another on rank 2 than on rank 0.*call fully_shard on the whole model"),
+    "placed written": ({}, r"UsageError: 0\.weight is another in the model than on the servers"),
 }
 
 WAYS = ("sum", "scatter", "fsdp", "ddp")
+#: Ways in which ranks can push gradients during backward.
+STREAMING = ("sum", "scatter", "fsdp")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Returns each rank's results in each way, some also in streaming mode and with a delay."""
-    from conftest import several
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    """Returns folders for other programs' files, by way and whether all ranks call."""
+    return {(way, everyone): tmp_path_factory.mktemp(way) for way in STREAMING for everyone in (False, True)}
 
+
+@pytest.fixture(scope="module")
+def trained(folders: dict[tuple[str, bool], Path], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Returns each rank's results in each way: in one go, in streaming mode where a model of other weights continues the job, and with a
+    delay."""
     delayed = {"delay": 1, "warmup_steps": 2, "streaming": True}
-    runs: dict[str, tuple[str, dict[str, Any]]] = {way: (way, {"transport": "tcp"}) for way in WAYS}
-    runs |= {f"{way} streaming": (way, {"streaming": True}) for way in ("scatter", "fsdp")}
-    runs["scatter streaming"][1]["opens"] = False  # its first gradients open the job, in the middle of a backward
-    runs["engine"] = ("engine", {})
-    runs |= {f"{way} delayed": (way, delayed) for way in ("sum", "scatter", "fsdp")}
-    runs |= {f"{way} saved": (way, {**delayed, "correction": "none", "saves_at": 4}) for way in ("sum", "scatter", "fsdp")}
-    for way in ("scatter", "fsdp"):
-        runs[way][1]["keep"] = True
+    clipped = {"max_grad_norm": CLIP}
+    runs: dict[str, tuple[str, dict[str, Any]]] = {way: (way, {**clipped, "transport": "tcp"}) for way in WAYS}
+    for way in STREAMING:
+        runs[way][1].update(keep=True, saves={"folder": str(folders[way, False]), "everyone": False})
+        parted = {**clipped, "streaming": True, "job": f"parted-{way}"}
+        # The first gradients of one job open it, in the middle of a backward.
+        runs[f"{way} first"] = (way, {**parted, "steps": 3, "opens": way != "scatter"})
+        runs[f"{way} then"] = (way, {**parted, "seed": 1, "keep": True, "saves": {"folder": str(folders[way, True]), "everyone": True}})
+        runs[f"{way} delayed"] = (way, {**clipped, **delayed})
+        runs[f"{way} saved"] = (way, {**clipped, **delayed, "correction": "none", "saves_at": 4})
+    runs["engine"] = ("engine", clipped)
     runs["fsdp resumed"] = ("fsdp", {"resume": "scatter", "keep": True, "steps": 0})
     runs["scatter resumed"] = ("scatter", {"resume": "fsdp", "keep": True, "steps": 0})
-    with several(2, "2GiB") as servers:
-        given = [
-            (way, {**options, "servers": servers, "job": name.replace(" ", "-"), "max_grad_norm": CLIP})
-            for name, (way, options) in runs.items()
-        ]
-        runs |= {f"!{case}": (f"!{case}", options) for case, (options, _) in REFUSED.items()}
-        given += [(f"!{case}", {"servers": servers, "job": case.replace(" ", "-"), **options}) for case, (options, _) in REFUSED.items()]
-        found = run(tmp_path_factory.mktemp("ranks"), given)
-    return dict(zip(runs, found, strict=True))
+    runs |= {f"!{case}": (f"!{case}", {"job": case.replace(" ", "-"), **options}) for case, (options, _) in REFUSED.items()}
+    with several(2, "3GiB") as servers:
+        return run_named(tmp_path_factory.mktemp("ranks"), runs, servers=servers)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_way_equals_a_plain_loop_bit_for_bit(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
-    ranks = trained[way]
-    loop = Loop()
-    for step in range(STEPS):
-        gradients = ranks[0]["gradients"][step]
-        norm = ranks[0]["norms"][step]
-        exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
-        assert norm == pytest.approx(exact, rel=1e-6)
-        loop.step(gradients, norm)
-    for rank in ranks:
-        assert rank["norms"] == ranks[0]["norms"]
-        assert loop.has(rank["weights"])
+def test_a_way_equals_a_plain_loop_bit_for_bit(trained: Found, way: str) -> None:
+    Loop().check(trained[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rank_has_the_frozen_weights_of_rank_0(trained: Found, way: str) -> None:
+    frozen = [parameter for parameter in net().parameters() if not parameter.requires_grad]
+    assert all(are_equal(rank["frozen"], frozen) for rank in trained[way])
+
+
+@pytest.mark.parametrize("way", STREAMING)
+def test_streaming_ranks_that_find_the_job_go_on_to_the_bits_of_safe_mode(trained: Found, way: str) -> None:
+    for whole, first, then in zip(trained[way], trained[f"{way} first"], trained[f"{way} then"], strict=True):
+        assert then["version"] == 3 and first["norms"] + then["norms"] == whole["norms"]
+        assert are_equal(then["weights"], whole["weights"]) and are_equal(then["frozen"], whole["frozen"])
+
+
+def read_universal(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns all tensors in the places where DeepSpeed's loader looks."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in (folder / "zero").glob("*/*.pt"):
+        content = torch.load(file, weights_only=True)
+        found.setdefault(file.parent.name, {})[file.stem] = content if file.stem == "step" else content["param"]
+    return found
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+@pytest.mark.parametrize("way", STREAMING)
+def test_rank_0_writes_other_programs_files_of_what_all_ranks_have(
+    trained: Found, folders: dict[tuple[str, bool], Path], way: str, everyone: bool
+) -> None:
+    folder, found = folders[way, everyone], trained[f"{way} then" if everyone else way][0]
+    as_torch = torch.load(folder / "adamw.pt", weights_only=True)["state"]
+    universal, model = read_universal(folder / "universal" / "tag"), load_file(folder / "model" / "model.safetensors")
+    names = [name for name, parameter in net().named_parameters() if parameter.requires_grad]
+    assert set(universal) == set(model) == set(names)
+    for (number, state), name, weight in zip(found["state"]["state"].items(), names, found["weights"], strict=True):
+        assert torch.equal(model[name], weight), name
+        assert torch.equal(universal[name]["fp32"], state["master"]), name
+        assert as_torch[number]["step"] == universal[name]["step"] == STEPS
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(as_torch[number][key], state[key]) and torch.equal(universal[name][key], state[key]), (name, key)
 
 
 @pytest.mark.parametrize(("source", "resumed"), [("scatter", "fsdp resumed"), ("fsdp", "scatter resumed")])
-def test_a_new_job_goes_on_from_all_state(trained: dict[str, list[dict[str, Any]]], source: str, resumed: str) -> None:
+def test_a_new_job_goes_on_from_all_state(trained: Found, source: str, resumed: str) -> None:
     for one, other in zip(trained[source], trained[resumed], strict=True):
         assert same_state(one["state"], other["state"])
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(one["weights"], other["weights"], strict=True))
+        assert are_equal(one["weights"], other["weights"])
 
 
-def test_one_rank_goes_on_from_the_state_of_four(trained: dict[str, list[dict[str, Any]]]) -> None:
-    model = net()
-    optimizer = longshore.AdamW(model.named_parameters(), lr=LR)
-    give(model, trained["scatter"][0]["state"])
-    optimizer.load_state_dict(trained["scatter"][0]["state"])
+def test_one_rank_goes_on_from_the_state_of_four(trained: Found) -> None:
+    model, found = net(), trained["scatter"][0]
+    optimizer = longshore.AdamW(model.named_parameters(), lr=LR, frozen="keep")
+    give(model, found["state"])
+    optimizer.load_state_dict(found["state"])
     optimizer.open()
-    assert same_state(optimizer.state_dict(full=True), trained["scatter"][0]["state"])
+    assert same_state(optimizer.state_dict(full=True), found["state"])
     # The job continues like a plain loop of four ranks.
     loop = Loop()
-    for gradients, norm in zip(trained["scatter"][0]["gradients"], trained["scatter"][0]["norms"], strict=True):
-        loop.step(gradients, norm)
-    optimizer.zero_grad()
-    loss(model, STEPS, 0).backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    loop.check(trained["scatter"])
+    loss(model, STEPS).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     optimizer.step()
     loop.step(gradients, 0.0)
-    assert loop.has([parameter.detach() for parameter in model.parameters()])
+    assert loop.has([parameter.detach() for parameter in model.parameters() if parameter.requires_grad])
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -166,43 +225,31 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(states[0][number][key], states[1][number][key]) for number in states[0] for key in states[0][number])
 
 
-def test_losses_of_all_ways_agree(trained: dict[str, list[dict[str, Any]]]) -> None:
+def test_losses_of_all_ways_agree(trained: Found) -> None:
     for way in WAYS:
         assert trained[way][0]["losses"] == pytest.approx(trained["sum"][0]["losses"], rel=1e-3)
     assert trained["sum"][0]["losses"][-1] < trained["sum"][0]["losses"][0]
 
 
-@pytest.mark.parametrize("way", ["scatter", "fsdp"])
-def test_streaming_equals_safe_on_every_rank(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
-    for safe, streamed in zip(trained[way], trained[f"{way} streaming"], strict=True):
-        assert safe["norms"] == streamed["norms"]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(safe["weights"], streamed["weights"], strict=True))
-
-
-def test_an_engine_of_several_ranks_scatters(trained: dict[str, list[dict[str, Any]]]) -> None:
-    for plain, engine in zip(trained["scatter streaming"], trained["engine"], strict=True):
+def test_an_engine_of_several_ranks_scatters(trained: Found) -> None:
+    for plain, engine in zip(trained["scatter"], trained["engine"], strict=True):
         assert [pushed for pushed, _ in engine["bytes"]] == [pushed for pushed, _ in plain["bytes"]]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(plain["weights"], engine["weights"], strict=True))
+        assert are_equal(plain["weights"], engine["weights"])
 
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp"])
-def test_delayed_ways_agree_with_delayed_servers_that_sum(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
-    summed, partitioned = trained["sum delayed"], trained[f"{way} delayed"]
-    assert partitioned[0]["losses"] == pytest.approx(summed[0]["losses"], rel=1e-3)
+def test_delayed_ways_agree_with_delayed_servers_that_sum(trained: Found, way: str) -> None:
+    """Also where rank 0 saves alone between delayed steps. The other ranks read no weights meanwhile, and rank 0 must not wait for them."""
+    for kind in ("delayed", "saved"):
+        assert trained[f"{way} {kind}"][0]["losses"] == pytest.approx(trained[f"sum {kind}"][0]["losses"], rel=1e-3)
+    partitioned = trained[f"{way} delayed"]
     assert partitioned[0]["losses"] != trained[way][0]["losses"]
-    for rank in partitioned:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(rank["weights"], partitioned[0]["weights"], strict=True))
-
-
-@pytest.mark.parametrize("way", ["scatter", "fsdp"])
-def test_rank_0_saves_alone_between_delayed_steps(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
-    """The other ranks read no weights meanwhile, and rank 0 must not wait for them."""
-    assert trained[f"{way} saved"][0]["losses"] == pytest.approx(trained["sum saved"][0]["losses"], rel=1e-3)
+    assert all(are_equal(rank["weights"], partitioned[0]["weights"]) for rank in partitioned)
 
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp", "ddp"])
-def test_a_rank_moves_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
-    whole = 4 * sum(parameter.numel() for parameter in net().parameters())
+def test_a_rank_moves_a_quarter_of_the_bytes(trained: Found, way: str) -> None:
+    whole = 4 * sum(parameter.numel() for parameter in net().parameters() if parameter.requires_grad)
     for summed, partitioned in zip(trained["sum"], trained[way], strict=True):
         for before, ours in zip(summed["bytes"], partitioned["bytes"], strict=True):
             assert before[0] == pytest.approx(whole, rel=0.1)
@@ -214,7 +261,7 @@ def test_a_rank_moves_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, A
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], case: str) -> None:
+def test_every_rank_is_told_what_cannot_be_done(trained: Found, case: str) -> None:
     for told in trained[f"!{case}"]:
         assert re.match(REFUSED[case][1], told), told
 
@@ -222,8 +269,6 @@ def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], c
 @pytest.mark.parametrize("way", [{}, SCATTER], ids=["sum", "scatter"])
 def test_all_ranks_are_told_that_rank_0_could_not_open_the_job(way: dict[str, Any], tmp_path: Path) -> None:
     """The other ranks would wait for the job for half an hour. Then all ranks open another job of the same name."""
-    from conftest import several
-
     with several(2, "2GiB") as servers:
         [ranks] = run(tmp_path, [("opens", {"servers": servers, "job": "opens", **way})])
     why = r"RefusedError: {}OpenJob of job opens on server .* failed .*state_dir is not set"
@@ -233,9 +278,7 @@ def test_all_ranks_are_told_that_rank_0_could_not_open_the_job(way: dict[str, An
             assert re.match(why.format("rank 0 failed, so that no rank can go on: " if rank else ""), told), told
 
 
-def test_killed_ranks_start_again_and_go_on(trained: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    from conftest import ended_after, several
-
+def test_killed_ranks_start_again_and_go_on(trained: Found, tmp_path: Path) -> None:
     with several(2, "2GiB") as servers:
         runs = [("fsdp", {"servers": servers, "job": "deadly", "max_grad_norm": CLIP})]
         started = start(tmp_path, runs)
@@ -258,4 +301,4 @@ def test_killed_ranks_start_again_and_go_on(trained: dict[str, list[dict[str, An
     assert 3 <= found[0]["version"] < STEPS
     for rank, whole in zip(found, trained["fsdp"], strict=True):
         assert rank["losses"] == undisturbed[rank["version"] :]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(rank["weights"], whole["weights"], strict=True))
+        assert are_equal(rank["weights"], whole["weights"])

@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import distance, pair
-from torch import nn
+from models import distance, pair, train
 
 import longshore
 from longshore import errors
 
 MODES: dict[str, dict[str, Any]] = {"safe": {}, "streaming": {"streaming": True}, "delayed": {"delay": 1, "warmup_steps": 1}}
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for number in steps:
-        optimizer.zero_grad()
-        model.loss(number).backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("after", ["safe", "streaming"])

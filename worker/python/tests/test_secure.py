@@ -8,28 +8,30 @@ from collections.abc import Iterator
 import pytest
 from conftest import running
 from models import pair, same_bits
+from models import train as steps
 from torch import nn
 
 import longshore
 from longshore import errors
 
 
+def make_certificates(folder: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "longshore", "tls", "init", str(folder), "--hosts", "localhost"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.fixture
 def cluster(tmp_path: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
     """Yields a server's address, and the folder of ``longshore tls init``."""
     folder = tmp_path / "tls"
-    command = [sys.executable, "-m", "longshore", "tls", "init", str(folder), "--hosts", "localhost"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    make_certificates(folder)
     with running("--tls-dir", str(folder / "server")) as address:
         yield address, folder
 
 
 def train(model: nn.Module, **options: object) -> None:
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **options)
-    for step in range(3):
-        model.zero_grad()
-        model.loss(step).backward()
-        optimizer.step()
+    steps(model, optimizer, range(3))
     optimizer.close()
 
 
@@ -41,10 +43,9 @@ def test_the_same_bits_over_tls(cluster: tuple[str, pathlib.Path], monkeypatch: 
     monkeypatch.setenv("LONGSHORE_TLS_DIR", str(folder / "worker-token"))
     train(other, servers=address, job="by-token", transport="tcp")
     assert same_bits(model, other)
-    another, _ = pair("mlp")
+    another, alone = pair("mlp")
     train(another, servers=address, job="by-certificate", transport="tcp", tls_dir=folder / "worker")
     assert same_bits(model, another)
-    alone, _ = pair("mlp")
     train(alone)
     assert same_bits(model, alone)
 
@@ -57,8 +58,7 @@ def test_who_may_not_is_told_why(cluster: tuple[str, pathlib.Path], tmp_path: pa
     with pytest.raises(errors.InvalidError, match=r"ca\.pem"):
         train(model, servers=address, job="read", tls_dir=tmp_path)
     strange = tmp_path / "strange"
-    command = [sys.executable, "-m", "longshore", "tls", "init", str(strange), "--hosts", "localhost"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    make_certificates(strange)
     with pytest.raises(errors.UntrustedError, match=r"an authority that ca\.pem does not have") as raised:
         train(model, servers=address, job="read", tls_dir=strange / "worker")
     assert raised.value.remedy is not None

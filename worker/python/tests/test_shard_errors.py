@@ -1,5 +1,6 @@
 """Unsupported uses of a model in units are refused by name, with a remedy, before anything goes wrong."""
 
+import contextlib
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -59,20 +60,18 @@ def test_units_that_cannot_be(units: object, said: str) -> None:
         longshore.shard(model, optimizer, size, units=units)
 
 
-@pytest.mark.parametrize(("text", "found"), [("2TiB", 2 << 40), ("1.5 TB", 1_500_000_000_000), (".5KiB", 512), ("1.MB", 10**6)])
-def test_budgets_that_can_be_written(text: str, found: int) -> None:
-    assert _model.budget(text) == found
-
-
-@pytest.mark.parametrize("text", ["1.2.3GiB", ".", "GiB", "1XB", "-1GiB"])
-def test_budgets_that_are_no_numbers(text: str) -> None:
-    with pytest.raises(errors.InvalidError, match="budget is .* write it as"):
-        _model.budget(text)
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("2TiB", 2 << 40), ("1.5 TB", 1_500_000_000_000), (".5KiB", 512), ("1.MB", 10**6), *((text, None) for text in ("1.2.3GiB", ".", "GiB", "1XB"))],
+)
+def test_budgets_in_words(text: str, found: int | None) -> None:
+    with contextlib.nullcontext() if found else pytest.raises(errors.InvalidError, match="budget is .* write it as"):
+        assert _model.budget(text) == found
 
 
 def test_budgets_that_cannot_be() -> None:
     model, optimizer, size = deep()
-    for budget, said in ((None, "given on a CPU"), ("8 apples", "a number of bytes"), (0, "above 0")):
+    for budget, said in ((None, "given on a CPU"), ("8 apples", "a number of bytes"), ("-1GiB", "write it as"), (0, "above 0")):
         with pytest.raises(errors.InvalidError, match=f"budget is .*{said}"):
             longshore.shard(model, optimizer, budget)
     with pytest.raises(errors.InvalidError, match=r"unit layers\.\d has 4704 bytes of weights, and gradients take up to 4704"):
@@ -146,11 +145,7 @@ def test_two_units_at_a_time_need_room_for_two() -> None:
     longshore.shard(model, optimizer, 2 * unit)
     with pytest.raises(errors.ShortageError, match="in use by layers.*raise the budget, or name smaller units"):
         torch.mm(model.layers[0].weight, model.layers[1].weight)
-    whole, other = Deep(depth=8), optimizer_of(model)
-    del other
     train(model, optimizer, steps=2)
-    whole.load_state_dict(model.state_dict())
-    same(model, whole)
 
 
 def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,15 +347,4 @@ def test_a_prefetch_that_fails_and_that_nobody_needs() -> None:
     home._under_way[unit] = fetch
     sharded.release()
     assert (sharded.resident, sharded.weight_bytes) == ([], 0)
-    train(model, optimizer, steps=1)
-
-
-def test_a_failure_inside_a_module_leaves_nothing_pinned() -> None:
-    model, optimizer, size = deep()
-    sharded = longshore.shard(model, optimizer, size // 2)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(torch.zeros(1, 7, dtype=torch.bfloat16))
-    sharded.release()
-    assert sharded.resident == []
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     train(model, optimizer, steps=1)

@@ -110,18 +110,3 @@ def test_a_layer_of_a_model_that_init_has_built(tmp_path: pathlib.Path) -> None:
     longshore.shard(cut, optimizer, size // 3)
     train(cut, optimizer)
     same(whole, cut)
-
-
-class Odd(nn.Module):
-    """A wide layer whose rows have an odd number of weights, between other layers. Its bias is uploaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 15)
-        self.wide = nn.Linear(15, 5001)
-        self.last = nn.Linear(5001, 3)
-        self.wide.bias = nn.Parameter(torch.arange(5001) / 5001)
-
-    def loss(self, step: int) -> Tensor:
-        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        return self.last(functional.gelu(self.wide(self.first(inputs)))).square().mean()

@@ -1,15 +1,9 @@
 """Over a network, a process with a model in units holds only units on their way, and asks for each as often as it comes."""
 
-import os
-import signal
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from conftest import serve, several
+from conftest import Server, several
 from units import Deep, check_in_units, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
@@ -17,29 +11,6 @@ from longshore import errors
 from longshore.units.residency import Residency
 
 LAYERS = 32
-
-
-class Server:
-    """A server's process, which can be stopped and resumed."""
-
-    def __init__(self) -> None:
-        self.process, self.address = serve()
-        self.is_stopped = threading.Event()
-
-    def stop(self, *_: Any) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-        self.is_stopped.set()
-
-    def go_on(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.process.kill()
-    server.process.wait()
 
 
 def test_a_process_holds_what_is_on_its_way() -> None:
@@ -83,54 +54,6 @@ def test_a_process_that_joins_does_not_hold_the_model_either(servers: str) -> No
     assert 0 < held <= budget, f"{held} bytes, budget {budget}"
 
 
-@pytest.mark.parametrize("layer", [0, 5])
-def test_ctrl_c_while_units_are_awaited(server: Server, layer: int) -> None:
-    """The wait ends at once, and the step can be repeated once the server continues."""
-    whole, cut = pair(Deep)
-    train(whole, optimizer_of(whole))
-    optimizer = optimizer_of(cut, servers=server.address, job="stopped", transport="tcp", deadline=300)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
-    train(cut, optimizer, steps=2)
-    stopping = cut.layers[layer].register_forward_pre_hook(server.stop, prepend=True)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupted: list[float] = []
-    interrupter = threading.Thread(target=_interrupt, args=(threading.get_ident(), server, interrupted))
-    try:
-        interrupter.start()
-        with pytest.raises(KeyboardInterrupt):
-            cut.loss(2)
-        assert interrupted, "the thread never waited for weights"
-        took = time.monotonic() - interrupted[0]
-    finally:
-        interrupter.join()
-        signal.signal(signal.SIGINT, before)
-        server.go_on()
-    assert took < 10, f"{took:.1f} s, and the deadline is 300 s"
-    stopping.remove()
-    train(cut, optimizer, steps=3, first=2)
-    same(whole, cut)
-
-
-def _interrupt(thread: int, server: Server, at: list[float]) -> None:
-    """Sends Ctrl-C once a thread waits for weights of a stopped server, or after a minute."""
-    end = time.monotonic() + 60
-    server.is_stopped.wait(60)
-    while not (waits := _waits(sys._current_frames()[thread])) and time.monotonic() < end:
-        time.sleep(0.001)  # the watched thread needs the interpreter
-    if waits:
-        at.append(time.monotonic())
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _waits(frame: Any) -> bool:
-    """Returns whether a thread waits for a fetch. The wait's own frames are missing, or belong to the standard library."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(("units/fetching.py", "units/fetch.py")) and frame.f_code.co_name in ("read", "finish"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
     _, cut = pair(Deep)
     optimizer = optimizer_of(cut, servers=server.address, job="pushes", transport="tcp", deadline=300)
@@ -161,7 +84,7 @@ def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
     fetch.cancel()
     reader.join(60)
     assert not reader.is_alive(), "a wait that is cancelled ends while the server is stopped"
-    server.go_on()
+    server.resume()
 
 
 def test_small_units_come_from_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

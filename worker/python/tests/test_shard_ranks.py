@@ -1,5 +1,5 @@
-"""Four ranks with gloo and a model in units: weights whole or gathered, gradients summed by servers or reduced by ranks. A rank runs
-unit_rank.py."""
+"""Four ranks with gloo and a model in units: weights whole or gathered, gradients summed by servers or reduced by ranks, and adapters over a
+base in units that servers keep. A rank runs unit_rank.py."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 import unit_rank
 from conftest import running, several
 from safetensors.torch import save_file
-from test_ranks import run
+from test_ranks import Found, run_named
 from test_streaming_and_delay import Delayed
 from torch import nn
 from unit_rank import RANKS, STEPS
@@ -23,6 +23,7 @@ CLIP = 0.05
 SEED = 2**40 + 7
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
+KEEP: dict[str, Any] = {"model": "adapters", "frozen": "keep"}
 #: By name: options, run with the model in one piece, and with whole and gathered weights.
 MODES: dict[str, dict[str, Any]] = {
     "sum": {},
@@ -31,6 +32,17 @@ MODES: dict[str, dict[str, Any]] = {
     "scatter delayed": {**SCATTER, **DELAYED},
     "scatter in micro-steps": {**SCATTER, **DELAYED, "accumulate": 3},
 }
+#: By name: options, run with the model in one piece and with gathered weights, over a base that servers keep.
+BASES: dict[str, dict[str, Any]] = {
+    "base sum": KEEP,
+    "base scatter": {**KEEP, **SCATTER},
+    "base delayed": {**KEEP, **SCATTER, **DELAYED, "accumulate": 2},
+    "base checkpoint": {**KEEP, **SCATTER, "model": "adapters checkpoint"},
+    "base leaves out": {**KEEP, **SCATTER, "model": "adapters leaves out"},
+    "base written": {**KEEP, **SCATTER, "writes": True},
+}
+#: Modes in which no rank runs without the others.
+ONCE = ["base scatter", "base delayed", "base checkpoint"]
 #: By name: options, run with the model in one piece and with gathered weights.
 MODELS: dict[str, dict[str, Any]] = {
     "leaves out": {"model": "leaves out"},
@@ -39,11 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "reentrant": {"model": "reentrant", **SCATTER},
     "tied": {"model": "tied", **SCATTER, **DELAYED},
     "adapters scatter": {"model": "adapters", **SCATTER},
-    "device scatter": {"late": True, **SCATTER, **DELAYED},
     # A fifth of the model is in memory while it is built.
     "built scatter": {"room": 200_000, **SCATTER, **DELAYED},
-    "adapters built scatter": {"model": "adapters", "room": 400_000, "frozen": "keep", **SCATTER},
+    "adapters built scatter": {"room": 400_000, **KEEP, **SCATTER},
+    # No rank waits for one that generates, whose passes without gradients pull weights whole.
     "alone scatter": {"alone": True, **SCATTER},
+    "alone base": {"alone": True, **KEEP},
+    "alone base scatter": {"alone": True, **KEEP, **SCATTER},
+    **BASES,
 }
 #: By case of unit_rank.py: options, and the error on every rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -51,38 +66,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "units": ({"weights": "gathered"}, r"InvalidError: unit layers is 12 weights of \d+ bytes on rank 1, but must be unit layers.0 of 2 weights of"),
     "name": ({"weights": "slices"}, r"InvalidError: weights is 'slices', but must be 'whole' or 'gathered'"),
     "fsdp": ({}, r"UsageError: layers.0.weight is sharded \(DTensor\), but must be whole with shard\(\): leave fully_shard out"),
+    "loaded": ({"weights": "gathered", "frozen": "keep"}, r"UsageError: (rank 1 failed, .*)?layers\.\S* is another in the model than on the servers"),
 }
+REFUSED["loaded scatter"] = ({**REFUSED["loaded"][0], **SCATTER}, REFUSED["loaded"][1])
 
 
-def budget(model: nn.Module) -> int:
-    """Returns the bytes of three layers of a deep model, and of one layer's gradients."""
-    return 4 * max(sum(4 * p.numel() for p in layer.parameters()) for layer in model.layers)
+def budget(model: nn.Module, scatters: bool = False) -> int:
+    """Returns the bytes of three layers of a deep model and of one layer's gradients; with slightly more than those of gradients' single
+    bucket, twice, where ranks reduce."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    bucket = 4 * sum(parameter.numel() + 3 * RANKS for parameter in trained)
+    return 4 * max(sum(4 * p.numel() for p in layer.parameters()) for layer in model.layers) + 2 * bucket * scatters
+
+
+def room(options: dict[str, Any]) -> int:
+    name = options.get("model", "deep")
+    return 6_000_000 if name in ("checkpoint", "reentrant", "tied") else budget(unit_rank.MODELS[name](), "partition" in options)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Returns each rank's results, by mode and by ``weights`` option."""
-    room = {"sum": budget(unit_rank.deep()), "scatter": budget(unit_rank.deep()) + 2 * buckets(unit_rank.deep())}
     runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for mode, options in MODES.items():
-        for way in (None, "whole", "gathered"):
-            given = {**options, "weights": way, "budget": room[mode.split()[0]]} if way else options
-            runs[f"{mode} {way}"] = ("train", {**given, "transport": "tcp", "max_grad_norm": CLIP})
+        clipped = {**options, "transport": "tcp", "max_grad_norm": CLIP}
+        runs[f"{mode} None"] = ("train", clipped)
+        for way in ("whole", "gathered"):
+            runs[f"{mode} {way}"] = ("train", {**clipped, "weights": way, "budget": room(options)})
     for mode, options in MODELS.items():
-        large = 6_000_000 if "model" in options and "leaves" not in mode else room["scatter" if "partition" in options else "sum"]
-        runs[f"{mode} None"] = ("train", {name: value for name, value in options.items() if name not in ("alone", "late", "room")})
-        runs[f"{mode} gathered"] = ("train", {**options, "weights": "gathered", "budget": large})
-    runs["lent"] = ("train", {**SCATTER, "keep": True, "weights": "default", "budget": room["scatter"], "max_grad_norm": CLIP})
-    runs |= {f"!{case}": (f"!{case}", options) for case, (options, _) in REFUSED.items()}
-    with several(2, "3GiB") as servers:
-        given = [(what, {**options, "servers": servers, "job": re.sub(r"\W", "-", name)}) for name, (what, options) in runs.items()]
-        found = run(tmp_path_factory.mktemp("ranks"), given, RANKS, "unit_rank.py")
-    return dict(zip(runs, found, strict=True))
-
-
-def buckets(model: nn.Module) -> int:
-    """Returns slightly more than the bytes of the single bucket for the gradients of a deep model."""
-    return 4 * sum(parameter.numel() + 3 * RANKS for parameter in model.parameters() if parameter.requires_grad)
+        runs[f"{mode} None"] = ("train", {name: value for name, value in options.items() if name not in ("alone", "room")})
+        runs[f"{mode} gathered"] = ("train", {**options, "weights": "gathered", "budget": room(options)})
+    runs["lent"] = ("train", {**SCATTER, "keep": True, "weights": "default", "budget": room(SCATTER), "max_grad_norm": CLIP})
+    runs |= {f"!{case}": (f"!{case.split()[0]}", options) for case, (options, _) in REFUSED.items()}
+    with several(2, "4GiB") as servers:
+        return run_named(tmp_path_factory.mktemp("ranks"), runs, "unit_rank.py", servers=servers)
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -90,25 +107,19 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["losses"] == theirs["losses"]
     assert ours["norms"] == theirs["norms"]
     assert ours["hash"] == theirs["hash"]
+    same_weights(ours, theirs)
+
+
+def same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     differ = [name for name, value in theirs["state"].items() if not torch.equal(value, ours["state"][name])]
     assert not differ and ours["state"].keys() == theirs["state"].keys(), differ
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["whole", "gathered"])
-def test_units_have_the_bits_of_the_model_in_one_piece(trained: dict[str, list[dict[str, Any]]], mode: str, way: str) -> None:
+@pytest.mark.parametrize(("mode", "way"), [*((mode, way) for mode in MODES for way in ("whole", "gathered")), *((mode, "gathered") for mode in MODELS)])
+def test_units_have_the_bits_of_the_model_in_one_piece(trained: Found, mode: str, way: str) -> None:
     for plain, ours in zip(trained[f"{mode} None"], trained[f"{mode} {way}"], strict=True):
-        assert ours["way"] == way
+        assert ours["way"] == way and ours["fetched"] > 0
         same(ours, plain)
-
-
-@pytest.mark.parametrize("mode", MODELS)
-def test_what_a_model_does_works_with_weights_that_are_gathered(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
-    for plain, ours in zip(trained[f"{mode} None"], trained[f"{mode} gathered"], strict=True):
-        if "alone" in mode:  # results of evaluations are not compared
-            ours = {**ours, "losses": plain["losses"]}
-        same(ours, plain)
-        assert ours["fetched"] > 0
 
 
 def part_of(elements: int) -> int:
@@ -118,7 +129,7 @@ def part_of(elements: int) -> int:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rank_pulls_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
+def test_a_rank_pulls_a_quarter_of_the_bytes(trained: Found, mode: str) -> None:
     layer = [parameter.numel() for parameter in unit_rank.deep().layers[0].parameters()]
     least = STEPS * 4 * sum(parameter.numel() for parameter in unit_rank.deep().parameters())
     for whole, gathered in zip(trained[f"{mode} whole"], trained[f"{mode} gathered"], strict=True):
@@ -132,39 +143,77 @@ def test_a_rank_pulls_a_quarter_of_the_bytes(trained: dict[str, list[dict[str, A
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_close_gather_the_last_weights(trained: dict[str, list[dict[str, Any]]], mode: str) -> None:
+def test_ranks_that_close_gather_the_last_weights(trained: Found, mode: str) -> None:
     elements = [parameter.numel() for parameter in unit_rank.deep().parameters()]
     for way, each in (("whole", elements), ("gathered", list(map(part_of, elements)))):
         for ours in trained[f"{mode} {way}"]:
             assert ours["closed"] == [] and ours["closing"] == 4 * sum(each)
 
 
+def elements_of_the_base(*, trains: bool = False) -> list[int]:
+    return [parameter.numel() for parameter in unit_rank.adapted().parameters() if parameter.requires_grad is trains]
+
+
+@pytest.mark.parametrize("mode", BASES)
+def test_ranks_that_close_gather_the_base_and_what_trains(trained: Found, mode: str) -> None:
+    """Covers a rank that has written to a part of the base, which stays."""
+    trains = elements_of_the_base(trains=True)
+    small = sum(elements for elements in trains if 4 * elements < LEAST_SHARED)
+    for ours in trained[f"{mode} gathered"]:
+        assert ours["closed"] == [] and ours["closing frozen"] == 0
+        assert 4 * small <= ours["closing"] == 4 * sum(map(part_of, trains))
+
+
+@pytest.mark.parametrize("mode", ONCE)
+def test_a_rank_pulls_its_part_of_frozen_weights_once(trained: Found, mode: str) -> None:
+    """Covers the rank of a model in one piece, which gathers the weights when the job is opened."""
+    frozen = elements_of_the_base()
+    assert any(elements % RANKS for elements in frozen)
+    part = sum(map(part_of, frozen))
+    assert part < 0.26 * sum(frozen)
+    for way in (None, "gathered"):
+        assert [ours["frozen"] for ours in trained[f"{mode} {way}"]] == [4 * part] * RANKS
+
+
+@pytest.mark.parametrize("mode", ["alone base", "alone base scatter"])
+def test_a_pass_without_gradients_pulls_its_weights_whole(trained: Found, mode: str) -> None:
+    whole = 4 * sum(elements_of_the_base())
+    assert all(alone["frozen"] > whole > ours["frozen"] for alone, ours in zip(trained[f"{mode} gathered"], trained["base scatter gathered"], strict=True))
+
+
+def test_a_frozen_weight_that_one_rank_writes_to_is_pulled_whole_by_the_others(trained: Found) -> None:
+    least = trained["base scatter gathered"][0]["frozen"]
+    found = [ours["frozen"] for ours in trained["base written gathered"]]
+    assert found[1] == least and all(ours > least for rank, ours in enumerate(found) if rank != 1)
+
+
 @pytest.mark.parametrize("way", ["whole", "gathered"])
 @pytest.mark.parametrize("mode", ["sum", "scatter"])
-def test_what_is_here_stays_where_a_step_reads_the_version_of_the_one_before(trained: dict[str, list[dict[str, Any]]], mode: str, way: str) -> None:
+def test_what_is_here_stays_where_a_step_reads_the_version_of_the_one_before(trained: Found, mode: str, way: str) -> None:
     """The first delayed step reads such a version."""
     for exact, delayed in zip(trained[f"{mode} {way}"], trained[f"{mode} delayed {way}"], strict=True):
         assert delayed["asked"] < exact["asked"]
 
 
-@pytest.mark.parametrize("delayed", [{}, DELAYED], ids=["exact", "delayed"])
-def test_summed_gradients_have_the_state_of_one_rank(trained: dict[str, list[dict[str, Any]]], delayed: dict[str, Any]) -> None:
-    """The single rank takes the same batches as micro-steps, with its model in one piece."""
-    model = unit_rank.model_of("deep")
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP, **delayed)
+def state_of_one_rank(model: nn.Module, optimizer: longshore.AdamW) -> Any:
+    """Trains on all ranks' batches as micro-steps. Returns the hash of the servers' state."""
     for step in range(STEPS):
         for rank in range(RANKS):
             (model.loss(unit_rank.batch(step, 0, 1, rank)) / RANKS).backward()
         optimizer.step()
     optimizer.flush()
-    assert optimizer._connection is not None
-    found = optimizer._connection.job.state_hash()
-    for ours in trained["sum delayed gathered" if delayed else "sum gathered"]:
-        assert ours["hash"] == found
+    return unit_rank.job_of(optimizer).state_hash()
+
+
+@pytest.mark.parametrize("mode", ["sum", "sum delayed"])
+def test_summed_gradients_have_the_state_of_one_rank(trained: Found, mode: str) -> None:
+    model = unit_rank.model_of("deep")
+    found = state_of_one_rank(model, unit_rank.optimizer_of(model, {**MODES[mode], "accumulate": RANKS, "max_grad_norm": CLIP}))
+    assert [ours["hash"] for ours in trained[f"{mode} gathered"]] == [found] * RANKS
 
 
 @pytest.mark.parametrize("way", ["scatter whole", "scatter gathered", "lent"])
-def test_reduced_gradients_give_what_a_plain_loop_gives(trained: dict[str, list[dict[str, Any]]], way: str) -> None:
+def test_reduced_gradients_give_what_a_plain_loop_gives(trained: Found, way: str) -> None:
     for ours in trained[way]:
         model = unit_rank.model_of("deep")
         loops = {name: Delayed(parameter.detach().numpy()) for name, parameter in model.named_parameters()}
@@ -177,74 +226,104 @@ def test_reduced_gradients_give_what_a_plain_loop_gives(trained: dict[str, list[
             assert torch.equal(ours["state"][name], torch.from_numpy(loop.master)), name
 
 
-def test_ranks_that_reduce_gather_by_default(trained: dict[str, list[dict[str, Any]]]) -> None:
+def test_ranks_that_reduce_gather_by_default(trained: Found) -> None:
     assert [ours["way"] for ours in trained["lent"]] == ["gathered"] * RANKS
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_every_rank_is_told_what_cannot_be_done(trained: dict[str, list[Any]], case: str) -> None:
+def test_every_rank_is_told_what_cannot_be_done(trained: Found, case: str) -> None:
     for told in trained[f"!{case}"]:
         assert re.match(REFUSED[case][1], told), told
 
 
 def test_ranks_train_what_was_built_in_pieces_as_one_rank_does(tmp_path: Path) -> None:
     """All ranks build their models within longshore.Init. A single rank takes all ranks' batches as micro-steps."""
-    room = budget(unit_rank.deep())
     model = unit_rank.model_of("built", made=SEED)
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=RANKS, max_grad_norm=CLIP)
-    longshore.shard(model, optimizer, room)
-    first = {name: value.clone() for name, value in model.state_dict().items()}
-    for step in range(STEPS):
-        for rank in range(RANKS):
-            (model.loss(unit_rank.batch(step, 0, 1, rank)) / RANKS).backward()
-        optimizer.step()
-    optimizer.flush()
-    assert optimizer._connection is not None
-    found = optimizer._connection.job.state_hash()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    assert not any(torch.equal(first[name], value) for name, value in weights.items())
+    optimizer = unit_rank.optimizer_of(model, {"accumulate": RANKS, "max_grad_norm": CLIP})
+    longshore.shard(model, optimizer, room({}))
+    first = unit_rank.copied(model)
+    found = {"hash": state_of_one_rank(model, optimizer), "state": unit_rank.copied(model)}
+    assert not any(torch.equal(first[name], value) for name, value in found["state"].items())
     torch.save(first, tmp_path / "first.pt")
     save_file(first, tmp_path / "first.safetensors")
-    given: dict[str, Any] = {"model": "built", "max_grad_norm": CLIP}
-    made = {**given, "made": SEED, "budget": room}
-    scattered = {**given, **SCATTER, "weights": "gathered", "budget": room + 2 * buckets(model)}
-    ways = {
-        "whole": {**made, "weights": "whole"},
-        "gathered": {**made, "weights": "gathered"},
-        "in one piece": {**given, **SCATTER, "given": str(tmp_path / "first.pt")},
-        "scatter": {**scattered, "made": SEED},
-        "files": {**scattered, "made": SEED + 1, "files": str(tmp_path / "first.safetensors")},
-        "engine": {**scattered, "made": SEED},
+    made = {"made": SEED, "budget": room({})}
+    scattered = {**SCATTER, "weights": "gathered", "budget": room(SCATTER)}
+    runs: dict[str, tuple[str, dict[str, Any]]] = {
+        "whole": ("train", {**made, "weights": "whole"}),
+        "gathered": ("train", {**made, "weights": "gathered"}),
+        "in one piece": ("train", {**SCATTER, "given": str(tmp_path / "first.pt")}),
+        "scatter": ("train", {**scattered, "made": SEED}),
+        "files": ("train", {**scattered, "made": SEED + 1, "files": str(tmp_path / "first.safetensors")}),
+        "engine": ("engine", {**scattered, "made": SEED}),
     }
     with several(2, "1GiB") as servers:
-        runs = [
-            ("engine" if way == "engine" else "train", {**options, "servers": servers, "job": way.replace(" ", "-")})
-            for way, options in ways.items()
-        ]
-        trained = dict(zip(ways, run(tmp_path, runs, RANKS, "unit_rank.py"), strict=True))
+        trained = run_named(tmp_path, runs, "unit_rank.py", servers=servers, model="built", max_grad_norm=CLIP)
     for way in ("whole", "gathered"):
         for ours in trained[way]:
-            assert ours["way"] == way and ours["hash"] == found
-            assert all(torch.equal(ours["state"][name], value) for name, value in weights.items())
+            assert ours["way"] == way and ours["hash"] == found["hash"]
+            same_weights(ours, found)
     for way in ("scatter", "files"):
         for plain, ours in zip(trained["in one piece"], trained[way], strict=True):
             same(ours, plain)
     for ours, theirs in zip(trained["engine"], trained["scatter"], strict=True):
         assert ours["in units"] and ours["losses"] == theirs["losses"]
-        assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())
+        same_weights(ours, theirs)
 
 
 def test_ranks_go_back_to_a_checkpoint(tmp_path: Path) -> None:
-    with running("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="1GiB") as servers:
-        ways: dict[str, dict[str, Any]] = {"sum": {}, "scatter": SCATTER}
-        runs = [("back", {"servers": servers, "job": name, **options}) for name, options in ways.items()]
-        for ranks in run(tmp_path, runs, RANKS, "unit_rank.py"):
-            for rank in ranks:
-                assert rank["version"] == 2 and rank["again"] == rank["first"] and rank["way"] == "gathered"
+    """Ranks get a base from the checkpoint that they have written to since."""
+    ways = {"sum": {}, "scatter": SCATTER, "base sum": KEEP, "base scatter": {**KEEP, **SCATTER}}
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints"), memory="2GiB") as servers:
+        found = run_named(tmp_path, {name: ("back", options) for name, options in ways.items()}, "unit_rank.py", servers=servers)
+    for rank in (rank for ranks in found.values() for rank in ranks):
+        assert rank["version"] == 2 and rank["again"] == rank["first"] and rank["way"] == "gathered"
 
 
 def test_a_rank_that_is_left_alone_is_told_so(tmp_path: Path) -> None:
     """The other ranks have not ended, and use no unit."""
     with several(1) as servers:
-        [found] = run(tmp_path, [("left alone", {"servers": servers, "job": "alone"})], RANKS, "unit_rank.py")
+        [found] = run_named(tmp_path, {"alone": ("left alone", {})}, "unit_rank.py", servers=servers).values()
     assert re.match(r"rank 0 waited at a use of unit layers.0 for the other ranks, .*weights='whole'", str(found[0])), found[0]
+
+
+@pytest.mark.parametrize("how", ["gone", "one fails", "one steps on"])
+def test_no_rank_waits_for_one_that_does_not_close_with_it(how: str, tmp_path: Path) -> None:
+    """A closing rank pulls the weights that it lacks. A rank whose optimizer is gone pulls the base at its use."""
+    with several(1, "1GiB") as servers:
+        [ranks] = run_named(tmp_path, {"ended": ("ended", {"frozen": "keep", "how": how})}, "unit_rank.py", servers=servers).values()
+    whole = 4 * sum(parameter.numel() for parameter in unit_rank.adapted().parameters() if parameter.dim() > 1 and not parameter.requires_grad)
+    for rank in ranks:
+        assert rank["asked"] == (0 if how == "gone" else whole)
+        assert rank["later"] == (whole if how == "gone" else 0)
+        assert rank["differ"] == []
+
+
+#: By kind of load after the job was opened: the ranks whose model then has another base.
+LOADED = {"all": range(RANKS), "one rank": [1], "element": range(RANKS), "same": []}
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    # Units leave the device, so that an evaluation does not find the weights of the training.
+    ways = {"sum": {"frozen": "keep"}, "scatter": {"frozen": "keep", **SCATTER}}
+    runs = {
+        f"{way} {what}": ("loaded", {**options, "budget": room({**options, "model": "adapters"}), "what": what})
+        for way, options in ways.items()
+        for what in LOADED
+    }
+    with several(2, "1GiB") as servers:
+        return run_named(tmp_path_factory.mktemp("ranks"), runs, "unit_rank.py", servers=servers)
+
+
+@pytest.mark.parametrize("what", LOADED)
+@pytest.mark.parametrize("way", ["sum", "scatter"])
+def test_a_base_that_is_loaded_after_the_job_was_opened_is_used_by_all(reloaded: Found, way: str, what: str) -> None:
+    """Covers training, evaluation and saved state. A rank finds the difference in its own part, and tells the other ranks."""
+    large = [elements for elements in elements_of_the_base() if 4 * elements >= LEAST_SHARED]
+    for rank in reloaded[f"{way} {what}"]:
+        expected, trained, evaluated = rank["losses"]
+        assert rank["differ"] == []
+        assert trained == evaluated == expected
+        assert rank["compared"] == 4 * sum(map(part_of, large)), "each rank compares its part with the servers'"
+    plain = reloaded[f"{way} same"][0]["losses"]
+    assert [number for number, rank in enumerate(reloaded[f"{way} {what}"]) if rank["losses"] != plain] == list(LOADED[what])

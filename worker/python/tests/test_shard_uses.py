@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from models import Graph
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Transformer, check_in_units, optimizer_of, pair, same, train, weight_bytes
+from units import Deep, Lora, Transformer, check_in_units, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore.units.model import Order, Unit
@@ -87,81 +87,24 @@ def test_a_checkpoint_inside_a_unit_that_uses_its_parameters_directly(reentrant:
     check_in_units(whole, cut, share=1 / 4)
 
 
-def test_checkpointing_inside_a_unit() -> None:
-    """Recomputed weights are views of memory that may be gone since, unless they are requested."""
+class Inside(nn.Module):
+    """Recomputes its parts. Recomputed weights are views of memory that may be gone since, unless they are requested."""
 
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            hidden = hidden + checkpoint(lambda x: functional.gelu(self.first(x)), hidden, use_reentrant=False)
-            return hidden + checkpoint(lambda x: functional.gelu(self.second(x)), hidden, use_reentrant=False)
-
-    class Model(Deep):
-        def __init__(self) -> None:
-            super().__init__(depth=1, width=24)
-            self.layers = nn.ModuleList(Inside() for _ in range(32)).to(self.dtype)
-
-        def inputs(self, step: int) -> Tensor:
-            return torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).to(self.dtype)
-
-    check_in_units(*pair(Model))
-
-
-def test_tied_weights() -> None:
-    whole, cut = pair(Transformer, tied=True)
-    sharded = check_in_units(whole, cut, share=1 / 6)
-    assert "head" not in sharded.units, "the weight is the embedding's"
-    assert cut.head.weight is cut.embed.weight
-
-
-class Lora(nn.Module):
-    """A frozen layer with a trained layer of low rank."""
-
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
+        self.in_features = width
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.base(hidden) + self.up(self.down(hidden))
-
-
-class Adapted(Deep):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Lora(layer) for layer in self.layers).to(self.dtype)
-
-    def inputs(self, step: int) -> Tensor:
-        return torch.randn(4, 48, generator=torch.Generator().manual_seed(step)).to(self.dtype)
-
-
-def test_adapters_on_a_frozen_base() -> None:
-    check_in_units(*pair(Adapted))
-
-
-class Skipping(Deep):
-    """Leaves layers out, by the step's number."""
-
-    def loss(self, step: int) -> Tensor:
-        hidden = self.inputs(step)
-        left_out = torch.rand(len(self.layers), generator=torch.Generator().manual_seed(step)) < 0.3
-        for layer, is_out in zip(self.layers, left_out.tolist(), strict=True):
-            hidden = hidden if is_out else hidden + functional.gelu(layer(hidden))
-        return hidden.float().square().mean()
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_layers_that_are_left_out_at_random(delay: int) -> None:
-    check_in_units(*pair(Skipping), delay=delay, warmup_steps=1)
+        for part in (self.first, self.second):
+            hidden = hidden + checkpoint(lambda x, part=part: functional.gelu(part(x)), hidden, use_reentrant=False)
+        return hidden
 
 
 class Experts(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
+        self.in_features = width
         self.gate = nn.Linear(width, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
@@ -176,19 +119,96 @@ class Experts(nn.Module):
         return out
 
 
-class Mixture(Deep):
+def deep_of(layers: Iterable[nn.Module]) -> Deep:
+    model = Deep()
+    model.layers = nn.ModuleList(layers).to(model.dtype)
+    return model
+
+
+class Skipping(Deep):
+    """Leaves layers out, by the step's number."""
+
+    def loss(self, step: int) -> Tensor:
+        hidden = self.inputs(step)
+        left_out = torch.rand(len(self.layers), generator=torch.Generator().manual_seed(step)) < 0.3
+        for layer, is_out in zip(self.layers, left_out.tolist(), strict=True):
+            hidden = hidden if is_out else hidden + functional.gelu(layer(hidden))
+        return hidden.float().square().mean()
+
+
+class Reaching(Deep):
+    """Layers whose weights are used elsewhere too: in a penalty on a weight's norm, and in a product of two layers' weights. A gradient from
+    several modules waits for all of them, outside the memory of parameters."""
+
+    def loss(self, step: int) -> Tensor:
+        view = self.layers[7].weight.t()
+        hidden = self(self.inputs(step)) @ view
+        product = self.layers[3].weight @ self.layers[30].weight
+        penalty = sum(layer.weight.float().square().sum() for layer in self.layers)
+        return hidden.float().square().mean() + product.float().square().mean() + 1e-3 * penalty
+
+
+class Inner(torch.autograd.Function):
+    """A product whose backward runs a nested backward through other units, between two uses of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, others: list[nn.Module]) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.others = others
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            start = through = hidden.detach().requires_grad_()
+            for other in ctx.others:
+                through = functional.gelu(other(through))
+            (slope,) = torch.autograd.grad(through.float().sum(), start)
+        return gradient @ weight + slope, gradient.t() @ hidden, None
+
+
+class First(nn.Module):
+    def __init__(self, width: int, others: nn.ModuleList) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 8)
+        self.others = list(others)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Inner.apply(hidden, self.weight, self.others)
+
+
+class Nested(Deep):
     def __init__(self) -> None:
-        super().__init__(width=32)
-        self.layers = nn.ModuleList(Experts() for _ in range(12)).to(self.dtype)
+        super().__init__(depth=12)
+        self.first = First(48, self.layers[:6])
+        self.to(self.dtype)
 
-    def inputs(self, step: int) -> Tensor:
-        return torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.first(super().forward(hidden)))
 
 
-def test_a_mixture_of_experts() -> None:
-    sharded = check_in_units(*pair(Mixture), share=0.25)
-    assert len(sharded.units) == 12
-    whole, cut = pair(Mixture)
+#: By name: a model, the share of its weights that is the budget, and the optimizer's options.
+KINDS: dict[str, tuple[Callable[[], nn.Module], float, dict[str, Any]]] = {
+    "checkpoints inside a unit": (lambda: deep_of(Inside(24) for _ in range(32)), 1 / 8, {}),
+    "adapters on a frozen base": (lambda: deep_of(Lora(layer, 2) for layer in Deep().layers), 1 / 8, {}),
+    "a mixture of experts": (lambda: deep_of(Experts(32) for _ in range(12)), 1 / 4, {}),
+    "layers left out at random": (Skipping, 1 / 8, {}),
+    "layers left out in delayed steps": (Skipping, 1 / 8, {"delay": 1, "warmup_steps": 1}),
+    "forces, which are derivatives in the loss": (Graph, 0.6, {}),
+    "modules that use the weights of others": (Reaching, 1 / 8, {}),
+    "a backward inside a backward": (Nested, 1 / 3, {}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_units_have_the_bits_of_the_model_in_one_piece(name: str) -> None:
+    kind, share, options = KINDS[name]
+    check_in_units(*pair(kind), share=share, **options)
+
+
+def test_units_by_the_names_of_modules() -> None:
+    whole, cut = pair(KINDS["a mixture of experts"][0])
     train(whole, optimizer_of(whole))
     optimizer = optimizer_of(cut)
     assert len(longshore.shard(cut, optimizer, "1MB", units=["layers.*.experts.*"]).units) == 12 * 5
@@ -196,8 +216,11 @@ def test_a_mixture_of_experts() -> None:
     same(whole, cut)
 
 
-def test_forces_which_are_derivatives_in_the_loss() -> None:
-    check_in_units(*pair(Graph), share=0.6)
+def test_tied_weights() -> None:
+    whole, cut = pair(Transformer, tied=True)
+    sharded = check_in_units(whole, cut, share=1 / 6)
+    assert "head" not in sharded.units, "the weight is the embedding's"
+    assert cut.head.weight is cut.embed.weight
 
 
 def test_an_evaluation_between_steps() -> None:
@@ -218,22 +241,6 @@ def test_an_evaluation_between_steps() -> None:
             written.append(tokens)
         assert torch.equal(*written)
     same(whole, cut)
-
-
-class Reaching(Deep):
-    """Layers whose weights are used elsewhere too: in a penalty on a weight's norm, and in a product of two layers' weights."""
-
-    def loss(self, step: int) -> Tensor:
-        view = self.layers[7].weight.t()
-        hidden = self(self.inputs(step)) @ view
-        product = self.layers[3].weight @ self.layers[30].weight
-        penalty = sum(layer.weight.float().square().sum() for layer in self.layers)
-        return hidden.float().square().mean() + product.float().square().mean() + 1e-3 * penalty
-
-
-def test_modules_that_use_the_weights_of_others() -> None:
-    # A gradient from several modules waits for all of them, outside the memory of parameters.
-    check_in_units(*pair(Reaching))
 
 
 def test_hooks_that_look_at_weights() -> None:
@@ -373,51 +380,6 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
     order.note(units[4], counts=False)
     order.note(units[2], counts=True)
     assert [unit.name for unit in order.upcoming(3)] == ["3", "4", "3"], "the step goes on from where it was"
-
-
-class Inner(torch.autograd.Function):
-    """A product whose backward runs a nested backward through other units, between two uses of its weight."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, others: list[nn.Module]) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.others = others
-        return hidden @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        with torch.enable_grad():
-            start = through = hidden.detach().requires_grad_()
-            for other in ctx.others:
-                through = functional.gelu(other(through))
-            (slope,) = torch.autograd.grad(through.float().sum(), start)
-        return gradient @ weight + slope, gradient.t() @ hidden, None
-
-
-class First(nn.Module):
-    def __init__(self, width: int, others: nn.ModuleList) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / 8)
-        self.others = list(others)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return Inner.apply(hidden, self.weight, self.others)
-
-
-class Nested(Deep):
-    def __init__(self) -> None:
-        super().__init__(depth=12)
-        self.first = First(48, self.layers[:6])
-        self.to(self.dtype)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(self.first(super().forward(hidden)))
-
-
-def test_a_backward_inside_a_backward_leaves_the_outer_one_its_weights() -> None:
-    whole, cut = pair(Nested)
-    check_in_units(whole, cut, share=1 / 3)
 
 
 def test_a_backward_that_has_ended_holds_nothing() -> None:

@@ -1,9 +1,8 @@
-"""A server in this process keeps 16-bit weights and gradients on its drives too, also for DeepSpeed's offload_param."""
+"""A server in this process with drives, which may keep 16-bit weights and gradients too, also for DeepSpeed's offload_param."""
 
 import pathlib
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import job_on
 from units import Deep, optimizer_of, pair, same, train, weight_bytes
@@ -11,7 +10,6 @@ from units import Deep, optimizer_of, pair, same, train, weight_bytes
 import longshore
 from longshore import errors
 
-WIDTH = 4096
 #: Images and gradients of a shard of 0.5 MiB.
 SHARD = 4 * 65536
 
@@ -30,31 +28,20 @@ def test_what_spills_changes_no_bit(tmp_path: pathlib.Path) -> None:
             optimizer.close()
 
 
-def zeros(_: str, __: int, count: int) -> Any:
-    return np.zeros(count, np.float32)
-
-
-def memory(folder: pathlib.Path, spill: Any, rows: int) -> int:
-    """Returns the memory that a server reserves for a 16-bit matrix and its optimizer."""
-    folder.mkdir()
-    with longshore.Server(state_dirs=folder, spill=spill) as server:
-        params = {"w": longshore.Shape((rows, WIDTH), "bf16")}
-        options = {"job": f"of-{rows}", "tier": "nvme", "shard_elements": SHARD}
-        client = longshore.Client(params, longshore.Hyper(lr=1e-3), servers=server, initial=zeros, **options)
-        found: int = job_on(server.address)["memory_bytes"]
-        client.close()
-    return found
-
-
-def test_memory_does_not_grow_with_what_spills(tmp_path: pathlib.Path) -> None:
-    """A parameter has two images and a gradient, of 2 bytes each. The models exceed the windows of spilled data."""
-    small, large = 2048, 3072
-    more = WIDTH * (large - small)
-    taken = {
-        spill: memory(tmp_path / f"{spill}-large", spill, large) - memory(tmp_path / f"{spill}-small", spill, small)
-        for spill in ("state", "all")
-    }
-    assert taken == {"state": 6 * more, "all": 0}
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "collected"])
+def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: pathlib.Path, closes: bool) -> None:
+    for turn in range(8):
+        server = longshore.Server(state_dirs=tmp_path if turn % 2 else str(tmp_path))
+        model, _ = pair(Deep, depth=1)
+        optimizer = optimizer_of(model, servers=server, job="driven", tier="nvme")
+        train(model, optimizer, steps=1, first=turn)
+        assert optimizer.flush() == turn + 1
+        # Its connections and its job's threads may live a while longer.
+        optimizer.close()
+        if closes:
+            server.close()
+            server.close()
+        del model, optimizer, server
 
 
 def test_servers_that_cannot_spill_are_refused(tmp_path: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import running
 from models import pair, same_bits
-from programs import load, run_ranks
+from programs import arguments, run_ranks
 from torch import nn
 from units import Accountant, Deep, same, weight_bytes
 from units import pair as pair_of
@@ -115,20 +115,25 @@ def test_live_parameters_take_what_their_type_takes(dtype: torch.dtype, monkeypa
 
 
 def llama() -> nn.Module:
-    model: nn.Module = load("trainer")["tiny_llama"](0.0)
+    """Returns a model of Transformers, which test_gpu_units.py has where that is installed."""
+    import trainer as example
+
+    model: nn.Module = example.tiny_llama(0.0)
     return model
 
 
+def counting(number: int = 256) -> Any:
+    import trainer as example
+
+    return example.Counting(number)
+
+
 @pytest.mark.filterwarnings("ignore:without effect here")
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_a_llama_of_hugging_face_in_an_engine(device: str, tmp_path: pathlib.Path) -> None:
-    offloaded = {"device": "nvme", "nvme_path": str(tmp_path)} if device == "nvme" else {"device": "cpu"}
-    zero = {"offload_optimizer": offloaded, "offload_param": offloaded}
-    pytest.importorskip("transformers", reason="transformers is not installed")
+def test_a_llama_of_hugging_face_in_an_engine() -> None:
     whole, cut = llama(), llama()
-    data = load("trainer")["Counting"]()
+    data = counting()
     written, engines = [], []
-    for model, given in ((whole, stage_2()), (cut, config(zero=zero, longshore={"budget": weight_bytes(cut) * 2 // 3, "weights": "whole"}))):
+    for model, given in ((whole, stage_2()), (cut, config(longshore={"budget": weight_bytes(cut) * 2 // 3, "weights": "whole"}))):
         engine = longshore.initialize(model=model, config=given)[0]
         for step in range(8):
             rows = [data[4 * step + row] for row in range(4)]
@@ -152,36 +157,26 @@ def trained(
     job: str | None = None,
     checkpoint: bool | None = False,
     device: str = "cpu",
+    resume: str = "",
     **more: Any,
-) -> tuple[Any, Any, list[float]]:
-    """Returns the Hugging Face Trainer's results for a Llama in six steps: model, optimizer, and each step's loss."""
+) -> tuple[Any, Any, dict[int, float]]:
+    """Returns the Hugging Face Trainer's results for a Llama in six steps: model, optimizer, and each step's loss. ``resume`` is the point to
+    continue from: ``"save"``, the Trainer's last one, or ``"newest"``, the last step that the servers decided."""
+    import trainer as example
     import transformers
 
     from longshore import huggingface
 
     model = llama()
-    arguments = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.5,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": [],
-        "logging_steps": 1,
-        "save_steps": 3,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "disable_tqdm": True,
-        **more,
-    }
-    args = transformers.TrainingArguments(str(folder / str(stage)), **arguments)
+    given = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-2}
+    given |= {"logging_steps": 1, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, **more}
+    args = arguments(folder / str(stage), **given)
     offload = {"device": device, **({"nvme_path": str(folder / "drive")} if device == "nvme" else {})}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": offload}
     if stage == 3:
         zero |= {"offload_param": offload, "stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": "auto"}
     auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-    given = {
+    config = {
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -189,25 +184,23 @@ def trained(
         "zero_optimization": zero,
         "longshore": {"servers": servers, "job": job} if servers else {},
     }
-    optimizer, scheduler = huggingface.deepspeed(given, args, model)
+    optimizer, scheduler = huggingface.deepspeed(config, args, model)
     assert optimizer.is_in_units is (stage == 3)
-    data = load("trainer")["Counting"]
     trainer = transformers.Trainer(
         model=model,
         args=args,
-        train_dataset=data(),
-        eval_dataset=data(16),
+        train_dataset=counting(),
+        eval_dataset=counting(16),
         optimizers=(optimizer, scheduler),
-        callbacks=[huggingface.Callback(checkpoint=checkpoint)],
+        callbacks=[huggingface.Callback(checkpoint=checkpoint), example.Printed()],
     )
-    trainer.train()
-    return model, optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.train(resume_from_checkpoint=huggingface.newest(trainer) if resume == "newest" else resume == "save")
+    return model, optimizer, {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_a_llama_of_hugging_face_under_its_trainer(device: str, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "drive").mkdir()
     whole, stage_2, losses = trained(tmp_path, 2)
     cut, optimizer, found = trained(tmp_path, 3, device=device)
@@ -227,7 +220,6 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greate
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_best_model_is_loaded_at_the_end(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
         cut, optimizer, _ = trained(tmp_path, 3, servers, "best", None, **BEST)
         best = llama().from_pretrained(tmp_path / "3" / "checkpoint-3")
@@ -238,7 +230,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_best_model_that_no_server_keeps_is_refused_before_training(tmp_path: pathlib.Path, servers: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     for checkpoint, more in ((None, {}), (False, {}), (None, {"save_only_model": True})):
         with pytest.raises(errors.UsageError, match="load_best_model_at_end is True, but must be False in stage 3.*--checkpoint-dir"):
             trained(tmp_path, 3, servers, f"refused-{len(more)}-{checkpoint}", checkpoint, **BEST, **more)
@@ -252,7 +243,7 @@ model, optimizer, losses = test_stage_3.trained(pathlib.Path({folder!r}), 3, {se
 assert type(model).__name__ == "LlamaForCausalLM"
 state = {{name: value.clone() for name, value in model.state_dict().items()}}
 torch.save(state, pathlib.Path({folder!r}) / f"{{torch.distributed.get_rank()}}.pt")
-print("losses", json.dumps(losses), flush=True)
+print("losses", json.dumps([*losses.values()]), flush=True)
 torch.distributed.destroy_process_group()
 """
 
@@ -260,14 +251,13 @@ torch.distributed.destroy_process_group()
 @pytest.mark.parametrize(("number", "bf16"), [(1, True), (2, False)])
 def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, servers: str, number: int, bf16: bool) -> None:
     """Under torchrun Accelerate wraps other models in DistributedDataParallel, also for one rank."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
     more = {"per_device_train_batch_size": 4 // number, "bf16": bf16}
     code = RANK.format(folder=str(tmp_path), servers=servers, more=f"**{more!r}")
     said = run_ranks(number, code, ["trainer"])
     found = json.loads(said[0].rsplit("losses ", 1)[1])
     alone, _, losses = trained(tmp_path, 3, bf16=bf16)
     # Half the batch on each of two ranks has the same mean, summed in another order.
-    assert found == (losses if number == 1 else pytest.approx(losses, rel=1e-4))
+    assert found == ([*losses.values()] if number == 1 else pytest.approx([*losses.values()], rel=1e-4))
     states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(number)]
     for name, value in alone.state_dict().items():
         assert torch.equal(states[0][name], states[-1][name])
@@ -275,16 +265,12 @@ def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, s
 
 
 @pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
-def test_a_model_in_units_is_not_wrapped(wrapper: Any, tmp_path: pathlib.Path) -> None:
+def test_a_model_in_units_is_not_wrapped(wrapper: Any, alone: None) -> None:
     model, _ = pair_of(Deep, depth=4)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
     longshore.shard(model, optimizer, budget=weight_bytes(model))
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(errors.UsageError, match=f"{wrapper.__name__} cannot wrap a model in units"):
-            wrapper(nn.Sequential(model))
-    finally:
-        torch.distributed.destroy_process_group()
+    with pytest.raises(errors.UsageError, match=f"{wrapper.__name__} cannot wrap a model in units"):
+        wrapper(nn.Sequential(model))
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import running
+from conftest import ended_after, running
 from forked import Forked
 from programs import kill_at, random_step
 from torch import Tensor
@@ -17,26 +17,32 @@ from longshore import errors
 from longshore.integrations.huggingface import Loaded
 
 STEPS, SAVES = 8, 3
+PROGRAM = """
+import pathlib
+import torch, test_stage_3
+torch.set_num_threads(1)
+folder = pathlib.Path({folder!r})
+model, optimizer, losses = test_stage_3.trained(folder, 3, {servers!r}, {job!r}, None, resume={resume!r}, max_steps=8)
+torch.save((losses, model.state_dict()), folder / "end.pt")
+optimizer.close()
+"""
 
 
 def start(folder: pathlib.Path, servers: str, job: str, resume: str = "") -> subprocess.Popen[str]:
-    path, given = pathlib.Path(__file__).with_name("stage_3_trainer.py"), (str(folder), servers, job, resume)
-    return Forked(path, *given, imports=["trainer"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = PROGRAM.format(folder=str(folder), servers=servers, job=job, resume=resume)
+    return Forked(program, imports=["trainer"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen[str], folder: pathlib.Path) -> tuple[dict[int, float], dict[str, Tensor]]:
     """Waits for the process's end. Returns its losses by step, and its last weights."""
-    try:
-        told = process.communicate(timeout=300)[1]
-    finally:
-        process.kill()
+    with ended_after(300, process):
+        told = process.communicate()[1]
     assert process.returncode == 0, told
     losses, weights = torch.load(folder / "end.pt", weights_only=True)
     return losses, weights
 
 
 def test_a_killed_trainer_goes_on_where_it_saved_or_where_the_servers_are(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
         undisturbed, weights = finish(start(tmp_path / "plain", servers, "plain"), tmp_path / "plain")
         assert [*undisturbed] == [*range(1, STEPS + 1)]

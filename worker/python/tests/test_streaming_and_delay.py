@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import MODELS, pair, same_bits
+from models import MODELS, pair, same_bits, train
 from torch import nn
 
 import longshore
@@ -108,10 +108,7 @@ def test_what_is_unfrozen_before_the_first_step_trains() -> None:
         model.layers[5].weight.requires_grad_(False)
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=streaming)
         model.requires_grad_(True)
-        for step in range(3):
-            model.loss(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, range(3))
     assert same_bits(safe, streamed)
 
 
@@ -133,33 +130,6 @@ def test_gradients_that_somebody_puts_there_leave_in_the_step() -> None:
     assert same_bits(safe, streamed)
 
 
-def test_streaming_with_zeros_for_parameters_without_a_gradient() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used = nn.Linear(4, 4)
-            self.unused = nn.Linear(4, 4)
-
-        def loss(self, step: int) -> torch.Tensor:
-            return self.used(torch.full((2, 4), float(step + 1))).square().mean()
-
-    torch.manual_seed(0)
-    model = Half()
-    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, missing_gradients="zeros")
-    before = model.unused.weight.detach().clone()
-    for step in range(3):
-        model.loss(step).backward()
-        optimizer.step()
-    decayed = before
-    for _ in range(3):
-        decayed = decayed * torch.tensor(1 - 1e-3 * 1e-2)
-    assert torch.equal(model.unused.weight, decayed), "zeros decay the weight and do nothing else"
-    refused = longshore.AdamW(nn.Linear(4, 4).named_parameters(), streaming=True, missing_gradients="error")
-    refused.param_groups[0]["params"][0].sum().backward()
-    with pytest.raises(errors.MissingGradientError, match=r"bias\.grad"):
-        refused.step()
-
-
 def test_a_grad_scaler_and_streaming_are_refused() -> None:
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
@@ -167,14 +137,6 @@ def test_a_grad_scaler_and_streaming_are_refused() -> None:
     scaler.scale(model.loss(0)).backward()
     with pytest.raises(errors.UsageError, match="bf16, or streaming=False"):
         scaler.step(optimizer)
-
-
-def test_two_servers_give_the_bits_of_one(two_servers: str) -> None:
-    alone, apart = pair("mlp", width=400)
-    run(alone, max_grad_norm=1.0)
-    optimizer = run(apart, max_grad_norm=1.0, streaming=True, servers=two_servers, job="apart")
-    assert same_bits(alone, apart)
-    assert optimizer._connection.job.state_hash()[0] == STEPS
 
 
 class Delayed:
@@ -264,18 +226,10 @@ def test_a_delayed_run_goes_on_where_it_was_flushed(servers: str) -> None:
     """The step after a flush computes with the newest weights, also in another process."""
     options = {"lr": 1e-2, "delay": 1, "warmup_steps": 2}
     ours, undisturbed = pair("mlp")
-
-    def train(model: nn.Module, optimizer: longshore.AdamW, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            model.loss(step).backward()
-            optimizer.step()
-
     alone = longshore.AdamW(undisturbed.named_parameters(), **options)
     train(undisturbed, alone, range(6))
     assert alone.flush() == 6
     train(undisturbed, alone, range(6, 12))
-
     first = longshore.AdamW(ours.named_parameters(), servers=servers, job="flushed", **options)
     train(ours, first, range(6))
     assert first.flush() == 6
@@ -292,13 +246,28 @@ def test_weights_are_not_written_over_a_model_that_was_converted() -> None:
     """Weights are copied to addresses, and the converted tensors are half as long."""
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model.loss(step).backward()
-        optimizer.step()
+    train(model, optimizer, range(3))
     model.bfloat16()
     with pytest.raises(errors.UsageError, match=r"bf16.*as when the job was opened"):
         optimizer.flush()
+
+
+def test_reading_the_loss_scale_changes_nothing() -> None:
+    """A step that had begun would keep flush() from the newest weights of a delayed job."""
+    models = pair("mlp")
+    for model, reads in zip(models, (False, True), strict=True):
+        scale = longshore.LossScale(initial=8.0, dynamic=False)
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1, loss_scale=scale)
+        if reads:
+            assert optimizer.loss_scale == 8.0 and optimizer._connection is None
+        for number in range(4):
+            optimizer.zero_grad()
+            (model.loss(number) * 8.0).backward()
+            optimizer.step()
+            if reads:
+                assert optimizer.loss_scale == 8.0
+        assert optimizer.flush() == 4
+    assert same_bits(*models)
 
 
 @pytest.mark.parametrize("correction", ["worker-local", "worker-local=1.5", "compensation=0.5", "look-ahead-by-this-rate"])

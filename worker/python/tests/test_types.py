@@ -1,6 +1,7 @@
-"""The types for type checkers: the stub equals the compiled module, the public modules are consistent, and the README's lines check.
+"""The types for type checkers: the stub equals the compiled module, the public modules are consistent, and the README's lines check. The
+package's folders import each other in one direction.
 
-tests/run installs mypy beside the other packages, into a folder that TEST_TYPES names.
+tests/run installs mypy and import-linter beside the other packages, into a folder that TEST_TYPES names.
 """
 
 import ast
@@ -14,12 +15,17 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 import longshore
 from longshore import _longshore
 
 FOLDER = os.environ.get("TEST_TYPES")
+needs_tools = pytest.mark.skipif(
+    not FOLDER and not all(map(importlib.util.find_spec, ("mypy", "importlinter"))),
+    reason=os.environ.get("TEST_TYPES_ABSENT") or "mypy and import-linter are not installed: tests/run installs them",
+)
+#: The environment in which Python finds these tools.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))}
 PACKAGE = pathlib.Path(longshore.__file__).parent
 README = pathlib.Path(__file__).parent.parent.parent.parent / "README.md"
 #: Definitions that the README's lines need.
@@ -90,22 +96,6 @@ def test_the_stub_declares_what_was_compiled() -> None:
                 assert compiled(made if part == "__init__" else getattr(made, part)) == parameters(method), f"{name}.{part}"
 
 
-def test_a_filling_has_as_many_elements_as_the_stub_says() -> None:
-    """No signature has the number of elements."""
-    lines = ast.parse((PACKAGE / "_longshore.pyi").read_text()).body
-    [filling] = [line.value for line in lines if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "_Filling"]
-    assert isinstance(filling, ast.Subscript) and isinstance(filling.slice, ast.Tuple)
-    elements = len(filling.slice.elts)
-    connection = longshore.AdamW([("weight", torch.nn.Parameter(torch.ones(2)))])._new_connection()
-    values, held = connection.weights.values()
-    given = (None, [], lambda array, index: (values[index], held))
-    assert len(given) == elements
-    with pytest.raises(ValueError, match=f"tuple of length {elements}"):
-        connection.job.start(values, given[:-1])
-    assert connection.job.start(values, given) == (0, 0)
-    connection.job.close(True)
-
-
 def modules() -> list[str]:
     """Returns the modules that users import from, and those behind the public paths."""
     behind = ["checkpoint", "client", "client.jax", "deepspeed.engine", "deepspeed.schedules", "optim"]
@@ -113,11 +103,18 @@ def modules() -> list[str]:
     return sorted(f"longshore.{name}" for name in [*(path.stem for path in PACKAGE.glob("[!_]*.py")), *behind])
 
 
-@pytest.mark.skipif(
-    not FOLDER and importlib.util.find_spec("mypy") is None,
-    reason=os.environ.get("TEST_TYPES_ABSENT") or "mypy is not installed: tests/run installs it",
-)
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@needs_tools
+def test_folders_import_in_one_direction() -> None:
+    """import-linter checks the contracts of .importlinter."""
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(config_filename=sys.argv[1], no_cache=True))"
+    command = [sys.executable, "-c", code, str(pathlib.Path(__file__).parent.parent / ".importlinter")]
+    path = os.pathsep.join([str(PACKAGE.parent), ENVIRONMENT["PYTHONPATH"]])
+    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 kept, 0 broken" in done.stdout
+
+
+@needs_tools
 def test_the_public_modules_and_the_readmes_lines_check(tmp_path: pathlib.Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(blocks) >= 3 and any("longshore.huggingface.Callback()" in block for block in blocks)
@@ -130,8 +127,7 @@ def test_the_public_modules_and_the_readmes_lines_check(tmp_path: pathlib.Path) 
     # Beside mypy, outside of the clone: most of the time is for torch's and transformers' modules, which no clone changes.
     cache = pathlib.Path(FOLDER or tmp_path) / "mypy-cache"
     command += ["--check-untyped-defs", "--no-error-summary", f"--cache-dir={cache}", *named]
-    path = os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "MYPYPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
+    environment = {**ENVIRONMENT, "MYPYPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert not done.stderr and done.returncode in (0, 1), done.stderr
     said = [line for line in done.stdout.splitlines() if ": error:" in line]

@@ -2,30 +2,22 @@
 
 import contextlib
 import datetime
-import faulthandler
-import json
-import os
-import sys
-import time
-import traceback
+import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import rank_program
 import torch
-from test_shard_on_a_device import Late
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Transformer
+from units import Deep, Lora, Transformer
 
 import longshore
-from longshore import _longshore
+from longshore import _longshore, errors
 from longshore.distributed import agree
-from longshore.transfer import device
 
-ACCELERATOR = device.accelerator
 JOB = _longshore.Job
 RANKS = 4
 STEPS = 5
@@ -91,40 +83,21 @@ class Counted:
                 self.frozen_bytes += elements * (4 if wire == "fp32" else 2)
 
 
-class Lora(nn.Module):
-    """A frozen layer with trained layers of lower rank."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 128, bias=False)
-        self.up = nn.Linear(128, base.out_features, bias=False)
-
-    @property
-    def in_features(self) -> int:
-        return self.base.in_features
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.base(hidden) + self.up(self.down(hidden))
-
-
-def adapted(kind: type[Deep] = Deep) -> Deep:
-    model = deep(kind)
-    model.layers = nn.ModuleList(Lora(layer) for layer in model.layers)
-    return model
-
-
 def deep(kind: type[Deep] = Deep) -> Deep:
     return kind(depth=6, width=WIDTH, dtype=torch.float32)
 
 
-def transformer(tied: bool) -> Transformer:
-    return Transformer(depth=2, width=192, words=401, tied=tied)
+def adapted(kind: type[Deep] = Deep) -> Deep:
+    model = deep(kind)
+    model.layers = nn.ModuleList(Lora(layer, 128) for layer in model.layers)
+    return model
 
 
-def checkpointed(use_reentrant: bool) -> Transformer:
-    model = transformer(tied=False)
-    model.call = lambda block, *args: checkpoint(block, *args, use_reentrant=use_reentrant)
+def transformer(**options: bool) -> Transformer:
+    """Returns a model whose backward recomputes each block, where ``use_reentrant`` says how."""
+    model = Transformer(depth=2, width=192, words=401, tied=options.pop("tied", False))
+    if options:
+        model.call = lambda block, *args: checkpoint(block, *args, **options)
     return model
 
 
@@ -134,8 +107,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "built": lambda: deep(Built),
     "leaves out": lambda: deep(LeavesOut),
     "tied": lambda: transformer(tied=True),
-    "checkpoint": lambda: checkpointed(use_reentrant=False),
-    "reentrant": lambda: checkpointed(use_reentrant=True),
+    "checkpoint": lambda: transformer(use_reentrant=False),
+    "reentrant": lambda: transformer(use_reentrant=True),
     "adapters": adapted,
     "adapters checkpoint": lambda: adapted(Checkpointed),
     "adapters leaves out": lambda: adapted(LeavesOut),
@@ -160,21 +133,36 @@ def batch(step: int, micro_step: int, micro_steps: int, rank: int) -> int:
     return (step * micro_steps + micro_step) * RANKS + rank
 
 
+def optimizer_of(model: nn.Module, options: dict[str, Any]) -> longshore.AdamW:
+    return longshore.AdamW(model.named_parameters(), **{"lr": 1e-2, "streaming": True, **options})
+
+
+def job_of(optimizer: longshore.AdamW) -> Any:
+    assert optimizer._connection is not None
+    return optimizer._connection.job
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def differences(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
+    state = model.state_dict()
+    return [name for name, value in expected.items() if not torch.equal(state[name], value)]
+
+
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains, and returns the results. Without ``weights`` the model is in one piece."""
-    rank = distributed.get_rank()
-    name, weights, budget = options.pop("model", "deep"), options.pop("weights", None), options.pop("budget", None)
-    if options.pop("late", False):
-        device.accelerator = Late()
-    alone, keep, micro_steps = options.pop("alone", False), options.pop("keep", False), options.get("accumulate", 1)
-    writes, files, given = options.pop("writes", False), options.pop("files", None), options.pop("given", None)
-    model = model_of(name, rounds="partition" in options, made=options.pop("made", None), room=options.pop("room", None))
+    rank, micro_steps = distributed.get_rank(), options.get("accumulate", 1)
+    weights, budget, made, room, files, given = (options.pop(name, None) for name in ("weights", "budget", "made", "room", "files", "given"))
+    alone, keep, writes = (options.pop(name, False) for name in ("alone", "keep", "writes"))
+    model = model_of(options.pop("model", "deep"), rounds="partition" in options, made=made, room=room)
     if given:
         model.load_state_dict(torch.load(given))
     kept: dict[int, Tensor] = {}
     for parameter in model.parameters() if keep else ():
         parameter.register_post_accumulate_grad_hook(lambda tensor: kept.update({id(tensor): tensor.grad.clone()}))
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    optimizer = optimizer_of(model, options)
     if files:
         longshore.checkpoint.load_safetensors(optimizer, files, strict=True)
     sharded = None
@@ -185,7 +173,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "pulled": 0, "way": sharded and sharded.weights}
     for step in range(STEPS):
         if alone and rank == step % RANKS:
-            found["losses"].append(use_alone(model))
+            use_alone(model)
         if writes and (rank, step) == (1, 2):
             with torch.no_grad():
                 model.layers[0].base.weight.mul_(0.5)
@@ -200,22 +188,18 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         if "delay" not in options:  # a delayed step is reported some time later
             found["norms"].append(report.grad_norm)
         found["pulled"] += report.pulled_bytes
-    assert optimizer._connection is not None
-    found["frozen"] = optimizer._connection.job.frozen_bytes
+    job = job_of(optimizer)
+    found["frozen"] = job.frozen_bytes
     if sharded is not None:
         found |= {"asked": sharded.pulled_bytes, "fetched": sharded.fetched_bytes}
     optimizer.flush()
     found["norms"].append(optimizer.grad_norm)
-    found["hash"] = optimizer._connection.job.state_hash()
-    found["state"] = {name: value.clone() for name, value in model.state_dict().items()}
+    found |= {"hash": job.state_hash(), "state": copied(model)}
     distributed.barrier()
-    frozen, asked = optimizer._connection.job.frozen_bytes, sharded and sharded.pulled_bytes
+    frozen, asked = job.frozen_bytes, sharded and sharded.pulled_bytes
     optimizer.close()
-    found["closing frozen"] = optimizer._connection.job.frozen_bytes - frozen
-    found["closing"] = sharded and sharded.pulled_bytes - asked
-    found["closed"] = [name for name, value in model.state_dict().items() if not torch.equal(value, found["state"][name])]
-    device.accelerator = ACCELERATOR
-    return found
+    found |= {"closing frozen": job.frozen_bytes - frozen, "closing": sharded and sharded.pulled_bytes - asked}
+    return {**found, "closed": differences(model, found["state"])}
 
 
 def mean(gradient: Tensor) -> Tensor:
@@ -224,32 +208,37 @@ def mean(gradient: Tensor) -> Tensor:
     return gradient / RANKS
 
 
-def use_alone(model: Any) -> float:
-    """A rank's uses while the others train: an evaluation, and a copy of all weights."""
-    model.eval()
-    with torch.inference_mode():  # as generate uses it, token by token
-        values = [model.loss(0).item() for _ in range(3)]
-    with torch.no_grad():
-        value = model.loss(0).item()
-    assert values == [value] * 3
-    model.train()
+def use_alone(model: Any) -> None:
+    """A rank's uses while the others train: evaluations with and without eval(), and a copy of all weights."""
+    values = []
+    for is_training in (False, True):
+        model.train(is_training)
+        with torch.inference_mode():  # as generate uses it, token by token
+            values += [model.loss(0).item() for _ in range(3)]
+        with torch.no_grad():
+            values.append(model.loss(0).item())
+    assert values == values[:1] * 8
     assert len(model.state_dict()) == len(list(model.named_parameters()))
-    return float(value)
 
 
 def refused(case: str, options: dict[str, Any]) -> str:
     """Returns the error of an unsupported case, on each rank."""
     rank = distributed.get_rank()
-    model = model_of("deep")
+    model = model_of("adapters" if case == "loaded" else "deep")
     budget = 3_000_000 + (rank == 2 and case == "budget")
     units = "layers" if case == "units" and rank == 1 else None
     if case == "fsdp":
         fully_shard(model)
     weights = options.pop("weights", None)
     try:
-        optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
+        optimizer = optimizer_of(model, options)
+        if case == "loaded":
+            # Rank 1 loads other weights of trained layers once the job is open.
+            optimizer.open()
+            if rank == 1:
+                model.load_state_dict({name: value if ".base." in name else value + 1.0 for name, value in model.state_dict().items()})
         longshore.shard(model, optimizer, budget, units=units, weights=weights)
-    except longshore.errors.LongshoreError as error:
+    except errors.LongshoreError as error:
         distributed.barrier()
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -257,14 +246,14 @@ def refused(case: str, options: dict[str, Any]) -> str:
 
 def back(options: dict[str, Any]) -> dict[str, Any]:
     """Trains, goes back to a checkpoint, and takes the same batches again."""
-    model = model_of(options.pop("model", "deep"))
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, **options)
+    rank, model = distributed.get_rank(), model_of(options.pop("model", "deep"))
+    optimizer = optimizer_of(model, options)
     sharded = longshore.shard(model, optimizer, 3_000_000, weights="gathered")
 
     def losses(steps: range) -> list[float]:
         found = []
         for step in steps:
-            loss = model.loss(batch(step, 0, 1, distributed.get_rank()))
+            loss = model.loss(batch(step, 0, 1, rank))
             loss.backward()
             optimizer.step()
             found.append(loss.item())
@@ -273,21 +262,20 @@ def back(options: dict[str, Any]) -> dict[str, Any]:
     losses(range(2))
     optimizer.flush()
     distributed.barrier()
-    if distributed.get_rank() == 0:
+    if rank == 0:
         optimizer.checkpoint("kept")
     distributed.barrier()
     state = optimizer.state_dict()
     first = losses(range(2, 5))
     if "frozen" in options:
         with torch.no_grad():
-            model.layers[distributed.get_rank()].base.weight.zero_()  # the checkpoint has another base
+            model.layers[rank].base.weight.zero_()  # the checkpoint has another base
     optimizer.load_state_dict(state)
     return {"version": optimizer.version, "first": first, "again": losses(range(2, 5)), "way": sharded.weights}
 
 
 def engine(options: dict[str, Any]) -> dict[str, Any]:
     """Trains a model built within Init, in an engine of stage 3."""
-    rank = distributed.get_rank()
     model = model_of(options.pop("model"), rounds=True, made=options.pop("made"))
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -299,30 +287,29 @@ def engine(options: dict[str, Any]) -> dict[str, Any]:
     trained, optimizer, *_ = longshore.initialize(model=model, config=config)
     losses = []
     for step in range(STEPS):
-        loss = model.loss(batch(step, 0, 1, rank))
+        loss = model.loss(batch(step, 0, 1, distributed.get_rank()))
         trained.backward(loss)
         trained.step()
         losses.append(loss.item())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copied(model)
     trained.destroy()
     return {"losses": losses, "state": state, "in units": optimizer.is_in_units}
 
 
 def left_alone(options: dict[str, Any]) -> str:
     """Rank 0 trains on, and the other ranks do something else."""
-    rank = distributed.get_rank()
     store = distributed.distributed_c10d._get_default_store()
     model = model_of("deep")
-    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, **options)
+    optimizer = optimizer_of(model, options)
     # The timeout of rounds alone: ranks that start slowly must still find each other.
     agree.timeout = lambda: datetime.timedelta(seconds=5)
     longshore.shard(model, optimizer, 2_000_000, weights="gathered")
     told = "nothing"
-    if rank == 0:
-        with contextlib.suppress(longshore.errors.WaitError):
+    if distributed.get_rank() == 0:
+        with contextlib.suppress(errors.WaitError):
             try:
                 model.loss(0)
-            except longshore.errors.WaitError as error:
+            except errors.WaitError as error:
                 told = str(error)
                 raise
         store.set("told", told)
@@ -330,38 +317,80 @@ def left_alone(options: dict[str, Any]) -> str:
     return told
 
 
-#: By name: uses of a rank beside training and refusals.
-OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {"left alone": left_alone, "back": back, "engine": engine}
+def loaded(options: dict[str, Any]) -> dict[str, Any]:
+    """Loads another base, or the one that ``what`` names, between the job's opening and ``shard``. Returns the losses of a model in one
+    piece with these weights, of training and of evaluation. Also returns the names of weights that differ from the loaded ones."""
+    rank, what, budget = distributed.get_rank(), options.pop("what"), options.pop("budget")
+    model = model_of("adapters")
+    optimizer = optimizer_of(model, options)
+    optimizer.open()
+    if what == "element":
+        # The element lies in the part of rank 0, and no version counter changes.
+        model.layers[1].base.weight.data[0, 0] += 1.0
+    else:
+        factor = 2.0 if what == "all" or (what == "one rank" and rank == 1) else 1.0
+        model.load_state_dict({name: value * (factor if ".base." in name else 1.0) for name, value in model.state_dict().items()})
+    expected, base = model.loss(0).item(), {name: value for name, value in copied(model).items() if ".base." in name}
+    job = job_of(optimizer)
+    job.frozen_bytes = 0
+    longshore.shard(model, optimizer, budget, weights="gathered")
+    compared = job.frozen_bytes
+    trained = model.loss(0).item()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model.loss(0).item()
+    model.train()
+    differ = differences(model, base)
+    model.loss(1).backward()
+    optimizer.step()
+    distributed.barrier()
+    optimizer.close()
+    return {"losses": [expected, trained, evaluated], "differ": differ, "compared": compared}
 
 
-def main() -> None:
-    """Arguments: a folder for results, and a JSON list of [function, options]."""
-    torch.set_num_threads(1)
-    # The stacks of a rank that hangs.
-    faulthandler.dump_traceback_later(float(os.environ.get("LONGSHORE_TEST_SECONDS", "220")), exit=True)
+def ended(options: dict[str, Any]) -> dict[str, Any]:
+    """Ends in a way that not all ranks can learn of. Returns the bytes of frozen weights that a rank asked for during the end and in a
+    later evaluation, and the differences in its model."""
+    rank, how = distributed.get_rank(), options.pop("how")
+    model = model_of("adapters")
+    optimizer = optimizer_of(model, options)
+    sharded = longshore.shard(model, optimizer, 3_000_000, weights="gathered")
+    model.loss(rank).backward()
+    optimizer.step()
+    state, job = copied(model), job_of(optimizer)
+    distributed.barrier()
+    asked = job.frozen_bytes
+    if how == "gone":
+        del optimizer
+        gc.collect()
+    elif how == "one fails" and rank == 2:
+        try:
+            raise ValueError("a batch is broken")
+        except ValueError:
+            optimizer.close()
+    else:
+        if how == "one steps on" and rank == 2:
+            model.loss(rank)
+            with contextlib.suppress(errors.UsageError):
+                optimizer._units.meet()  # as step() does
+        optimizer.close()
+    at_the_end = job.frozen_bytes - asked
+    sharded.release()
+    return {"differ": differences(model, state), "asked": at_the_end, "later": job.frozen_bytes - asked - at_the_end}
+
+
+#: By name: uses of a rank beside refusals.
+USES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{"train": train, "left alone": left_alone, "back": back, "engine": engine},
+    **{"loaded": loaded, "ended": ended},
+}
+
+
+def make(what: str, options: dict[str, Any]) -> Any:
+    """Makes a use. A use of "!" and a case is refused."""
     _longshore.Job = Counted  # type: ignore[assignment,misc]
-    runs = json.loads(sys.argv[2])
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    found: list[Any] = []
-    for what, options in runs:
-        # The last message of a rank that hangs.
-        print(f"{time.monotonic():.1f} {options['job']}", file=sys.stderr, flush=True)
-        if what in OTHERS:
-            found.append(OTHERS[what](options))
-        else:
-            found.append(refused(what[1:], options) if what.startswith("!") else train(options))
-    torch.save(found, Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")
-
-
-def run() -> None:
-    """Runs main, and ends the process."""
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the others wait for this rank, and torch's exit waits for them
-    os._exit(0)  # a group with a rank's expired wait cannot be ended
+    return refused(what[1:], options) if what.startswith("!") else USES[what](options)
 
 
 if __name__ == "__main__":
-    run()
+    rank_program.main(make)

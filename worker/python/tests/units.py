@@ -16,7 +16,7 @@ STEPS = 5
 TRANSPORTS = "tcp", "memfd"
 
 
-def pair(kind: type[nn.Module], **arguments: Any) -> tuple[nn.Module, nn.Module]:
+def pair(kind: Any, **arguments: Any) -> tuple[nn.Module, nn.Module]:
     """Returns two models of equal weights."""
     torch.manual_seed(0)
     first, second = kind(**arguments), kind(**arguments)
@@ -89,6 +89,20 @@ class Transformer(nn.Module):
         return functional.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Lora(nn.Module):
+    """A frozen layer with trained layers of lower rank."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.in_features = base.in_features
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
 def weight_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
@@ -135,11 +149,11 @@ class Accountant(TorchDispatchMode):
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def same(first: nn.Module, second: nn.Module) -> None:
-    """Checks that both have the same weights, bit for bit."""
+    """Checks that both have the same weights, bit for bit, on any device."""
     ours, theirs = weights(first), weights(second)
     assert ours.keys() == theirs.keys()
     differ = [name for name in ours if not torch.equal(ours[name], theirs[name])]
