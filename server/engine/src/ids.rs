@@ -63,7 +63,6 @@ impl OwnedShards {
         OwnedShards(0..count)
     }
 
-    /// The shard with which the run begins.
     pub fn first(&self) -> OwnedShard {
         OwnedShard(self.0.start)
     }

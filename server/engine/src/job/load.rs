@@ -5,9 +5,9 @@
 
 use std::sync::MutexGuard;
 
-use longshore_proto::{Dtype, Fault, FaultKind, Layout, LeftOut, Rule, ShardId, StateArray, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, LeftOut, Rule, ShardId, StateArray, Version};
 
-use super::{Job, compute::BLOCK, images::image_blocks};
+use super::{Job, compute::BLOCK, images::image_blocks, share::Share};
 use crate::{
     ids::{OwnedShard, OwnedShards},
     kernels::cast,
@@ -109,15 +109,15 @@ pub struct LoadedShard<'a> {
 }
 
 impl Load {
-    pub(super) fn new(layout: &Layout, owned: &[ShardId]) -> Load {
+    pub(super) fn new(share: &Share) -> Load {
         let chunks = |&shard: &ShardId| {
             StateArray::ALL.map(|array| {
-                let here = array == StateArray::Master || !layout.is_frozen(shard);
-                vec![None; if here { layout.chunks(shard, Dtype::F32) as usize } else { 0 }]
+                let here = array == StateArray::Master || !share.layout.is_frozen(shard);
+                vec![None; if here { share.layout.chunks(shard, Dtype::F32) as usize } else { 0 }]
             })
         };
         Load {
-            checksums: owned.iter().map(chunks).collect(),
+            checksums: share.owned.iter().map(chunks).collect(),
             uploaded: None,
             source: Source::Upload,
             origin: None,
@@ -306,7 +306,7 @@ impl Job {
         self.forget();
         let mut load = lock(&self.load);
         let closed = load.closed;
-        *load = Load { closed, ..Load::new(&self.share.layout, &self.share.owned) };
+        *load = Load { closed, ..Load::new(&self.share) };
         drop(load);
         self.protocol.notify();
     }

@@ -86,7 +86,6 @@ impl Job {
         &self.share.owned
     }
 
-    /// The owned shards that are trained.
     pub(crate) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
         self.share.trained()
     }

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     admission::{Budget, Need},
-    ids::OwnedShards,
+    ids::OwnedShard,
     memory::{AllocationError, AtomicWords, SharedFile, Slab},
     step::Machine,
     threads::ThreadPool,
@@ -42,52 +42,40 @@ impl Job {
         compute: Arc<Compute>,
         observer: Observer,
     ) -> Result<Job, Fault> {
-        let layout = spec.validate()?;
-        placement.validate(layout.shards())?;
-        if server.0 as usize >= placement.servers.len() {
-            let limit = format!("below {}, the number of servers", placement.servers.len());
-            return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
-        }
-        let owned = placement.owned(server);
-        let need = Need::of(&spec, &layout, &owned, storage);
+        let share = Arc::new(Share::new(spec, placement, server)?);
+        let Share { spec, layout, placement, owned, .. } = &*share;
+        let need = Need::of(spec, layout, owned, storage);
         let reservation = budget.reserve(&need)?;
-        let shapes = Shape::of(&spec, &layout, &owned);
         let signal = Arc::new(Signal::new(observer));
-        let spilled = storage.spills(&spec);
         // A tier that keeps the buffers brings the memory for them.
-        let space = (!tier::keeps_buffers(&spec)).then(|| Space::allocate(&spec, &shapes, storage));
+        let space = (!tier::keeps_buffers(spec)).then(|| Space::allocate(&share, storage));
         let space = space.transpose().map_err(exhausted)?;
-        let inputs =
-            Inputs { spec: &spec, layout: &layout, owned: &owned, placement: &placement, server, storage };
+        let inputs = Inputs { spec, layout, owned, placement, server, storage };
         let waker = Arc::clone(&signal);
-        let kept_bytes = if space.is_none() { Space::bytes(&spec, &shapes) } else { 0 };
+        let kept_bytes = if space.is_none() { Space::bytes(&share) } else { 0 };
         let opened = tier::open(&inputs, kept_bytes, compute.pool(), Box::new(move || waker.send()))?;
         let Opened { store: mut tier, buffers, recovered } = opened;
         let made = tier.durable.clone().filter(|_| matches!(recovered, Recovered::Nothing));
         let mut unopened = Unopened(made);
-        let space = space.or_else(|| Some(Space::of_tier(buffers?, &spec)));
+        let space = space.or_else(|| Some(Space::of_tier(buffers?, spec)));
         let space = space.expect("a tier that keeps the buffers gives their memory");
         let Buffers { images, gradients, shared } =
-            Buffers::over(space, &spec, &shapes, compute.pool()).map_err(exhausted)?;
-        let window = spilled.then(|| Window::allocate(&spec, &layout, &owned, storage, compute.pool()));
+            Buffers::over(space, &share, compute.pool()).map_err(exhausted)?;
+        let window = storage.spills(spec).then(|| Window::allocate(&share, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
         let files = tier.gradients.take();
-        let spilled =
-            files.map(|files| SpilledGradients::new(&spec, &layout, &owned, files, Arc::clone(&signal)));
+        let spilled = files.map(|files| SpilledGradients::new(&share, files, Arc::clone(&signal)));
         let spilled = spilled.transpose().map_err(exhausted)?;
-        let load = Mutex::new(Load::new(&layout, &owned));
-        let (spec, layout) = (Arc::new(spec), Arc::new(layout));
-        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &owned);
-        let share = Arc::new(Share { spec, layout, placement, server, owned });
+        let machine = Machine::new(Arc::clone(spec), Arc::clone(layout), owned);
         let job = Job {
             gradients: Gradients::new(&share, &compute, gradients, spilled),
             images: Images::new(&share, images, window, shared, &tier),
             snapshots: Snapshots::default(),
-            protocol: Protocol::new(share.spec.name.clone(), machine, &tier, signal),
-            share,
+            protocol: Protocol::new(spec.name.clone(), machine, &tier, signal),
+            load: Mutex::new(Load::new(&share)),
+            share: Arc::clone(&share),
             tier,
             compute,
-            load,
             reservation,
             disk_bytes: need.disk,
         };
@@ -119,9 +107,8 @@ impl Drop for Unopened {
 /// See [`tier::inspect::inspect`].
 pub fn inspect(folder: &Path) -> Result<Report, Fault> {
     tier::inspect::inspect(folder, |header| {
-        let layout = header.spec.validate()?;
-        let owned = header.placement.owned(header.server);
-        Ok(Space::bytes(&header.spec, &Shape::of(&header.spec, &layout, &owned)) as u64)
+        let share = Share::new(header.spec.clone(), header.placement.clone(), header.server)?;
+        Ok(Space::bytes(&share) as u64)
     })
 }
 
@@ -179,43 +166,19 @@ impl Need {
 }
 
 /// The buffers, by owned shard.
-pub(super) struct Buffers {
-    pub(super) images: Vec<[RwLock<Image>; 2]>,
-    pub(super) gradients: Vec<ShardGradients>,
+struct Buffers {
+    images: Vec<[RwLock<Image>; 2]>,
+    gradients: Vec<ShardGradients>,
     /// The file that holds all images, if other processes may be given it.
-    pub(super) shared: Option<SharedFile>,
+    shared: Option<SharedFile>,
 }
 
 /// The memory of a job's buffers, before it is cut.
-pub(super) struct Space {
+struct Space {
     slab: Slab,
     /// Images and version stamps, if other processes may map them. Otherwise `slab` has them.
     shared: Option<(Slab, SharedFile)>,
     widths: Widths,
-}
-
-/// Properties that decide the sizes of a shard's buffers.
-#[derive(Clone, Copy)]
-pub(super) struct Shape {
-    /// 0 for a frozen shard, which has no buffers.
-    elements: usize,
-    contributors: usize,
-    /// True if contributions are summed.
-    accumulates: bool,
-}
-
-impl Shape {
-    pub(super) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Vec<Shape> {
-        let shape = |&shard: &ShardId| {
-            let contributors = layout.contributors(shard);
-            Shape {
-                elements: if layout.is_frozen(shard) { 0 } else { layout.shard_len(shard) as usize },
-                contributors: contributors.len(),
-                accumulates: spec.accumulates(contributors),
-            }
-        };
-        owned.iter().map(shape).collect()
-    }
 }
 
 /// Bytes of memory for each element of an image, a contribution and a sum. 0 for arrays that live on drives.
@@ -238,56 +201,57 @@ impl Widths {
 
 impl Space {
     /// Allocates the memory. If images are to be shared and the kernel allows it, other processes can be given theirs.
-    pub(super) fn allocate(
-        spec: &JobSpec,
-        shapes: &[Shape],
-        storage: &Storage,
-    ) -> Result<Space, AllocationError> {
-        let mut widths = Widths::of(spec);
-        let share = storage.share_images && !storage.spills(spec);
-        if storage.spills(spec) {
-            widths = Widths { image: 0, contribution: 0, sum: 0 };
-        }
-        let images = Slab::bytes_for(image_sizes(widths.image, shapes));
-        let shared = share.then(|| Slab::allocate_shared(images)).and_then(|shared| {
-            shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
-        });
-        let slab = Slab::allocate(Slab::bytes_for(sizes(spec, shapes, widths, shared.is_some())))?;
+    fn allocate(share: &Share, storage: &Storage) -> Result<Space, AllocationError> {
+        let spills = storage.spills(&share.spec);
+        let widths =
+            if spills { Widths { image: 0, contribution: 0, sum: 0 } } else { Widths::of(&share.spec) };
+        let images = Slab::bytes_for(image_sizes(share, widths.image));
+        let shared =
+            (storage.share_images && !spills).then(|| Slab::allocate_shared(images)).and_then(|shared| {
+                shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
+            });
+        let slab = Slab::allocate(Slab::bytes_for(sizes(share, widths, shared.is_some())))?;
         Ok(Space { slab, shared, widths })
     }
 
     /// Takes memory that a tier keeps, [`Space::bytes`] long. Its images are not shared, since a process that
     /// may read the file could also write it.
-    pub(super) fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
+    fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
         Space { slab, shared: None, widths: Widths::of(spec) }
     }
 
     /// Returns the bytes that all buffers need in one piece.
-    pub(super) fn bytes(spec: &JobSpec, shapes: &[Shape]) -> usize {
-        Slab::bytes_for(sizes(spec, shapes, Widths::of(spec), false))
+    fn bytes(share: &Share) -> usize {
+        Slab::bytes_for(sizes(share, Widths::of(&share.spec), false))
     }
 }
 
+/// The elements of a shard for which there are buffers: none of a frozen shard.
+fn buffered(share: &Share, owned: OwnedShard) -> usize {
+    if share.is_frozen(owned) { 0 } else { share.elements(owned) }
+}
+
 /// The sizes of the two images of each shard, and last the size of all version stamps. An element has `bytes` bytes.
-fn image_sizes(bytes: usize, shapes: &[Shape]) -> Vec<usize> {
-    let mut sizes: Vec<usize> = shapes.iter().flat_map(|shape| [shape.elements * bytes; 2]).collect();
-    sizes.push(shapes.len() * 2 * size_of::<u64>());
+fn image_sizes(share: &Share, bytes: usize) -> Vec<usize> {
+    let mut sizes: Vec<usize> = share.all().flat_map(|owned| [buffered(share, owned) * bytes; 2]).collect();
+    sizes.push(share.owned.len() * 2 * size_of::<u64>());
     sizes
 }
 
 /// The sizes of each shard's images, contributions and sums, and last the size of all version stamps. With `apart`
 /// images and stamps lie elsewhere and are left out.
-fn sizes(spec: &JobSpec, shapes: &[Shape], widths: Widths, apart: bool) -> Vec<usize> {
-    let images = image_sizes(widths.image, shapes);
+fn sizes(share: &Share, widths: Widths, apart: bool) -> Vec<usize> {
+    let images = image_sizes(share, widths.image);
     let (pairs, stamps) = images.as_chunks::<2>();
     let mut sizes = Vec::new();
-    for (&Shape { elements, contributors, accumulates }, pair) in shapes.iter().zip(pairs) {
+    for (owned, pair) in share.all().zip(pairs) {
+        let elements = buffered(share, owned);
         if !apart {
             sizes.extend(pair);
         }
-        for _ in 0..spec.gradient_slots() {
-            sizes.extend(vec![elements * widths.contribution; contributors]);
-            sizes.push(if accumulates { elements * widths.sum } else { 0 });
+        for _ in 0..share.spec.gradient_slots() {
+            sizes.extend(vec![elements * widths.contribution; share.contributors(owned).len()]);
+            sizes.push(if share.accumulates(owned) { elements * widths.sum } else { 0 });
         }
     }
     if !apart {
@@ -298,18 +262,13 @@ fn sizes(spec: &JobSpec, shapes: &[Shape], widths: Widths, apart: bool) -> Vec<u
 
 impl Buffers {
     /// `pool` is the threads that will work on the buffers.
-    pub(super) fn over(
-        space: Space,
-        spec: &JobSpec,
-        shapes: &[Shape],
-        pool: &ThreadPool,
-    ) -> Result<Buffers, AllocationError> {
-        let slots = spec.gradient_slots();
+    fn over(space: Space, share: &Share, pool: &ThreadPool) -> Result<Buffers, AllocationError> {
+        let slots = share.spec.gradient_slots();
         let mut apart = Vec::new().into_iter();
-        let sizes = sizes(spec, shapes, space.widths, space.shared.is_some());
+        let sizes = sizes(share, space.widths, space.shared.is_some());
         let mut shared = None;
         if let Some((slab, file)) = space.shared {
-            apart = slab.carve(&image_sizes(space.widths.image, shapes), pool)?.into_iter();
+            apart = slab.carve(&image_sizes(share, space.widths.image), pool)?.into_iter();
             shared = Some(file);
         }
         let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
@@ -317,7 +276,7 @@ impl Buffers {
         let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
         let mut next = || regions.next().expect("one region was carved for each size");
         let mut buffers = Buffers { images: Vec::new(), gradients: Vec::new(), shared };
-        for (owned, shape) in OwnedShards::all(shapes.len()).zip(shapes) {
+        for owned in share.all() {
             buffers.images.push([0, 1].map(|parity| {
                 let region = apart.next().unwrap_or_else(&mut next);
                 let (stamps, stamp) = (Arc::clone(&stamps), 2 * owned.index() + parity);
@@ -326,9 +285,9 @@ impl Buffers {
             let (mut contributions, mut accumulators) = (Vec::new(), Vec::new());
             for _ in 0..slots {
                 let one = |_| Mutex::new(Contribution::new(next()));
-                contributions.push((0..shape.contributors).map(one).collect());
+                contributions.push(share.contributors(owned).iter().map(one).collect());
                 let region = next();
-                accumulators.push(shape.accumulates.then(|| Mutex::new(region)));
+                accumulators.push(share.accumulates(owned).then(|| Mutex::new(region)));
             }
             let statistics = (0..slots).map(|_| Mutex::new(Vec::new())).collect();
             let left_out = (0..slots).map(|_| Mutex::new(Vec::new())).collect();

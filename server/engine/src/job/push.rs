@@ -67,7 +67,6 @@ pub struct Writing<J: Deref<Target = Job>> {
 }
 
 impl<J: Deref<Target = Job>> Writing<J> {
-    /// Returns the chunk that is being written.
     pub fn chunk(&self) -> &ContributionChunk {
         &self.ticket.chunk
     }

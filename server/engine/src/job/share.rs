@@ -20,11 +20,23 @@ pub(super) struct Share {
 }
 
 impl Share {
+    /// # Errors
+    /// For a spec, a placement or a server that no job can have.
+    pub(super) fn new(spec: JobSpec, placement: Placement, server: ServerId) -> Result<Share, Fault> {
+        let layout = spec.validate()?;
+        placement.validate(layout.shards())?;
+        if server.0 as usize >= placement.servers.len() {
+            let limit = format!("below {}, the number of servers", placement.servers.len());
+            return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
+        }
+        let owned = placement.owned(server);
+        Ok(Share { spec: Arc::new(spec), layout: Arc::new(layout), placement, server, owned })
+    }
+
     pub(super) fn all(&self) -> OwnedShards {
         OwnedShards::all(self.owned.len())
     }
 
-    /// The owned shards that are trained.
     pub(super) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
         self.all().filter(|&owned| !self.is_frozen(owned))
     }
@@ -45,7 +57,6 @@ impl Share {
         self.elements(owned) / BLOCK
     }
 
-    /// The ranks that contribute to a shard.
     pub(super) fn contributors(&self, owned: OwnedShard) -> &[Rank] {
         self.layout.contributors(self.shard(owned))
     }

@@ -118,30 +118,20 @@ impl Machine {
     }
 }
 
-/// The first field in which two decisions on one step differ.
+/// The first field in which two decisions on one step differ. Floats are compared by their bits.
 fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
-    let bits = |value: f64| value.to_bits();
-    if earlier.skip != later.skip {
-        Some("skip")
-    } else if bits(earlier.gradient_scale) != bits(later.gradient_scale) {
-        Some("gradient_scale")
-    } else if bits(earlier.clip_coefficient) != bits(later.clip_coefficient) {
-        Some("clip_coefficient")
-    } else if earlier.correction != later.correction {
-        Some("correction")
-    } else if earlier.left_out != later.left_out {
-        Some("left_out")
-    } else if earlier.groups != later.groups {
-        Some("groups")
-    } else if bits(earlier.loss_scale) != bits(later.loss_scale) {
-        Some("loss_scale")
-    } else if earlier.trainer_state != later.trainer_state {
-        Some("trainer_state")
-    } else if earlier.decided_by != later.decided_by {
-        Some("decided_by")
-    } else if earlier.pause_reason != later.pause_reason {
-        Some("pause_reason")
-    } else {
-        None
-    }
+    let bits = |of: fn(&Commit) -> f64| of(earlier).to_bits() == of(later).to_bits();
+    let fields = [
+        ("skip", earlier.skip == later.skip),
+        ("gradient_scale", bits(|commit| commit.gradient_scale)),
+        ("clip_coefficient", bits(|commit| commit.clip_coefficient)),
+        ("correction", earlier.correction == later.correction),
+        ("left_out", earlier.left_out == later.left_out),
+        ("groups", earlier.groups == later.groups),
+        ("loss_scale", bits(|commit| commit.loss_scale)),
+        ("trainer_state", earlier.trainer_state == later.trainer_state),
+        ("decided_by", earlier.decided_by == later.decided_by),
+        ("pause_reason", earlier.pause_reason == later.pause_reason),
+    ];
+    fields.into_iter().find(|(_, same)| !same).map(|(field, _)| field)
 }

@@ -87,17 +87,14 @@ impl Machine {
     /// own. In a delayed job this process may still read the version that the step's update overwrites.
     pub fn owing(&self, owned: OwnedShard, step: Step) -> Option<Rank> {
         let shard = &self.shards[owned.index()];
-        let ranks = Contributor::all(shard.contributors.len()).zip(&shard.contributors);
         let owes = |contributor: Contributor, rank: Rank| {
             let state = &self.ranks[rank.index()];
             let takes_part = self.spec.max_delay > 0 && !state.fence_only && !state.left;
             let process = state.incarnation.filter(|_| takes_part);
             process.is_some_and(|process| !shard.slot(step).has_sent(contributor, process))
         };
-        ranks
-            .map(|(contributor, &rank)| (contributor, rank))
-            .find(|&(one, rank)| owes(one, rank))
-            .map(|(_, rank)| rank)
+        let mut ranks = Contributor::all(shard.contributors.len()).zip(&shard.contributors);
+        ranks.find(|&(contributor, &rank)| owes(contributor, rank)).map(|(_, &rank)| rank)
     }
 
     /// Names the first shard, and the rank, for which [`Machine::owing`] holds, once the step is complete on all shards.

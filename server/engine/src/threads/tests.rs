@@ -54,16 +54,6 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
 }
 
 #[test]
-fn blocks_may_borrow_and_write() {
-    let pool = ThreadPool::new(3).unwrap();
-    let mut values = vec![0u64; 1000];
-    pool.blocks(values.chunks_mut(7).enumerate().collect(), |(index, chunk): (usize, &mut [u64])| {
-        chunk.fill(index as u64);
-    });
-    assert!(values.iter().enumerate().all(|(at, &value)| value == at as u64 / 7));
-}
-
-#[test]
 fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
     let pool = ThreadPool::new(4).unwrap();
     for bad in [0, 31, 63] {

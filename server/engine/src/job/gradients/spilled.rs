@@ -13,7 +13,7 @@ use longshore_proto::{
 };
 
 use super::{
-    super::{compute::BLOCK, protocol::Signal},
+    super::{compute::BLOCK, protocol::Signal, share::Share},
     Gradients,
     contribution::{add, cast},
 };
@@ -117,12 +117,11 @@ pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, 
 
 impl SpilledGradients {
     pub(in crate::job) fn new(
-        spec: &JobSpec,
-        layout: &Layout,
-        owned: &[ShardId],
+        share: &Share,
         files: Arc<dyn GradientStore>,
         signal: Arc<Signal>,
     ) -> Result<SpilledGradients, AllocationError> {
+        let Share { spec, layout, owned, .. } = share;
         let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
         let mut sizes = vec![CHUNK_BYTES; staged];
         sizes.extend([gradient; AHEAD]);

@@ -56,29 +56,20 @@ fn is_nothing(isa: Isa, gradient: Gradient<'_>, element: usize) -> bool {
 }
 
 impl Gradients {
-    /// Forms these sums, or only takes statistics if each is of a lone gradient. Returns the statistics of
-    /// each sum's blocks. If the update threads take part, the calling thread runs `meanwhile` while they
-    /// begin.
+    /// Forms these sums, or only takes the statistics of lone gradients. Returns the statistics of each sum's
+    /// blocks. If the update threads take part, the calling thread runs `meanwhile` while they begin.
     pub(in crate::job) fn form(
         &self,
         sums: &[Sum],
         meanwhile: impl FnOnce(),
     ) -> Result<Vec<Vec<Statistics>>, Fault> {
-        let summed = sums.iter().filter(|sum| self.share.accumulates(sum.owned)).count();
-        if summed == sums.len() {
-            return self.form_sums(sums, meanwhile);
-        }
-        if summed == 0 {
-            return Ok(self.lone_statistics(sums, meanwhile));
-        }
-        // Some of these shards are summed and some are not, so they belong to several partitions. Each is
-        // formed alone.
-        meanwhile();
-        let mut formed = Vec::with_capacity(sums.len());
-        for sum in sums.chunks(1) {
-            formed.extend(match self.share.accumulates(sum[0].owned) {
-                true => self.form_sums(sum, || ())?,
-                false => self.lone_statistics(sum, || ()),
+        let accumulates = |sum: &Sum| self.share.accumulates(sum.owned);
+        let (mut meanwhile, mut formed) = (Some(meanwhile), Vec::with_capacity(sums.len()));
+        for run in sums.chunk_by(|a, b| accumulates(a) == accumulates(b)) {
+            let meanwhile = || meanwhile.take().into_iter().for_each(|meanwhile| meanwhile());
+            formed.extend(match accumulates(&run[0]) {
+                true => self.form_sums(run, meanwhile)?,
+                false => self.lone_statistics(run, meanwhile),
             });
         }
         Ok(formed)

@@ -13,6 +13,7 @@ use std::{
 
 use longshore_proto::{Dtype, JobSpec, Layout, ShardId, Version, checksum::crc32, limits::CHUNK_BYTES};
 
+use super::super::share::Share;
 use crate::{
     ids::OwnedShard,
     kernels::ImageMut,
@@ -154,13 +155,11 @@ pub(in crate::job) fn window_need(
 impl Window {
     /// `pool` is the threads that will write the images.
     pub(in crate::job) fn allocate(
-        spec: &JobSpec,
-        layout: &Layout,
-        owned: &[ShardId],
+        share: &Share,
         storage: &Storage,
         pool: &ThreadPool,
     ) -> Result<Window, AllocationError> {
-        let Size { count, bytes } = Size::of(spec, layout, owned, storage);
+        let Size { count, bytes } = Size::of(&share.spec, &share.layout, &share.owned, storage);
         let mut sizes = vec![bytes; count];
         sizes.push(count * size_of::<u64>());
         let mut regions = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve(&sizes, pool)?;

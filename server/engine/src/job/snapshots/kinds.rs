@@ -8,8 +8,7 @@ use longshore_proto::{BlockId, Dtype, Fault, FaultKind, StateArray, Version, che
 
 use super::{
     super::{Job, compute::BLOCK},
-    Captured, Snapshot, SnapshotInfo,
-    purpose::Purpose,
+    Captured, Purpose, Snapshot, SnapshotInfo,
 };
 use crate::{
     kernels::{ImageMut, cast},

@@ -15,7 +15,7 @@ use longshore_proto::{Commit, Fault, FaultKind, ShardId, Version};
 
 use super::{
     super::Job,
-    purpose::Purpose,
+    Purpose,
     staging::{Piece, Slot, Staging},
 };
 use crate::{ids::OwnedShard, lock, tier::StateRef};

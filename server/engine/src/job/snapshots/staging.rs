@@ -13,7 +13,7 @@ use std::{
 
 use longshore_proto::{Fault, FaultKind, ShardId, limits::SNAPSHOT_BYTES};
 
-use super::{super::compute::Compute, purpose::Purpose};
+use super::{super::compute::Compute, Purpose};
 use crate::{
     admission::{Budget, Reservation},
     ids::OwnedShard,

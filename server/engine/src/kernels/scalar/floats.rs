@@ -83,32 +83,29 @@ fn update_elements<R: Rule<f32>, G: Format, I: Format>(
 }
 
 pub(in super::super) fn widen(gradient: Gradient, accumulator: &mut [f32]) {
-    fn run<G: Format<Bits: Element>>(gradient: Source<G::Bits>, accumulator: &mut [f32]) {
-        gradient.pieces(|start, gradient| {
-            for (sum, &g) in accumulator[start..].iter_mut().zip(gradient) {
-                *sum = quiet(G::widen(g));
-            }
-        });
-    }
-    match gradient {
-        Gradient::F32(g) => run::<F32>(g, accumulator),
-        Gradient::F16(g) => run::<F16>(g, accumulator),
-        Gradient::Bf16(g) => run::<Bf16>(g, accumulator),
-    }
+    combine(gradient, accumulator, |_, g| g);
 }
 
 pub(in super::super) fn accumulate(gradient: Gradient, accumulator: &mut [f32]) {
-    fn run<G: Format<Bits: Element>>(gradient: Source<G::Bits>, accumulator: &mut [f32]) {
+    combine(gradient, accumulator, |sum, g| sum + g);
+}
+
+fn combine(gradient: Gradient, accumulator: &mut [f32], with: impl Fn(f32, f32) -> f32) {
+    fn run<G: Format<Bits: Element>>(
+        gradient: Source<G::Bits>,
+        accumulator: &mut [f32],
+        with: impl Fn(f32, f32) -> f32,
+    ) {
         gradient.pieces(|start, gradient| {
             for (sum, &g) in accumulator[start..].iter_mut().zip(gradient) {
-                *sum = quiet(*sum + G::widen(g));
+                *sum = quiet(with(*sum, G::widen(g)));
             }
         });
     }
     match gradient {
-        Gradient::F32(g) => run::<F32>(g, accumulator),
-        Gradient::F16(g) => run::<F16>(g, accumulator),
-        Gradient::Bf16(g) => run::<Bf16>(g, accumulator),
+        Gradient::F32(g) => run::<F32>(g, accumulator, with),
+        Gradient::F16(g) => run::<F16>(g, accumulator, with),
+        Gradient::Bf16(g) => run::<Bf16>(g, accumulator, with),
     }
 }
 

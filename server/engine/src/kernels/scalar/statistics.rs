@@ -12,7 +12,6 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// The statistics of nothing.
     pub const NONE: Statistics = Statistics { sum_squares: 0.0, first_nonfinite: None };
 }
 

@@ -1,7 +1,6 @@
 //! Every instruction set against the scalar reference, and the reference against others' definitions.
 
 mod agreement;
-mod code;
 mod conversions;
 mod data;
 mod low;

@@ -19,16 +19,8 @@ const ONE: u32 = 0x3F80_0000;
 
 /// The passes of an instruction set. The caller that makes this value ensures that the CPU has the
 /// instruction set.
+#[derive(Clone, Copy)]
 struct Vector<V>(PhantomData<V>);
-
-impl<V> Clone for Vector<V> {
-    #[inline(always)]
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<V> Copy for Vector<V> {}
 
 #[inline(always)]
 pub(in super::super) unsafe fn update_low<V: Lanes>(
