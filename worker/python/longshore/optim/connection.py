@@ -29,7 +29,7 @@ from longshore.distributed import agree, collectives, ranks
 from longshore.distributed.dtensor import Sharded
 from longshore.distributed.ranks import Ranks, Reduced, Scattered
 from longshore.errors import StateError, UsageError, invalid
-from longshore.optim.guards import Writes, places
+from longshore.optim.guards import Writes
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import weights as _weights
@@ -348,8 +348,6 @@ class Connection:
         if self.ranks is None:
             refuse()
         else:
-            from longshore.distributed import agree  # needs torch.distributed
-
             agree.together(refuse)
 
     def _note(self) -> None:
@@ -375,7 +373,7 @@ class Connection:
 
     def _read_again(self, param: Param, memory: Tensor) -> None:
         """Reads the weights of the parameters' version into memory of a parameter's shape or its shard's."""
-        self.job.pull(self.version, places(param, memory) if self.ranks is None else self.ranks.places_of(param, memory))
+        self.job.pull(self.version, [param.place(memory)] if self.ranks is None else self.ranks.places_of(param, memory))
 
     def _start(self, filling: Filling | None, found: bool, in_units: bool) -> tuple[int, int]:
         first, held = self.weights.values()
@@ -389,8 +387,6 @@ class Connection:
     def _first(self, start: Callable[[], tuple[int, int]]) -> tuple[int, int]:
         if self.world_size == 1:
             return start()
-        from longshore.distributed import agree  # needs torch.distributed
-
         return agree.rank_0_first(self.name, *self._place, start, is_shared=False)
 
     def frozen(self) -> list[Param]:

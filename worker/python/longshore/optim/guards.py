@@ -32,7 +32,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from longshore.errors import UsageError, invalid
 from longshore.transfer import params as _params
-from longshore.transfer.gradients import Place
 from longshore.transfer.params import Columns, Param
 from longshore.transfer.weights import on_host
 
@@ -233,11 +232,6 @@ class Writes:
                     UsageError,
                 )
         self.note(written)
-
-
-def places(param: Param, memory: Tensor) -> list[Place]:
-    """Returns the place that a whole parameter's weights are read to."""
-    return [(param.index, memory.data_ptr(), param.elements, param.wire)]
 
 
 def _memory(param: Param) -> Tensor:

@@ -34,10 +34,7 @@ NAMES = {
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
     """Returns the places for an array's values, a contiguous CPU tensor for each parameter. An array without tensors has none."""
-    return [
-        (param.index, tensor.data_ptr(), param.elements, DTYPES[tensor.dtype])
-        for param, tensor in zip(params if tensors else [], tensors, strict=True)
-    ]
+    return [param.place(tensor) for param, tensor in zip(params if tensors else [], tensors, strict=True)]
 
 
 def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
@@ -92,7 +89,7 @@ class FrozenParams:
         """
         for param in params:
             memory = device.host_empty(param.shape, param.dtype)
-            job.pull(version, [(param.index, memory.data_ptr(), param.elements, param.wire)])
+            job.pull(version, [param.place(memory)])
             write_frozen(param, memory)
 
 

@@ -23,7 +23,7 @@ from longshore.transfer.pinned import LockedMemory, host_memory, host_tensor
 Place = tuple[int, int, int, str]
 #: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
 #: does not delay servers.
-ENOUGH = 64 * 1024
+ENOUGH = 128 * 1024
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -141,7 +141,7 @@ class Gradients:
             memory = self._staging_of(param, gradient).copy_(gradient)
         group.elements += param.elements
         group.scale = scale
-        group.places.append((param.index, memory.data_ptr(), param.elements, param.wire))
+        group.places.append(param.place(memory))
         group.held.append(memory)
         return group
 

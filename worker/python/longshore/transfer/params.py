@@ -38,6 +38,10 @@ class Param:
     wire: str
     elements: int
 
+    def place(self, memory: Tensor) -> tuple[int, int, int, str]:
+        """Returns the parameter's place in contiguous memory of the host, for the Rust half."""
+        return self.index, memory.data_ptr(), self.elements, DTYPES[memory.dtype]
+
 
 _dtype, _shape = Tensor.dtype.__get__, Tensor.shape.__get__  # type: ignore[attr-defined]
 #: torch's getter of ``.grad``, for use without the interpreter between tensors.

@@ -59,7 +59,7 @@ class _Awaited:
         if func in OF_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = list(_among((args, kwargs)))
+        found = list(_among((args, kwargs), _Awaited))
         if not found:  # a container hides the tensor
             read_all()
         for tensor in found:
@@ -151,16 +151,15 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
-def _among(given: Any) -> Iterator[Any]:
-    """Yields the awaited tensors in arguments, and in lists, tuples and dicts among them."""
-    if isinstance(given, _Awaited):
+def _among(given: Any, kind: type) -> Iterator[Any]:
+    """Yields the tensors of a kind in arguments, and in lists, tuples and dicts among them."""
+    if isinstance(given, kind):
         yield given
     elif isinstance(given, (tuple, list)):
         for item in given:
-            yield from _among(item)
+            yield from _among(item, kind)
     elif isinstance(given, dict):
-        for item in given.values():
-            yield from _among(item)
+        yield from _among(list(given.values()), kind)
 
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -200,7 +199,7 @@ class _OfUnit:
                 return args[0]
             if func in _LENDS:
                 return func(_clone_of(args[0]), *args[1:], **kwargs)
-            found = list(among((args, kwargs)))
+            found = list(_among((args, kwargs), _OfUnit))
             if func in _DETACHES:
                 view = func(*args, **kwargs)
                 found[0]._longshore_home.mark(view)
@@ -254,7 +253,7 @@ def _set_data(tensor: Any, value: Tensor) -> None:
     if value is tensor or value.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
         return
     if is_built(tensor) and (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device):
-        found = list(among((tensor, value)))
+        found = list(_among((tensor, value), _OfUnit))
         with torch.no_grad():
             _within(list(dict.fromkeys(one._longshore_home for one in found)), found, Tensor.copy_, (tensor, value), {})
         return
@@ -313,15 +312,3 @@ def show(tensor: Tensor) -> None:
     """Makes the tensor plain again."""
     if isinstance(tensor, _OfUnit):
         tensor.__class__ = type(tensor).__bases__[-1]
-
-
-def among(given: Any) -> Iterator[Any]:
-    """Yields the tensors of units in arguments, and in lists, tuples and dicts among them."""
-    if isinstance(given, _OfUnit):
-        yield given
-    elif isinstance(given, (tuple, list)):
-        for item in given:
-            yield from among(item)
-    elif isinstance(given, dict):
-        for item in given.values():
-            yield from among(item)

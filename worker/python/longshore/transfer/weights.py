@@ -241,7 +241,7 @@ class Weights:
                     self._free(param)
                 indices = {param.index for param in staged}
                 memory = [self._staged[param.index] if param.index in indices else param.tensor for param in params]
-                places = [(param.index, at.data_ptr(), param.elements, param.wire) for param, at in zip(params, memory, strict=True)]
+                places = [param.place(at) for param, at in zip(params, memory, strict=True)]
                 tensors = [param.tensor for param in params if param.index not in indices]
             if self._job.read_weights(places) is not None:
                 self._copy(staged)
@@ -335,12 +335,8 @@ class Weights:
 
 def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
     """Returns the places of the parameters' current weights, and the tensors that hold their memory."""
-    held, places = [], []
-    for param in params:
-        memory = on_host(param.tensor)
-        held.append(memory)
-        places.append((param.index, memory.data_ptr(), param.elements, param.wire))
-    return places, held
+    held = [on_host(param.tensor) for param in params]
+    return [param.place(memory) for param, memory in zip(params, held, strict=True)], held
 
 
 def on_host(tensor: Tensor) -> Tensor:
