@@ -12,9 +12,10 @@ use std::{
 use clap::parser::ValueSource;
 use longshore_proto::{Fault, FaultKind};
 use longshore_server::config::nearest;
+use serde_json::json;
 use toml::{Table, Value};
 
-use crate::access::Access;
+use crate::{access::Access, output::Output};
 
 /// A command's need of servers when no flag or variable names any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,18 +81,44 @@ const SERVERS: &str = "servers";
 const TLS_DIR: &str = "tls-dir";
 const TOKEN_FILE: &str = "token-file";
 
+/// Prints each cluster of `longshore clusters`, the default one marked. No server is called.
+pub(crate) fn list(config: Option<&Path>, out: Output) -> anyhow::Result<()> {
+    let file = File::read(config)?;
+    let path = file.path.display();
+    for (name, cluster) in &file.clusters {
+        let default = file.default.as_ref() == Some(name);
+        out.result(
+            || {
+                json!({
+                    "cluster": name, "default": default, "servers": cluster.servers, "tls_dir": cluster.tls_dir,
+                    "token_file": cluster.token_file, "config": file.path,
+                })
+            },
+            || {
+                let mark = if default { "*" } else { " " };
+                let how = if cluster.tls_dir.is_some() { "TLS" } else { "plain" };
+                format!("{mark} {name}  {}  {how}", cluster.servers.join(","))
+            },
+        );
+    }
+    if file.clusters.is_empty() && !out.is_json() {
+        say!("no clusters: write [clusters.NAME] with servers = \"HOST:PORT,...\" into {path}");
+    }
+    Ok(())
+}
+
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct File {
-    pub(crate) path: PathBuf,
-    pub(crate) default: Option<String>,
-    pub(crate) clusters: BTreeMap<String, ClusterEntry>,
+struct File {
+    path: PathBuf,
+    default: Option<String>,
+    clusters: BTreeMap<String, ClusterEntry>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ClusterEntry {
-    pub(crate) servers: Vec<String>,
-    pub(crate) tls_dir: Option<PathBuf>,
-    pub(crate) token_file: Option<PathBuf>,
+struct ClusterEntry {
+    servers: Vec<String>,
+    tls_dir: Option<PathBuf>,
+    token_file: Option<PathBuf>,
 }
 
 impl File {
@@ -99,7 +126,7 @@ impl File {
     ///
     /// # Errors
     /// If the file cannot be read or has invalid contents. The fault's field is the file with the key.
-    pub(crate) fn read(named: Option<&Path>) -> Result<File, Fault> {
+    fn read(named: Option<&Path>) -> Result<File, Fault> {
         let usual = usual_place(|name| env::var_os(name).map(PathBuf::from));
         let Some(path) = named.map(Path::to_path_buf).or(usual) else { return Ok(File::default()) };
         match fs::read_to_string(&path) {
@@ -143,7 +170,7 @@ impl File {
         Ok(file)
     }
 
-    pub(crate) fn cluster(&self, name: &str) -> Result<&ClusterEntry, Fault> {
+    fn cluster(&self, name: &str) -> Result<&ClusterEntry, Fault> {
         self.clusters.get(name).ok_or_else(|| {
             let known: Vec<&str> = self.clusters.keys().map(String::as_str).collect();
             let limit = if known.is_empty() { "none".to_string() } else { known.join(", ") };

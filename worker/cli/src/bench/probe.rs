@@ -183,7 +183,6 @@ fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::HardwareArgs;
 
     #[test]
     fn folders_of_one_drive_share_its_space() {
@@ -195,31 +194,5 @@ mod tests {
         assert!(one > 0 && both < one + one / 2, "{one} and {both}");
         let missing = free_of(&[folder.path().join("c")]).unwrap_err();
         assert!(missing.to_string().contains("--probe-dir"), "{missing:#}");
-    }
-
-    #[test]
-    fn what_a_probe_prints_is_a_file_for_hardware() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("node.toml");
-        for drives in [None, Some(2.5)] {
-            let probed = Probed {
-                threads: 2,
-                memory: (37 << 20) + 5,
-                nvme: drives.map(|_| 700 << 30),
-                server_memory: 12.345,
-                drives,
-                link: 1.5,
-                is_loopback: true,
-                round_trip_us: 87.4,
-            };
-            std::fs::write(&path, probed.file(Formats::default())).unwrap();
-            let args = HardwareArgs::of_flags(Some(path.clone()), Some(100.0)).with_file().unwrap();
-            assert_eq!(args.memory.map(|size| size.0), Some(37 << 20));
-            assert_eq!(args.nvme.map(|size| size.0), drives.map(|_| 700 << 30));
-            let speeds = args.speeds(drives.is_some()).unwrap().unwrap();
-            assert_eq!((speeds.server_memory, speeds.link), (12.35e9, 1.5e9));
-            assert_eq!(speeds.drives, drives.unwrap_or(f64::INFINITY) * 1e9);
-            assert!((speeds.round_trip_s - 87e-6).abs() < 1e-12);
-        }
     }
 }

@@ -2,18 +2,13 @@
 
 mod admin;
 mod bench;
-mod clusters;
-mod doctor;
-mod environment;
 mod export;
-mod import;
 mod inspect;
 mod manual;
 mod plan;
 mod restore;
 mod status;
 mod tls;
-mod top;
 mod trace;
 
 use std::path::PathBuf;
@@ -21,16 +16,21 @@ use std::path::PathBuf;
 use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
 use longshore_proto::Fault;
 use longshore_server::{
-    config::retired::{DURABILITY, Retired},
+    config::{
+        ConfigError, check_variables,
+        retired::{DURABILITY, Retired},
+    },
     log,
 };
 
-pub use self::environment::check_environment;
 use self::trace::{TraceFlag, Traced};
 use crate::{
     access::{Access, JobArgs, ServersArgs},
-    clusters::{Given, Wanted, choose},
+    clusters::{self, Given, Wanted, choose},
+    doctor::Look,
+    import,
     output::{Output, wrong_use},
+    top,
     train::{self, Flags, Settings},
 };
 
@@ -112,7 +112,7 @@ enum Command {
     /// Fill a new job with weights from files, before any trainer runs
     ///
     /// The command takes rank 0, so that a trainer which is filling the job is fenced.
-    Import(crate::import::Args),
+    Import(import::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
     /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
@@ -124,7 +124,7 @@ enum Command {
     /// Show what a state directory holds, and verify all of it; no server may be using it
     Inspect(inspect::Args),
     /// Check this host and servers for what Longshore needs of them
-    Doctor(crate::doctor::Look),
+    Doctor(Look),
     /// Make the certificates and tokens of a cluster
     #[command(subcommand)]
     Tls(tls::Tls),
@@ -213,9 +213,9 @@ impl Cli {
             Command::StepBack(args) => admin::step_back(&args, out),
             Command::Delete(args) => admin::delete(&args, out),
             Command::Drain(args) => admin::drain(&args, out),
-            Command::Doctor(look) => doctor::run(&look, out),
+            Command::Doctor(look) => look.run(out),
             Command::Tls(tls) => tls.run(out),
-            Command::Clusters => clusters::run(self.config.as_deref(), out),
+            Command::Clusters => clusters::list(self.config.as_deref(), out),
             Command::Completions(args) => {
                 manual::completions(&Cli::command(), &args, out);
                 Ok(())
@@ -238,4 +238,35 @@ fn given(matches: &ArgMatches) -> Given {
     // A plan's servers are a number. The servers to which it measures the link have a flag of their own.
     let servers = source("probe_servers").or_else(|| source("servers"));
     Given { servers, cluster: source("cluster") }
+}
+
+const PREFIX: &str = "LONGSHORE_";
+/// Variables without a flag: those that the update kernels of an embedded server read, and those of tests.
+const NO_FLAGS: [&str; 9] = [
+    "LONGSHORE_ISA",
+    "LONGSHORE_BIN_DIR",
+    "LONGSHORE_TEST_PYTHON",
+    "LONGSHORE_TEST_PERTURB",
+    "LONGSHORE_TEST_SKIPPED",
+    "LONGSHORE_SOAK",
+    "LONGSHORE_SEED",
+    "LONGSHORE_CACHE",
+    "LONGSHORE_SKIP_PACKAGE",
+];
+
+/// Checks the process's environment variables.
+///
+/// # Errors
+/// `UnknownVariable` for the first variable that starts with `LONGSHORE_` and belongs to no flag.
+pub fn check_environment() -> Result<(), ConfigError> {
+    let command = Cli::command();
+    let mut known = NO_FLAGS.to_vec();
+    collect(&command, &mut known);
+    let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
+    check_variables(PREFIX, (&known, &RETIRED), names)
+}
+
+fn collect<'a>(command: &'a clap::Command, known: &mut Vec<&'a str>) {
+    known.extend(command.get_arguments().filter_map(|flag| flag.get_env()?.to_str()));
+    command.get_subcommands().for_each(|command| collect(command, known));
 }

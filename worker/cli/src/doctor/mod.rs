@@ -7,7 +7,10 @@ mod host;
 
 use std::path::PathBuf;
 
-use crate::access::Access;
+use anyhow::ensure;
+use serde_json::json;
+
+use crate::{access::Access, output::Output};
 
 #[derive(clap::Args)]
 pub(crate) struct Look {
@@ -29,7 +32,26 @@ pub(crate) struct Look {
 }
 
 impl Look {
-    pub(crate) fn findings(&self) -> anyhow::Result<Vec<Finding>> {
+    /// Prints the findings of every check, those of the host first. A slow result is no error.
+    pub(crate) fn run(&self, out: Output) -> anyhow::Result<()> {
+        let findings = self.findings()?;
+        for Finding { what, grade, said, remedy } in &findings {
+            out.result(
+                || json!({"check": what, "state": grade.name(), "said": said, "remedy": remedy}),
+                || {
+                    let remedy =
+                        if remedy.is_empty() { String::new() } else { format!(". Remedy: {remedy}") };
+                    format!("{:<8} {what}: {said}{remedy}", grade.name())
+                },
+            );
+        }
+        let bad = findings.iter().filter(|found| found.grade == Grade::Bad).map(|found| found.what.as_str());
+        let bad: Vec<&str> = bad.collect();
+        ensure!(bad.is_empty(), "not in order: {}", bad.join(", "));
+        Ok(())
+    }
+
+    fn findings(&self) -> anyhow::Result<Vec<Finding>> {
         let mut findings = host::all(&self.system);
         let dirs: Vec<Finding> = self.state_dir.iter().map(|dir| drives::state_dir(dir)).collect();
         let speeds = if self.speed { drives::speeds(&self.state_dir, &dirs) } else { Vec::new() };

@@ -15,6 +15,7 @@ use longshore_wire::{
     v1::{self, Phase},
 };
 use longshore_worker::{Filling, Options, Session, session::whole};
+use serde_json::json;
 
 use self::tensors::{Files, Kind, Place, Tensor};
 use crate::{
@@ -22,6 +23,7 @@ use crate::{
     output::Output,
     progress::Progress,
     servers::{PROMPTLY, Servers},
+    sizes::human,
 };
 
 /// Misfits that an error lists.
@@ -33,25 +35,48 @@ pub(crate) struct Args {
     pub(crate) servers: ServersArgs,
     /// The job to fill: a new one, or one that is open and waits for its weights
     #[arg(long)]
-    pub(crate) job: String,
+    job: String,
     /// The job whose parameters and settings the new job gets; its own weights stay
     #[arg(long, value_name = "JOB")]
     like: Option<String>,
     /// Weights: a safetensors file, its index, or a folder with one of them
     #[arg(long, value_name = "PATH")]
-    pub(crate) from: PathBuf,
+    from: PathBuf,
     /// Leave tensors alone that are no parameter of the job, such as buffers
     #[arg(long)]
     ignore_extra: bool,
 }
 
-pub(crate) struct Imported {
-    pub(crate) params: usize,
-    pub(crate) elements: u64,
+struct Imported {
+    params: usize,
+    elements: u64,
+}
+
+pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+    let begun = std::time::Instant::now();
+    let imported = fill(&args.servers.connect()?, args, out)
+        .with_context(|| format!("job {} was not filled from {}", args.job, args.from.display()))?;
+    let seconds = begun.elapsed().as_secs_f64();
+    if out.is_json() {
+        let said = json!({
+            "job": args.job, "params": imported.params, "elements": imported.elements, "seconds": seconds,
+        });
+        say!("{said}");
+        return Ok(());
+    }
+    say!(
+        "job {}: {} parameters, {} of fp32 weights from {}, {:.1} s",
+        args.job,
+        imported.params,
+        human(4 * imported.elements),
+        args.from.display(),
+        seconds
+    );
+    Ok(())
 }
 
 /// Fills the job on all servers. A repeated call continues an import that was cut off.
-pub(crate) fn run(servers: &Servers, args: &Args, out: Output) -> anyhow::Result<Imported> {
+fn fill(servers: &Servers, args: &Args, out: Output) -> anyhow::Result<Imported> {
     check_kind(&args.from)?;
     let spec = spec(servers, args)?;
     let layout = spec.validate()?;

@@ -73,11 +73,6 @@ impl HardwareArgs {
         })
     }
 
-    #[cfg(test)]
-    pub(crate) fn of_flags(hardware: Option<PathBuf>, gpu_tflops: Option<f64>) -> HardwareArgs {
-        HardwareArgs { hardware, gpu_tflops, ..HardwareArgs::default() }
-    }
-
     fn of_file(path: &Path) -> anyhow::Result<HardwareArgs> {
         Ok(toml::from_str(&std::fs::read_to_string(path)?)?)
     }

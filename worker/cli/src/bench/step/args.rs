@@ -26,9 +26,9 @@ pub(crate) struct Args {
     pub(super) ranks: u32,
     /// Servers that run elsewhere, for instance behind links of a given speed [default: one in this process]
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...", conflicts_with = "state_dir")]
-    pub(super) servers: Vec<String>,
+    pub(in crate::bench) servers: Vec<String>,
     #[command(flatten)]
-    pub(super) access: Access,
+    pub(in crate::bench) access: Access,
     /// How payloads go: tcp, unix or memfd [default: memfd, or tcp with --servers]
     #[arg(long)]
     transport: Option<Transport>,
@@ -40,10 +40,10 @@ pub(crate) struct Args {
     pub(super) tier: TierKind,
     /// Folders for the nvme tier
     #[arg(long, value_delimiter = ',', value_name = "DIR,...")]
-    pub(super) state_dir: Vec<PathBuf>,
+    pub(in crate::bench) state_dir: Vec<PathBuf>,
     /// Part of an nvme job on the drives: state or all. With --servers it is as they were started
     #[arg(long, default_value = "state", value_name = "WHAT")]
-    pub(super) spill: Spill,
+    pub(in crate::bench) spill: Spill,
     /// Moments: fp32, bf16 or block8
     #[arg(long, default_value = "fp32", value_name = "FORMAT")]
     pub(super) state: StateFormat,
@@ -112,7 +112,7 @@ impl Args {
         Ok(())
     }
 
-    pub(super) fn transport(&self) -> Transport {
+    pub(in crate::bench) fn transport(&self) -> Transport {
         let usual = if self.servers.is_empty() { Transport::Memfd } else { Transport::Tcp };
         self.transport.unwrap_or(usual)
     }

@@ -6,7 +6,6 @@
 //! simulator.
 
 mod args;
-mod hosts;
 mod limits;
 mod prediction;
 mod rank;
@@ -24,12 +23,11 @@ use serde_json::json;
 
 pub(crate) use self::args::Args;
 use self::{
-    hosts::Hosts,
     limits::Limits,
     prediction::{Alone, Uses, predict},
     rank::Measured,
 };
-use super::median;
+use super::{host::Hosts, median};
 use crate::output::Output;
 
 pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
