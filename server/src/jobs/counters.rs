@@ -26,10 +26,10 @@ pub(crate) struct Busy {
 
 impl Busy {
     /// Runs `perform` and counts its time by the kind of `next`, the first queued work.
-    pub(crate) fn count<T>(&self, next: Option<&Work>, perform: impl FnOnce() -> T) -> T {
+    pub(super) fn count<T>(&self, next: &Work, perform: impl FnOnce() -> T) -> T {
         let nanos = match next {
-            Some(Work::Update { .. }) => &self.updates,
-            Some(Work::Sum(_)) | None => &self.sums,
+            Work::Update { .. } => &self.updates,
+            Work::Sum(_) => &self.sums,
         };
         let started = Instant::now();
         let done = perform();

@@ -2,14 +2,10 @@
 //! handle owns one thread, named `job-NAME`.
 
 use std::{
-    collections::VecDeque,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc,
     },
-    thread,
     time::Duration,
 };
 
@@ -24,6 +20,7 @@ use tokio::{sync::watch, time::Instant};
 
 use super::{
     Hashes,
+    computing::Computing,
     counters::{Busy, CheckpointLog, Pace, Traffic},
     hashing::Hashing,
     history::{Decided, History},
@@ -34,17 +31,10 @@ use super::{
     waits::Decisions,
 };
 
-/// Message to the compute thread.
-enum Task {
-    Perform(Work),
-    /// Count a chunk that has reached the drives.
-    Collect,
-}
-
 /// A job with its compute thread, which ends when the last user drops the handle.
 pub(crate) struct JobHandle {
     pub(crate) job: Arc<Job>,
-    tasks: Arc<mpsc::Sender<Task>>,
+    computing: Computing,
     pub(super) changed: watch::Receiver<u64>,
     pub(super) decisions: Decisions,
     /// Fault for every waiter once the job is no longer served.
@@ -90,22 +80,9 @@ impl JobHandle {
         let (moved, changed) = watch::channel(0u64);
         let observer = Box::new(move || moved.send_modify(|count| *count = count.wrapping_add(1)));
         let job = Arc::new(Job::open(spec, placement, server, budget, storage, compute, observer)?);
-        let (tasks, inbox) = mpsc::channel();
-        let tasks = Arc::new(tasks);
-        // The callback holds a weak sender: the compute thread owns the job and must end with the handle's sender.
-        let collect = Arc::downgrade(&tasks);
-        job.gradients.on_arrival(Box::new(move || {
-            let _ = collect.upgrade().map(|tasks| tasks.send(Task::Collect));
-        }));
         let busy = Arc::<Busy>::default();
         let stages = Arc::<Stages>::default();
-        let seen = Seen { busy: Arc::clone(&busy), stages: Arc::clone(&stages) };
-        let worker = Arc::clone(&job);
-        let name = format!("job-{}", job.spec().name.as_str());
-        let run = move || fail_if_panics(&worker, || perform_all(&worker, &inbox, &seen));
-        thread::Builder::new().name(name).spawn(run).map_err(|error| {
-            Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
-        })?;
+        let computing = Computing::start(&job, &busy, &stages)?;
         let unfinished = job.protocol.take_unfinished();
         let world_size = job.spec().world_size;
         let (traffic, seats) = (Traffic::new(world_size), Seats::new(world_size));
@@ -114,7 +91,7 @@ impl JobHandle {
             decisions: Decisions::new(job.progress().version),
             job,
             owner,
-            tasks,
+            computing,
             changed,
             closed: watch::Sender::new(None),
             last_step: AtomicU64::new(u64::MAX),
@@ -144,13 +121,9 @@ impl JobHandle {
         }
     }
 
-    /// Sends work to the compute thread. A send fails only after the job has failed, and every later call reports
-    /// that failure.
+    /// Performs work on the compute thread, or here where the job is small.
     pub(crate) fn perform(&self, work: Option<Work>) {
-        if let Some(work) = work {
-            self.busy.handed();
-            let _ = self.tasks.send(Task::Perform(work));
-        }
+        work.into_iter().for_each(|work| self.computing.perform(work));
     }
 
     /// Returns the block hashes of the current version.
@@ -209,73 +182,5 @@ impl JobHandle {
     /// Returns a channel that closes when the job's last user has dropped it.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.clone()
-    }
-}
-
-/// Counters of the compute thread's work.
-struct Seen {
-    busy: Arc<Busy>,
-    stages: Arc<Stages>,
-}
-
-/// Body of the compute thread. Works run in order of arrival. Follow-up work queues behind waiting work, so a delayed
-/// job's next sums run between this step's updates. The thread ends with the job's last user, or with its first
-/// failure.
-fn perform_all(job: &Job, inbox: &mpsc::Receiver<Task>, seen: &Seen) -> Result<(), Fault> {
-    job.compute().pool().adopt_caller();
-    let mut works = VecDeque::new();
-    while let Ok(task) = inbox.recv() {
-        accept(job, task, &mut works, &seen.busy)?;
-        loop {
-            for task in inbox.try_iter() {
-                accept(job, task, &mut works, &seen.busy)?;
-            }
-            seen.busy.has(works.len());
-            if works.is_empty() {
-                break;
-            }
-            let next = works.front().cloned();
-            seen.busy.count(next.as_ref(), || job.perform(&mut works))?;
-            if let Some(Work::Update { step, .. }) = next {
-                seen.stages.updated(step, std::time::Instant::now());
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Runs the compute thread's body. Whoever waits for the work of a thread that has panicked gets the job's failure.
-fn fail_if_panics(job: &Job, body: impl FnOnce() -> Result<(), Fault>) {
-    let ended = catch_unwind(AssertUnwindSafe(body));
-    if let Err(panic) = ended {
-        let said =
-            panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-        let value = format!("panicked ({})", said.unwrap_or("without a message"));
-        let remedy = "report this as a defect of Longshore, with the server's log; then restart the server, or restore a checkpoint";
-        job.protocol.fail(Fault::new(FaultKind::Internal, "job.compute", value, "running", remedy));
-    }
-}
-
-fn accept(job: &Job, task: Task, works: &mut VecDeque<Work>, busy: &Busy) -> Result<(), Fault> {
-    works.extend(match task {
-        Task::Perform(work) => {
-            busy.taken();
-            Some(work)
-        }
-        Task::Collect => job.collect()?,
-    });
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::jobs::tests::{jobs, wanted};
-
-    #[tokio::test]
-    async fn a_compute_thread_that_panics_fails_its_job() {
-        let (_, handle) = jobs().open(wanted("run", None)).await.unwrap();
-        super::fail_if_panics(&handle.job, || panic!("in block 3"));
-        let fault = handle.job.protocol.check_alive().unwrap_err();
-        assert!(fault.field == "job.compute" && fault.value.contains("in block 3"), "{fault}");
     }
 }

@@ -1,5 +1,6 @@
 //! The jobs of this server: opened by workers, recovered from state directories, deleted.
 
+mod computing;
 mod counters;
 mod ending;
 mod handle;

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use longshore_proto::{Fault, limits::CHUNK_BYTES};
-use longshore_wire::{Channel, tls::Credentials};
+use longshore_wire::{Channel, direct::Taps, tls::Credentials};
 use tonic::transport::{Endpoint, Error};
 
-use super::connector::{Connector, Dialler};
+use super::{
+    connector::{CONNECTION_WINDOW_BYTES, Connector, Dialler, STREAM_WINDOW_BYTES},
+    pace::Pace,
+};
 
-/// HTTP/2 window of a stream. A window above one chunk never holds a chunk up.
-const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
-pub(super) const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
 /// The largest HTTP/2 frame: one whole chunk. Each frame costs a write and some reads. Pulls take 0.44 s of CPU
 /// time a GB with 1 MiB frames, and took 0.58 s with 64 KiB.
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
@@ -23,7 +23,7 @@ pub(super) const CONNECT: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 pub struct Address {
     endpoint: Endpoint,
-    pub(super) dialler: Dialler,
+    dialler: Dialler,
 }
 
 impl Address {
@@ -75,17 +75,17 @@ impl Address {
         Ok(Address { endpoint, dialler: Dialler::new(address, credentials) })
     }
 
-    /// Opens a control connection.
+    /// Opens a connection for calls without large payloads.
     ///
     /// # Errors
     /// If no server answers, or if one end does not trust the other.
     pub async fn connect(&self) -> Result<Channel, Error> {
-        let channel = self.endpoint.connect_with_connector(self.dialler.clone()).await?;
-        Ok(Channel::new(channel, self.dialler.credentials().cloned()))
+        self.connect_with(Taps::default(), None).await
     }
 
-    /// Opens a data connection.
-    pub(super) async fn connect_data(&self, connector: Connector) -> Result<Channel, Error> {
+    /// Opens a connection whose payloads can bypass HTTP/2 by `taps`.
+    pub(super) async fn connect_with(&self, taps: Taps, pace: Option<&Pace>) -> Result<Channel, Error> {
+        let connector = Connector::new(self.dialler.clone(), taps, pace);
         let channel = self.endpoint.connect_with_connector(connector).await?;
         Ok(Channel::new(channel, self.dialler.credentials().cloned()))
     }

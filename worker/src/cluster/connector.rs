@@ -1,4 +1,4 @@
-//! Dials servers: control connections, and data connections whose payloads can bypass HTTP/2.
+//! Dials servers, for connections whose payloads can bypass HTTP/2.
 
 use std::{
     future::Future,
@@ -9,6 +9,7 @@ use std::{
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
+use longshore_proto::limits::CHUNK_BYTES;
 use longshore_wire::{
     direct::{Dialled, Direct, Side, Taps},
     tls::{Credentials, DialError},
@@ -18,9 +19,13 @@ use tower_service::Service;
 
 use super::pace::{Pace, Paced};
 
-type Dialling<T> = Pin<Box<dyn Future<Output = Result<TokioIo<T>, DialError>> + Send>>;
+type Dialling = Pin<Box<dyn Future<Output = Result<TokioIo<Direct<Paced<Dialled>>>, DialError>> + Send>>;
 
-/// Connector of a control connection. tonic calls it for the first connection and after each break.
+/// HTTP/2 window of a stream. A window above one chunk never holds a chunk up.
+pub(super) const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
+pub(super) const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
+
+/// Dials a checked address.
 #[derive(Clone)]
 pub(super) struct Dialler {
     /// The Unix socket's path; None for TCP.
@@ -64,51 +69,34 @@ impl Dialler {
     }
 }
 
-impl Service<Uri> for Dialler {
-    type Response = TokioIo<Dialled>;
-    type Error = DialError;
-    type Future = Dialling<Dialled>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), DialError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let dialler = self.clone();
-        Box::pin(async move { Ok(TokioIo::new(dialler.dial(&uri).await?)) })
-    }
-}
-
-/// Connector of a data connection, called by tonic.
+/// Connector of a connection. tonic calls it for the first connection and after each break.
 #[derive(Clone)]
 pub(super) struct Connector {
     dialler: Dialler,
-    window: usize,
     taps: Taps,
     pace: Option<Pace>,
 }
 
 impl Connector {
-    /// `window` is the number of bytes that HTTP/2 grants the server.
-    pub(super) fn new(dialler: Dialler, window: usize, taps: Taps, pace: Option<&Pace>) -> Connector {
-        Connector { dialler, window, taps, pace: pace.cloned() }
+    pub(super) fn new(dialler: Dialler, taps: Taps, pace: Option<&Pace>) -> Connector {
+        Connector { dialler, taps, pace: pace.cloned() }
     }
 }
 
 impl Service<Uri> for Connector {
     type Response = TokioIo<Direct<Paced<Dialled>>>;
     type Error = DialError;
-    type Future = Dialling<Direct<Paced<Dialled>>>;
+    type Future = Dialling;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), DialError>> {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let Connector { dialler, window, taps, pace } = self.clone();
+    fn call(&mut self, uri: Uri) -> Dialling {
+        let Connector { dialler, taps, pace } = self.clone();
         Box::pin(async move {
             let socket = Paced::new(dialler.dial(&uri).await?, pace.as_ref());
-            Ok(TokioIo::new(Direct::new(socket, Side::Client, window, taps)))
+            Ok(TokioIo::new(Direct::new(socket, Side::Client, CONNECTION_WINDOW_BYTES as usize, taps)))
         })
     }
 }

@@ -21,8 +21,7 @@ use longshore_wire::{
 use tonic::{Response, Status};
 
 use super::{
-    address::{Address, CONNECT, CONNECTION_WINDOW_BYTES, KEEP_ALIVE},
-    connector::Connector,
+    address::{Address, CONNECT, KEEP_ALIVE},
     pace::Pace,
     retry::Backoff,
     waits::LONG,
@@ -63,9 +62,7 @@ impl Peer {
         let mut data = Vec::with_capacity(connections);
         for _ in 0..connections {
             let taps = Taps::default();
-            let window = CONNECTION_WINDOW_BYTES as usize;
-            let connector = Connector::new(checked.dialler.clone(), window, taps.clone(), pace);
-            let connect = || checked.connect_data(connector.clone());
+            let connect = || checked.connect_with(taps.clone(), pace);
             data.push(Connection { channel: dial(address, start, end, connect).await?, taps });
         }
         Ok(Peer { address: address.into(), control, data })

@@ -10,6 +10,7 @@ mod windows;
 use std::{
     any::Any,
     io::{self, IoSlice, IoSliceMut},
+    mem,
     net::IpAddr,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -69,6 +70,8 @@ pub struct Direct<S> {
     /// Bytes of the current frame, header included, that go to h2.
     passing: usize,
     outward: Outward,
+    /// True until the current write has been flushed; see [`Direct::poll_gathered`].
+    is_gathered: bool,
     conduct: Conduct,
     /// Some on a server.
     guest: Option<Guest>,
@@ -143,6 +146,7 @@ impl<S: Socket> Direct<S> {
             inward,
             passing: 0,
             outward,
+            is_gathered: false,
             conduct: Conduct::new(),
             guest: None,
             patience: Patience::default(),
@@ -249,6 +253,16 @@ impl<S: Socket> Direct<S> {
         }
     }
 
+    /// Before the first write after a flush, gives other tasks of this thread their turn once. Their frames join that
+    /// write: h2 flushes a call's headers before its message is queued, and each write wakes the peer.
+    fn poll_gathered(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if mem::replace(&mut self.is_gathered, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    }
+
     /// Gives h2 some bytes of a frame.
     fn pass(
         &mut self,
@@ -315,6 +329,7 @@ impl<S: Socket> AsyncWrite for Direct<S> {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        ready!(this.poll_gathered(context));
         ready!(this.poll_updates(context))?;
         let count = if this.outlets.is_empty() {
             ready!(Pin::new(&mut this.socket).poll_write_vectored(context, slices))?
@@ -357,7 +372,9 @@ impl<S: Socket> AsyncWrite for Direct<S> {
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         ready!(this.poll_updates(context))?;
-        Pin::new(&mut this.socket).poll_flush(context)
+        ready!(Pin::new(&mut this.socket).poll_flush(context))?;
+        this.is_gathered = false;
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {

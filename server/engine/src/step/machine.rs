@@ -56,7 +56,7 @@ pub enum Admission {
     Busy,
 }
 
-/// Work for the job's compute thread.
+/// Work for [`Job::perform`](crate::job::Job::perform).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     Sum(Sum),
