@@ -101,10 +101,6 @@ impl LossScaler {
         Ok(LossScaler { dynamic: false, ..LossScaler::dynamic(options)? })
     }
 
-    pub fn is_dynamic(&self) -> bool {
-        self.dynamic
-    }
-
     pub fn scale(&self) -> f64 {
         self.scale
     }

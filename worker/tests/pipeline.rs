@@ -464,7 +464,7 @@ fn a_feed_is_exact_and_its_memory_is_reused() {
     let layout = session.layout().clone();
     let order: Vec<_> = (0..SIZES.len()).rev().map(|param| layout.param_range(param)).collect();
     for _ in 0..3 {
-        let feed = session.pull(Version(0), &order, Dtype::F32).unwrap();
+        let feed = session.pull(Version(0), &order).unwrap();
         for (param, &size) in SIZES.iter().enumerate() {
             let mut values = vec![0.0; size as usize];
             feed.read(layout.param_range(param), &mut values).unwrap();

@@ -44,9 +44,9 @@ fn the_first_pull_has_the_link_until_it_is_there() {
         ..PipelineOptions::new(LossScaler::fixed(1.0).unwrap(), hyper)
     };
     let mut pipeline = Pipeline::new(session, &joined, how).unwrap();
-    pipeline.begin().unwrap();
+    let reads = pipeline.begin().unwrap().reads;
     let ranges = [0, 1].map(|param| layout.param_range(param));
-    let feeds = ranges.clone().map(|range| pipeline.pull(&[range]).unwrap());
+    let feeds = ranges.clone().map(|range| pipeline.pull(reads, &[range]).unwrap());
     feeds[0].wait(ranges[0].clone()).unwrap();
     // In parallel both would end together.
     let late = ranges[1].start + 6 * SHARD..ranges[1].start + 7 * SHARD;

@@ -35,8 +35,8 @@ use super::{Services, refuse};
 use crate::trust::Caller;
 
 /// Longest time that an acknowledgement waits for others. No worker waits for an acknowledgement: a commit releases
-/// the gradients that the worker retains.
-const RESULTS_DELAY: Duration = Duration::from_millis(1);
+/// the gradients that the worker retains. With 1 ms each step of a small job woke both ends once more.
+const RESULTS_DELAY: Duration = Duration::from_millis(10);
 /// Timeout of silence in the middle of a chunk, detected after 10 to 20 s.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 

@@ -104,23 +104,14 @@ impl Model for Bytes {
         (loss.expect("a loss"), collected.gradients)
     }
 
-    fn micro_step(
-        &self,
-        pipeline: &mut Pipeline,
-        step: StepInputs,
-        batch: Batch,
-        on_demand: bool,
-    ) -> anyhow::Result<f32> {
+    fn micro_step(&self, pipeline: &mut Pipeline, step: StepInputs, batch: Batch) -> anyhow::Result<f32> {
         let mut gradients = LayerGradients::allocate(self.device.clone(), &self.model)?;
         let session = pipeline.session();
         let (layout, dtype) = (session.layout().clone(), session.spec().image_dtype);
         let whole = 0..layout.elements();
         let mut images = DeviceImages::allocate(self.device.clone(), (&self.model, &layout), dtype)?;
         let mut assembler = pipeline.assembler(batch.micro_step)?;
-        let feed = match on_demand {
-            true => pipeline.pull(std::slice::from_ref(&whole))?,
-            false => pipeline.weights()?,
-        };
+        let feed = pipeline.pull(step.reads, std::slice::from_ref(&whole))?;
         let mut sink = Sink::new(&self.model, &mut gradients, &mut assembler);
         let mut weights = ImageWeights::new((&self.model, &layout), feed, &mut images);
         let scale = step.loss_scale as f32;

@@ -107,7 +107,7 @@ pub fn steps(
         losses.clear();
         for micro_step in 0..plan.micro_steps {
             let batch = Batch { step: step.step.0, micro_step, rank };
-            let loss = model.micro_step(pipeline, step, batch, plan.on_demand)?;
+            let loss = model.micro_step(pipeline, step, batch)?;
             losses.push(loss.to_bits());
         }
         pipeline.finish(Vec::new())?;
@@ -137,7 +137,7 @@ pub fn finish(mut pipeline: Pipeline, plan: &Scenario, mut seen: Rank) -> Rank {
 pub fn image(session: &Session, version: Version) -> longshore_worker::Result<Vec<u8>> {
     let whole = 0..session.layout().elements();
     let dtype = session.spec().image_dtype;
-    let feed = session.pull(version, std::slice::from_ref(&whole), dtype)?;
+    let feed = session.pull(version, std::slice::from_ref(&whole))?;
     let mut bytes = vec![0; (whole.end * dtype.bytes()) as usize];
     feed.read_raw(whole, &mut bytes)?;
     Ok(bytes)

@@ -24,15 +24,8 @@ pub trait Model: Send + Sync {
     /// Returns the loss, and each parameter's gradient of `scale` times the loss.
     fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>);
 
-    /// Returns the same through the worker library, as a trainer computes it. With `on_demand`, the first use
-    /// of a weight pulls it.
-    fn micro_step(
-        &self,
-        pipeline: &mut Pipeline,
-        step: StepInputs,
-        batch: Batch,
-        on_demand: bool,
-    ) -> anyhow::Result<f32>;
+    /// Returns the same through the worker library, as a trainer computes it.
+    fn micro_step(&self, pipeline: &mut Pipeline, step: StepInputs, batch: Batch) -> anyhow::Result<f32>;
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,7 @@
 //! host.
 
 use longshore_proto::Param;
-use longshore_worker::{Feed, Pipeline, StepInputs};
+use longshore_worker::{Pipeline, StepInputs};
 
 use super::scenario::{Batch, Model};
 
@@ -114,21 +114,12 @@ impl Model for Synthetic {
         (losses.iter().rev().fold(0.0, |sum, loss| sum + loss), gradients)
     }
 
-    fn micro_step(
-        &self,
-        pipeline: &mut Pipeline,
-        step: StepInputs,
-        batch: Batch,
-        on_demand: bool,
-    ) -> anyhow::Result<f32> {
+    fn micro_step(&self, pipeline: &mut Pipeline, step: StepInputs, batch: Batch) -> anyhow::Result<f32> {
         let mut assembler = pipeline.assembler(batch.micro_step)?;
         let mut loss = 0.0;
         for param in (0..self.sizes.len()).rev() {
             let range = pipeline.session().layout().param_range(param);
-            let feed: Feed = match on_demand {
-                true => pipeline.pull(std::slice::from_ref(&range))?,
-                false => pipeline.weights()?,
-            };
+            let feed = pipeline.pull(step.reads, std::slice::from_ref(&range))?;
             let mut weights = vec![0.0; self.elements(param)];
             feed.read(range, &mut weights)?;
             let (part, gradient) = self.part(param, &weights, batch, step.loss_scale);

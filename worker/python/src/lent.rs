@@ -115,6 +115,6 @@ impl Training {
         }
         let part = |&(param, start, elements): &_| self.places.part(param, start, elements);
         let places: Vec<_> = parts.iter().map(part).collect::<Result<_>>()?;
-        Ok(Some((self.pipeline.fetch(version, &places)?, places)))
+        Ok(Some((self.pipeline.pull(version, &places)?, places)))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use longshore_proto::{Dtype, Fault, Hyper, JobSpec, Partition, Step, Version};
+use longshore_proto::{Fault, Hyper, JobSpec, Partition, Step, Version};
 use longshore_worker::{
     Assembler, Error, Joined, Pipeline, PipelineOptions, Result, Session, Slot, StepOutcome, error::Misuse,
     pipeline::Weights,
@@ -260,8 +260,7 @@ impl Training {
             Weights::Whole => std::slice::from_ref(&whole),
             Weights::OnDemand => return Ok(From::OnDemand),
         };
-        let dtype: Dtype = self.spec().image_dtype;
-        Ok(From::Images(self.session().pull(version, order, dtype)?))
+        Ok(From::Images(self.session().pull(version, order)?))
     }
 
     fn ask(&mut self, version: Version, from: From) {
@@ -299,7 +298,7 @@ impl Training {
         let from = if self.drained == Some(version) {
             From::Master(self.master_of(version)?)
         } else {
-            From::Images(self.pipeline.fetch(version, &places)?)
+            From::Images(self.pipeline.pull(version, &places)?)
         };
         Ok(Weighed {
             from,
@@ -324,7 +323,7 @@ impl Training {
         } else {
             let order: Vec<Range<u64>> =
                 targets.iter().map(|target| self.places.of(target)).collect::<Result<_>>()?;
-            From::Images(self.session().pull(version, &order, self.spec().image_dtype)?)
+            From::Images(self.session().pull(version, &order)?)
         };
         targets.iter().try_for_each(|target| self.write(&from, target))
     }

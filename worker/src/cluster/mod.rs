@@ -3,17 +3,12 @@
 mod address;
 mod by_server;
 mod call;
-mod connector;
-mod interrupt;
-mod late;
 mod options;
 mod pace;
 mod patience;
 mod peer;
 mod retry;
 mod runtime;
-mod troubles;
-mod vigil;
 mod waits;
 
 use std::{
@@ -27,9 +22,9 @@ use longshore_wire::{frame::keep_buffers, tls::Credentials};
 
 pub use self::{
     address::Address,
-    interrupt::Interrupt,
     options::{Options, Process, Transport},
     peer::{untrusted, whole, with_sources},
+    runtime::Interrupt,
 };
 pub(crate) use self::{
     by_server::ByServer,
@@ -38,7 +33,7 @@ pub(crate) use self::{
     runtime::Task,
     waits::Impatience,
 };
-use self::{pace::Pace, runtime::Runtime, troubles::Troubles, waits::Waits};
+use self::{pace::Pace, patience::Troubles, runtime::Runtime, waits::Waits};
 use crate::error::{Misuse, Result};
 
 /// A job's servers. Every call of a session goes through its `Cluster`.

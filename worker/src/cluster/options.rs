@@ -17,7 +17,7 @@ use longshore_proto::{
 };
 use tokio::runtime::Handle;
 
-use super::interrupt::Interrupt;
+use super::runtime::Interrupt;
 use crate::device::Budget;
 
 /// The route of payloads between this rank and its servers.

@@ -1,18 +1,25 @@
-//! Bounds a rank's wait for other ranks. A live rank may say nothing for minutes: it evaluates, compiles its model
-//! or writes a checkpoint. A dead rank should be named soon.
+//! Bounds a rank's wait for other ranks, and says whom the rank waits for: in the log meanwhile, and in the error at
+//! the deadline.
+//!
+//! A live rank may say nothing for minutes: it evaluates, compiles its model or writes a checkpoint. A dead rank
+//! should be named soon.
 
 use std::{
     future::Future,
     pin::pin,
-    sync::atomic::Ordering::Relaxed,
+    sync::{Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Fault, FaultKind, Rank, ServerId};
+use longshore_proto::{DECISION_AWAITED, Fault, FaultKind, Rank, ServerId, Step, Version};
 use longshore_wire::v1::DescribeResponse;
 
-use super::{Backoff, ByServer, Cluster, call::recovers, waits::Impatience};
-use crate::error::{Error, Result};
+use super::{
+    Backoff, ByServer, Cluster,
+    call::recovers,
+    waits::{Impatience, LONG},
+};
+use crate::error::{Error, Result, TimedOut};
 
 /// A rank without a watch for this long is gone: broken watches are opened again within a second or two.
 const BACK: Duration = Duration::from_secs(15);
@@ -113,4 +120,142 @@ fn is_everybody(answers: &Answers, needed: &impl Fn(Rank) -> bool) -> bool {
 
 fn is_recovering(answer: &Result<DescribeResponse>) -> bool {
     matches!(answer, Err(Error::Call(failed)) if recovers(&failed.fault))
+}
+
+/// The time from one report to the next.
+const AGAIN: Duration = Duration::from_secs(30);
+
+impl Cluster {
+    /// Awaits `future`, which has the session's deadline, or `slow_deadline` while every process is there.
+    /// Meanwhile the log says whom the job waits for. `what` names the awaited thing.
+    pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
+        self.watched_for(self.options.deadline, what, future).await
+    }
+
+    /// Same as `watched`, for work on all of the state: the future has all of `slow_deadline`.
+    pub(crate) async fn watched_at_work<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
+        self.watched_for(self.options.slow_deadline, what, future).await
+    }
+
+    async fn watched_for<T>(&self, bound: Duration, what: &str, future: impl Future<Output = T>) -> T {
+        let start = Instant::now();
+        let vigil = async {
+            tokio::time::sleep(LONG).await;
+            loop {
+                self.say_who_is_waited_for(what, start, bound).await;
+                tokio::time::sleep(AGAIN).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            value = future => value,
+            () = vigil => unreachable!("a vigil has no end"),
+        }
+    }
+
+    async fn say_who_is_waited_for(&self, what: &str, start: Instant, bound: Duration) {
+        // A pause was reported when it began.
+        if self.waits.is_paused() || !self.waits.is_turn_to_tell() {
+            return;
+        }
+        let answers = self.on_each(|server| self.glance(server)).await;
+        let reasons = answers.into_iter().filter_map(|(server, answer)| Some((server, waits(answer)?)));
+        let said: Vec<String> =
+            reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
+        let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
+        // Past the deadline the wait goes on only while every process is there.
+        let most = if start.elapsed() <= bound { bound } else { self.options.slow_deadline };
+        tracing::warn!(
+            job = %self.job(),
+            rank = self.options.rank.0,
+            "still waiting for {what}, for {:.0} s of at most {:.0} s: {reason}",
+            start.elapsed().as_secs_f64(),
+            most.as_secs_f64()
+        );
+    }
+}
+
+/// Returns why a server does not go on; None if it waits for nothing.
+fn waits(answer: Result<DescribeResponse>) -> Option<String> {
+    match answer {
+        Ok(answer) if answer.waiting_for.is_empty() => None,
+        Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
+        // Either the job is not open there yet, or the server has lost it. Rank 0 handles both.
+        Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
+        Err(Error::Call(failed)) if recovers(&failed.fault) => Some("recovers the job".to_string()),
+        Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
+        Err(error) => Some(format!("cannot go on ({error})")),
+    }
+}
+
+impl Cluster {
+    /// Returns `TimedOut` with the cause: the dead server, or the rank and shard that the decision on the step
+    /// waits for.
+    pub(crate) async fn late(&self, what: &'static str, version: Version, waited: Duration) -> Error {
+        let answers = self.on_each(|server| self.glance(server)).await;
+        let reason = |(server, answer)| Some((server, self.troubles.of(server).or_else(|| reason(answer))?));
+        let reasons = answers.into_iter().filter_map(reason);
+        // A dead server explains why another server waits. A missing gradient explains why others lack the
+        // decision.
+        let worst = reasons.max_by_key(|(_, fault)| {
+            (fault.kind == FaultKind::Unavailable, !fault.value.contains(DECISION_AWAITED))
+        });
+        TimedOut {
+            what,
+            server: worst.as_ref().map(|(server, _)| self.address(*server).to_string()),
+            job: self.job().clone(),
+            step: Some(Step(version.0)),
+            shard: None,
+            version: Some(version),
+            waited,
+            last: worst.map(|(_, fault)| fault),
+        }
+        .into()
+    }
+}
+
+/// Returns why a server does not go on; None while the server itself has work to do.
+fn reason(answer: Result<DescribeResponse>) -> Option<Fault> {
+    match answer {
+        Ok(answer) if answer.waiting_for.is_empty() => None,
+        Ok(answer) => {
+            let value = format!("waiting for {}", answer.waiting_for);
+            Some(Fault::new(FaultKind::Deadline, "the job", value, "moving", "see that worker's log"))
+        }
+        Err(Error::Call(failed)) => Some(failed.fault),
+        Err(_) => None,
+    }
+}
+
+pub(crate) struct Troubles(Mutex<ByServer<Option<Fault>>>);
+
+impl Troubles {
+    pub(super) fn new(servers: usize) -> Troubles {
+        Troubles(Mutex::new(ByServer::new(servers, |_| None)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ByServer<Option<Fault>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a server does not take gradients, for example because it drains or is gone. Returns true the
+    /// first time, until the server takes gradients again.
+    pub(crate) fn note(&self, server: ServerId, fault: &Fault) -> bool {
+        let trouble = &mut self.lock()[server];
+        let first = trouble.is_none() && fault.kind == FaultKind::Unavailable;
+        if first {
+            *trouble = Some(fault.clone());
+        }
+        first
+    }
+
+    /// Notes that the server takes gradients again.
+    pub(crate) fn clear(&self, server: ServerId) {
+        self.lock()[server] = None;
+    }
+
+    /// Returns why a server does not take gradients.
+    pub(crate) fn of(&self, server: ServerId) -> Option<Fault> {
+        self.lock()[server].clone()
+    }
 }

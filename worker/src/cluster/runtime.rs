@@ -1,13 +1,15 @@
 //! The tokio runtime of a session. The library's blocking calls wait here for asynchronous work, and start tasks
-//! here.
+//! here. A caller can interrupt them.
 
 use std::{
+    fmt,
     future::Future,
     num::NonZeroUsize,
     pin::{Pin, pin},
-    sync::{Mutex, PoisonError},
-    task::{Context, Poll},
-    thread,
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll, Wake, Waker},
+    thread::{self, Thread},
+    time::{Duration, Instant},
 };
 
 use longshore_memory::float;
@@ -17,11 +19,41 @@ use tokio::{
     time::timeout,
 };
 
-use super::interrupt::{Interrupt, PERIOD};
 use crate::error::{Environment, Interrupted, Misuse, Result};
 
+/// The period of the question, in a waiting call.
+const PERIOD: Duration = Duration::from_millis(50);
+
+/// A question that a waiting call asks on its own thread, twenty times a second. The answer true ends the wait
+/// with [`Interrupted`](crate::error::Interrupted). The default asks nothing.
+#[derive(Clone, Default)]
+pub struct Interrupt(Option<Arc<dyn Fn() -> bool + Send + Sync>>);
+
+impl Interrupt {
+    pub fn when(asks: impl Fn() -> bool + Send + Sync + 'static) -> Interrupt {
+        Interrupt(Some(Arc::new(asks)))
+    }
+}
+
+impl fmt::Debug for Interrupt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Interrupt(by a function)" } else { "Interrupt(never)" })
+    }
+}
+
+/// The longest wait without timers, far below the deadlines and reports that begin after it.
+const MOMENT: Duration = Duration::from_millis(20);
 /// The most threads of a session's own runtime: one does the framing while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
+
+/// Wakes a thread that blocks on a future.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
 
 /// The session's own runtime, or the caller's.
 pub(crate) struct Runtime {
@@ -72,6 +104,23 @@ impl Runtime {
             if asks() {
                 return Err(Interrupted.into());
             }
+        }
+    }
+
+    /// Blocks this thread on `future` for a moment, without timers of the runtime: its thread wakes for each, and
+    /// competes with this one for their lock. Returns None if the moment has passed.
+    pub(crate) fn block_briefly<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        if Handle::try_current().is_ok() {
+            return None; // see `block_on`
+        }
+        let _entered = self.handle.enter();
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        let (mut future, end) = (pin!(future), Instant::now() + MOMENT);
+        loop {
+            if let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                return Some(value);
+            }
+            thread::park_timeout(end.checked_duration_since(Instant::now())?);
         }
     }
 

@@ -1,4 +1,4 @@
-//! Buffers of a device, and host buffers for its copies. Only the device knows their concrete type.
+//! Buffers of a device, host buffers for its copies, and the copies. Only the device knows the buffers' concrete type.
 
 use std::{any::Any, fmt, ops, sync::Arc};
 
@@ -104,4 +104,59 @@ impl ops::DerefMut for HostBuffer {
 
 fn refused(name: &str, cause: String, remedy: &'static str) -> DeviceError {
     DeviceError { device: name.into(), call: "copy", cause, remedy }
+}
+
+/// The completion of a device's copy. Until then the event owns the source and the target.
+pub trait Event: Send {
+    /// Blocks until the copy is done, and returns the host buffer. Called once.
+    ///
+    /// # Errors
+    /// `Device` if the device failed. A failed device may still write, so the event must not free source or
+    /// target: lost memory is better than corrupted memory.
+    fn wait(&mut self) -> Result<HostBuffer>;
+}
+
+/// A started copy. Dropping it waits for the copy's end.
+pub struct Transfer(TransferState);
+
+enum TransferState {
+    Done(HostBuffer),
+    UnderWay(Box<dyn Event>),
+    /// The host buffer was returned: there is nothing to wait for.
+    Over,
+}
+
+impl Transfer {
+    /// Returns a transfer that is already done.
+    pub fn done(host: HostBuffer) -> Transfer {
+        Transfer(TransferState::Done(host))
+    }
+
+    /// Returns a transfer that ends with `event`.
+    pub fn under_way(event: impl Event + 'static) -> Transfer {
+        Transfer(TransferState::UnderWay(Box::new(event)))
+    }
+
+    /// Blocks until the copy is done, and returns the host buffer.
+    ///
+    /// # Errors
+    /// Errors of [`Event::wait`].
+    pub fn wait(mut self) -> Result<HostBuffer> {
+        match std::mem::replace(&mut self.0, TransferState::Over) {
+            TransferState::Done(host) => Ok(host),
+            TransferState::UnderWay(mut event) => event.wait(),
+            // Unreachable: only this call and the drop set `Over`, and each owns the transfer.
+            TransferState::Over => Ok(HostBuffer::new(Vec::new())),
+        }
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if let TransferState::UnderWay(event) = &mut self.0
+            && let Err(error) = event.wait()
+        {
+            tracing::error!(%error, "a copy could not be awaited; its memory is kept");
+        }
+    }
 }

@@ -84,13 +84,6 @@ struct Copy {
 }
 
 impl Event for Copy {
-    fn is_done(&self) -> Result<bool> {
-        Ok(self
-            .done
-            .try_is_complete()
-            .map_err(|error| failed(&self.device, "cuEventQuery", error, DRIVER))?)
-    }
-
     fn wait(&mut self) -> Result<HostBuffer> {
         let ends = self.ends.take();
         match (self.done.synchronize(), ends) {

@@ -11,16 +11,14 @@ mod choice;
 mod cuda;
 mod host;
 mod pool;
-mod transfer;
 
 pub use budget::{Budget, Lease};
-pub use buffer::{Buffer, HostBuffer, HostMemory};
+pub use buffer::{Buffer, Event, HostBuffer, HostMemory, Transfer};
 pub use choice::DeviceChoice;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDevice;
 pub use host::HostDevice;
 pub use pool::{BufferPool, PooledBuffer};
-pub use transfer::{Event, Transfer};
 
 use crate::error::{Result, Shortage};
 

@@ -6,17 +6,18 @@
 mod call;
 mod local;
 mod state;
-mod wait;
 
 use std::fmt;
 
 use longshore_proto::{Fault, JobName};
 
 pub use self::{
-    call::{CallFailed, ChunkRefused, Fenced, MissingBlock, Outdated, Unreachable, Untrusted},
+    call::{
+        CallFailed, ChunkRefused, Fenced, Interrupted, MissingBlock, Outdated, StillPaused, TimedOut,
+        Unreachable, Untrusted,
+    },
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
     state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
-    wait::{Interrupted, StillPaused, TimedOut},
 };
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;

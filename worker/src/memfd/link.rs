@@ -1,6 +1,7 @@
-//! The worker's end of a link: the socket over which a server and this rank share memory.
+//! The worker's end of a link: the socket over which a server and this rank share memory. A server's images are
+//! mapped through it.
 
-use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{collections::HashMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use longshore_memory::Foreign;
 use longshore_proto::{Fault, FaultKind, Incarnation, Rank};
@@ -127,4 +128,20 @@ async fn ask(
 
 fn broken(cause: &dyn std::fmt::Display) -> Fault {
     stale(cause, "an open link")
+}
+
+/// A server's images of the job, mapped read-only while this value lives. The server's next process has other
+/// memory.
+pub struct ImageMemory(Arc<Foreign>);
+
+impl ImageMemory {
+    pub(crate) fn new(images: Arc<Foreign>) -> ImageMemory {
+        ImageMemory(images)
+    }
+
+    /// The address range in this process: whole pages.
+    pub fn addresses(&self) -> Range<usize> {
+        let (start, bytes) = (self.0.address(0, self.0.len()), self.0.len() as usize);
+        start..start + bytes
+    }
 }

@@ -2,10 +2,9 @@
 //! servers' memory.
 
 mod arena;
-mod images;
 mod link;
 
-pub use self::{arena::GradientMemory, images::ImageMemory};
+pub use self::{arena::GradientMemory, link::ImageMemory};
 pub(crate) use self::{
     arena::{Arena, Extent, Piece},
     link::Link,

@@ -10,7 +10,12 @@ use longshore_wire::v1::StepReport;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{Instrument, Span};
 
-use super::{options::PipelineOptions, outcome::Decided, shared::PipelineInner, stats::Collected};
+use super::{
+    options::PipelineOptions,
+    outcome::Decided,
+    shared::PipelineInner,
+    stats::{self, Collected},
+};
 use crate::{
     cluster::{ByServer, Cluster, Impatience, Task},
     decide::{Decision, decide},
@@ -33,7 +38,7 @@ pub(super) struct StepToDecide {
     pub(super) loss_scale: f64,
     /// The step's span. Its context goes with the commit.
     pub(super) span: Span,
-    pub(super) stats: Task<Result<Collected>>,
+    pub(super) finished_at: stats::Finished,
     /// The trainer's message at the end of the step.
     pub(super) finished: oneshot::Receiver<Finished>,
 }
@@ -51,7 +56,6 @@ pub(super) struct Driver {
     pub(super) shared: Arc<PipelineInner>,
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
-    pub(super) work: mpsc::UnboundedReceiver<StepToDecide>,
     /// Parameters that the steps so far left out, or that the job's initial state left out.
     pub(super) left_out: Vec<LeftOut>,
     /// Ends when the last commit is durable on every server. The next commit waits for that. So after the crash of
@@ -68,24 +72,36 @@ pub(super) async fn durable_everywhere(cluster: Arc<Cluster>, version: Version) 
 }
 
 impl Driver {
-    /// Runs until the pipeline is dropped, or a step cannot be decided.
-    pub(super) async fn run(mut self) {
-        while let Some(work) = self.work.recv().await {
-            let span = work.span.clone();
-            if let Err(error) = self.step(work).instrument(span).await {
-                return self.cluster.waits.fail(error);
+    /// Runs until the pipeline is dropped, or a step cannot be decided. Statistics are collected from a step's begin
+    /// on, also while the step before is decided.
+    pub(super) async fn run(mut self, mut work: mpsc::UnboundedReceiver<StepToDecide>) {
+        let (begun, mut steps) = mpsc::unbounded_channel();
+        let cluster = Arc::clone(&self.cluster);
+        let collect = async move {
+            while let Some(work) = work.recv().await {
+                let collected = stats::collect(cluster.clone(), work.step, work.finished_at.clone());
+                let _ = begun.send((work, cluster.runtime.spawn_joined(collected)));
             }
-        }
+        };
+        let decide = async {
+            while let Some((work, stats)) = steps.recv().await {
+                let span = work.span.clone();
+                if let Err(error) = self.step(work, stats).instrument(span).await {
+                    return self.cluster.waits.fail(error);
+                }
+            }
+        };
+        tokio::join!(collect, decide);
     }
 
-    async fn step(&mut self, work: StepToDecide) -> Result<()> {
+    async fn step(&mut self, work: StepToDecide, stats: Task<Result<Collected>>) -> Result<()> {
         let step = work.step;
         let Ok(finished) = work.finished.await else {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
         let Collected { blocks, left_out, origins } =
-            self.patiently("the contributions of all ranks", step, work.stats).await?;
+            self.patiently("the contributions of all ranks", step, stats).await?;
         let gradient_scale = work.loss_scale * self.cluster.spec().contributions() as f64;
         let shares = self.cluster.spec().block_shares(&self.cluster.layout);
         let decision = decide(&blocks, &shares, self.options.clip, gradient_scale);

@@ -1,12 +1,8 @@
 //! A rank's steps, one after the other. Weights arrive, gradients leave and decisions are made in the background,
 //! as far as the schedule allows. The trainer calls the pipeline.
 
-mod ahead;
-mod board;
-mod correction;
 mod driver;
 mod feeds;
-mod micro_steps;
 mod options;
 mod outcome;
 mod resume;
@@ -28,18 +24,16 @@ use tokio::{
 use tracing::{Span, debug_span};
 
 use self::{
-    board::Board,
     driver::{Driver, Finished, StepToDecide},
     feeds::{Feeds, has_room_ahead},
     outcome::Outcomes,
     resume::Resume,
-    shared::PipelineInner,
+    shared::{Board, PipelineInner},
     step::{Current, Meters},
     watch::Watcher,
 };
 pub use self::{
-    correction::DelayCorrection,
-    options::{Accumulate, HyperOf, PipelineOptions, Weights},
+    options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     step::StepInputs,
 };
@@ -134,11 +128,10 @@ impl Pipeline {
                 shared: shared.clone(),
                 options: options.clone(),
                 scaler: resume.scaler,
-                work,
                 left_out,
                 durable: Some(cluster.runtime.spawn_joined(durable)),
             };
-            tasks.0.push(cluster.runtime.spawn(driver.run()));
+            tasks.0.push(cluster.runtime.spawn(driver.run(work)));
             sender
         });
         let resumed = resume.trainer;
@@ -215,7 +208,7 @@ impl Pipeline {
         self.await_decision(self.next_reads())
     }
 
-    /// Sends a step to rank 0's driver, and starts to collect its gradient statistics.
+    /// Sends a step to rank 0's driver, which starts to collect the step's gradient statistics.
     fn announce(
         &self,
         plan: StepInputs,
@@ -224,11 +217,9 @@ impl Pipeline {
     ) -> Option<oneshot::Sender<Finished>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
-        let collect = stats::collect(self.session.cluster.clone(), plan.step, finished_at);
-        let stats = self.cluster().runtime.spawn_joined(collect);
         // A driver that has ended left the session's failure, and the next call returns it.
         let (step, loss_scale, span) = (plan.step, plan.loss_scale, span.clone());
-        let _ = work.send(StepToDecide { step, loss_scale, span, stats, finished });
+        let _ = work.send(StepToDecide { step, loss_scale, span, finished_at, finished });
         Some(trainer)
     }
 
@@ -255,13 +246,15 @@ impl Pipeline {
         let _stage = debug_span!(target: "stage", parent: &current.span, "finish", step = step.0).entered();
         self.last = step;
         current.finished_at.send_replace(Some(started));
+        let next = self.options.schedule.reads(Step(step.0 + 1));
+        self.feeds.keep_only(next);
+        // The pull goes first, so that servers send the weights as soon as the step is decided.
+        let opened = self.open_ahead(Step(step.0 + 1));
         if let Some(trainer) = current.trainer.take() {
             let report = current.report(self.timed);
             let _ = trainer.send(Finished { trainer_state, report }); // see `announce`
         }
-        let next = self.options.schedule.reads(Step(step.0 + 1));
-        self.feeds.keep_only(next);
-        let ended = self.open_ahead(Step(step.0 + 1)).and_then(|()| match next == step.version() {
+        let ended = opened.and_then(|()| match next == step.version() {
             true => self.await_decision(next).map(drop),
             false => Ok(()),
         });
@@ -356,7 +349,9 @@ impl Pipeline {
 
     /// Waits until `version` is decided. Returns the loss scale of the steps that read it.
     fn await_decision(&self, version: Version) -> Result<f64> {
-        self.cluster().runtime.block_on(self.shared.board.wait(self.cluster(), version))
+        let (cluster, board) = (self.cluster(), &self.shared.board);
+        let soon = cluster.runtime.block_briefly(board.known(version));
+        soon.map_or_else(|| cluster.runtime.block_on(board.wait(cluster, version)), Ok)
     }
 
     fn cluster(&self) -> &Cluster {

@@ -9,8 +9,8 @@ use tracing::debug_span;
 
 use super::{
     Pulls, Reading,
-    arriving::FeedInner,
     fetch::Fetch,
+    pulls::FeedInner,
     store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
@@ -50,13 +50,9 @@ fn of_part(range: &Range<u64>, part: &Range<u64>, size: u64) -> Range<usize> {
 }
 
 impl Feed {
-    pub(crate) fn open(
-        pulls: &Arc<Pulls>,
-        reading: Reading,
-        order: &[Range<u64>],
-        dtype: Dtype,
-    ) -> Result<Feed> {
+    pub(crate) fn open(pulls: &Arc<Pulls>, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
         let Pulls { cluster, pool, .. } = &**pulls;
+        let dtype = cluster.spec().image_dtype;
         let pieces = cut(&cluster.layout, order)?;
         let in_place: ByServer<bool> = cluster.servers().map(|server| pulls.lends(server)).collect();
         let store = Store::new(dtype, &pieces, pool, |shard| in_place[cluster.owner(shard)])?;
@@ -261,14 +257,17 @@ impl Feed {
         let _stage =
             debug_span!(target: "stage", "wait for weights", version = shared.reading.version().0).entered();
         let cluster = &shared.pulls.cluster;
-        let waited = cluster.runtime.block_on(async {
-            let what = format!("the weights of {}", shared.reading.version());
-            let whole = cluster.patiently(shared.whole(segments));
-            match cluster.watched(&what, whole).await {
-                Ok(result) => result,
-                Err(Impatience::Failed(error)) => Err(error),
-                Err(Impatience::Elapsed(waited)) => Err(shared.late(segments, waited)),
-            }
+        let soon = cluster.runtime.block_briefly(shared.whole(segments));
+        let waited = soon.unwrap_or_else(|| {
+            cluster.runtime.block_on(async {
+                let what = format!("the weights of {}", shared.reading.version());
+                let whole = cluster.patiently(shared.whole(segments));
+                match cluster.watched(&what, whole).await {
+                    Ok(result) => result,
+                    Err(Impatience::Failed(error)) => Err(error),
+                    Err(Impatience::Elapsed(waited)) => Err(shared.late(segments, waited)),
+                }
+            })
         });
         shared.pulls.meter.held_up(start.elapsed());
         waited.map(|()| segments)

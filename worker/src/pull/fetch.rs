@@ -20,7 +20,7 @@ use longshore_wire::{
 
 use super::{
     Pulls,
-    arriving::FeedInner,
+    pulls::FeedInner,
     store::{Cursor, View},
     turns::Turn,
 };

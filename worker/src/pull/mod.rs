@@ -1,14 +1,11 @@
 //! Pulls weights: one version's image arrives over several connections in pooled host memory, and is read as it
 //! arrives.
 
-mod arriving;
 mod feed;
 mod fetch;
 mod pulls;
-mod reading;
 mod store;
 mod turns;
 
 pub use feed::{Feed, Lent};
-pub(crate) use pulls::Pulls;
-pub(crate) use reading::Reading;
+pub(crate) use pulls::{Pulls, Reading};

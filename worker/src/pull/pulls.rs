@@ -1,13 +1,25 @@
-//! State that all pulls of a session share: the cluster, servers' image memory, and a pool of host memory.
+//! State that all pulls of a session share, that all pulls of a version share, and that the readers of a feed share
+//! with its fetches.
 
-use std::sync::Arc;
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
-use longshore_proto::ServerId;
+use longshore_proto::{Fault, FaultKind, Incarnation, Reads, ServerId, Version, fault::READS};
+use tokio::sync::Notify;
 
-use super::turns::Turns;
+use super::{
+    store::{Segment, Store},
+    turns::{Hurry, Turns},
+};
 use crate::{
     cluster::{ByServer, Cluster},
     device::BufferPool,
+    error::{Error, Result, TimedOut},
     memfd::ImageMemory,
     meter::Meter,
     rank::RankState,
@@ -59,5 +71,139 @@ impl Pulls {
     /// Returns true if a server's weights are readable in its memory.
     pub(super) fn lends(&self, server: ServerId) -> bool {
         self.rank.link(server).is_some_and(|link| link.images.is_some())
+    }
+}
+
+/// Shared by all pulls of one step, and by the gradient computed with their weights. A step back reuses a
+/// version's number. So a reading makes sure that no two slices come from two decisions.
+#[derive(Clone, Debug)]
+pub(crate) struct Reading {
+    version: Version,
+    /// Incarnation of the decider; 0 until a server has reported it.
+    decided_by: Arc<AtomicU64>,
+}
+
+impl Reading {
+    pub(crate) fn new(version: Version) -> Reading {
+        Reading { version, decided_by: Arc::default() }
+    }
+
+    pub(crate) fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Returns the `reads` field of contributions that are computed with this version.
+    pub(crate) fn reads(&self) -> Reads {
+        Reads { version: self.version, decided_by: Incarnation(self.decided_by.load(Relaxed)) }
+    }
+
+    /// Notes the decider that a server reports for its slices; 0 if the server does not know.
+    ///
+    /// # Errors
+    /// `Conflict` if another decision made the earlier slices.
+    pub(super) fn found(&self, decided_by: u64) -> Result<(), Fault> {
+        let first = match decided_by {
+            0 => return Ok(()),
+            _ => self.decided_by.compare_exchange(0, decided_by, Relaxed, Relaxed),
+        };
+        match first {
+            Err(earlier) if earlier != decided_by => {
+                let value = format!("{} as decided by {earlier} and by {decided_by}", self.version);
+                let remedy = "join again: the first of the two was taken back";
+                Err(Fault::new(FaultKind::Conflict, READS, value, "of one decision", remedy))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The part of a feed that readers and fetches share.
+pub(super) struct FeedInner {
+    pub(super) pulls: Arc<Pulls>,
+    pub(super) reading: Reading,
+    pub(super) store: Store,
+    /// Set while a reader waits.
+    pub(super) hurry: Arc<Hurry>,
+    changed: Notify,
+    failure: Mutex<Option<Error>>,
+    /// The last fault that a server sent instead of weights.
+    noted: Mutex<Option<(ServerId, Fault)>>,
+}
+
+impl FeedInner {
+    pub(super) fn new(pulls: Arc<Pulls>, reading: Reading, store: Store) -> FeedInner {
+        let (failure, noted) = (Mutex::new(None), Mutex::new(None));
+        let hurry = Arc::default();
+        FeedInner { pulls, reading, store, hurry, changed: Notify::new(), failure, noted }
+    }
+
+    pub(super) fn arrived(&self, bytes: u64) {
+        self.pulls.meter.moved(bytes);
+        self.changed.notify_waiters();
+    }
+
+    pub(super) fn fail(&self, error: Error) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.changed.notify_waiters();
+    }
+
+    pub(super) fn noted(&self, server: ServerId, fault: Fault) {
+        tracing::debug!(server = self.pulls.cluster.address(server), %fault, version = self.reading.version().0, "pulling again");
+        *self.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some((server, fault));
+    }
+
+    fn check(&self) -> Result<()> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
+    }
+
+    pub(super) async fn whole(&self, segments: &[Segment]) -> Result<()> {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            self.check()?;
+            if segments.iter().all(Segment::is_whole) {
+                return Ok(());
+            }
+            changed.await;
+        }
+    }
+
+    /// Returns the error of a wait for `segments` that reached its deadline.
+    pub(super) fn late(&self, segments: &[Segment], waited: Duration) -> Error {
+        let cluster = &self.pulls.cluster;
+        let segment = segments.iter().find(|segment| !segment.is_whole());
+        let shard = segment.map(|segment| segment.shard);
+        let server = shard.map(|shard| cluster.owner(shard));
+        let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let noted = noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault);
+        TimedOut {
+            what: "weights",
+            server: server.map(|server| cluster.address(server).to_string()),
+            job: cluster.job().clone(),
+            step: None,
+            shard,
+            version: Some(self.reading.version()),
+            waited,
+            last: server.and_then(|server| cluster.troubles.of(server)).or(noted),
+        }
+        .into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_of_two_decisions_are_told_apart() {
+        let reading = Reading::new(Version(3));
+        assert_eq!(reading.reads(), Reads { version: Version(3), decided_by: Incarnation(0) });
+        for known in [0, 8, 0, 8] {
+            assert_eq!(reading.clone().found(known), Ok(()));
+        }
+        assert_eq!(reading.reads().decided_by, Incarnation(8));
+        assert_eq!(reading.found(9).unwrap_err().field, READS);
+        assert_eq!(reading.reads().decided_by, Incarnation(8));
     }
 }

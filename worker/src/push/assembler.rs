@@ -454,20 +454,12 @@ impl Assembler {
         sums.add(*micro_step, place, write)
     }
 
-    /// Checks that the micro-step can end.
-    ///
-    /// # Errors
-    /// `Gradient` naming the first parameter without a gradient.
-    pub fn check_whole(&self) -> Result<()> {
-        Ok(self.collector.finish(self.outbox.gradients().cluster.spec())?)
-    }
-
     /// Ends the micro-step.
     ///
     /// # Errors
-    /// Errors of [`Assembler::check_whole`].
+    /// `Gradient` naming the first parameter without a gradient.
     pub fn finish(self) -> Result<()> {
-        self.check_whole()?;
+        self.collector.finish(self.outbox.gradients().cluster.spec())?;
         self.outbox.finish();
         Ok(())
     }

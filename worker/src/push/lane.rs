@@ -15,8 +15,7 @@ use tonic::Status;
 
 use super::{
     ChunkKey, Gradients,
-    ids::LaneId,
-    queues::Queues,
+    queues::{LaneId, Queues},
     refusal::{self, Verdict},
     retained::Chunk,
 };

@@ -4,7 +4,6 @@
 mod accumulator;
 mod assembler;
 mod gradients;
-mod ids;
 mod lane;
 mod nothing;
 mod outbox;
@@ -18,9 +17,9 @@ pub(crate) use accumulator::Accumulator;
 pub use assembler::{Assembler, Slot};
 pub(crate) use assembler::{Collector, Sums};
 pub(crate) use gradients::{Gradients, Way};
-pub use ids::ChunkKey;
 pub(crate) use lane::start_lanes;
 pub(crate) use outbox::Outbox;
+pub use queues::ChunkKey;
 pub(crate) use retained::Payload;
 
 use crate::error::Result;

@@ -11,7 +11,7 @@ use std::{
 use tokio::sync::mpsc::error::TrySendError;
 use tracing::debug_span;
 
-use super::{ChunkKey, Gradients, Payload, ids::LaneId, retained::Chunk};
+use super::{ChunkKey, Gradients, Payload, queues::LaneId, retained::Chunk};
 use crate::{
     cluster::Impatience,
     error::{Result, TimedOut},

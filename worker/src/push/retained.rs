@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use longshore_proto::{ChunkId, MicroStep, Reads, ShardId, Step};
 
-use super::ids::{ChunkKey, LaneId};
+use super::queues::{ChunkKey, LaneId};
 use crate::{device::PooledBuffer, memfd::Extent};
 
 /// A chunk's bytes, and their place for servers of this host.

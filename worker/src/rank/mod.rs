@@ -3,17 +3,14 @@
 
 mod commits;
 mod join;
-mod links;
 mod number;
 mod recover;
 mod state;
-mod withdraw;
 
 pub(crate) use self::{
     commits::{OwnCommit, await_durable, commit_as},
     join::fence,
     number::{begin, take},
-    recover::{cause, check_not_fenced, decide_on, is_undecided, recover, version_when_running},
+    recover::{cause, check_not_fenced, decide_on, is_undecided, recover, version_when_running, withdraw},
     state::RankState,
-    withdraw::withdraw,
 };

@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use futures_util::future::try_join_all;
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, ServerId, Version};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
     Wire,
     v1::{JobProgress, Phase, RestoreResponse},
@@ -14,14 +14,13 @@ use longshore_wire::{
 
 use super::{
     admin::{delete_job_on, give_up_on},
-    checkpoint::list_checkpoints,
-    checkpoints::Checkpoint,
-    open::{find, open_but_for, open_everywhere},
+    checkpoints::{Checkpoint, list_checkpoints},
+    open::{Opened, elsewhere, find, judge, open_but_for, open_everywhere},
     restore::{check_checkpoint, restore, verify_checkpoint},
 };
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
-    error::{Error, NoCheckpoint, Result, StateKept},
+    error::{Error, NoCheckpoint, Result, StateKept, StateLost, TimedOut},
 };
 
 /// The checkpoint to go back to, and the state that may be given up for it.
@@ -132,6 +131,71 @@ pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) ->
     open_again(cluster).await?;
     restore(cluster, &found.name).await?;
     Ok(found)
+}
+
+/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0
+/// replaces one state by another. A rank that knows rank 0's refusal does not wait for it: `how` is how rank 0 may go
+/// back to a checkpoint.
+pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
+    let start = Instant::now();
+    let end = start + cluster.options.slow_deadline;
+    let mut backoff = Backoff::new();
+    loop {
+        let there = cluster.on_all(|server| find(cluster, server)).await?;
+        if let Some(absent) = there.find(Option::is_none)
+            && cluster.options.rank == Rank(0)
+        {
+            let detail = "it is not open there any more".into();
+            let server = cluster.address(absent).into();
+            let (job, tier) = (cluster.job().clone(), cluster.spec().tier);
+            return Err(StateLost { server, job, tier, detail }.into());
+        }
+        let known: Vec<_> =
+            there.iter().filter_map(|(server, progress)| Some((server, progress.as_ref()?))).collect();
+        let whole = known.len() == there.len();
+        let runs = matches!(judge(cluster, &known)?, Opened::Running { .. });
+        if runs && whole {
+            return Ok(());
+        }
+        if runs && !known.is_empty() {
+            check_coming(cluster, how).await?;
+        }
+        if !backoff.pause(end).await {
+            return Err(not_training(cluster, &there, start));
+        }
+    }
+}
+
+/// Refuses, as rank 0 does, a job that other servers hold and that cannot come to these.
+async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
+    let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
+    match how {
+        Some(how) => choose(cluster, how).await.map(drop),
+        None => match theirs.same_owners(&cluster.placement) {
+            Err(fault) => Err(cluster.explain(server, "OpenJob", None, fault)),
+            Ok(()) => Ok(()),
+        },
+    }
+}
+
+/// Returns an error that names the first server that does not train, and its progress.
+fn not_training(cluster: &Cluster, there: &ByServer<Option<JobProgress>>, start: Instant) -> Error {
+    let idle = |progress: &Option<JobProgress>| {
+        progress.as_ref().is_none_or(|progress| progress.phase() == Phase::Loading)
+    };
+    let slow = there.find(idle).unwrap_or_default();
+    let missing = there[slow].as_ref().and_then(|progress| progress.missing_shards.first());
+    TimedOut {
+        what: "rank 0 to open the job and to upload or restore its weights",
+        server: Some(cluster.address(slow).into()),
+        job: cluster.job().clone(),
+        step: None,
+        shard: missing.map(|&shard| ShardId(shard)),
+        version: Some(Version(0)),
+        waited: start.elapsed(),
+        last: None,
+    }
+    .into()
 }
 
 async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard: bool) -> Result<Checkpoint> {

@@ -1,17 +1,14 @@
 //! A rank's session with all servers of its job: connect, open, join, and calls of operators.
 
 mod admin;
-mod checkpoint;
 mod checkpoints;
 mod export;
-mod filling;
 mod go_back;
 mod join;
 mod open;
 mod probe;
 mod restore;
 mod resume;
-mod takeover;
 mod upload;
 mod version;
 #[cfg(test)]
@@ -26,22 +23,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Dtype, Incarnation, JobSpec, Layout, Placement, Rank, Version};
+use longshore_proto::{Incarnation, JobSpec, Layout, Rank, Version};
 use longshore_wire::{Author, v1};
 
-use self::filling::ByParam;
 pub(crate) use self::resume::spread_on;
 pub use self::{
     admin::StateHash,
-    checkpoint::is_taken,
-    checkpoints::{Checkpoint, checkpoint_name, common, numbered},
+    checkpoints::{Checkpoint, checkpoint_name, common, is_taken, numbered},
     export::ExportedVersion,
-    filling::Filling,
     go_back::GoBack,
     join::Joined,
     open::{Opened, is_loading},
     probe::Probe,
     resume::paused_at,
+    upload::Filling,
     version::{TRIES, asked_version, has_passed, is_busy},
 };
 pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};
@@ -131,7 +126,7 @@ impl Session {
     /// `weights(i)` returns all elements of parameter i. Each parameter is requested once, in order, and again for
     /// a server that is retried. A single parameter is in memory at a time.
     pub fn upload(&self, weights: &dyn Fn(usize) -> Vec<f32>) -> Result<()> {
-        self.fill(&ByParam::new(self.spec(), self.layout(), weights))
+        self.fill(&upload::ByParam::new(self.spec(), self.layout(), weights))
     }
 
     /// Same as `upload`, for weights or an optimizer's state.
@@ -151,7 +146,7 @@ impl Session {
     /// The same for a run whose rank 0 may go back to a checkpoint. Other ranks then wait no longer than rank 0 has
     /// something to restore.
     pub fn wait_training_from(&self, how: Option<&GoBack>) -> Result<()> {
-        let training = open::wait_training(&self.cluster, how);
+        let training = go_back::wait_training(&self.cluster, how);
         self.block_on(self.cluster.watched_at_work("the initial weights", training))
     }
 
@@ -194,11 +189,10 @@ impl Session {
         self.join()
     }
 
-    /// Starts to pull flat ranges of one version as `dtype`, in the given order. Servers hold the pull until the
-    /// version is made. The feed's memory comes from a pool: nothing is allocated in steady state.
-    pub fn pull(&self, version: Version, order: &[Range<u64>], dtype: Dtype) -> Result<Feed> {
-        self.cluster.waits.check()?;
-        Feed::open(&self.pulls, Reading::new(version), order, dtype)
+    /// Starts to pull flat ranges of one version, in the given order. Servers hold the pull until the version is
+    /// made. The feed's memory comes from a pool: nothing is allocated in steady state.
+    pub fn pull(&self, version: Version, order: &[Range<u64>]) -> Result<Feed> {
+        self.pull_as(Reading::new(version), order)
     }
 
     /// The most bytes of weights that this process has held in host memory at once: weights on their way to
@@ -207,10 +201,10 @@ impl Session {
         self.pulls.most_held()
     }
 
-    /// Pulls the weights of a step, in the job's own type.
+    /// Same as `pull`, with the reading that all pulls of a step share.
     pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
         self.cluster.waits.check()?;
-        Feed::open(&self.pulls, reading, order, self.spec().image_dtype)
+        Feed::open(&self.pulls, reading, order)
     }
 
     /// Passes one version's weights, or all of its state, to `sink`, from all servers at once. The version is the
@@ -240,19 +234,19 @@ impl Session {
 
     /// Same as [`Session::list_checkpoints`]; each server has `deadline` to answer.
     pub fn list_checkpoints_within(&self, deadline: Duration) -> Result<Vec<Checkpoint>> {
-        self.block_on(checkpoint::list_checkpoints(&self.cluster, deadline))
+        self.block_on(checkpoints::list_checkpoints(&self.cluster, deadline))
     }
 
     /// Checks that every server could write its part of a checkpoint now. A run with checkpoints asks before its
     /// first step.
     pub fn check_checkpoint(&self) -> Result<()> {
-        self.block_on(checkpoint::check_room(&self.cluster))
+        self.block_on(checkpoints::check_room(&self.cluster))
     }
 
     /// Same as `checkpoint`. If another state has taken the name, as after the job went back, the first free name
     /// of name.2, name.3, ... is used.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
-        self.block_unless_failed(checkpoint::checkpoint_numbered(&self.cluster, self.author(), name))
+        self.block_unless_failed(checkpoints::checkpoint_numbered(&self.cluster, self.author(), name))
     }
 
     /// Writes a checkpoint of the current version: every server writes its part, then the manifest beside it. A
@@ -261,7 +255,7 @@ impl Session {
     /// # Errors
     /// `Call` with a `Conflict` of `name`, if another state has taken it.
     pub fn checkpoint(&self, name: &str) -> Result<Checkpoint> {
-        self.block_unless_failed(checkpoint::checkpoint(&self.cluster, self.author(), name))
+        self.block_unless_failed(checkpoints::checkpoint(&self.cluster, self.author(), name))
     }
 
     /// Author of this process's checkpoints. Servers refuse a fenced rank 0.
@@ -329,16 +323,8 @@ impl Session {
         &self.cluster.layout
     }
 
-    pub fn placement(&self) -> &Placement {
-        &self.cluster.placement
-    }
-
     pub fn rank(&self) -> Rank {
         self.cluster.options.rank
-    }
-
-    pub fn deadline(&self) -> Duration {
-        self.cluster.options.deadline
     }
 
     /// Keeps the memory of this rank's gradients while the returned value lives; None if the transport lets no

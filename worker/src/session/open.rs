@@ -1,20 +1,15 @@
 //! Opens a job on all servers. Tells a fresh job, a running job and a job that lost a server's part apart.
 
-use std::time::Instant;
-
-use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, ShardId, Version, limits::PROTOCOL};
+use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, Version, limits::PROTOCOL};
 use longshore_wire::{
     Wire, left_outs_from_wire,
     v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, OpenJobResponse, Phase},
 };
 
-use super::{
-    admin::delete_job_on,
-    go_back::{self, GoBack},
-};
+use super::admin::delete_job_on;
 use crate::{
-    cluster::{Backoff, ByServer, Cluster},
-    error::{Error, Result, StateLost, TimedOut},
+    cluster::{ByServer, Cluster},
+    error::{Error, Result, StateLost},
 };
 
 /// The state of an opened job.
@@ -166,7 +161,7 @@ pub(super) fn judge_all(cluster: &Cluster, progress: &ByServer<JobProgress>) -> 
 /// one by one.
 ///
 /// Rank 0 acts on this view; other ranks wait until all servers train.
-fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Opened> {
+pub(super) fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Opened> {
     let loading = servers.iter().find(|(_, progress)| progress.phase() == Phase::Loading);
     let ahead = servers.iter().find(|(_, progress)| progress.version > 0);
     let restore = servers.iter().find_map(|(_, progress)| progress.restore.as_ref());
@@ -200,69 +195,4 @@ fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Open
             })
         }
     }
-}
-
-/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0
-/// replaces one state by another. A rank that knows rank 0's refusal does not wait for it: `how` is how rank 0 may go
-/// back to a checkpoint.
-pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
-    let start = Instant::now();
-    let end = start + cluster.options.slow_deadline;
-    let mut backoff = Backoff::new();
-    loop {
-        let there = cluster.on_all(|server| find(cluster, server)).await?;
-        if let Some(absent) = there.find(Option::is_none)
-            && cluster.options.rank == Rank(0)
-        {
-            let detail = "it is not open there any more".into();
-            let server = cluster.address(absent).into();
-            let (job, tier) = (cluster.job().clone(), cluster.spec().tier);
-            return Err(StateLost { server, job, tier, detail }.into());
-        }
-        let known: Vec<_> =
-            there.iter().filter_map(|(server, progress)| Some((server, progress.as_ref()?))).collect();
-        let whole = known.len() == there.len();
-        let runs = matches!(judge(cluster, &known)?, Opened::Running { .. });
-        if runs && whole {
-            return Ok(());
-        }
-        if runs && !known.is_empty() {
-            check_coming(cluster, how).await?;
-        }
-        if !backoff.pause(end).await {
-            return Err(not_training(cluster, &there, start));
-        }
-    }
-}
-
-/// Refuses, as rank 0 does, a job that other servers hold and that cannot come to these.
-async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
-    let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
-    match how {
-        Some(how) => go_back::choose(cluster, how).await.map(drop),
-        None => match theirs.same_owners(&cluster.placement) {
-            Err(fault) => Err(cluster.explain(server, "OpenJob", None, fault)),
-            Ok(()) => Ok(()),
-        },
-    }
-}
-
-/// Returns an error that names the first server that does not train, and its progress.
-fn not_training(cluster: &Cluster, there: &ByServer<Option<JobProgress>>, start: Instant) -> Error {
-    let idle = |progress: &Option<JobProgress>| {
-        progress.as_ref().is_none_or(|progress| progress.phase() == Phase::Loading)
-    };
-    let slow = there.find(idle).unwrap_or_default();
-    let missing = there[slow].as_ref().and_then(|progress| progress.missing_shards.first());
-    TimedOut {
-        what: "rank 0 to open the job and to upload or restore its weights",
-        server: Some(cluster.address(slow).into()),
-        job: cluster.job().clone(),
-        step: None,
-        shard: missing.map(|&shard| ShardId(shard)),
-        version: Some(Version(0)),
-        waited: start.elapsed(),
-        last: None,
-    }
-    .into()
 }

@@ -88,7 +88,7 @@ impl Probe {
     /// Starts to pull all of version 0.
     pub fn pull(&self) -> Result<Feed> {
         let all = 0..self.session.layout().elements();
-        self.session.pull(Version(0), std::slice::from_ref(&all), Dtype::Bf16)
+        self.session.pull(Version(0), std::slice::from_ref(&all))
     }
 
     /// Returns true if weights are read in the server's memory.

@@ -1,6 +1,7 @@
 //! Uploads a new job's filling to the owners. Each pass walks the flat space once, shard by shard.
 
 use std::{
+    cell::RefCell,
     collections::BTreeSet,
     ops::Range,
     time::{Duration, Instant},
@@ -8,8 +9,8 @@ use std::{
 
 use bytes::Bytes;
 use longshore_proto::{
-    ChunkId, Dtype, Fault, FaultKind, LeftOut, ServerId, ShardId, StateArray, checksum::crc32,
-    left_out::check_uploaded,
+    ChunkId, Dtype, Fault, FaultKind, JobSpec, Layout, LeftOut, ServerId, ShardId, StateArray,
+    checksum::crc32, left_out::check_uploaded,
 };
 use longshore_wire::{
     array_to_wire, fault_from_status, left_outs_from_wire, left_outs_to_wire,
@@ -19,12 +20,74 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{filling::Filling, open::open_on};
+use super::open::open_on;
 use crate::{
     cluster::{Backoff, ByServer, Cluster, Task},
-    error::{Error, OtherFilling, Result, TimedOut},
+    convert,
+    error::{Error, GradientError, OtherFilling, Result, TimedOut},
     rank::RankState,
 };
+
+/// Weights, or an optimizer's whole state.
+pub trait Filling {
+    /// Number of updates that made the state; None for weights alone.
+    fn applied(&self) -> Option<u64>;
+
+    /// Parameters whose state fewer updates made.
+    fn left_out(&self) -> &[LeftOut] {
+        &[]
+    }
+
+    /// Writes elements of one array of a parameter, from element `at` on, as little-endian fp32. The arrays of a
+    /// shard are requested in the order of [`StateArray::ALL`], and again for a server that is retried.
+    fn write(&self, array: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()>;
+}
+
+/// Weights that a function makes parameter by parameter. A single parameter is in memory at a time.
+pub(super) struct ByParam<'a> {
+    spec: &'a JobSpec,
+    layout: &'a Layout,
+    weights: &'a dyn Fn(usize) -> Vec<f32>,
+    held: RefCell<Option<(usize, Vec<f32>)>>,
+}
+
+impl<'a> ByParam<'a> {
+    pub(super) fn new(
+        spec: &'a JobSpec,
+        layout: &'a Layout,
+        weights: &'a dyn Fn(usize) -> Vec<f32>,
+    ) -> ByParam<'a> {
+        ByParam { spec, layout, weights, held: RefCell::default() }
+    }
+
+    fn make(&self, param: usize) -> Result<Vec<f32>> {
+        let values = (self.weights)(param);
+        let (given, place) = (values.len() as u64, self.layout.param_range(param));
+        if given == place.end - place.start {
+            return Ok(values);
+        }
+        let name = format!("{} (its initial weights)", self.spec.params[param].name);
+        Err(Error::Gradient(GradientError::Length { name, given, expected: place.end - place.start }))
+    }
+}
+
+impl Filling for ByParam<'_> {
+    fn applied(&self) -> Option<u64> {
+        None
+    }
+
+    fn write(&self, _: StateArray, param: usize, at: u64, target: &mut [u8]) -> Result<()> {
+        let mut held = self.held.borrow_mut();
+        let values = match held.take() {
+            Some((of, values)) if of == param => values,
+            _ => self.make(param)?,
+        };
+        let (_, values) = held.insert((param, values));
+        let at = at as usize;
+        convert::from_f32(Dtype::F32, &values[at..at + target.len() / size_of::<f32>()], target);
+        Ok(())
+    }
+}
 
 /// Chunks under way to one server: enough to keep it busy while the next parameter is made.
 const QUEUE_CHUNKS: usize = 8;

@@ -56,7 +56,7 @@ impl Run<'_> {
     ) -> anyhow::Result<ImageWeights<'s>> {
         let whole = 0..self.layout.elements();
         let order = std::slice::from_ref(&whole);
-        let feed = pipeline.session().pull(version, order, self.settings.flags.weight_dtype)?;
+        let feed = pipeline.session().pull(version, order)?;
         memory.images.forget();
         Ok(self.weights(feed, &mut memory.images))
     }
