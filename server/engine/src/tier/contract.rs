@@ -22,17 +22,12 @@ use crate::{
 /// code asks for the kind of tier.
 pub struct Store {
     pub state: Arc<dyn Tier>,
-    /// A tier gives this if several shards can be updated at once.
     pub together: Option<Arc<dyn Together>>,
-    /// A tier gives this if the state outlives the process.
     pub durable: Option<Arc<dyn Durable>>,
-    /// A tier gives this if a version becomes durable later than it is decided.
     pub behind: Option<Arc<dyn WriteBehind>>,
-    /// A tier gives this if the job's memory outlives the process as well.
     pub kept: Option<Arc<dyn KeptMemory>>,
-    /// A tier gives this if images are stored beside the state.
     pub images: Option<Arc<dyn ImageStore>>,
-    /// A tier gives this if gradients that are not lent go to drives.
+    /// Present if gradients that are not lent go to drives.
     pub gradients: Option<Arc<dyn GradientStore>>,
 }
 

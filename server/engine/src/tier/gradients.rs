@@ -11,6 +11,7 @@ use longshore_proto::Fault;
 use super::fault::internal;
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard},
+    io::Direction,
     memory::Region,
 };
 
@@ -35,11 +36,8 @@ pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 /// The drives' room for the gradients of the steps in flight. Gradients die with the process, as in DRAM, and
 /// workers send them again.
 pub trait GradientStore: Send + Sync {
-    /// Starts writing the first bytes of a buffer to `within` a gradient.
-    fn write(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
-
-    /// Starts filling a buffer's first bytes with `within` a gradient.
-    fn read(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
+    /// Starts moving a buffer's first bytes to or from `within` a gradient.
+    fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
 
     /// Names a gradient in an error.
     fn describe(&self, id: GradientId) -> String;
@@ -52,26 +50,20 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Starts filling a buffer's first bytes with a whole gradient of `bytes` bytes.
-    pub fn read(store: &dyn GradientStore, id: GradientId, bytes: usize, buffer: Region) -> Transfer {
-        let (transfer, done) = Transfer::begin();
-        store.read(id, 0..bytes, buffer, done);
-        transfer
-    }
-
-    /// Starts writing a whole gradient from a buffer's first bytes.
-    pub fn write(store: &dyn GradientStore, id: GradientId, bytes: usize, buffer: Region) -> Transfer {
-        let (transfer, done) = Transfer::begin();
-        store.write(id, 0..bytes, buffer, done);
-        transfer
-    }
-
-    fn begin() -> (Transfer, Moved) {
+    /// Starts moving a whole gradient of `bytes` bytes to or from a buffer's first bytes.
+    pub fn start(
+        store: &dyn GradientStore,
+        direction: Direction,
+        id: GradientId,
+        bytes: usize,
+        buffer: Region,
+    ) -> Transfer {
         let (sender, done) = mpsc::channel();
         let moved = move |buffer, result: Result<(), Fault>| {
             let _ = sender.send(result.map(|()| buffer));
         };
-        (Transfer { done }, Box::new(moved))
+        store.start(direction, id, 0..bytes, buffer, Box::new(moved));
+        Transfer { done }
     }
 
     pub fn wait(self) -> Result<Region, Fault> {

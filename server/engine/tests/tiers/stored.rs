@@ -4,6 +4,7 @@ use std::{ops::Range, path::Path, sync::mpsc};
 
 use longshore_engine::{
     ids::{Contributor, GradientSlot, OwnedShard},
+    io::Direction,
     memory::{Region, Slab},
     tier::{GradientId, GradientStore, Kind, Recovered, Transfer},
 };
@@ -106,7 +107,7 @@ fn buffer(bytes: &[u8]) -> Region {
 fn write_part(store: &dyn GradientStore, place: GradientId, within: Range<usize>, bytes: &[u8]) {
     let (sender, done) = mpsc::channel();
     let moved = move |_, result| sender.send(result).unwrap();
-    store.write(place, within, buffer(bytes), Box::new(moved));
+    store.start(Direction::Write, place, within, buffer(bytes), Box::new(moved));
     done.recv().unwrap().unwrap();
 }
 
@@ -138,7 +139,13 @@ fn gradients_come_back_from_their_places_and_leave_no_name() {
             }
             for place in &places {
                 let bytes = bytes(place);
-                let read = Transfer::read(gradients, *place, bytes.len(), buffer(&vec![0; bytes.len()]));
+                let read = Transfer::start(
+                    gradients,
+                    Direction::Read,
+                    *place,
+                    bytes.len(),
+                    buffer(&vec![0; bytes.len()]),
+                );
                 assert!(read.wait().unwrap().bytes()[..bytes.len()] == bytes, "{place:?}");
                 assert!(gradients.describe(*place).contains("gradient"));
             }

@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard},
+    io::Direction,
     kernels::{Gradient, Statistics},
     lock,
     memory::{AllocationError, Region, Slab},
@@ -179,7 +180,7 @@ impl SpilledGradients {
             // The signal wakes callers that found no buffer free.
             desk.signal.send();
         };
-        self.files.write(place, start..start + bytes, region, Box::new(moved));
+        self.files.start(Direction::Write, place, start..start + bytes, region, Box::new(moved));
     }
 }
 
@@ -215,7 +216,7 @@ impl Gradients {
         let place = GradientId { owned, slot, kind: Kind::Sum };
         let mut region = scratch.sum.take().ok_or_else(lost)?;
         if micro_step.0 > 0 {
-            region = Transfer::read(&*spilled.files, place, elements * 4, region).wait()?;
+            region = Transfer::start(&*spilled.files, Direction::Read, place, elements * 4, region).wait()?;
             let bytes = &region.bytes()[..elements * 4];
             self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?;
         }
@@ -252,7 +253,8 @@ impl Gradients {
         }
         scratch.sums[owned.index()][slot.index()] =
             region.bytes()[..elements * 4].chunks(CHUNK_BYTES).map(crc32).collect();
-        scratch.sum = Some(Transfer::write(&*spilled.files, place, elements * 4, region).wait()?);
+        scratch.sum =
+            Some(Transfer::start(&*spilled.files, Direction::Write, place, elements * 4, region).wait()?);
         Ok(statistics)
     }
 
@@ -279,7 +281,13 @@ impl Gradients {
         }
         let buffer = parts.pop().ok_or_else(lost)?;
         let place = GradientId { owned, slot, kind: Kind::Contribution(contributor) };
-        Ok(Some(Transfer::read(&*spilled.files, place, self.contribution_len(owned), buffer)))
+        Ok(Some(Transfer::start(
+            &*spilled.files,
+            Direction::Read,
+            place,
+            self.contribution_len(owned),
+            buffer,
+        )))
     }
 
     /// Reads the gradient that a shard's update uses, if it is on the drives, and starts to read the next shard's.
@@ -343,7 +351,7 @@ impl Gradients {
         }
         let buffer = scratch.gradients.pop().ok_or_else(lost)?;
         let place = GradientId { owned, slot, kind };
-        Ok(Some(Transfer::read(&*spilled.files, place, bytes, buffer)))
+        Ok(Some(Transfer::start(&*spilled.files, Direction::Read, place, bytes, buffer)))
     }
 
     /// Gives back the region that [`Gradients::fetch_gradient`] returned.

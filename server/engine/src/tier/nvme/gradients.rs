@@ -115,7 +115,9 @@ impl GradientFiles {
         let disks = used.map(create).collect::<Result<_, Fault>>()?;
         Ok(GradientFiles { plan, disks, written: AtomicU64::new(0) })
     }
+}
 
+impl GradientStore for GradientFiles {
     fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
         let disk = &self.disks[self.plan.shards[id.owned.index()].file];
         let doing = match direction {
@@ -133,16 +135,6 @@ impl GradientFiles {
             buffer,
             done: Box::new(move |buffer, result| done(buffer, result.map_err(io(doing, &path)))),
         });
-    }
-}
-
-impl GradientStore for GradientFiles {
-    fn write(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
-        self.start(Direction::Write, id, within, buffer, done);
-    }
-
-    fn read(&self, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
-        self.start(Direction::Read, id, within, buffer, done);
     }
 
     fn describe(&self, GradientId { owned, kind, .. }: GradientId) -> String {

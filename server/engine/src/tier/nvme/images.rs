@@ -18,7 +18,6 @@ use super::{
         record::crc64,
     },
     NvmeTier,
-    pager::BlockChecksums,
     parts::{Fetch, InUse, Kept, PART_BYTES, PartOf},
     recover::{damaged, remedy},
 };
@@ -88,38 +87,6 @@ impl NvmeTier {
             read(&taken.bytes()[within]);
         }
         Ok(())
-    }
-
-    /// Hands bytes of an image of a version to `read`, part by part. Returns false if the image is not kept any more.
-    fn read_image_part(
-        &self,
-        owned: OwnedShard,
-        version: Version,
-        bytes: Range<usize>,
-        read: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, Fault> {
-        let Some(slot) = self.pager.stored_image(owned, version)? else { return Ok(false) };
-        let kept = Kept::Image { version, slot };
-        for (part, within) in parts_of(bytes.clone()) {
-            self.parts_ahead((owned, kept), part..bytes.end.div_ceil(PART_BYTES));
-            let taken = self.part(PartOf { owned, kept, part })?;
-            let (first, whole) = (part * self.part_blocks(), &taken.bytes()[..self.part_bytes(owned, part)]);
-            let damage = match taken.is_checked() {
-                true => None,
-                false => self.damaged_block(owned, slot as usize, first, whole),
-            };
-            // The slot is looked up again. A newer version may have taken it since it was read, if nobody
-            // needs this one any more.
-            if self.pager.lock().image_slot(version) != Some(slot) {
-                return Ok(false);
-            }
-            if let Some((block, found)) = damage {
-                return Err(self.image_damage(owned, slot as usize, block, found));
-            }
-            taken.checked();
-            read(&whole[within]);
-        }
-        Ok(true)
     }
 
     /// Prefetches the first of some parts, as far as there is room.
@@ -200,8 +167,8 @@ impl ImageStore for NvmeTier {
         }
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
         let checksums = &self.pager.checksums[owned.index()];
-        for (block, checksum) in checksummed_blocks(image, checksums, slot) {
-            checksums.images[slot][block].store(checksum, Ordering::Relaxed);
+        for (checksum, block) in checksums.images[slot].iter().zip(image.chunks(self.plan().image_block)) {
+            checksum.store(crc64([block]), Ordering::Relaxed);
         }
         let mut buffer = one_buffer(image.len().min(PART_BYTES))?;
         for (index, piece) in image.chunks(PART_BYTES).enumerate() {
@@ -236,7 +203,28 @@ impl ImageStore for NvmeTier {
         if !self.plan().spilled {
             return Ok(false);
         }
-        self.read_image_part(owned, version, bytes, read)
+        let Some(slot) = self.pager.stored_image(owned, version)? else { return Ok(false) };
+        let kept = Kept::Image { version, slot };
+        for (part, within) in parts_of(bytes.clone()) {
+            self.parts_ahead((owned, kept), part..bytes.end.div_ceil(PART_BYTES));
+            let taken = self.part(PartOf { owned, kept, part })?;
+            let (first, whole) = (part * self.part_blocks(), &taken.bytes()[..self.part_bytes(owned, part)]);
+            let damage = match taken.is_checked() {
+                true => None,
+                false => self.damaged_block(owned, slot as usize, first, whole),
+            };
+            // The slot is looked up again. A newer version may have taken it since it was read, if nobody
+            // needs this one any more.
+            if self.pager.lock().image_slot(version) != Some(slot) {
+                return Ok(false);
+            }
+            if let Some((block, found)) = damage {
+                return Err(self.image_damage(owned, slot as usize, block, found));
+            }
+            taken.checked();
+            read(&whole[within]);
+        }
+        Ok(true)
     }
 
     fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>) {
@@ -249,15 +237,6 @@ impl ImageStore for NvmeTier {
         self.reads.forget();
         self.pager.lock().slots.older_image = None;
     }
-}
-
-fn checksummed_blocks<'a>(
-    image: &'a [u8],
-    checksums: &'a BlockChecksums,
-    slot: usize,
-) -> impl Iterator<Item = (usize, u64)> + 'a {
-    let bytes = image.len() / checksums.images[slot].len().max(1);
-    image.chunks(bytes.max(1)).map(|block| crc64([block])).enumerate()
 }
 
 fn parts_with(bytes: &Range<usize>) -> Range<usize> {
