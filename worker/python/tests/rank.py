@@ -1,4 +1,4 @@
-"""A rank of test_ranks.py, test_placed_ranks.py, test_train_later.py and test_torchrun.py. Starts like a process of torchrun."""
+"""A rank of test_ranks.py, test_train_later.py and test_torchrun.py. Starts like a process of torchrun."""
 
 import math
 import os

@@ -1,6 +1,8 @@
-"""The examples of docs/pytorch.md run, and docs/pytorch-reference.md lists the public names and options."""
+"""The examples of docs/pytorch.md run, docs/pytorch-reference.md lists the public names and options, and the code after each change in
+docs/migrate.md trains like the code before."""
 
 import dataclasses
+import json
 import pathlib
 import re
 from typing import Any
@@ -17,14 +19,15 @@ from longshore.transfer.options import Options
 
 PACKAGE = pathlib.Path(__file__).parent.parent
 DOCUMENT = PACKAGE.parent.parent / "docs" / "pytorch.md"
-REFERENCE = DOCUMENT.with_name("pytorch-reference.md")
+REFERENCE, MIGRATE = DOCUMENT.with_name("pytorch-reference.md"), DOCUMENT.with_name("migrate.md")
 
 
-def changed(side: str) -> str:
-    """Returns the program of the document's first diff, before (-) or after (+) the change."""
-    found = re.search(r"```diff\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert found is not None
-    lines = found[1].splitlines()
+def program(document: pathlib.Path, side: str = "+", number: int = 0, section: str = "") -> str:
+    """Returns the program of a document's or a section's diff, before (-) or after (+) the change."""
+    text = document.read_text()
+    if section:
+        text = text.split(f"## From {section}")[1].split("\n## ")[0]
+    lines = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[number].splitlines()
     return "\n".join(line[1:] for line in lines if not line or line[0] in (" ", side))
 
 
@@ -32,7 +35,7 @@ def test_the_changed_lines_train_as_the_old_ones_did() -> None:
     models = pair("mlp")
     for model, side in zip(models, "-+", strict=True):
         names: dict[str, object] = {}
-        exec(changed(side), names)
+        exec(program(DOCUMENT, side), names)
         optimizer = names["build"](model)
         assert isinstance(optimizer, longshore.AdamW if side == "+" else torch.optim.AdamW)
         train(model, optimizer, range(20))
@@ -103,3 +106,47 @@ def test_the_trainer_streams_where_the_servers_clip(tmp_path: pathlib.Path) -> N
     for safe, streamed in zip(*logs, strict=True):
         assert streamed["loss"] == pytest.approx(safe["loss"], rel=1e-5)
         assert streamed["grad_norm"] == pytest.approx(safe["grad_norm"], rel=1e-5)
+
+
+def names_of(section: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"torch": torch}
+    exec(program(MIGRATE, section=section), names)
+    return names
+
+
+def test_from_deepspeed(tmp_path: pathlib.Path) -> None:
+    ours, theirs = pair("mlp")
+    names = names_of("DeepSpeed")
+    config = {"train_batch_size": 8, "gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine = names["build"](ours, config)
+    batches = [lambda model, step=step: model.loss(step) for step in range(5)]
+    names["train"](engine, batches, tmp_path)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.0), range(5))
+    assert distance(ours, theirs) < 1e-6
+    assert (tmp_path / "latest").read_text() == "global_step5"
+
+
+def test_from_deepspeed_under_the_trainer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    config = {"train_batch_size": "auto", "gradient_clipping": "auto", "optimizer": auto, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "longshore": longshore,
+        "model": example.tiny_llama(),
+        "dataset": example.Counting(),
+        "output": str(tmp_path / "output"),
+        "Trainer": transformers.Trainer,
+        "TrainingArguments": arguments,
+    }
+    exec(program(MIGRATE, number=1, section="DeepSpeed"), names)
+    assert names["trainer"].state.global_step == names["optimizers"][0].version == 4
+
+
+@pytest.mark.parametrize("section", ["torchao", "FSDP"])
+def test_from_other_optimizers(section: str, servers: str) -> None:
+    ours, theirs = pair("mlp")
+    build = names_of(section)["build"]
+    train(ours, build(ours) if section == "torchao" else build(ours, servers), range(5))
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), range(5))
+    assert distance(ours, theirs) < 1e-6

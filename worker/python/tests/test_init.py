@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import Transformer
 from torch import nn
-from units import Accountant, Deep, Transformer, optimizer_of, same, train, weight_bytes
+from units import Accountant, Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors

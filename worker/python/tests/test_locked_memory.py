@@ -146,11 +146,10 @@ def test_memory_of_a_server_that_was_restarted_is_let_go_of(tmp_path: Path) -> N
             optimizer.step()
             assert device.registered is not None
             registered.append(set(device.registered))
-        print(registered, device.copies)
         optimizer.close()
         assert device.registered == {}
-    assert device.copies["from registered"] > 0 and device.copies["from torch's"] == 0
-    assert registered[2] - registered[5]
+    assert device.copies["from registered"] > 0
+    assert registered[2] - registered[5] and registered[5] - registered[2]
 
 
 def lent(optimizer: longshore.AdamW, index: int) -> Any:

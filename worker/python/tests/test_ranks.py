@@ -1,7 +1,9 @@
-"""Four ranks with gloo, in each way in which ranks and servers share the work. A rank runs rank.py."""
+"""Four ranks with gloo, in each way in which ranks and servers share the work, also with parameters on meshes: HSDP, tensor parallelism, and
+FSDP2 with it. A rank runs rank.py."""
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -76,13 +78,13 @@ class Loop:
         for rule, gradient in zip(self.rules, gradients, strict=True):
             rule.step(gradient.numpy() * scale, self.steps, LR, ahead=False)
 
-    def check(self, ranks: list[dict[str, Any]], steps: int = STEPS) -> None:
+    def check(self, ranks: list[dict[str, Any]]) -> None:
         """Checks that all ranks have the norms and weights of this loop."""
         for gradients, norm in zip(ranks[0]["gradients"], ranks[0]["norms"], strict=True):
             exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
             assert norm == pytest.approx(exact, rel=1e-6)
             self.step(gradients, norm)
-        assert self.steps == steps
+        assert self.steps == STEPS
         for rank in ranks:
             assert rank["norms"] == ranks[0]["norms"]
             assert self.has(rank["weights"])
@@ -117,8 +119,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 WAYS = ("sum", "scatter", "fsdp", "ddp")
+#: Ways in which parameters lie on meshes.
+PLACED = ("hybrid", "tensor", "both")
 #: Ways in which ranks can push gradients during backward.
-STREAMING = ("sum", "scatter", "fsdp")
+STREAMING = ("sum", "scatter", "fsdp", *PLACED)
+
+
+def model_of(way: str) -> Any:
+    return net("placed" if way in PLACED else "net")
 
 
 @pytest.fixture(scope="module")
@@ -133,31 +141,30 @@ def trained(folders: dict[tuple[str, bool], Path], tmp_path_factory: pytest.Temp
     delay."""
     delayed = {"delay": 1, "warmup_steps": 2, "streaming": True}
     clipped = {"max_grad_norm": CLIP}
-    runs: dict[str, tuple[str, dict[str, Any]]] = {way: (way, {**clipped, "transport": "tcp"}) for way in WAYS}
+    runs: dict[str, tuple[str, dict[str, Any]]] = {way: (way, {**clipped, "transport": "tcp"}) for way in (*WAYS, *PLACED)}
     for way in STREAMING:
         runs[way][1].update(keep=True, saves={"folder": str(folders[way, False]), "everyone": False})
         parted = {**clipped, "streaming": True, "job": f"parted-{way}"}
         # The first gradients of one job open it, in the middle of a backward.
         runs[f"{way} first"] = (way, {**parted, "steps": 3, "opens": way != "scatter"})
         runs[f"{way} then"] = (way, {**parted, "seed": 1, "keep": True, "saves": {"folder": str(folders[way, True]), "everyone": True}})
-        runs[f"{way} delayed"] = (way, {**clipped, **delayed})
+        runs[f"{way} delayed"] = (way, {**clipped, **delayed, "streaming": way != "hybrid"})
+    for way in ("sum", "scatter", "fsdp"):
         runs[f"{way} saved"] = (way, {**clipped, **delayed, "correction": "none", "saves_at": 4})
     runs["engine"] = ("engine", clipped)
     runs["fsdp resumed"] = ("fsdp", {"resume": "scatter", "keep": True, "steps": 0})
     runs["scatter resumed"] = ("scatter", {"resume": "fsdp", "keep": True, "steps": 0})
+    runs["both resumed"] = ("both", {"resume": "hybrid", "seed": 1, "keep": True, "steps": 0})
     runs |= {f"!{case}": (f"!{case}", {"job": case.replace(" ", "-"), **options}) for case, (options, _) in REFUSED.items()}
-    with several(2, "3GiB") as servers:
+    with several(2, "6GiB") as servers:
         return run_named(tmp_path_factory.mktemp("ranks"), runs, servers=servers)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *PLACED])
 def test_a_way_equals_a_plain_loop_bit_for_bit(trained: Found, way: str) -> None:
-    Loop().check(trained[way])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_rank_has_the_frozen_weights_of_rank_0(trained: Found, way: str) -> None:
-    frozen = [parameter for parameter in net().parameters() if not parameter.requires_grad]
+    """The norm covers the whole gradient, with each piece once. Every rank has the frozen weights of rank 0."""
+    Loop(model_of(way)).check(trained[way])
+    frozen = [parameter for parameter in model_of(way).parameters() if not parameter.requires_grad]
     assert all(are_equal(rank["frozen"], frozen) for rank in trained[way])
 
 
@@ -165,7 +172,7 @@ def test_every_rank_has_the_frozen_weights_of_rank_0(trained: Found, way: str) -
 def test_streaming_ranks_that_find_the_job_go_on_to_the_bits_of_safe_mode(trained: Found, way: str) -> None:
     for whole, first, then in zip(trained[way], trained[f"{way} first"], trained[f"{way} then"], strict=True):
         assert then["version"] == 3 and first["norms"] + then["norms"] == whole["norms"]
-        assert are_equal(then["weights"], whole["weights"]) and are_equal(then["frozen"], whole["frozen"])
+        assert are_equal(then["own"], whole["own"])
 
 
 def read_universal(folder: Path) -> dict[str, dict[str, Any]]:
@@ -185,7 +192,7 @@ def test_rank_0_writes_other_programs_files_of_what_all_ranks_have(
     folder, found = folders[way, everyone], trained[f"{way} then" if everyone else way][0]
     as_torch = torch.load(folder / "adamw.pt", weights_only=True)["state"]
     universal, model = read_universal(folder / "universal" / "tag"), load_file(folder / "model" / "model.safetensors")
-    names = [name for name, parameter in net().named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in model_of(way).named_parameters() if parameter.requires_grad]
     assert set(universal) == set(model) == set(names)
     for (number, state), name, weight in zip(found["state"]["state"].items(), names, found["weights"], strict=True):
         assert torch.equal(model[name], weight), name
@@ -195,7 +202,7 @@ def test_rank_0_writes_other_programs_files_of_what_all_ranks_have(
             assert torch.equal(as_torch[number][key], state[key]) and torch.equal(universal[name][key], state[key]), (name, key)
 
 
-@pytest.mark.parametrize(("source", "resumed"), [("scatter", "fsdp resumed"), ("fsdp", "scatter resumed")])
+@pytest.mark.parametrize(("source", "resumed"), [("scatter", "fsdp resumed"), ("fsdp", "scatter resumed"), ("hybrid", "both resumed")])
 def test_a_new_job_goes_on_from_all_state(trained: Found, source: str, resumed: str) -> None:
     for one, other in zip(trained[source], trained[resumed], strict=True):
         assert same_state(one["state"], other["state"])
@@ -249,15 +256,41 @@ def test_delayed_ways_agree_with_delayed_servers_that_sum(trained: Found, way: s
 
 @pytest.mark.parametrize("way", ["scatter", "fsdp", "ddp"])
 def test_a_rank_moves_a_quarter_of_the_bytes(trained: Found, way: str) -> None:
-    whole = 4 * sum(parameter.numel() for parameter in net().parameters() if parameter.requires_grad)
+    whole, frozen = (4 * sum(p.numel() for p in net().parameters() if p.requires_grad is trains) for trains in (True, False))
     for summed, partitioned in zip(trained["sum"], trained[way], strict=True):
         for before, ours in zip(summed["bytes"], partitioned["bytes"], strict=True):
             assert before[0] == pytest.approx(whole, rel=0.1)
             assert ours[0] == pytest.approx(before[0] / RANKS, rel=0.1)
-        # Weights arrive behind a report. By the last one the weights of 5 steps have come, and perhaps those of 7.
+        # Weights arrive behind a report. By the last one the weights of 5 steps have come, and perhaps those of 7 and the frozen ones.
         for found in (summed, partitioned):
             image = found["bytes"][0][0]  # as large as the gradient, since both are fp32
-            assert (STEPS - 1) * image <= sum(pulled for _, pulled in found["bytes"]) <= (STEPS + 1) * image
+            assert (STEPS - 1) * image <= sum(pulled for _, pulled in found["bytes"]) <= (STEPS + 1) * image + frozen
+
+
+@pytest.mark.parametrize("way", PLACED)
+def test_each_piece_is_sent_once(trained: Found, way: str) -> None:
+    elements = sum(param.numel() for param in model_of(way).parameters() if param.requires_grad)
+    for sent in zip(*([pushed for pushed, _ in rank["bytes"]] for rank in trained[way]), strict=True):
+        # Each rank's part is padded to whole blocks of 64 Ki elements.
+        assert 4 * elements <= sum(sent) <= 4 * (elements + RANKS * 64 * 1024)
+        assert max(sent) < 0.3 * sum(sent)
+
+
+@pytest.mark.parametrize("way", PLACED)
+def test_ranks_that_hold_the_same_have_the_same_bits(trained: Found, way: str) -> None:
+    """Also after delayed steps, whose weights differ from exact ones."""
+    delayed = trained[f"{way} delayed"]
+    assert all(are_equal(rank["weights"], delayed[0]["weights"]) for rank in delayed)
+    assert not are_equal(delayed[0]["own"], trained[way][0]["own"])
+    for one, other in ((0, 2), (1, 3)):
+        assert are_equal(trained["hybrid"][one]["own"], trained["hybrid"][other]["own"])
+        assert are_equal(trained["tensor"][one]["own"][:2], trained["tensor"][other]["own"][:2])
+
+
+def test_parts_on_meshes_are_those_that_torch_makes(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    assert run_named(tmp_path, {"fills": ("fills", {"seed": seed})})["fills"] == [""] * RANKS
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from models import MODELS, Transformer
 from torch import nn
-from units import TRANSPORTS, Accountant, Deep, Transformer, optimizer_of, pair, same, train, weight_bytes
+from units import TRANSPORTS, Accountant, Deep, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore import errors

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from models import Graph
+from models import Graph, Transformer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Lora, Transformer, check_in_units, optimizer_of, pair, same, train, weight_bytes
+from units import Deep, Lora, check_in_units, optimizer_of, pair, same, train, weight_bytes
 
 import longshore
 from longshore.units.model import Order, Unit

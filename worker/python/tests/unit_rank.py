@@ -8,11 +8,12 @@ from typing import Any
 
 import rank_program
 import torch
+from models import Transformer
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Lora, Transformer
+from units import Deep, Lora
 
 import longshore
 from longshore import _longshore, errors

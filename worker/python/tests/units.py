@@ -4,7 +4,6 @@ import weakref
 from typing import Any
 
 import torch
-from models import Block
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,36 +56,6 @@ class Deep(nn.Module):
 
     def loss(self, step: int) -> Tensor:
         return self(self.inputs(step)).float().square().mean()
-
-
-class Transformer(nn.Module):
-    """Many equal blocks of a Llama, with separate embeddings."""
-
-    def __init__(self, depth: int = 16, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
-        super().__init__()
-        self.words = words
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        if casts:
-            self.bfloat16()
-        self.turns = torch.outer(torch.arange(8), 1.0 / 100 ** (torch.arange(0, width // 4, 2) / (width // 4)))
-        #: Calls a block. Activation checkpointing replaces it.
-        self.call: Any = lambda block, *args: block(*args)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for block in self.blocks:
-            hidden = self.call(block, hidden, self.turns[: tokens.shape[1]])
-        return self.head(self.norm(hidden))
-
-    def loss(self, step: int) -> Tensor:
-        start = torch.randint(self.words, (2, 1), generator=torch.Generator().manual_seed(step))
-        tokens = (start + 3 * torch.arange(9)) % self.words
-        return functional.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Lora(nn.Module):
