@@ -12,6 +12,7 @@ pub mod io;
 pub mod job;
 pub mod kernels;
 pub mod record;
+mod retired;
 pub mod step;
 pub mod threads;
 pub mod tier;

@@ -1,10 +1,13 @@
 //! Training: open, join, commit, pause, leave. Statistics and watch have modules of their own.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use longshore_engine::{step::Progress, tier::StoredJob};
+use longshore_engine::{
+    step::{Phase, Progress},
+    tier::StoredJob,
+};
 use longshore_proto::{
-    Commit, Fault, FaultKind, JobSpec, Origin, Placement, Rank, ServerId, Version, limits::PROTOCOL,
+    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version, limits::PROTOCOL,
 };
 use longshore_wire::{
     self as wire, Wire,
@@ -25,6 +28,10 @@ use crate::{
     jobs::{Decided, JobHandle},
     trust::Caller,
 };
+
+/// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
+/// and workers wait 60 s for a job to open.
+const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -123,6 +130,7 @@ impl Services {
         }
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
+        self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
         let (created, handle) = jobs.open(wanted).await?;
@@ -142,6 +150,23 @@ impl Services {
         let answer =
             || Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) });
         room.make(default_deadline(), answer).await
+    }
+
+    /// Refuses a job without state here if an earlier release evicted its state to a checkpoint.
+    async fn check_not_evicted(&self, name: &JobName) -> Result<(), Fault> {
+        let has_state = |handle: Arc<JobHandle>| handle.job.progress().phase != Phase::Loading;
+        let Some(store) =
+            self.checkpoints.clone().filter(|_| !self.jobs.get(name.as_str()).is_ok_and(has_state))
+        else {
+            return Ok(());
+        };
+        let name = name.clone();
+        let read = blocking(move || store.check_not_evicted(&name));
+        tokio::time::timeout(FOLDER_PATIENCE, read).await.unwrap_or_else(|_| {
+            let value = format!("without an answer for {} s", FOLDER_PATIENCE.as_secs());
+            let remedy = "see whether the folder of --checkpoint-dir is mounted and its file server answers; the call is repeated";
+            Err(Fault::new(FaultKind::Unavailable, "checkpoint_dir", value, "a folder that answers", remedy))
+        })
     }
 
     async fn join_job(

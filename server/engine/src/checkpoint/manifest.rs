@@ -9,7 +9,7 @@ use super::{
     fault::{FIELD, corrupt, defect, io},
     part::Part,
 };
-use crate::{job::StoredImages, record};
+use crate::{job::StoredImages, record, retired};
 
 pub(super) const FILE: &str = "manifest.json";
 /// Raised when a reader of the version before would misread the files.
@@ -144,6 +144,7 @@ impl Manifest {
             let remedy = "restore it with the Longshore version that wrote it, or a newer one";
             return Err(Fault::new(FaultKind::Precondition, FIELD, value, limit, remedy));
         }
+        retired::check(&bytes)?;
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(bad)?;
         let servers = manifest.parts.len() as u32;
         for (server, part) in (0..).zip(&manifest.parts) {

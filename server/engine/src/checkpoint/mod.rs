@@ -13,6 +13,7 @@
 //! and the tail has one BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part
 //! verifies exactly those.
 
+mod evicted;
 mod fault;
 mod files;
 mod list;

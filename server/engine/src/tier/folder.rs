@@ -17,6 +17,7 @@ use super::{
     record::newer,
     storage::Inputs,
 };
+use crate::retired;
 
 pub(super) const HEADER_FILE: &str = "header.json";
 pub(super) const FOLDER: &str = "server-";
@@ -95,9 +96,11 @@ impl Header {
             let fault = newer("header", format);
             return Err(Fault { value: format!("{} ({})", path.display(), fault.value), ..fault });
         }
-        let header = Header::decode(&text).map_err(|why| {
+        let (header, body) = Header::decode(&text).map_err(|why| {
             corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
         })?;
+        retired::check(body)?;
+        retired::check_header(body)?;
         Ok(Some(header))
     }
 
@@ -113,7 +116,7 @@ impl Header {
         (found.format == FORMAT && found.format_version > FORMAT_VERSION).then_some(found.format_version)
     }
 
-    fn decode(text: &[u8]) -> Result<Header, String> {
+    fn decode(text: &[u8]) -> Result<(Header, &[u8]), String> {
         let line = text.iter().position(|&byte| byte == b'\n').ok_or("no first line")?;
         let (first, body) = (&text[..line], &text[line + 1..]);
         let envelope: Envelope = serde_json::from_slice(first).map_err(|error| error.to_string())?;
@@ -130,7 +133,7 @@ impl Header {
         if envelope.format_version != FORMAT_VERSION {
             return Err(format!("format_version {}", envelope.format_version));
         }
-        serde_json::from_slice(body).map_err(|error| error.to_string())
+        Ok((serde_json::from_slice(body).map_err(|error| error.to_string())?, body))
     }
 
     fn encode(&self) -> serde_json::Result<Vec<u8>> {

@@ -4,6 +4,7 @@ use longshore_proto::{Fault, FaultKind};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::fault::FIELD;
+use crate::retired;
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;
@@ -95,6 +96,9 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     }
     let Some(frame) = frame else { return broken("bad length") };
     let body = &frame[HEAD..HEAD + json];
+    if let Err(fault) = retired::check(body) {
+        return Found::Refused(fault);
+    }
     match serde_json::from_slice(body) {
         Ok(body) => Found::Valid(body),
         Err(error) => Found::Broken(error.to_string()),
