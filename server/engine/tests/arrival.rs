@@ -1,7 +1,12 @@
 //! Chunks whose payload arrives in slices. A chunk counts once its whole payload is there and sound;
 //! otherwise it leaves no trace.
 
-use longshore_engine::job::{Admitted, Job, Stored, Writing};
+use std::sync::Arc;
+
+use longshore_engine::{
+    job::{Job, Writing},
+    step::Admission,
+};
 use longshore_proto::{ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, Rank};
 
 use crate::common::{self, BLOCK, cluster::Cluster, gradient, spec, weights};
@@ -15,9 +20,9 @@ fn small() -> JobSpec {
     spec
 }
 
-fn admit<'a>(job: &'a Job, chunk: &ContributionChunk) -> Writing<&'a Job> {
-    match Job::admit(job, chunk).unwrap() {
-        Admitted::Write(writing) => writing,
+fn admit(job: &Arc<Job>, chunk: &ContributionChunk) -> Writing {
+    match job.admit(chunk).unwrap() {
+        Admission::New(writing) => writing,
         _ => panic!("{chunk:?} was not admitted"),
     }
 }
@@ -32,7 +37,7 @@ fn slices_of_several_chunks_may_alternate() {
     let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
     let chunks = cluster.chunks(1, 0, 0, &flat);
     assert_eq!(chunks.len(), 3);
-    let job = std::sync::Arc::clone(&cluster.jobs[0]);
+    let job = Arc::clone(&cluster.jobs[0]);
     let mut writings: Vec<_> = chunks.iter().map(|(chunk, _)| admit(&job, chunk)).collect();
     // Slices end inside elements, and exceed the copy under one lock.
     for at in (0..1 << 20).step_by(300_001) {
@@ -56,12 +61,12 @@ fn what_breaks_off_was_never_there() {
     let flat = gradient(&spec, 1, 1.0);
     let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
     let (chunk, payload) = cluster.chunks(1, 0, 0, &flat)[0];
-    let job = std::sync::Arc::clone(&cluster.jobs[0]);
+    let job = Arc::clone(&cluster.jobs[0]);
 
     let mut writing = admit(&job, &chunk);
     writing.write(&payload[..1000]).unwrap();
     // The same chunk over another connection waits, and so does the rank's next process.
-    assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Busy));
+    assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Busy));
     assert_eq!(job.join(Rank(0), Incarnation(2)), Ok(false));
     drop(writing);
     assert!(!job.protocol.is_step_begun());
@@ -79,6 +84,6 @@ fn what_breaks_off_was_never_there() {
     assert_eq!(writing.write(&payload[..2]).unwrap_err().kind, FaultKind::Invalid);
     assert_eq!(writing.finish().unwrap_err().field, "payload");
     assert!(!job.protocol.is_step_begun());
-    assert_eq!(cluster.store(&chunk, payload), Ok(Stored::New(None)));
+    assert_eq!(cluster.store(&chunk, payload), Ok(Admission::New(None)));
     assert_eq!(job.traffic().0, payload.len() as u64);
 }

@@ -1,7 +1,7 @@
 //! Promise 3 inside one server: workers die at any point of a step and join again. The bits equal those of a
 //! run without deaths.
 
-use longshore_engine::{job::Stored, kernels::Isa};
+use longshore_engine::{kernels::Isa, step::Admission};
 use longshore_proto::{
     Commit, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Origin, Rank, Reads, ShardId,
     Step, TierKind, Version,
@@ -53,7 +53,7 @@ fn finish(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>]) {
 /// Sends the first `count` chunks, with sums at once or never, and then replaces the rank.
 fn send_some(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>], count: usize) {
     for (chunk, payload) in all_chunks(cluster, step, flats).into_iter().take(count) {
-        assert!(matches!(cluster.store(&chunk, payload), Ok(Stored::New(_))));
+        assert!(matches!(cluster.store(&chunk, payload), Ok(Admission::New(_))));
         cluster.work();
     }
 }
@@ -124,7 +124,7 @@ fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
     for (mut chunk, payload) in cluster.chunks(1, 0, 1, &flats[1]).into_iter().take(3) {
         chunk.loss_scale = 64.0;
-        assert_eq!(cluster.store(&chunk, payload), Ok(Stored::New(None)));
+        assert_eq!(cluster.store(&chunk, payload), Ok(Admission::New(None)));
     }
     cluster.join(1);
     let mixed = vec![flats[0].clone(), other[1].clone()];
@@ -145,7 +145,7 @@ fn a_delayed_worker_killed_between_commit_and_update() {
     cluster.join(0);
     // Step 3 shares its buffers with step 1, which is not updated yet.
     let (chunk, payload) = all_chunks(&cluster, 3, &steps[2])[0];
-    assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Busy));
+    assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Busy));
     cluster.work();
     finish(&mut cluster, 2, &steps[3]);
     finish(&mut cluster, 3, &steps[2]);
@@ -170,7 +170,7 @@ fn a_worker_that_missed_the_commits_answer_goes_on() {
         // Resent chunks of the decided step are acknowledged, before and after its update.
         for _ in 0..2 {
             for (chunk, payload) in all_chunks(&cluster, 1, &first) {
-                assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Decided));
+                assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Decided));
             }
             cluster.work();
         }
@@ -247,7 +247,7 @@ fn a_delayed_step_waits_for_the_gradients_of_present_processes() {
     assert!(cluster.jobs[0].statistics(shard, Step(1)).unwrap().is_none());
     assert_eq!(cluster.commit(&decision).unwrap_err().kind, FaultKind::Precondition);
     for (chunk, payload) in cluster.chunks(1, 0, 1, &flats[1]) {
-        assert_eq!(cluster.store(&chunk, payload), Ok(Stored::Superseded));
+        assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Superseded));
     }
     assert!(cluster.jobs[0].statistics(shard, Step(1)).unwrap().is_some());
     cluster.commit(&decision).unwrap();
@@ -335,11 +335,11 @@ fn what_was_computed_with_a_version_that_is_not_reached_waits_until_it_can_be_ju
         |decided_by| Reads { version: longshore_proto::Version(1), decided_by: Incarnation(decided_by) };
     let (chunk, payload) = all_chunks(&cluster, 2, &gradients[1])[0];
     let [stale, right] = [6, 7].map(|decided_by| ContributionChunk { reads: reads(decided_by), ..chunk });
-    assert_eq!(cluster.store(&stale, payload), Ok(Stored::Busy));
-    assert_eq!(cluster.store(&right, payload), Ok(Stored::Busy));
+    assert_eq!(cluster.store(&stale, payload), Ok(Admission::Busy));
+    assert_eq!(cluster.store(&right, payload), Ok(Admission::Busy));
     cluster.push(1, &gradients[0]);
     cluster.commit(&Commit { decided_by: Incarnation(7), ..commit(&spec, 1) }).unwrap();
     let fault = cluster.store(&stale, payload).unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Conflict, "push.reads"));
-    assert_eq!(cluster.store(&right, payload), Ok(Stored::New(None)));
+    assert_eq!(cluster.store(&right, payload), Ok(Admission::New(None)));
 }

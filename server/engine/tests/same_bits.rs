@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use longshore_engine::{
     io::Engine,
-    job::Stored,
     kernels::Isa,
+    step::Admission,
     tier::{Spill, Storage},
 };
 use longshore_proto::{
@@ -369,12 +369,12 @@ impl<'a> Traffic<'a> {
         let index = self.noise.below(self.pending.len());
         let (chunk, payload) = self.pending[index];
         match self.cluster.store(&chunk, payload) {
-            Ok(Stored::New(_)) => self.stored.push(self.pending.swap_remove(index)),
-            Ok(Stored::Busy) => {}
+            Ok(Admission::New(_)) => self.stored.push(self.pending.swap_remove(index)),
+            Ok(Admission::Busy) => {}
             // Sums from before the restart stay summed.
-            Ok(Stored::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
+            Ok(Admission::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             // The chunk's step was decided before the restart.
-            Ok(Stored::Decided) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
+            Ok(Admission::Decided) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             // The chunk came before the same chunk of the previous micro-step.
             Err(fault) if fault.field == "micro_step" => {}
             other => panic!("{chunk:?} was never stored: {other:?}"),
@@ -385,13 +385,13 @@ impl<'a> Traffic<'a> {
         if !self.stored.is_empty() {
             let (chunk, payload) = self.stored[self.noise.below(self.stored.len())];
             let expected = match chunk.contribution.step.0 <= self.decided {
-                true => Stored::Decided,
-                false if chunk.lent || self.restarted => Stored::Superseded,
-                false => Stored::Duplicate,
+                true => Admission::Decided,
+                false if chunk.lent || self.restarted => Admission::Superseded,
+                false => Admission::Duplicate,
             };
             let found = self.cluster.store(&chunk, payload).unwrap();
             assert!(
-                found == expected || (self.restarted && found == Stored::Duplicate),
+                found == expected || (self.restarted && found == Admission::Duplicate),
                 "{chunk:?}: {found:?}"
             );
         }

@@ -14,9 +14,9 @@ use std::{
 
 use longshore_engine::{
     admission::{Budget, Need},
-    job::{Exported, Job, Piece, Snapshot, SnapshotInfo, Stored},
+    job::{Exported, Job, Piece, Snapshot, SnapshotInfo},
     kernels::Isa,
-    step::Work,
+    step::{Admission, Work},
     tier::Storage,
 };
 use longshore_proto::{
@@ -26,7 +26,7 @@ use longshore_proto::{
 
 use crate::common::{
     BLOCK, Dirs, Noise,
-    cluster::{Cluster, compute, soon},
+    cluster::{Cluster, compute, soon, store},
     commit, encode, gradient,
     reference::Reference,
     spec, weights,
@@ -73,7 +73,7 @@ impl Patience {
 }
 
 /// Pushes one rank's gradients of all steps. Waits while the step is too early or the server is busy.
-fn push(job: &Job, chunks: impl Fn(u64) -> Vec<(ContributionChunk, Vec<u8>)>, works: &Sender<Work>) {
+fn push(job: &Arc<Job>, chunks: impl Fn(u64) -> Vec<(ContributionChunk, Vec<u8>)>, works: &Sender<Work>) {
     let patience = Patience::new();
     for step in 1..=STEPS {
         while job.progress().version.0 + 2 < step {
@@ -81,12 +81,12 @@ fn push(job: &Job, chunks: impl Fn(u64) -> Vec<(ContributionChunk, Vec<u8>)>, wo
         }
         for (chunk, payload) in chunks(step) {
             loop {
-                match job.store(&chunk, &payload).unwrap() {
-                    Stored::New(work) => {
+                match store(job, &chunk, &payload).unwrap() {
+                    Admission::New(work) => {
                         work.into_iter().for_each(|work| works.send(work).unwrap());
                         break;
                     }
-                    Stored::Busy => patience.wait(),
+                    Admission::Busy => patience.wait(),
                     _ => panic!("{chunk:?} was never stored"),
                 }
             }

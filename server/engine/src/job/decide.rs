@@ -10,7 +10,7 @@ use super::Job;
 use crate::{
     kernels::Statistics,
     record::Joined,
-    step::{Admission, Machine, Refusal, Work},
+    step::{Machine, Refusal, Work},
 };
 
 const LEFT_OUT: &str = "commit.left_out";
@@ -22,7 +22,7 @@ impl Job {
         self.protocol.check_alive()?;
         let mut machine = self.protocol.machine();
         let before = machine.has_joined(rank, incarnation);
-        let joined = machine.join(rank, incarnation)? != Admission::Busy;
+        let joined = machine.join(rank, incarnation)?;
         if joined && !before {
             // The machine stays locked, so that the new process cannot yet overwrite contributions that the
             // tier must first forget.

@@ -30,7 +30,7 @@ pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::inspect;
 pub use protocol::{Observer, Protocol};
 pub use pull::{ImageBytes, ImagePlace, Pulled};
-pub use push::{Admitted, Stored, Writing, check_sum};
+pub use push::{Writing, check_sum};
 pub(crate) use snapshots::PartUnderWay;
 pub use snapshots::{
     BlockCopy, Captured, CopiedBlock, Ended, Exported, Piece, Snapshot, SnapshotInfo, Snapshots,

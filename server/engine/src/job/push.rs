@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    ops::{Deref, Range},
+    ops::Range,
     sync::{Arc, atomic::Ordering},
 };
 
@@ -29,34 +29,9 @@ use crate::{
 /// one call (50 microseconds). Their checksum is then taken while they are in the core's L2 cache.
 const LOCKED_BYTES: usize = 256 * 1024;
 
-/// Outcome of a pushed chunk.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Stored {
-    New(Option<Work>),
-    /// The chunk is held already, with the same checksum.
-    Duplicate,
-    /// The chunk is held already and was not compared. An earlier process of its rank sent it, or it was
-    /// lent.
-    Superseded,
-    /// The chunk's step is decided, and the chunk was compared with nothing.
-    Decided,
-    /// The chunk's buffer is not free yet, and nothing was stored. Ask again after a change.
-    Busy,
-}
-
-/// Destination of a chunk's payload, decided on the chunk's other fields before any payload arrives.
-#[expect(clippy::large_enum_variant, reason = "one a MiB, moved twice: a box would cost more")]
-pub enum Admitted<J: Deref<Target = Job>> {
-    Write(Writing<J>),
-    Duplicate,
-    Superseded,
-    Decided,
-    Busy,
-}
-
 /// A chunk's share of its rank's buffer while its payload arrives. Dropped unfinished, it stores nothing.
-pub struct Writing<J: Deref<Target = Job>> {
-    job: J,
+pub struct Writing {
+    job: Arc<Job>,
     ticket: Ticket,
     /// The bytes of the rank's gradient that have not arrived yet.
     left: Range<usize>,
@@ -66,7 +41,7 @@ pub struct Writing<J: Deref<Target = Job>> {
     finished: bool,
 }
 
-impl<J: Deref<Target = Job>> Writing<J> {
+impl Writing {
     pub fn chunk(&self) -> &ContributionChunk {
         &self.ticket.chunk
     }
@@ -223,7 +198,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     }
 }
 
-impl<J: Deref<Target = Job>> Writing<J> {
+impl Writing {
     /// Returns the parameters of a chunk in DRAM that have no gradient. Sums are scanned once they are whole.
     fn left_out(&self, staged: &Staged) -> Vec<u32> {
         let Ticket { owned, chunk, .. } = self.ticket;
@@ -255,7 +230,7 @@ impl<J: Deref<Target = Job>> Writing<J> {
     }
 }
 
-impl<J: Deref<Target = Job>> Drop for Writing<J> {
+impl Drop for Writing {
     fn drop(&mut self) {
         if !self.finished {
             if let (Some(spilled), Some(staged)) = (&self.job.gradients.spilled, self.staged.take()) {
@@ -278,48 +253,28 @@ pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
 }
 
 impl Job {
-    /// Returns the destination of a chunk whose payload is about to come. `job` may be a reference or an
-    /// `Arc`.
-    pub fn admit<J: Deref<Target = Job>>(job: J, chunk: &ContributionChunk) -> Result<Admitted<J>, Fault> {
-        job.protocol.check_alive()?;
-        let admission = job.protocol.machine().admit(chunk)?;
+    /// Decides on a chunk whose payload is about to come, by the chunk's other fields.
+    pub fn admit(self: &Arc<Self>, chunk: &ContributionChunk) -> Result<Admission<Writing>, Fault> {
+        self.protocol.check_alive()?;
+        let admission = self.protocol.machine().admit(chunk)?;
         if matches!(admission, Admission::Duplicate | Admission::Superseded) {
             // The statistics of a delayed step may wait for this process's last chunk.
-            job.protocol.notify();
+            self.protocol.notify();
         }
-        let ticket = match admission {
-            Admission::Duplicate => return Ok(Admitted::Duplicate),
-            Admission::Superseded => return Ok(Admitted::Superseded),
-            Admission::Decided => return Ok(Admitted::Decided),
-            Admission::Busy => return Ok(Admitted::Busy),
-            Admission::Write(ticket) => ticket,
-        };
-        // The machine refuses a chunk that is not in the shard, or that does not have its length.
-        let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
-        let left = start..start + chunk.bytes as usize;
-        let mut staged = None;
-        if let Some(spilled) = job.gradients.spilled.as_ref().filter(|_| !chunk.lent) {
-            staged = spilled.stage(start);
-            if staged.is_none() {
-                job.protocol.machine().abandoned(ticket);
-                return Ok(Admitted::Busy);
+        Ok(admission.and_then(|ticket| {
+            // The machine refuses a chunk that is not in the shard, or that does not have its length.
+            let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
+            let mut staged = None;
+            if let Some(spilled) = self.gradients.spilled.as_ref().filter(|_| !chunk.lent) {
+                staged = spilled.stage(start);
+                if staged.is_none() {
+                    self.protocol.machine().abandoned(ticket);
+                    return Admission::Busy;
+                }
             }
-        }
-        Ok(Admitted::Write(Writing { job, ticket, left, sum: Crc32::new(), staged, finished: false }))
-    }
-
-    /// Stores one chunk whose whole payload is at hand.
-    pub fn store(&self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
-        match Job::admit(self, chunk)? {
-            Admitted::Duplicate => Ok(Stored::Duplicate),
-            Admitted::Superseded => Ok(Stored::Superseded),
-            Admitted::Decided => Ok(Stored::Decided),
-            Admitted::Busy => Ok(Stored::Busy),
-            Admitted::Write(mut writing) => {
-                writing.write(payload)?;
-                writing.finish().map(Stored::New)
-            }
-        }
+            let (job, left) = (Arc::clone(self), start..start + chunk.bytes as usize);
+            Admission::New(Writing { job, ticket, left, sum: Crc32::new(), staged, finished: false })
+        }))
     }
 
     /// Counts a chunk that has reached the drives, if there is one. The compute thread calls this, like

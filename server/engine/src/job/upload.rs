@@ -31,20 +31,6 @@ pub struct UploadChunk {
 }
 
 impl Job {
-    /// Stores a chunk of fp32 initial weights of a job that is filled with weights alone.
-    pub fn upload(
-        &self,
-        incarnation: Incarnation,
-        shard: ShardId,
-        chunk: ChunkId,
-        crc32: u32,
-        payload: &[u8],
-    ) -> Result<(), Fault> {
-        let (array, left_out) = (StateArray::Master, Vec::new());
-        let part = UploadChunk { shard, array, chunk, applied: None, left_out, crc32 };
-        self.upload_chunk(incarnation, part, payload)
-    }
-
     /// Stores a chunk of fp32 initial state. The last chunk starts the job at version 0.
     pub fn upload_chunk(
         &self,

@@ -6,13 +6,12 @@ use longshore_proto::{ContributionChunk, Step};
 use super::{
     machine::{Admission, Machine, Sum, Ticket, Work},
     refusal::Refusal,
-    shard::Verdict,
 };
 use crate::ids::{Contributor, GradientSlot, OwnedShard};
 
 impl Machine {
-    /// Decides on one chunk. After `Write` the caller stores the bytes and reports back.
-    pub fn admit(&mut self, chunk: &ContributionChunk) -> Result<Admission, Refusal> {
+    /// Decides on one chunk. After `New` the caller stores the bytes and reports back.
+    pub fn admit(&mut self, chunk: &ContributionChunk) -> Result<Admission<Ticket>, Refusal> {
         self.check_not_loading()?;
         let contribution = chunk.contribution;
         self.check_rank(contribution.rank, chunk.incarnation)?;
@@ -37,19 +36,14 @@ impl Machine {
         let (slot, chunks) = (shard.slot_of(step), shard.chunks);
         let verdict = shard.slot_mut(step).judge(chunk, contributor, chunks)?;
         let is_last = contribution.micro_step.0 + 1 == self.spec.micro_steps;
-        if is_last && matches!(verdict, Verdict::Duplicate | Verdict::Superseded) {
+        if is_last && matches!(verdict, Admission::Duplicate | Admission::Superseded) {
             shard.slot_mut(step).sent(chunk, contributor);
         }
-        match verdict {
-            Verdict::Duplicate => Ok(Admission::Duplicate),
-            Verdict::Superseded => Ok(Admission::Superseded),
-            Verdict::Busy => Ok(Admission::Busy),
-            Verdict::Write => {
-                self.settle(step, chunk.loss_scale);
-                self.note_reads(chunk);
-                Ok(Admission::Write(Ticket { owned, slot, contributor, chunk: *chunk }))
-            }
-        }
+        Ok(verdict.and_then(|()| {
+            self.settle(step, chunk.loss_scale);
+            self.note_reads(chunk);
+            Admission::New(Ticket { owned, slot, contributor, chunk: *chunk })
+        }))
     }
 
     fn check_chunk(&self, chunk: &ContributionChunk) -> Result<(OwnedShard, Contributor), Refusal> {

@@ -44,16 +44,31 @@ pub struct Ticket {
     pub chunk: ContributionChunk,
 }
 
+/// Answer to a chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Admission {
-    Write(Ticket),
+pub enum Admission<T> {
+    /// The chunk is not held yet, and its bytes are to be written.
+    New(T),
+    /// The chunk is held already, with the same checksum.
     Duplicate,
     /// The chunk is held already and was not compared: an earlier process sent it, or it was lent.
     Superseded,
     /// The chunk's step is decided, and the chunk was compared with nothing.
     Decided,
-    /// The caller should ask again once the job has moved.
+    /// The chunk's buffer is not free yet. The caller should ask again once the job has moved.
     Busy,
+}
+
+impl<T> Admission<T> {
+    pub fn and_then<U>(self, new: impl FnOnce(T) -> Admission<U>) -> Admission<U> {
+        match self {
+            Admission::New(value) => new(value),
+            Admission::Duplicate => Admission::Duplicate,
+            Admission::Superseded => Admission::Superseded,
+            Admission::Decided => Admission::Decided,
+            Admission::Busy => Admission::Busy,
+        }
+    }
 }
 
 /// Work for [`Job::perform`](crate::job::Job::perform).

@@ -3,7 +3,7 @@
 use longshore_proto::{Incarnation, Rank};
 
 use super::{
-    machine::{Admission, Machine, RankState},
+    machine::{Machine, RankState},
     refusal::Refusal,
     shard::ShardProgress,
 };
@@ -23,11 +23,11 @@ impl Machine {
         Ok(true)
     }
 
-    /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns Busy while the
-    /// earlier process's last chunk is being written.
-    pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<Admission, Refusal> {
+    /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns false while
+    /// the earlier process's last chunk is being written.
+    pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         if self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only {
-            return Ok(Admission::Duplicate);
+            return Ok(true);
         }
         let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
         let in_use = |shard: &ShardProgress| {
@@ -35,7 +35,7 @@ impl Machine {
             contributor.is_some_and(|contributor| shard.slots.iter().any(|slot| slot.in_use(contributor)))
         };
         if self.shards.iter().any(in_use) {
-            return Ok(Admission::Busy);
+            return Ok(false);
         }
         let is_lone = self.spec.world_size == 1;
         for shard in &mut self.shards {
@@ -52,7 +52,7 @@ impl Machine {
         self.forget_reads_of(rank);
         self.ranks[rank.index()] =
             RankState { incarnation: Some(incarnation), joined_at, ..RankState::default() };
-        Ok(Admission::Duplicate)
+        Ok(true)
     }
 
     /// Checks that a process may take a rank. Returns true if it has taken it already.

@@ -6,20 +6,8 @@ use longshore_proto::{
     ChunkId, ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version,
 };
 
-use super::refusal::Refusal;
+use super::{machine::Admission, refusal::Refusal};
 use crate::ids::{Contributor, GradientSlot};
-
-/// Verdict on a chunk that this slot may hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    Write,
-    /// The chunk is stored already, with the same checksum.
-    Duplicate,
-    /// The chunk is held already and was not compared: an earlier process sent it, or it was lent.
-    Superseded,
-    /// The chunk's buffer still holds other data. The sender should ask again when the job has moved.
-    Busy,
-}
 
 /// A stored chunk's checksum, and the process that sent it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -102,7 +90,7 @@ impl RankSlot {
     /// Returns the verdict on a chunk that is held already. A restarted process may compute other bits for a
     /// batch that is in the sum. The first bits stay: both are gradients of the same batch. To replace one,
     /// all other ranks would have to send again.
-    fn repeated(&self, chunk: &ContributionChunk) -> Result<Verdict, Refusal> {
+    fn repeated(&self, chunk: &ContributionChunk) -> Result<Admission<()>, Refusal> {
         let contribution = chunk.contribution;
         let receipt = self.receipt(contribution.micro_step, chunk.chunk.0);
         let earlier = receipt.filter(|receipt| receipt.incarnation == chunk.incarnation && !chunk.lent);
@@ -111,8 +99,8 @@ impl RankSlot {
                 let (chunk, crc32) = (chunk.chunk, chunk.crc32);
                 Err(Refusal::OtherChecksum { contribution, chunk, crc32, earlier })
             }
-            Some(_) => Ok(Verdict::Duplicate),
-            None => Ok(Verdict::Superseded),
+            Some(_) => Ok(Admission::Duplicate),
+            None => Ok(Admission::Superseded),
         }
     }
 
@@ -154,10 +142,10 @@ impl StepSlot {
         chunk: &ContributionChunk,
         contributor: Contributor,
         chunks: u32,
-    ) -> Result<Verdict, Refusal> {
+    ) -> Result<Admission<()>, Refusal> {
         let contribution = chunk.contribution;
         match self.step {
-            Some(step) if step != contribution.step => return Ok(Verdict::Busy),
+            Some(step) if step != contribution.step => return Ok(Admission::Busy),
             _ => {}
         }
         let rank = &mut self.ranks[contributor.index()];
@@ -170,13 +158,13 @@ impl StepSlot {
         }
         if self.complete {
             // An earlier process summed all of it, and its receipts are gone.
-            return Ok(Verdict::Superseded);
+            return Ok(Admission::Superseded);
         }
         if let Some(missing) = rank.overtaken(chunk, self.summed) {
             return Err(Refusal::MicroStepTooEarly { contribution, missing });
         }
         if self.summing || contribution.micro_step.0 != self.summed || rank.is_writing(chunk) {
-            return Ok(Verdict::Busy);
+            return Ok(Admission::Busy);
         }
         self.step = Some(contribution.step);
         rank.set_writing(chunk, true);
@@ -184,7 +172,7 @@ impl StepSlot {
         if rank.receipts.len() <= micro_step {
             rank.receipts.resize(micro_step + 1, vec![None; chunks as usize]);
         }
-        Ok(Verdict::Write)
+        Ok(Admission::New(()))
     }
 
     /// The chunk's bytes are in its buffer. Returns true when the chunk was the micro-step's last.

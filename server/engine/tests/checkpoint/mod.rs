@@ -13,19 +13,19 @@ use std::{
 
 use longshore_engine::{
     checkpoint::{Part, RestoreInfo, Store},
-    job::{Job, Stored},
+    job::Job,
     kernels::Isa,
-    step::Phase,
+    step::{Admission, Phase},
     tier::Storage,
 };
 use longshore_proto::{
     ChunkId, Commit, ContributionChunk, Correction, Dtype, Fault, FaultKind, Incarnation, JobName, JobSpec,
-    Layout, LeftOut, Rank, Rule, ShardId, TierKind, Version, checksum::crc32, limits::BLOCK_ELEMENTS,
+    Layout, LeftOut, Rank, Rule, ShardId, TierKind, Version, limits::BLOCK_ELEMENTS,
 };
 
 use crate::common::{
     self,
-    cluster::{Cluster, compute, soon},
+    cluster::{Cluster, compute, soon, upload},
     reference::param_ranges,
     weights,
 };
@@ -87,7 +87,7 @@ impl Trained {
         let flat = gradient(&spec, gradients);
         for (chunk, payload) in cluster.chunks(step, 0, 0, &flat) {
             let chunk = ContributionChunk { loss_scale: loss_scale(step), ..chunk };
-            assert!(matches!(cluster.store(&chunk, payload), Ok(Stored::New(_))));
+            assert!(matches!(cluster.store(&chunk, payload), Ok(Admission::New(_))));
         }
         cluster.work();
         cluster.commit(&decision(&spec, step)).unwrap();

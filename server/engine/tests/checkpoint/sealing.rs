@@ -132,14 +132,14 @@ fn a_job_is_filled_from_one_source() {
     let from = |name: &str| CheckpointId { name: name.to_string(), id: name.to_string() };
     let record = || Record::new(Version(1), 1, None);
     job.load(from("a"), record(), StoredImages::None, &mut |shard, _| {
-        let upload = job.upload(RANK, shard, ChunkId(0), crc32(&payload), &payload).unwrap_err();
+        let upload = upload(job, RANK, (shard, ChunkId(0)), &payload).unwrap_err();
         assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));
         let load = job.load(from("b"), record(), StoredImages::None, &mut |_, _| Ok(())).unwrap_err();
         assert_eq!((load.kind, &*load.value), (FaultKind::Precondition, "being restored"));
         Ok(())
     })
     .unwrap();
-    let upload = job.upload(RANK, ShardId(0), ChunkId(0), crc32(&payload), &payload).unwrap_err();
+    let upload = upload(job, RANK, (ShardId(0), ChunkId(0)), &payload).unwrap_err();
     assert_eq!((upload.kind, &*upload.value), (FaultKind::Precondition, "being restored"));
     job.start_held("a").unwrap();
     assert_eq!(cluster.version(), Version(1));

@@ -9,10 +9,10 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    job::{Admitted, Compute, Exported, Job, Lent, Piece, Stored, UploadChunk},
+    job::{Compute, Exported, Job, Lent, Piece, UploadChunk},
     kernels::Isa,
     memory::Source,
-    step::Work,
+    step::{Admission, Work},
     tier::Storage,
 };
 use longshore_proto::{
@@ -37,6 +37,9 @@ pub(crate) fn soon() -> Instant {
 }
 
 const WAIT: Duration = Duration::from_secs(20);
+
+/// Answer to a pushed chunk, with the work that follows.
+pub(crate) type Stored = Admission<Option<Work>>;
 
 pub(crate) struct Cluster {
     pub(crate) spec: JobSpec,
@@ -130,7 +133,7 @@ impl Cluster {
             for chunk in (0..self.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
                 let payload = self.payload(&bytes, shard, chunk, Dtype::F32);
                 let job = &self.jobs[self.owner(shard)];
-                job.upload(self.incarnations[0], shard, chunk, crc32(payload), payload).unwrap();
+                upload(job, self.incarnations[0], (shard, chunk), payload).unwrap();
             }
         }
     }
@@ -249,8 +252,8 @@ impl Cluster {
     pub(crate) fn store(&mut self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
         let server = self.owner(chunk.contribution.shard);
         let job = &self.jobs[server];
-        let stored = if chunk.lent { lend(job, chunk, payload)? } else { job.store(chunk, payload)? };
-        if let Stored::New(work) = stored {
+        let stored = store(job, chunk, payload)?;
+        if let Admission::New(work) = stored {
             self.works[server].extend(work);
             if job.gradients.are_spilled() && !chunk.lent {
                 self.arrivals[server]
@@ -271,7 +274,7 @@ impl Cluster {
         for (index, flat) in flats.iter().enumerate() {
             for (chunk, payload) in self.chunks(step, (index / world) as u32, (index % world) as u32, flat) {
                 let stored = self.store(&chunk, payload).unwrap();
-                assert_ne!(stored, Stored::Busy, "{:?}", chunk.contribution);
+                assert_ne!(stored, Admission::Busy, "{:?}", chunk.contribution);
             }
             if (index + 1) % world == 0 {
                 self.work();
@@ -390,17 +393,33 @@ impl Cluster {
     }
 }
 
-fn lend(job: &Job, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
-    Ok(match Job::admit(job, chunk)? {
-        Admitted::Duplicate => Stored::Duplicate,
-        Admitted::Superseded => Stored::Superseded,
-        Admitted::Decided => Stored::Decided,
-        Admitted::Busy => Stored::Busy,
-        Admitted::Write(mut writing) => {
-            writing.lend(Arc::new(Aligned::new(payload)))?;
-            Stored::New(writing.finish()?)
-        }
-    })
+/// Uploads a chunk of the weights of a job that is filled with weights alone.
+pub(crate) fn upload(
+    job: &Job,
+    incarnation: Incarnation,
+    (shard, chunk): (ShardId, ChunkId),
+    payload: &[u8],
+) -> Result<(), Fault> {
+    let (array, left_out, crc32) = (StateArray::Master, Vec::new(), crc32(payload));
+    let part = UploadChunk { shard, array, chunk, applied: None, left_out, crc32 };
+    job.upload_chunk(incarnation, part, payload)
+}
+
+/// Pushes a chunk whose whole payload is at hand, copied or lent.
+pub(crate) fn store(job: &Arc<Job>, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
+    let mut outcome = Ok(());
+    let stored = job.admit(chunk)?.and_then(|mut writing| {
+        let written = match chunk.lent {
+            true => writing.lend(Arc::new(Aligned::new(payload))),
+            false => writing.write(payload),
+        };
+        let finished = written.and_then(|()| writing.finish());
+        Admission::New(finished.unwrap_or_else(|fault| {
+            outcome = Err(fault);
+            None
+        }))
+    });
+    outcome.map(|()| stored)
 }
 
 /// Bytes that begin on a cache line, like a worker's lent gradients.

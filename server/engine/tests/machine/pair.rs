@@ -196,14 +196,14 @@ impl Pair {
             expected,
             |machine| machine.admit(chunk),
             |admission| match admission {
-                Admission::Write(_) => Answer::Write,
+                Admission::New(_) => Answer::Write,
                 Admission::Duplicate => Answer::Duplicate,
                 Admission::Superseded => Answer::Superseded,
                 Admission::Decided => Answer::Stale,
                 Admission::Busy => Answer::Busy,
             },
         );
-        let Some(Admission::Write(ticket)) = admission else { return None };
+        let Some(Admission::New(ticket)) = admission else { return None };
         assert_eq!((OWNED[ticket.owned.index()], ticket.chunk), (chunk.contribution.shard, *chunk));
         Some(ticket)
     }
@@ -341,9 +341,7 @@ impl Pair {
         self.check(
             &expected,
             |machine| machine.join(Rank(rank), Incarnation(incarnation)),
-            |admission| {
-                if *admission == Admission::Busy { Answer::Busy } else { Answer::Duplicate }
-            },
+            |joined| if *joined { Answer::Duplicate } else { Answer::Busy },
         );
     }
 

@@ -2,9 +2,9 @@
 
 use longshore_proto::{Commit, Correction, FaultKind, Hyper, Incarnation, ShardId, Step, Version};
 
-use super::{Cluster, Expected, Midway, check, commit, small, weights};
+use super::{Cluster, Expected, Midway, check, commit, common::cluster::store, small, weights};
 
-use FaultKind::{Conflict, Fenced, Invalid, Precondition};
+use FaultKind::{Conflict, Invalid, Precondition};
 
 type Case = (fn(&mut Commit), Expected);
 type Change = (&'static str, fn(&mut Commit));
@@ -91,15 +91,6 @@ fn bad_commits_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn only_rank_zeros_living_process_commits() {
-    let midway = Midway::new();
-    let job = &midway.cluster.jobs[0];
-    let fault = job.commit(Incarnation(0), commit(&midway.cluster.spec, 2)).unwrap_err();
-    check(&fault, (Fenced, "incarnation", &["incarnation is 0", "1, rank 0's", "only rank 0 decides"]));
-    midway.finish();
-}
-
-#[test]
 fn a_step_is_decided_once() {
     let spec = small();
     let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
@@ -171,35 +162,10 @@ fn a_decision_must_fit_its_gradient() {
 }
 
 #[test]
-fn resume_needs_a_pause_and_a_loss_scale_that_may_change() {
+fn a_reason_to_pause_is_short() {
     let midway = Midway::new();
-    let job = &midway.cluster.jobs[0];
-    check(
-        &job.protocol.resume(None, 0.0).unwrap_err(),
-        (Precondition, "job.phase", &["training", "paused", "nothing to resume"]),
-    );
-    for (incarnation, kind) in [(0, Fenced), (1, Precondition)] {
-        let result = job.protocol.pause(Incarnation(incarnation), "overflow 20 times");
-        assert_eq!(result.is_err(), kind == Fenced);
-    }
-    check(
-        &job.protocol.pause(Incarnation(1), &"x".repeat(4097)).unwrap_err(),
-        (Invalid, "reason", &["4097 bytes", "at most 4096"]),
-    );
-    for bad in [f64::NAN, -1.0, f64::INFINITY] {
-        check(&job.protocol.resume(None, bad).unwrap_err(), (Invalid, "loss_scale", &["finite and above 0"]));
-    }
-    // The pause came without a decision, so a rank may be computing with version 1's scale.
-    let fault = job.protocol.resume(None, 4.0).unwrap_err();
-    check(&fault, (Precondition, "loss_scale", &["is 4", "must be 0", "version 1", "without a loss scale"]));
-    let fault = job.protocol.resume(Some(Version(2)), 0.0).unwrap_err();
-    check(&fault, (Precondition, "version", &["is 2", "at most 1", "resume again"]));
-    assert_eq!(job.protocol.resume(Some(Version(0)), 0.0), Ok(true), "that one has ended");
-    assert_eq!(job.protocol.pauses(), (1, 0, 0.0));
-    for _ in 0..2 {
-        assert_eq!(job.protocol.resume(Some(Version(1)), 0.0), Ok(true));
-    }
-    assert_eq!(job.protocol.pauses(), (1, 1, 0.0));
+    let fault = midway.cluster.jobs[0].protocol.pause(Incarnation(1), &"x".repeat(4097)).unwrap_err();
+    check(&fault, (Invalid, "reason", &["4097 bytes", "at most 4096"]));
     midway.finish();
 }
 
@@ -217,13 +183,13 @@ fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     reference.step(&second, &pausing);
     let chunk = |cluster: &Cluster, step| {
         let (chunk, payload) = cluster.chunks(step, 0, 0, &first[0])[0];
-        cluster.jobs[0].store(&chunk, payload)
+        store(&cluster.jobs[0], &chunk, payload)
     };
     let paused: Expected =
         (Precondition, "job.phase", &["is paused", "must be training", "step 2 overflowed"]);
     let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.pauses());
     check(&chunk(&cluster, 3).unwrap_err(), paused);
-    assert_eq!(chunk(&cluster, 2), Ok(longshore_engine::job::Stored::Decided));
+    assert_eq!(chunk(&cluster, 2), Ok(longshore_engine::step::Admission::Decided));
     check(&cluster.commit(&commit(&spec, 3)).unwrap_err(), paused);
     assert_eq!(cluster.commit(&pausing), Ok(vec![true, true]), "what paused it, once more");
     assert_eq!(format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.pauses()), before);

@@ -1,12 +1,15 @@
 //! Contributions that a server must not store.
 
-use longshore_engine::job::Stored;
+use longshore_engine::{kernels::Isa, step::Admission};
 use longshore_proto::{
     ChunkId, Contribution, ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec, MicroStep, Partition,
-    Rank, Reads, ShardId, Step, Version, checksum::crc32,
+    Rank, Reads, ShardId, Step, Version,
 };
 
-use super::{Expected, Midway, check, common::cluster::Cluster};
+use super::{
+    Expected, Midway, check,
+    common::cluster::{Cluster, Stored, store},
+};
 
 use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
 
@@ -54,7 +57,7 @@ fn push(
     chunk: &ContributionChunk,
     payload: &[u8],
 ) -> Result<Stored, longshore_proto::Fault> {
-    midway.cluster.jobs[0].store(chunk, payload)
+    store(&midway.cluster.jobs[0], chunk, payload)
 }
 
 #[test]
@@ -84,7 +87,7 @@ fn nobody_pushes_frozen_parameters() {
     assert!(trained.iter().all(|(chunk, _)| chunk.contribution.shard != last));
     let (chunk, payload) = trained[0];
     let contribution = Contribution { shard: last, ..chunk.contribution };
-    let fault = cluster.jobs[0].store(&ContributionChunk { contribution, ..chunk }, payload).unwrap_err();
+    let fault = store(&cluster.jobs[0], &ContributionChunk { contribution, ..chunk }, payload).unwrap_err();
     check(&fault, (Invalid, "shard", &["is frozen", "spec.partitions", "send no gradient"]));
     assert!(fault.value.contains(&frozen), "{fault}");
 }
@@ -98,31 +101,9 @@ fn a_rank_pushes_its_own_partitions_and_no_other() {
     let (mut chunk, payload) = cluster.chunks(1, 0, 1, &flat)[0];
     chunk.contribution.rank = Rank(0);
     chunk.incarnation = cluster.incarnations[0];
-    let fault = cluster.jobs[0].store(&chunk, payload).unwrap_err();
+    let fault = store(&cluster.jobs[0], &chunk, payload).unwrap_err();
     check(&fault, (Invalid, "rank", &["rank is 0 (step 1", "contributors, [1]", "spec.partitions"]));
     assert!(cluster.jobs[0].protocol.waiting_for().unwrap().ends_with("shard 0 from rank 1"));
-}
-
-#[test]
-fn a_conflicting_chunk_is_refused_with_both_checksums() {
-    let midway = Midway::new();
-    let before = midway.view();
-    // The first chunk is stored and unsummed, the second already summed.
-    for (micro_step, rank, flat) in [(1, 1, 3), (0, 1, 1)] {
-        let (mut chunk, payload) = midway.cluster.chunks(2, micro_step, rank, &midway.second[flat])[0];
-        assert_eq!(push(&midway, &chunk, payload), Ok(Stored::Duplicate));
-        let other = vec![1; payload.len()];
-        chunk.crc32 = crc32(&other);
-        let fault = push(&midway, &chunk, &other).unwrap_err();
-        check(
-            &fault,
-            (Conflict, "crc32", &["shard 0, chunk 0", "as this chunk was stored before", "deterministic"]),
-        );
-        assert!(fault.value.starts_with(&format!("{:08x}", crc32(&other))), "{fault}");
-        assert!(fault.limit.starts_with(&format!("{:08x}", crc32(payload))), "{fault}");
-        assert_eq!(midway.view(), before);
-    }
-    midway.finish();
 }
 
 /// In step 3 of this delayed job, a rank computes with version 1 or 2.
@@ -135,7 +116,7 @@ fn ranks_compute_a_micro_step_with_one_version() {
     let of = |cluster: &Cluster, rank: u32, micro_step, version| {
         let (chunk, payload) = cluster.chunks(3, micro_step, rank, &flats[0])[0];
         let reads = Reads { version: Version(version), decided_by: Incarnation(0) };
-        cluster.jobs[0].store(&ContributionChunk { reads, ..chunk }, payload)
+        store(&cluster.jobs[0], &ContributionChunk { reads, ..chunk }, payload)
     };
     let expected: Expected = (
         Conflict,
@@ -146,7 +127,7 @@ fn ranks_compute_a_micro_step_with_one_version() {
             "flush on all ranks",
         ],
     );
-    assert_eq!(of(&cluster, 0, 0, 2), Ok(Stored::New(None)));
+    assert_eq!(of(&cluster, 0, 0, 2), Ok(Admission::New(None)));
     let before = format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.waiting_for());
     check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
     assert_eq!(
@@ -154,14 +135,14 @@ fn ranks_compute_a_micro_step_with_one_version() {
         before
     );
     // A client that names no version is compared with no rank. A process that joins agrees anew.
-    assert_eq!(of(&cluster, 1, 0, 0), Ok(Stored::New(None)));
+    assert_eq!(of(&cluster, 1, 0, 0), Ok(Admission::New(None)));
     cluster.join(1);
     check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
     cluster.join(0);
-    assert_eq!(of(&cluster, 1, 0, 1), Ok(Stored::New(None)));
+    assert_eq!(of(&cluster, 1, 0, 1), Ok(Admission::New(None)));
     let refused = of(&cluster, 0, 0, 2).unwrap_err();
     check(&refused, (Conflict, "push.reads_version", &["is 2 (step 3", "must be 1, with which rank 1"]));
-    assert_eq!(of(&cluster, 0, 0, 1), Ok(Stored::New(None)));
+    assert_eq!(of(&cluster, 0, 0, 1), Ok(Admission::New(None)));
 }
 
 /// The fields are right and some bytes are missing. The server takes back the chunk's ticket, and its loss
@@ -184,35 +165,13 @@ fn a_payload_shorter_than_its_chunk_is_refused_and_leaves_no_trace() {
     assert_eq!(push(&fresh, &chunk, &payload[4..]).unwrap_err().kind, Invalid);
     assert_eq!(fresh.view(), before);
     let honest = fresh.cluster.chunks(3, 0, 0, &flats[0])[0].0;
-    assert_eq!(push(&fresh, &honest, payload), Ok(Stored::New(None)));
-}
-
-#[test]
-fn ranks_must_have_joined_and_not_been_replaced() {
-    let spec = super::small();
-    let mut cluster = super::Cluster::open(&spec, 2, &super::common::cluster::compute(1, isa()));
-    cluster.join(0);
-    cluster.upload(&super::weights(&spec, 1));
-    let flat = super::gradient(&spec, 1, 1.0);
-    let (chunk, payload) = cluster.chunks(1, 0, 1, &flat)[0];
-    check(
-        &cluster.store(&chunk, payload).unwrap_err(),
-        (Precondition, "rank", &["rank is 1", "joined", "Training.Join"]),
-    );
-    assert!(cluster.jobs[0].protocol.waiting_for().unwrap().contains("rank 1 (never joined)"));
-    cluster.join(1);
-    cluster.join(1);
-    let fault = cluster.jobs[0].join(Rank(1), Incarnation(1)).unwrap_err();
-    check(&fault, (Fenced, "incarnation", &["incarnation is 1", "2, which rank 1 has joined as since"]));
-    let fault = cluster.jobs[0].join(Rank(2), Incarnation(1)).unwrap_err();
-    check(&fault, (Invalid, "rank", &["below the world size, 2"]));
-    assert_eq!(cluster.jobs[0].join(Rank(1), Incarnation(2)), Ok(true));
+    assert_eq!(push(&fresh, &honest, payload), Ok(Admission::New(None)));
 }
 
 #[test]
 fn a_job_that_is_loading_takes_no_gradient() {
     let spec = super::small();
-    let mut cluster = super::Cluster::open(&spec, 1, &super::common::cluster::compute(1, isa()));
+    let mut cluster = super::Cluster::open(&spec, 1, &super::common::cluster::compute(1, Isa::detect()));
     cluster.join(0);
     let flat = super::gradient(&spec, 1, 1.0);
     let (chunk, payload) = cluster.chunks(1, 0, 0, &flat)[0];
@@ -223,8 +182,4 @@ fn a_job_that_is_loading_takes_no_gradient() {
     check(&cluster.image(ShardId(0), 0).unwrap_err(), expected);
     check(&cluster.jobs[0].statistics(ShardId(0), Step(1)).unwrap_err(), expected);
     check(&cluster.jobs[0].protocol.pause(Incarnation(1), "why").unwrap_err(), expected);
-}
-
-fn isa() -> longshore_engine::kernels::Isa {
-    longshore_engine::kernels::Isa::detect()
 }

@@ -7,7 +7,9 @@ use longshore_proto::{
     ChunkId, FaultKind, Incarnation, LeftOut, Rank, Rule, ShardId, StateArray, checksum::crc32,
 };
 
-use super::{Cluster, Expected, Reference, check, commit, common, encode_f32, gradient, small, weights};
+use super::{
+    Cluster, Expected, Reference, check, commit, common::cluster, encode_f32, gradient, small, weights,
+};
 
 use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
 
@@ -27,18 +29,18 @@ const CASES: &[Case] = &[
 #[test]
 fn bad_uploads_are_refused_and_change_nothing() {
     let spec = small();
-    let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+    let mut cluster = Cluster::open(&spec, 2, &cluster::compute(1, Isa::detect()));
     let initial = weights(&spec, 1);
     let bytes = encode_f32(&initial);
     let job = cluster.jobs[0].clone();
     let first = &bytes[..1 << 20];
-    let upload = |payload: &[u8]| job.upload(Incarnation(1), ShardId(0), ChunkId(0), crc32(payload), payload);
+    let upload = |payload: &[u8]| cluster::upload(&job, Incarnation(1), (ShardId(0), ChunkId(0)), payload);
     check(&upload(first).unwrap_err(), (Precondition, "rank", &["rank is 0", "joined"]));
     cluster.join(0);
     for &(incarnation, shard, chunk, length, expected) in CASES {
         let payload = vec![7; length];
         let result =
-            job.upload(Incarnation(incarnation), ShardId(shard), ChunkId(chunk), crc32(&payload), &payload);
+            cluster::upload(&job, Incarnation(incarnation), (ShardId(shard), ChunkId(chunk)), &payload);
         check(&result.unwrap_err(), expected);
     }
     upload(first).unwrap();
@@ -98,7 +100,7 @@ const STATE_CASES: &[StateCase] = &[
 fn bad_state_is_refused_and_changes_nothing() {
     for &(rule, array, applied, first, expected) in STATE_CASES {
         let spec = longshore_proto::JobSpec { rule, ..small() };
-        let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+        let mut cluster = Cluster::open(&spec, 2, &cluster::compute(1, Isa::detect()));
         cluster.join(0);
         let mut payload = vec![0; 1 << 20];
         payload[..4].copy_from_slice(&first.to_le_bytes());
@@ -116,14 +118,14 @@ fn one_job_is_not_filled_from_two_states() {
     let spec = small();
     let initial = weights(&spec, 1);
     let bytes = encode_f32(&initial);
-    let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+    let mut cluster = Cluster::open(&spec, 2, &cluster::compute(1, Isa::detect()));
     cluster.join(0);
     cluster.upload_array(StateArray::Master, &bytes, ShardId(0), (7, &[])).unwrap();
     let fault = cluster.upload_array(StateArray::Master, &bytes, ShardId(0), (8, &[])).unwrap_err();
     check(&fault, (Conflict, "applied", &["is 8", "be 7, as in the chunks before", "delete the job"]));
     let part = &bytes[..1 << 20];
     let fault =
-        cluster.jobs[0].upload(Incarnation(1), ShardId(0), ChunkId(0), crc32(part), part).unwrap_err();
+        cluster::upload(&cluster.jobs[0], Incarnation(1), (ShardId(0), ChunkId(0)), part).unwrap_err();
     check(&fault, (Conflict, "applied", &["absent (weights alone)", "be 7"]));
     // A shard still lacks its moments.
     assert_eq!(cluster.jobs[0].progress().missing, vec![ShardId(0), ShardId(2)]);
@@ -143,7 +145,7 @@ fn uploads_of_several_threads_load_once() {
     reference.step(&flats, &commit(&spec, 1));
     let bytes = encode_f32(&initial);
     for _ in 0..10 {
-        let mut cluster = Cluster::open(&spec, 1, &common::cluster::compute(2, Isa::detect()));
+        let mut cluster = Cluster::open(&spec, 1, &cluster::compute(2, Isa::detect()));
         cluster.join(0);
         let job = &cluster.jobs[0];
         thread::scope(|scope| {
@@ -163,7 +165,7 @@ fn upload_all(job: &longshore_engine::job::Job, bytes: &[u8]) {
         let length = job.layout().shard_len(ShardId(shard)) as usize * 4;
         for (chunk, payload) in bytes[start..start + length].chunks(1 << 20).enumerate() {
             let chunk = ChunkId(chunk as u32);
-            if let Err(fault) = job.upload(Incarnation(1), ShardId(shard), chunk, crc32(payload), payload) {
+            if let Err(fault) = cluster::upload(job, Incarnation(1), (ShardId(shard), chunk), payload) {
                 assert_eq!(fault.field, "job.phase", "{fault}");
             }
         }
@@ -186,7 +188,7 @@ fn bad_counts_of_updates_are_refused_and_change_nothing() {
             (Invalid, "left_out[0].now", &["an upload is no step"]),
         ),
     ];
-    let mut cluster = Cluster::open(&spec, 2, &common::cluster::compute(1, Isa::detect()));
+    let mut cluster = Cluster::open(&spec, 2, &cluster::compute(1, Isa::detect()));
     cluster.join(0);
     let payload = vec![0; 1 << 20];
     let upload = |applied, left_out| {

@@ -3,11 +3,14 @@
 
 use std::io::ErrorKind;
 
-use longshore_engine::{job::Stored, tier::Spill};
+use longshore_engine::{step::Admission, tier::Spill};
 use longshore_proto::{FaultKind, ShardId};
 
 use super::{
-    Dirs, check, common::BLOCK, disk::Disks, need, open, references, run_steps, small, started, step_of,
+    Dirs, check,
+    common::{BLOCK, cluster::store},
+    disk::Disks,
+    need, open, references, run_steps, small, started, step_of,
 };
 
 fn on(disks: &Disks, spill: Spill) -> Dirs {
@@ -131,11 +134,11 @@ fn chunks_that_do_not_come_whole_leave_their_buffers() {
     let chunks = cluster.chunks(1, 0, 0, &flats[0]);
     for _ in 0..100 {
         let (chunk, payload) = &chunks[0];
-        assert!(cluster.jobs[0].store(chunk, &payload[1..]).is_err());
+        assert!(store(&cluster.jobs[0], chunk, &payload[1..]).is_err());
         let damaged = longshore_proto::ContributionChunk { crc32: !chunk.crc32, ..*chunk };
-        assert!(cluster.jobs[0].store(&damaged, payload).is_err());
+        assert!(store(&cluster.jobs[0], &damaged, payload).is_err());
     }
     for (chunk, payload) in &chunks {
-        assert!(matches!(cluster.store(chunk, payload), Ok(Stored::New(_))));
+        assert!(matches!(cluster.store(chunk, payload), Ok(Admission::New(_))));
     }
 }

@@ -2,7 +2,10 @@
 
 use std::{sync::Arc, time::Instant};
 
-use longshore_engine::job::{Admitted, Job, Writing, check_sum};
+use longshore_engine::{
+    job::{Writing, check_sum},
+    step::Admission,
+};
 use longshore_proto::{
     ContributionChunk, Fault,
     checksum::{Crc32, TILE_BYTES},
@@ -12,7 +15,7 @@ use crate::{jobs::JobHandle, memfd::Payload};
 
 /// Destination of a payload.
 pub(super) enum Destination {
-    Slot(Arc<JobHandle>, Writing<Arc<Job>>),
+    Slot(Arc<JobHandle>, Writing),
     /// The payload is discarded. Only its checksum is compared.
     Nowhere(Fate, Crc32),
 }
@@ -61,12 +64,12 @@ pub(super) fn place_now(
     handle: &Arc<JobHandle>,
     chunk: &ContributionChunk,
 ) -> Result<Option<Destination>, Fault> {
-    Ok(match Job::admit(Arc::clone(&handle.job), chunk)? {
-        Admitted::Busy => None,
-        Admitted::Duplicate => Some(Destination::Nowhere(Fate::Duplicate, Crc32::new())),
-        Admitted::Superseded => Some(Destination::Nowhere(Fate::Superseded, Crc32::new())),
-        Admitted::Decided => Some(Destination::Nowhere(Fate::Decided, Crc32::new())),
-        Admitted::Write(writing) => Some(Destination::Slot(Arc::clone(handle), writing)),
+    Ok(match handle.job.admit(chunk)? {
+        Admission::Busy => None,
+        Admission::Duplicate => Some(Destination::Nowhere(Fate::Duplicate, Crc32::new())),
+        Admission::Superseded => Some(Destination::Nowhere(Fate::Superseded, Crc32::new())),
+        Admission::Decided => Some(Destination::Nowhere(Fate::Decided, Crc32::new())),
+        Admission::New(writing) => Some(Destination::Slot(Arc::clone(handle), writing)),
     })
 }
 
