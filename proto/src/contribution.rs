@@ -46,7 +46,6 @@ impl Origin {
         }
     }
 
-    /// Returns whether both origins are known and differ.
     pub fn differs(self, other: Origin) -> bool {
         self != Origin::UNKNOWN && other != Origin::UNKNOWN && self != other
     }

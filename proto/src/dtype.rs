@@ -1,4 +1,4 @@
-//! Element types on the wire and in images.
+//! Element types on the wire and in images. Their numbers are those of common.proto.
 
 use std::{fmt, str::FromStr};
 
@@ -7,12 +7,14 @@ use crate::fault::Fault;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    F32,
-    F16,
-    Bf16,
+    F32 = 1,
+    F16 = 2,
+    Bf16 = 3,
 }
 
 impl Dtype {
+    pub const ALL: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+
     pub fn bytes(self) -> u64 {
         match self {
             Dtype::F32 => 4,

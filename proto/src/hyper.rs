@@ -29,7 +29,6 @@ macro_rules! rules {
                 }
             }
 
-            /// Returns the state arrays beside the master weights.
             pub fn moments(self) -> &'static [Moment] {
                 match self {
                     $(Rule::$rule => &$arrays,)*

@@ -29,14 +29,12 @@ id!(/** Rises each time a rank's process is replaced; the older one is fenced. *
 id!(/** Rises with every change of a placement. */ Epoch(u64), "epoch");
 
 impl Step {
-    /// Returns the version that this step makes.
     pub fn version(self) -> Version {
         Version(self.0)
     }
 }
 
 impl Version {
-    /// Returns the step that follows this version.
     pub fn next_step(self) -> Step {
         Step(self.0 + 1)
     }

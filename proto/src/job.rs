@@ -168,7 +168,6 @@ impl JobSpec {
         self.partitions.iter().skip(1).map(|partition| partition.first).collect()
     }
 
-    /// Returns the first parameters of frozen partitions.
     pub fn frozen_starts(&self) -> Vec<u32> {
         let frozen = self.partitions.iter().filter(|partition| partition.is_frozen());
         frozen.map(|partition| partition.first).collect()
@@ -188,7 +187,6 @@ impl JobSpec {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
-    /// Returns whether the job has frozen parameters.
     pub fn has_frozen(&self) -> bool {
         self.partitions.iter().any(Partition::is_frozen)
     }

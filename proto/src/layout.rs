@@ -139,22 +139,18 @@ impl Layout {
         &self.cut_of(shard).contributors
     }
 
-    /// Returns the ranks that contribute to a parameter.
     pub fn param_contributors(&self, param: usize) -> &[Rank] {
         &self.cut_at(self.placed[param].range.start).contributors
     }
 
-    /// Returns whether a shard is frozen.
     pub fn is_frozen(&self, shard: ShardId) -> bool {
         self.contributors(shard).is_empty()
     }
 
-    /// Returns whether a parameter is frozen.
     pub fn is_param_frozen(&self, param: usize) -> bool {
         self.param_contributors(param).is_empty()
     }
 
-    /// Returns whether any parameter is frozen.
     pub fn has_frozen(&self) -> bool {
         self.partitions.iter().any(|cut| cut.contributors.is_empty())
     }
@@ -186,7 +182,6 @@ impl Layout {
         &self.partitions[after - 1]
     }
 
-    /// Returns the shard that holds a flat element.
     fn shard_at(&self, element: u64) -> ShardId {
         let cut = self.cut_at(element);
         ShardId(cut.first_shard + ((element - cut.range.start) / self.shard_elements) as u32)
@@ -282,19 +277,12 @@ impl Layout {
     /// Cuts a block where the param group changes. Returns (elements inside the block, group); padding counts to the
     /// group before it.
     pub fn block_groups(&self, block: BlockId) -> Vec<(Range<usize>, u32)> {
-        let start = u64::from(block.0) * BLOCK_ELEMENTS;
-        let end = start + BLOCK_ELEMENTS;
-        let first = self.placed.partition_point(|placed| placed.range.start <= start).saturating_sub(1);
         let mut cuts: Vec<(Range<usize>, u32)> = Vec::new();
-        for placed in self.placed[first..].iter().take_while(|placed| placed.range.start < end) {
-            let at = placed.range.start.saturating_sub(start) as usize;
+        for (range, param) in self.block_params(block) {
+            let group = self.param_group(param);
             match cuts.last_mut() {
-                Some((range, group)) if *group != placed.group => {
-                    range.end = at;
-                    cuts.push((at..BLOCK_ELEMENTS as usize, placed.group));
-                }
-                Some(_) => {}
-                None => cuts.push((0..BLOCK_ELEMENTS as usize, placed.group)),
+                Some((last, same)) if *same == group => last.end = range.end,
+                _ => cuts.push((range, group)),
             }
         }
         cuts
@@ -314,7 +302,6 @@ impl Layout {
         slices
     }
 
-    /// Returns the number of chunks of a shard's data.
     pub fn chunks(&self, shard: ShardId, dtype: Dtype) -> u32 {
         (self.shard_len(shard) * dtype.bytes()).div_ceil(CHUNK_BYTES as u64) as u32
     }

@@ -22,7 +22,6 @@ impl Partition {
         Partition { first: 0, ranks: (0..world_size).map(Rank).collect() }
     }
 
-    /// Returns a frozen partition that begins at parameter `first`.
     pub fn frozen(first: u32) -> Partition {
         Partition { first, ranks: Vec::new() }
     }

@@ -28,7 +28,6 @@ impl Placement {
         self.owners[shard.index()]
     }
 
-    /// Returns a server's shards, in forward order.
     pub fn owned(&self, server: ServerId) -> Vec<ShardId> {
         let shards = (0..self.owners.len() as u32).map(ShardId);
         shards.filter(|&shard| self.owner(shard) == server).collect()

@@ -73,7 +73,6 @@ pub struct JobProperties {
 }
 
 impl JobProperties {
-    /// Returns whether a restarted server still has the state.
     pub fn survives_restart(&self) -> bool {
         self.lifetime > Lifetime::Process
     }

@@ -1,4 +1,5 @@
-//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints.
+//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints. Their numbers are those of
+//! common.proto.
 
 use std::{fmt, str::FromStr};
 
@@ -11,21 +12,19 @@ use crate::{
 /// An array of a shard's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StateArray {
-    Master,
+    Master = 0,
     /// First moments, or the first state slot of another rule.
-    First,
-    Second,
+    First = 1,
+    Second = 2,
 }
 
 impl StateArray {
     pub const ALL: [StateArray; 3] = [StateArray::Master, StateArray::First, StateArray::Second];
 
-    /// Returns the arrays that a rule has.
     pub fn of(rule: Rule) -> &'static [StateArray] {
         &StateArray::ALL[..=rule.state_slots()]
     }
 
-    /// Returns the index in [`StateArray::ALL`].
     pub fn index(self) -> usize {
         self as usize
     }
@@ -56,15 +55,15 @@ impl fmt::Display for StateArray {
 pub enum StateFormat {
     #[default]
     #[serde(rename = "fp32")]
-    F32,
+    F32 = 1,
     /// Updates round stochastically. A value beyond the largest finite bf16 may round to infinity.
-    Bf16,
+    Bf16 = 2,
     /// 8 bits for each element, and an f32 scale (the largest magnitude) for each [`QUANTIZATION_ELEMENTS`]. Updates
     /// round stochastically.
     ///
     /// A group with a non-finite element gets a NaN scale and decodes to NaN everywhere. A group without a normal
     /// number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
-    Block8,
+    Block8 = 3,
 }
 
 /// Format of master weights.
@@ -73,10 +72,10 @@ pub enum StateFormat {
 pub enum MasterFormat {
     #[default]
     #[serde(rename = "fp32")]
-    F32,
+    F32 = 1,
     /// Updates round stochastically. The image is always cast from the rounded weights, during an update and when
     /// rebuilt from stored weights.
-    Bf16,
+    Bf16 = 2,
 }
 
 /// Formats of one job. Formats other than fp32 trade precision for memory.
@@ -103,6 +102,8 @@ impl Formats {
 }
 
 impl StateFormat {
+    pub const ALL: [StateFormat; 3] = [StateFormat::F32, StateFormat::Bf16, StateFormat::Block8];
+
     /// Returns the bytes of `count` elements, `count` being a multiple of [`QUANTIZATION_ELEMENTS`].
     pub fn bytes(self, count: usize) -> usize {
         match self {
@@ -122,6 +123,8 @@ impl StateFormat {
 }
 
 impl MasterFormat {
+    pub const ALL: [MasterFormat; 2] = [MasterFormat::F32, MasterFormat::Bf16];
+
     pub fn bytes(self, count: usize) -> usize {
         match self {
             MasterFormat::F32 => 4 * count,

@@ -141,7 +141,6 @@ impl Connections {
         Some(direct)
     }
 
-    /// Returns the open connections of an origin.
     fn of(&self, origin: Origin) -> usize {
         let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.iter().filter(|entry| entry.origin == origin && entry.standing.strong_count() > 0).count()

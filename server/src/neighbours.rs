@@ -210,7 +210,6 @@ mod tests {
         [Table::open(), Table { diag: None, requests: 0 }]
     }
 
-    /// Returns both ends of a connection.
     async fn pair(listener: &TcpListener, dial: &str) -> (TcpStream, TcpStream) {
         let port = listener.local_addr().unwrap().port();
         let dialled = TcpStream::connect(format!("{dial}:{port}")).await.unwrap();

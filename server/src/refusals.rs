@@ -16,7 +16,6 @@ pub(crate) fn count(fault: &Fault) {
     }
 }
 
-/// Counts a refused call and returns its status.
 pub(crate) fn status(fault: &Fault) -> Status {
     count(fault);
     wire::status(fault)

@@ -287,7 +287,6 @@ fn pull(link: u64) -> PullRequest {
     }
 }
 
-/// Returns the bytes that a pull sends.
 async fn sent(client: &mut Client, request: PullRequest) -> Vec<u8> {
     let mut answers = client.tensors.pull(request).await.unwrap().into_inner();
     let mut sent = Vec::new();

@@ -32,11 +32,6 @@ fn unknown(field: &str, value: i32) -> Fault {
     Fault::invalid(field, value, "a named enum value", "use a value of this server's protocol version")
 }
 
-/// Parses a job's or a checkpoint's name.
-pub fn parse_name(field: &str, text: &str) -> Result<JobName, Fault> {
-    JobName::parse(field, text)
-}
-
 /// Returns a caller's deadline; 0 means the default.
 pub fn deadline(millis: u64) -> Result<Duration, Fault> {
     match millis {
@@ -63,68 +58,38 @@ pub trait Wire: Sized {
 }
 
 pub fn dtype_from_wire(field: &str, value: i32) -> Result<Dtype, Fault> {
-    match v1::Dtype::try_from(value) {
-        Ok(v1::Dtype::F32) => Ok(Dtype::F32),
-        Ok(v1::Dtype::F16) => Ok(Dtype::F16),
-        Ok(v1::Dtype::Bf16) => Ok(Dtype::Bf16),
-        _ => Err(unknown(field, value)),
-    }
+    let found = Dtype::ALL.into_iter().find(|&dtype| dtype_to_wire(dtype) == value);
+    found.ok_or_else(|| unknown(field, value))
 }
 
 pub fn dtype_to_wire(dtype: Dtype) -> i32 {
-    (match dtype {
-        Dtype::F32 => v1::Dtype::F32,
-        Dtype::F16 => v1::Dtype::F16,
-        Dtype::Bf16 => v1::Dtype::Bf16,
-    }) as i32
+    dtype as i32
 }
 
 pub fn array_from_wire(field: &str, value: i32) -> Result<StateArray, Fault> {
-    match v1::StateArray::try_from(value) {
-        Ok(v1::StateArray::Master) => Ok(StateArray::Master),
-        Ok(v1::StateArray::First) => Ok(StateArray::First),
-        Ok(v1::StateArray::Second) => Ok(StateArray::Second),
-        Err(_) => Err(unknown(field, value)),
-    }
+    let found = StateArray::ALL.into_iter().find(|&array| array_to_wire(array) == value);
+    found.ok_or_else(|| unknown(field, value))
 }
 
 pub fn array_to_wire(array: StateArray) -> i32 {
-    (match array {
-        StateArray::Master => v1::StateArray::Master,
-        StateArray::First => v1::StateArray::First,
-        StateArray::Second => v1::StateArray::Second,
-    }) as i32
+    array as i32
 }
 
 /// Returns the formats of a spec. A client without format fields gets fp32.
 fn formats_from_wire(spec: &v1::JobSpec) -> Result<Formats, Fault> {
-    let state = match v1::StateFormat::try_from(spec.state_format) {
-        Ok(v1::StateFormat::Unspecified | v1::StateFormat::F32) => StateFormat::F32,
-        Ok(v1::StateFormat::Bf16) => StateFormat::Bf16,
-        Ok(v1::StateFormat::Block8) => StateFormat::Block8,
-        Err(_) => return Err(unknown("spec.state_format", spec.state_format)),
+    let state = match spec.state_format {
+        0 => Some(StateFormat::F32),
+        number => StateFormat::ALL.into_iter().find(|&format| format as i32 == number),
     };
-    let master = match v1::MasterFormat::try_from(spec.master_format) {
-        Ok(v1::MasterFormat::Unspecified | v1::MasterFormat::F32) => MasterFormat::F32,
-        Ok(v1::MasterFormat::Bf16) => MasterFormat::Bf16,
-        Err(_) => return Err(unknown("spec.master_format", spec.master_format)),
+    let master = match spec.master_format {
+        0 => Some(MasterFormat::F32),
+        number => MasterFormat::ALL.into_iter().find(|&format| format as i32 == number),
     };
-    Ok(Formats { state, master, seed: spec.rounding_seed })
-}
-
-fn state_format_to_wire(format: StateFormat) -> i32 {
-    (match format {
-        StateFormat::F32 => v1::StateFormat::F32,
-        StateFormat::Bf16 => v1::StateFormat::Bf16,
-        StateFormat::Block8 => v1::StateFormat::Block8,
-    }) as i32
-}
-
-fn master_format_to_wire(format: MasterFormat) -> i32 {
-    (match format {
-        MasterFormat::F32 => v1::MasterFormat::F32,
-        MasterFormat::Bf16 => v1::MasterFormat::Bf16,
-    }) as i32
+    Ok(Formats {
+        state: state.ok_or_else(|| unknown("spec.state_format", spec.state_format))?,
+        master: master.ok_or_else(|| unknown("spec.master_format", spec.master_format))?,
+        seed: spec.rounding_seed,
+    })
 }
 
 impl Wire for JobSpec {
@@ -181,8 +146,8 @@ impl Wire for JobSpec {
             max_delay: self.max_delay,
             shard_elements: self.shard_elements,
             tier: self.tier.number(),
-            state_format: state_format_to_wire(self.formats.state),
-            master_format: master_format_to_wire(self.formats.master),
+            state_format: self.formats.state as i32,
+            master_format: self.formats.master as i32,
             rounding_seed: self.formats.seed,
             unchecked: false,
             partitions: self.partitions.iter().map(partition_to_wire).collect(),
@@ -283,4 +248,21 @@ pub fn chunk_from_wire(request: &v1::PushRequest, bytes: u64) -> Result<Contribu
         reads: reads_from_wire(request)?,
         lent: request.place.is_some_and(|place| place.lent),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_those_of_the_messages() {
+        let dtypes = [v1::Dtype::F32, v1::Dtype::F16, v1::Dtype::Bf16].map(i32::from);
+        assert_eq!(Dtype::ALL.map(dtype_to_wire), dtypes);
+        let arrays = [v1::StateArray::Master, v1::StateArray::First, v1::StateArray::Second].map(i32::from);
+        assert_eq!(StateArray::ALL.map(array_to_wire), arrays);
+        let states = [v1::StateFormat::F32, v1::StateFormat::Bf16, v1::StateFormat::Block8].map(i32::from);
+        assert_eq!(StateFormat::ALL.map(|format| format as i32), states);
+        let masters = [v1::MasterFormat::F32, v1::MasterFormat::Bf16].map(i32::from);
+        assert_eq!(MasterFormat::ALL.map(|format| format as i32), masters);
+    }
 }

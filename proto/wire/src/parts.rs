@@ -10,7 +10,6 @@ use super::v1::DescribeResponse;
 const PART_BYTES: usize = CHUNK_BYTES;
 
 impl DescribeResponse {
-    /// Appends the lists of a later part.
     pub fn join(&mut self, part: DescribeResponse) {
         if let (Some(spec), Some(more)) = (&mut self.spec, part.spec) {
             spec.params.extend(more.params);

@@ -57,7 +57,6 @@ pub struct Config {
 }
 
 impl Config {
-    /// Returns the defaults at a TCP address.
     pub fn default_on(listen: SocketAddr) -> Config {
         Config { listen: Some(listen), ..Config::nowhere() }
     }

@@ -24,7 +24,6 @@ pub const DURABILITY: &str =
 pub(crate) const IDLE_LIMIT: &str = "leave it out: `longshore status` and the metric longshore_job_idle_seconds say for how long a job idles; \
                                      `longshore checkpoint`, then `longshore delete`, give its memory back";
 
-/// Returns the sentence for a retired key or flag.
 pub(super) fn instead(name: &str, retired: &[Retired]) -> Option<&'static str> {
     let name = name.trim_start_matches('-').to_lowercase().replace('_', "-");
     retired.iter().find(|(flag, _)| *flag == name).map(|(_, instead)| *instead)

@@ -35,7 +35,6 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// Returns the format for an `Accept` header.
     pub(super) fn of(accept: &str) -> Format {
         if accept.contains("application/openmetrics-text") { Format::OpenMetrics } else { Format::Text }
     }
@@ -102,7 +101,6 @@ impl Collector for Scrape {
     }
 }
 
-/// Returns one sample for each job.
 fn each<'a, V>(jobs: &'a [Seen], value: impl Fn(&'a Seen) -> V) -> impl Iterator<Item = (Labels, V)> {
     jobs.iter().map(move |job| (job.labels(), value(job)))
 }
@@ -142,7 +140,6 @@ fn server(families: &mut Families<'_>, services: &Services) -> fmt::Result {
     families.counter("refused_calls", help, None, refused)
 }
 
-/// Writes the samples of `--tls-dir`.
 fn trust(families: &mut Families<'_>, services: &Services) -> fmt::Result {
     let register = services.register.as_deref();
     let help = "1 while changed files of --tls-dir cannot be used, and those before stay in use.";
@@ -367,12 +364,10 @@ fn drives(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fm
 /// Labels of one sample.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
-/// Returns the only sample of a family without labels.
 fn one<V>(value: V) -> [(Labels, V); 1] {
     [(Labels::new(), value)]
 }
 
-/// Returns the labels with one more.
 fn with(mut labels: Labels, name: &'static str, value: impl ToString) -> Labels {
     labels.push((name, value.to_string()));
     labels

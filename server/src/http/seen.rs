@@ -29,7 +29,6 @@ impl Seen {
         vec![("job", self.name().to_string())]
     }
 
-    /// Returns the elements of this server's shards, padding included.
     pub(super) fn elements(&self) -> u64 {
         self.handle.elements()
     }

@@ -37,7 +37,6 @@ impl Busy {
         done
     }
 
-    /// Returns the time of sums, including their statistics.
     pub(crate) fn sums(&self) -> Duration {
         Duration::from_nanos(self.sums.load(Relaxed))
     }
@@ -47,17 +46,14 @@ impl Busy {
         Duration::from_nanos(self.updates.load(Relaxed))
     }
 
-    /// Counts a work sent to the compute thread.
     pub(super) fn handed(&self) {
         self.handed.fetch_add(1, Relaxed);
     }
 
-    /// Counts a work received by the compute thread.
     pub(super) fn taken(&self) {
         self.handed.fetch_sub(1, Relaxed);
     }
 
-    /// Sets the length of the compute thread's queue.
     pub(super) fn has(&self, works: usize) {
         self.queued.store(works, Relaxed);
     }

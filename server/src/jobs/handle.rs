@@ -126,7 +126,6 @@ impl JobHandle {
         work.into_iter().for_each(|work| self.computing.perform(work));
     }
 
-    /// Returns the block hashes of the current version.
     pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {
         let mut closing = self.closing();
         let closed =

@@ -61,7 +61,6 @@ struct Last {
 }
 
 impl Hashing {
-    /// Returns the hashes of the current version.
     pub(crate) async fn hashes(&self, job: &Arc<Job>, deadline: Instant) -> Result<Hashes, Fault> {
         let (hashed, late) = (Arc::clone(job), deadline.into_std());
         let take = move || {

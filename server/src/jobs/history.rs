@@ -122,7 +122,6 @@ impl History {
         self.lock().steps.back().copied()
     }
 
-    /// Returns the histogram of times between decisions.
     pub(crate) fn seconds(&self) -> &Histogram {
         &self.seconds
     }

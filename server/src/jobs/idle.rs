@@ -75,7 +75,6 @@ mod tests {
 
     use super::*;
 
-    /// Returns a job of one block, filled with weights.
     fn job() -> Arc<Job> {
         let spec = JobSpec {
             shard_elements: BLOCK_ELEMENTS,

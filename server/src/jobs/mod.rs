@@ -252,7 +252,6 @@ impl Jobs {
         deleted.insert(name.clone());
     }
 
-    /// Returns the open jobs.
     pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
         let open = |entry: &JobEntry| {
             if let JobEntry::Open(handle) = entry { Some(Arc::clone(handle)) } else { None }
@@ -269,7 +268,6 @@ impl Jobs {
         self.lock().iter().filter_map(away).collect()
     }
 
-    /// Returns the names of all jobs, away ones included.
     pub(crate) fn names(&self) -> Vec<String> {
         self.lock().keys().map(JobName::to_string).collect()
     }

@@ -36,7 +36,6 @@ impl Jobs {
         Ok(Some(Admitted { jobs: self, name }))
     }
 
-    /// Returns the usage of each owner's jobs.
     fn usages(&self) -> BTreeMap<String, Usage> {
         let mut usages = BTreeMap::<String, Usage>::new();
         for entry in self.lock().values() {

@@ -118,7 +118,6 @@ impl Processes {
         self.lock().calling.get(&rank).map_or("", |calling| calling.transport)
     }
 
-    /// Returns whether the process has a connection.
     pub(crate) fn is_connected(&self, rank: Rank, incarnation: Incarnation) -> bool {
         let known = self.lock();
         let calling = known.calling.get(&rank).filter(|calling| calling.incarnation == incarnation);

@@ -75,7 +75,6 @@ impl Stages {
         });
     }
 
-    /// Records the decision on the step.
     pub(crate) fn decided(&self, step: Step, now: Instant) {
         self.mark(step.0, |marks| {
             if let Some((first, last)) = marks.received {
@@ -86,7 +85,6 @@ impl Stages {
         });
     }
 
-    /// Records that one of the step's updates is done.
     pub(crate) fn updated(&self, step: Step, now: Instant) {
         self.mark(step.0, |marks| self.go_on(StepStage::Update, &mut marks.updated, now));
     }

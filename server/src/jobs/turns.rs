@@ -37,7 +37,6 @@ impl Turns {
         self.of(name).blocking_lock_owned()
     }
 
-    /// Returns whether any job has a turn.
     pub(super) fn any(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).values().any(|turn| turn.strong_count() > 0)
     }

@@ -41,7 +41,6 @@ impl Links {
         (Arc::new(Links { links: Mutex::default(), offer }), listener)
     }
 
-    /// Returns the offer for a worker that joins.
     pub(crate) fn offer(&self) -> Option<v1::MemfdOffer> {
         self.offer.clone()
     }
@@ -73,7 +72,6 @@ impl Links {
             .ok_or_else(|| stale(id, "an open link of this job"))
     }
 
-    /// Returns whether the rank's process has a link.
     pub(crate) fn linked(&self, handle: &Arc<JobHandle>, rank: Rank) -> bool {
         self.lock().values().any(|link| link.is_of(handle, rank))
     }

@@ -6,8 +6,8 @@ use longshore_engine::{
     checkpoint::{Listed, Part},
     step::Phase,
 };
-use longshore_proto::{Fault, Incarnation, Rank, Version};
-use longshore_wire::{self as wire, Author, v1};
+use longshore_proto::{Fault, Incarnation, JobName, Rank, Version};
+use longshore_wire::{Author, v1};
 use tokio::time::Instant;
 
 use super::{
@@ -30,7 +30,7 @@ impl Services {
             blocking(move || store.check_room(&handle.job)).await?;
             return room.make(default_deadline(), || Ok(v1::CheckpointResponse::default())).await;
         }
-        let name = wire::parse_name("name", &request.name)?;
+        let name = JobName::parse("name", &request.name)?;
         let (store, handle) = (self.store()?, self.jobs.get(&request.job)?);
         check_author(&handle, author)?;
         let job = Arc::clone(&handle.job);
@@ -48,8 +48,8 @@ impl Services {
         request: v1::SealCheckpointRequest,
         author: Author,
     ) -> Result<v1::SealCheckpointResponse, Fault> {
-        let job = wire::parse_name("job", &request.job)?;
-        let name = wire::parse_name("name", &request.name)?;
+        let job = JobName::parse("job", &request.job)?;
+        let name = JobName::parse("name", &request.name)?;
         // A checkpoint of drained servers is sealed before the job is opened again.
         if let Ok(handle) = self.jobs.get(&request.job) {
             check_author(&handle, author)?;
@@ -83,7 +83,7 @@ impl Services {
         request: v1::DiscardCheckpointRequest,
         author: Author,
     ) -> Result<v1::DiscardCheckpointResponse, Fault> {
-        let name = wire::parse_name("name", &request.name)?;
+        let name = JobName::parse("name", &request.name)?;
         let store = self.store()?;
         let handle = self.jobs.get(&request.job)?;
         check_author(&handle, author)?;
@@ -103,7 +103,7 @@ impl Services {
         room: &Room,
     ) -> Result<Kept<v1::ListCheckpointsResponse>, Fault> {
         let store = self.store()?;
-        let name = wire::parse_name("job", job)?;
+        let name = JobName::parse("job", job)?;
         let _turn = self.folders.take(&name).await?;
         let (found, parts) = blocking(move || Ok((store.list(&name)?, store.unsealed(&name)))).await?;
         let progress = self.jobs.get(job).ok().map(|handle| handle.job.progress());

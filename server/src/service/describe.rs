@@ -188,7 +188,6 @@ impl Described {
     }
 }
 
-/// Returns the shards that wait for weights.
 fn missing(handle: &JobHandle) -> Vec<u32> {
     convert::progress(handle.job.progress()).missing_shards
 }

@@ -1,6 +1,6 @@
 //! Check of messages that name a job: the name itself, and the caller's permission.
 
-use longshore_proto::Fault;
+use longshore_proto::{Fault, JobName};
 use longshore_wire::{self as wire, v1};
 use tonic::{Request, Status};
 
@@ -60,7 +60,7 @@ impl OfJob for v1::OpenJobRequest {
 /// that alone.
 pub(super) fn permit<M: OfJob>(caller: &Caller, message: &M) -> Result<(), Fault> {
     let job = message.job();
-    match wire::parse_name(M::FIELD, job.unwrap_or_default()) {
+    match JobName::parse(M::FIELD, job.unwrap_or_default()) {
         Ok(name) => caller.permit(&name),
         Err(wrong) => {
             caller.may_name(job.unwrap_or_default())?;

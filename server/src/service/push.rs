@@ -161,7 +161,6 @@ impl Stream {
         true
     }
 
-    /// Waits for bytes, or for the next deadline.
     async fn more(&mut self) -> Result<(), Over> {
         let (received, closing) = {
             let intake = self.intake.lock();
@@ -197,7 +196,6 @@ impl Stream {
         Ok(())
     }
 
-    /// Sends the waiting results, then ends the call.
     async fn over(&mut self, status: Option<Status>) -> Result<std::convert::Infallible, Over> {
         self.acknowledge().await?;
         if let Some(status) = status {
@@ -217,7 +215,6 @@ impl Stream {
         self.answers.send(Ok(frame::encode(&PushResponse { results }))).await.map_err(|_| Over)
     }
 
-    /// Waits for the chunk's slot.
     async fn place(&mut self, waiting: Waiting) -> Result<Result<Destination, Fault>, Over> {
         let Waiting { handle, chunk, payload, patience } = waiting;
         // The wait may take a whole step, so earlier results are acknowledged first.

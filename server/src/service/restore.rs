@@ -29,8 +29,8 @@ impl Services {
     ) -> Result<Kept<v1::RestoreResponse>, Fault> {
         let restore = Restore {
             store: self.store()?,
-            job: wire::parse_name("job", &request.job)?,
-            name: wire::parse_name("name", &request.name)?.to_string(),
+            job: JobName::parse("job", &request.job)?,
+            name: JobName::parse("name", &request.name)?.to_string(),
             deadline: Instant::now() + wire::deadline(request.deadline_ms)?,
         };
         let open = match self.jobs.get(&request.job) {

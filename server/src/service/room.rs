@@ -37,7 +37,6 @@ impl Room {
         Room(connection.unwrap_or_else(|| Bounds::default().account(Owner::Local)))
     }
 
-    /// Returns whether the connection is a rank's.
     pub(super) fn is_ranks(&self) -> bool {
         self.0.is_vouched()
     }

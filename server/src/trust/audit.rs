@@ -6,22 +6,15 @@ use tonic::{Code, Status};
 
 use super::caller::Caller;
 
+const REFUSED: &str = "refused";
+/// The effects of the call may be done, or still in progress.
+const UNKNOWN: &str = "unknown";
+
 /// Audit record of a call in progress. A drop before the answer means that the caller gave up or the server closed the
 /// connection. Work already begun continues.
 pub(super) struct Record {
     caller: Caller,
     noted: bool,
-}
-
-/// Outcome of a call.
-enum Outcome<'a> {
-    Answered,
-    /// Refused, with the reason.
-    Refused(&'a str),
-    /// Ended before the call had any effect.
-    GivenUp,
-    /// Ended before the answer, for this reason. Its effects may be done, or still in progress.
-    Unknown(&'a str),
 }
 
 impl Record {
@@ -36,8 +29,8 @@ impl Record {
         match status.as_ref().map(|status| (status.message(), is_denial(status.code()))) {
             Some((why, true)) => denied(&self.caller, why),
             _ if !self.caller.is_audited() => {}
-            Some((why, false)) => line(&self.caller, Outcome::Refused(why)),
-            None => line(&self.caller, Outcome::Answered),
+            Some((why, false)) => line(&self.caller, REFUSED, Some(why)),
+            None => line(&self.caller, "answered", None),
         }
     }
 
@@ -53,19 +46,16 @@ impl Drop for Record {
         if self.noted || !self.caller.is_audited() {
             return;
         }
-        line(
-            &self.caller,
-            match self.caller.was_permitted() {
-                true => Outcome::Unknown("the call or its connection ended before the answer"),
-                false => Outcome::GivenUp,
-            },
-        );
+        match self.caller.was_permitted() {
+            true => line(&self.caller, UNKNOWN, Some("the call or its connection ended before the answer")),
+            false => line(&self.caller, "given up", None),
+        }
     }
 }
 
 /// Logs a call refused before any of its message was read.
 pub(super) fn refused(caller: &Caller, fault: &Fault) {
-    line(caller, Outcome::Refused(&fault.to_string()));
+    line(caller, REFUSED, Some(&fault.to_string()));
 }
 
 /// Logs once a stream that a message was refused for its sender. The stream's answer tells the caller alone.
@@ -77,19 +67,14 @@ pub(crate) fn note_refused_message(caller: &Caller, fault: &Fault) {
 
 fn denied(caller: &Caller, why: &str) {
     // Earlier permitted messages may have taken effect.
-    line(caller, if caller.was_permitted() { Outcome::Unknown(why) } else { Outcome::Refused(why) });
+    line(caller, if caller.was_permitted() { UNKNOWN } else { REFUSED }, Some(why));
 }
 
-fn line(caller: &Caller, outcome: Outcome<'_>) {
+/// Writes a line. `given up` is the outcome of a call that had no effect.
+fn line(caller: &Caller, outcome: &str, why: Option<&str>) {
     let (who, call) = (caller.who(), caller.call());
     // Attackers choose job names too, so the name is quoted.
     let job = caller.job().unwrap_or_default();
-    let (outcome, why) = match outcome {
-        Outcome::Answered => ("answered", None),
-        Outcome::Refused(why) => ("refused", Some(why)),
-        Outcome::GivenUp => ("given up", None),
-        Outcome::Unknown(why) => ("unknown", Some(why)),
-    };
     match why {
         None => tracing::info!(target: "audit", who, call, ?job, outcome),
         Some(why) => tracing::info!(target: "audit", who, call, ?job, outcome, why),

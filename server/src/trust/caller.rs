@@ -128,7 +128,6 @@ impl Caller {
         register.now().identities.find(credential).map(|identity| identity.name.clone())
     }
 
-    /// Returns whether the caller may see this identity's usage.
     pub(crate) fn sees_owner(&self, owner: &str) -> bool {
         let Who::Listed { register, credential } = &self.0.who else { return true };
         let known = register.now();
@@ -201,7 +200,6 @@ impl Caller {
         self.0.call.name()
     }
 
-    /// Returns the identity in words.
     pub(super) fn who(&self) -> String {
         match &self.0.who {
             Who::Anybody => "anybody: nothing is encrypted".into(),

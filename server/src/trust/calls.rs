@@ -34,7 +34,6 @@ const fn call(path: &'static str, roles: &'static [Role]) -> Call {
     Call { path, roles, scope: Scope::Job, audited: false }
 }
 
-/// Returns an audited call on a job.
 const fn act(path: &'static str, roles: &'static [Role]) -> Call {
     Call { path, roles, scope: Scope::Job, audited: true }
 }
@@ -85,7 +84,6 @@ impl Call {
         CALLS.iter().find(|call| call.path == path)
     }
 
-    /// Returns the name without its service.
     pub(super) fn name(&self) -> &'static str {
         self.path.rsplit('/').next().unwrap_or(self.path)
     }

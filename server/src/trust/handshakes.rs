@@ -135,7 +135,6 @@ fn goaway() -> Vec<u8> {
     [&start[..], WHY].concat()
 }
 
-/// Reads until a call has begun.
 async fn first_call(socket: &mut TcpStream) -> io::Result<()> {
     socket.read_exact(&mut [0; PREFACE_BYTES]).await?;
     loop {

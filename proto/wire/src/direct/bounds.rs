@@ -35,7 +35,6 @@ impl Bounds {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Sets how many connections one owner may have.
     pub fn allow(&self, most: usize) {
         self.ledger.connections.store(most, Ordering::Relaxed);
     }
@@ -61,7 +60,6 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// Returns whether the connection is a rank's.
     pub fn is_vouched(&self) -> bool {
         self.account.is_vouched()
     }
@@ -79,7 +77,6 @@ impl Standing {
         self.calls.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns whether the connection ever had a call.
     pub fn has_called(&self) -> bool {
         self.called.load(Ordering::Relaxed)
     }
@@ -163,7 +160,6 @@ impl Guest {
         all <= MAX_CALLS || self.open.len() <= CALLS_SHARE
     }
 
-    /// Records the end of a call.
     pub(super) fn hang_up(&mut self, stream: u32) {
         let Some(at) = self.open.iter().position(|&open| open == stream) else { return };
         self.open.swap_remove(at);
@@ -173,7 +169,6 @@ impl Guest {
         self.standing.quiet.store(quiet, Ordering::Relaxed);
     }
 
-    /// Returns whether the server wants the connection to end.
     pub(super) fn is_to_end(&self) -> bool {
         let Standing { ended, cut, .. } = &*self.standing;
         ended.swap(false, Ordering::Relaxed) && self.open.is_empty() || cut.load(Ordering::Relaxed)

@@ -65,12 +65,10 @@ impl Conduct {
         Conduct { spare: Allowance::new(STRANGER_BYTES, SPARE_BYTES), ..Conduct::new() }
     }
 
-    /// Adds `bytes` to the peer's window.
     pub(super) fn grant(&mut self, bytes: usize) {
         self.window = self.window.saturating_add(bytes as i64);
     }
 
-    /// Records `bytes` sent to the peer.
     pub(super) fn sent(&mut self, bytes: usize) {
         self.spare.add(bytes as u64);
     }

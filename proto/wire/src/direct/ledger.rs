@@ -146,7 +146,6 @@ impl Account {
         self.vouched.load(Ordering::Acquire)
     }
 
-    /// Waits until the connection is an admitted rank's.
     pub async fn vouched(&self) {
         let mut vouching = pin!(self.vouching.notified());
         vouching.as_mut().enable();

@@ -119,12 +119,10 @@ impl Outward {
         Outward { cursor: Cursor { left: bytes, ..Cursor::default() }, start: None }
     }
 
-    /// Returns the position after the bytes written so far.
     pub(super) fn cursor(&self) -> Cursor {
         self.cursor
     }
 
-    /// Returns whether a frame may be inserted here.
     pub(super) fn is_between_frames(&self) -> bool {
         self.cursor.left == 0 && self.cursor.have == 0
     }

@@ -75,12 +75,10 @@ pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
     /// Bounds the kernel's send buffer where its default is wrong.
     fn size_buffers(&self) {}
 
-    /// Returns the peer's certificate, if it showed one.
     fn certificate(&self) -> Option<Arc<Certificate>> {
         None
     }
 
-    /// Returns the expiry of that certificate.
     fn expires(&self) -> Option<SystemTime> {
         None
     }

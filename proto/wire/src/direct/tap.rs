@@ -255,7 +255,6 @@ impl Claim {
         self.tap.tell();
     }
 
-    /// Returns whether the sink has got all received bytes.
     pub fn is_drained(&self) -> bool {
         self.tap.state().kept_bytes == 0
     }

@@ -24,7 +24,6 @@ pub struct Intake<M, S> {
 }
 
 impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
-    /// Returns the fault that ended the stream, if any.
     pub fn fault(&self) -> Option<&Fault> {
         self.fault.as_ref()
     }

@@ -20,10 +20,13 @@ pub use intake::{Intake, SharedIntake};
 pub use parse::{Event, Parser};
 
 use bytes::Bytes;
-use longshore_proto::limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, MAX_PULL_SLICES};
+use longshore_proto::{
+    Fault,
+    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, MAX_PULL_SLICES},
+};
 use prost::Message;
 
-use super::v1;
+use crate::{request::Request, v1};
 
 /// A message of the data plane.
 pub trait Frame: Message + Default + 'static {
@@ -35,8 +38,10 @@ pub trait Frame: Message + Default + 'static {
     /// Largest message in bytes, as its length prefix announces it.
     const LIMIT: usize = CHUNK_BYTES + Self::HEADROOM;
 
-    /// Most memory of a message's fields, once decoded.
-    const MEMORY: usize = 2 * Self::LIMIT;
+    /// Refuses a message of many empty elements, which take 2 bytes each as sent.
+    fn check_memory(_: &[u8]) -> Result<(), Fault> {
+        Ok(())
+    }
 
     /// Takes the payload out of a message that was decoded whole.
     fn take_payload(&mut self) -> Bytes {
@@ -65,5 +70,14 @@ impl Frame for v1::PushResponse {}
 impl Frame for v1::PullRequest {
     /// A slice takes at most 24 bytes, so the limit holds the most slices of a pull.
     const LIMIT: usize = 25 * MAX_PULL_SLICES + CHUNK_HEADROOM_BYTES;
-    const MEMORY: usize = Self::LIMIT + 48 * MAX_PULL_SLICES;
+
+    fn check_memory(message: &[u8]) -> Result<(), Fault> {
+        let most = Self::LIMIT + 48 * MAX_PULL_SLICES;
+        let memory = Request::at(PULL).map_or(0, |request| request.examine(message).0);
+        if memory <= most {
+            return Ok(());
+        }
+        let limit = format!("at most {most}");
+        Err(Fault::invalid("message", format!("{memory} bytes in memory"), limit, parse::SMALLER))
+    }
 }

@@ -9,7 +9,6 @@ use bytes::{Buf, Bytes};
 use longshore_proto::fault::Fault;
 
 use super::Frame;
-use crate::codec::weigh;
 
 const PREFIX_BYTES: usize = 5;
 /// Bytes examined at once while fields before the payload are read. The fields of a push or pull take about 80.
@@ -223,7 +222,7 @@ impl<M: Frame> Parser<M> {
     fn decode_whole(&mut self) -> Result<Event<M>, Fault> {
         // prost takes the payload out of a `Bytes` without a copy.
         let whole = Bytes::from(std::mem::take(&mut self.gathered));
-        check_memory::<M>(&whole)?;
+        M::check_memory(&whole)?;
         let mut message = M::decode(whole).map_err(malformed)?;
         let payload = message.take_payload();
         let len = payload.len();
@@ -233,21 +232,11 @@ impl<M: Frame> Parser<M> {
 }
 
 /// Remedy for a message that is too large.
-const SMALLER: &str = "send at most 1 MiB of payload, and pull in several calls";
+pub(super) const SMALLER: &str = "send at most 1 MiB of payload, and pull in several calls";
 
 fn decode<M: Frame>(head: &[u8]) -> Result<M, Fault> {
-    check_memory::<M>(head)?;
+    M::check_memory(head)?;
     M::decode(head).map_err(malformed)
-}
-
-/// Refuses a message of many empty elements, which take 2 bytes each as sent.
-fn check_memory<M: Frame>(message: &[u8]) -> Result<(), Fault> {
-    let memory = weigh::<M>(message);
-    if memory <= M::MEMORY {
-        return Ok(());
-    }
-    let limit = format!("at most {}", M::MEMORY);
-    Err(Fault::invalid("message", format!("{memory} bytes in memory"), limit, SMALLER))
 }
 
 fn malformed(error: prost::DecodeError) -> Fault {

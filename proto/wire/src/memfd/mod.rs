@@ -20,7 +20,6 @@ pub fn boot_id() -> Option<String> {
     Some(id.trim().to_string())
 }
 
-/// Returns the effective user.
 pub fn uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }

@@ -47,7 +47,6 @@ pub(super) fn read(dir: &Path, name: impl AsRef<Path>) -> Result<Vec<u8>, Fault>
     }
 }
 
-/// Reads a file that may be absent.
 pub(super) fn read_optional(dir: &Path, name: impl AsRef<Path>) -> Result<Option<Vec<u8>>, Fault> {
     if dir.join(&name).try_exists().is_ok_and(|exists| !exists) {
         return Ok(None);
@@ -99,7 +98,6 @@ pub(super) fn key(dir: &Path, name: &str, bytes: &[u8]) -> Result<PrivateKeyDer<
     PrivateKeyDer::from_pem_slice(bytes).map_err(|error| wrong(dir, name, format!("no private key: {error}")))
 }
 
-/// Returns a certificate as a PEM file has it.
 pub fn certificate_pem(der: &[u8]) -> String {
     pem("CERTIFICATE", der)
 }

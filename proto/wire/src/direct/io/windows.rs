@@ -45,7 +45,6 @@ impl Credit {
         owed
     }
 
-    /// Appends the GOAWAY frame that ends a connection.
     pub(super) fn end(&mut self, last: u32, code: u32) {
         let header = Header { len: 8, kind: Header::GO_AWAY, flags: 0, stream: 0 };
         self.frames.extend_from_slice(&header.write());
@@ -53,7 +52,6 @@ impl Credit {
         self.frames.extend_from_slice(&code.to_be_bytes());
     }
 
-    /// Returns the frames not written yet.
     pub(super) fn rest(&self) -> &[u8] {
         &self.frames[self.written..]
     }
