@@ -128,7 +128,7 @@ impl Connections {
         let expires = socket.expires();
         let (direct, standing) = Direct::serve(socket, &self.bounds, origin.address());
         if let Origin::Local(user) = origin {
-            standing.account().belongs_to(Owner::User(user));
+            standing.account.belongs_to(Owner::User(user));
         }
         let kept = direct.kept();
         kept.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(origin));
@@ -186,7 +186,7 @@ impl Connections {
     fn end_overdue(&self, now: Instant) -> usize {
         let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let open = entries.iter().filter_map(|entry| entry.standing.upgrade());
-        open.filter(|standing| standing.is_overdue(now)).map(|standing| standing.cut()).count()
+        open.filter(|standing| standing.account.is_overdue(now)).map(|standing| standing.cut()).count()
     }
 
     /// Logs that the host lacks a descriptor or memory for another connection, and closes some.
@@ -259,5 +259,5 @@ fn turn(standing: &Standing) -> Option<Turn> {
     };
     let patience = if turn == Turn::Calling { CALL } else { SETTLED };
     let waited = if turn == Turn::Calling { standing.age() } else { standing.quiet_for() };
-    (!standing.is_vouched() && waited >= patience).then_some(turn)
+    (!standing.account.is_vouched() && waited >= patience).then_some(turn)
 }

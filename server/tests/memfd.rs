@@ -4,7 +4,7 @@ use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Dur
 
 use longshore_engine::memory::Foreign;
 use longshore_proto::{FaultKind, Incarnation, checksum::crc32};
-use longshore_server::{Config, Server, config::StorageConfig};
+use longshore_server::{Config, Server};
 use longshore_wire::{
     fault_from_wire,
     memfd::{STALE, Socket},
@@ -28,14 +28,9 @@ struct Client {
 }
 
 async fn server() -> Server {
-    server_with(StorageConfig::default()).await
-}
-
-async fn server_with(storage: StorageConfig) -> Server {
     let config = Config {
         memory: 1 << 30,
         threads: 1,
-        storage,
         // Some tests leave a step begun.
         drain_deadline: Duration::from_millis(100),
         ..Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)))
@@ -43,7 +38,7 @@ async fn server_with(storage: StorageConfig) -> Server {
     Server::start(config).await.unwrap()
 }
 
-fn spec(tier: v1::Tier) -> v1::JobSpec {
+fn spec() -> v1::JobSpec {
     v1::JobSpec {
         name: JOB.into(),
         params: vec![v1::Param { name: "w".into(), shape: vec![ELEMENTS], group: 0 }],
@@ -55,23 +50,19 @@ fn spec(tier: v1::Tier) -> v1::JobSpec {
         micro_steps: 1,
         max_delay: 0,
         shard_elements: 4 * 65536,
-        tier: tier.into(),
+        tier: v1::Tier::Memory.into(),
         ..v1::JobSpec::default()
     }
 }
 
 /// A client of a job of two ranks, both joined by incarnation 1. All weights are 1.
 async fn train(server: &Server) -> Client {
-    train_on(server, v1::Tier::Memory).await
-}
-
-async fn train_on(server: &Server, tier: v1::Tier) -> Client {
     let channel =
         Channel::from_shared(format!("http://{}", server.address())).unwrap().connect().await.unwrap();
     let mut training = TrainingClient::new(channel.clone());
     let mut tensors = TensorsClient::new(channel);
     let placement = v1::Placement { epoch: 0, servers: vec!["here".into()], owners: vec![0] };
-    let open = OpenJobRequest { spec: Some(spec(tier)), placement: Some(placement), ..Default::default() };
+    let open = OpenJobRequest { spec: Some(spec()), placement: Some(placement), ..Default::default() };
     training.open_job(open).await.unwrap();
     let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1, fence_only: false };
     training.join(join(0)).await.unwrap();
@@ -121,16 +112,10 @@ impl Raw {
     }
 
     async fn hello(client: &Client, rank: u32) -> (Raw, u64, Foreign) {
-        let (raw, link, images) = Raw::greet(client, rank).await;
-        (raw, link, images.expect("images"))
-    }
-
-    async fn greet(client: &Client, rank: u32) -> (Raw, u64, Option<Foreign>) {
         let raw = Raw::connect(client);
         let hello = Request::Hello(MemfdHello { job: JOB.into(), rank, incarnation: 1 });
         let (Answer::Welcome(welcome), images) = raw.ask(hello, None).await else { panic!("no welcome") };
-        assert_eq!(images.is_some(), welcome.image_bytes > 0);
-        let images = images.map(|images| Foreign::map(&images, welcome.image_bytes, 1 << 30).unwrap());
+        let images = Foreign::map(images.expect("images"), welcome.image_bytes, 1 << 30).unwrap();
         (raw, welcome.link, images)
     }
 
@@ -252,8 +237,20 @@ async fn what_is_lent_is_used_where_it_lies_and_given_back() {
     server.drain().await.unwrap();
 }
 
-/// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0: ones become 0.5.
-async fn step(client: &mut Client) {
+fn pull(link: u64) -> PullRequest {
+    PullRequest {
+        job: JOB.into(),
+        version: 1,
+        dtype: v1::Dtype::Bf16.into(),
+        slices: vec![v1::Slice { shard: 0, offset: 64, elements: ELEMENTS - 64 }],
+        deadline_ms: 10_000,
+        link,
+        ..Default::default()
+    }
+}
+
+/// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0, and pulls the weights: ones become 0.5.
+async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     let hyper = v1::Hyper { lr: 0.25, ..Default::default() };
     let commit = v1::Commit {
         step: 1,
@@ -273,37 +270,7 @@ async fn step(client: &mut Client) {
     let commit =
         v1::CommitRequest { job: JOB.into(), incarnation: 1, commit: Some(commit), origin: 0, report: None };
     client.training.commit(commit).await.unwrap();
-}
-
-fn pull(link: u64) -> PullRequest {
-    PullRequest {
-        job: JOB.into(),
-        version: 1,
-        dtype: v1::Dtype::Bf16.into(),
-        slices: vec![v1::Slice { shard: 0, offset: 64, elements: ELEMENTS - 64 }],
-        deadline_ms: 10_000,
-        link,
-        ..Default::default()
-    }
-}
-
-async fn sent(client: &mut Client, request: PullRequest) -> Vec<u8> {
-    let mut answers = client.tensors.pull(request).await.unwrap().into_inner();
-    let mut sent = Vec::new();
-    while let Some(answer) = answers.message().await.unwrap() {
-        assert!(answer.place.is_none());
-        sent.extend_from_slice(&answer.payload);
-    }
-    sent
-}
-
-/// Returns 0.5 as bf16 for the elements that `pull` reads.
-fn stepped() -> Vec<u8> {
-    (64..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect()
-}
-
-async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
-    step(client).await;
+    let stepped: Vec<u8> = (64..ELEMENTS).flat_map(|_| 0x3F00u16.to_le_bytes()).collect();
     let mut answers = client.tensors.pull(pull(link)).await.unwrap().into_inner();
     let answer = answers.message().await.unwrap().unwrap();
     assert!(answer.payload.is_empty());
@@ -311,33 +278,18 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     assert_eq!((place.elements, images.stamp(place.stamp)), (ELEMENTS - 64, 2));
     let mut bytes = vec![0; (place.elements * 2) as usize];
     images.source(place.at, bytes.len() as u64).copy_to(&mut bytes);
-    assert!(bytes == stepped());
+    assert!(bytes == stepped);
 
     // A caller without a link of this job gets the same bytes.
-    assert!(sent(client, pull(0)).await == stepped());
+    let mut answers = client.tensors.pull(pull(0)).await.unwrap().into_inner();
+    let mut sent = Vec::new();
+    while let Some(answer) = answers.message().await.unwrap() {
+        assert!(answer.place.is_none());
+        sent.extend_from_slice(&answer.payload);
+    }
+    assert!(sent == stepped);
     let unknown = client.tensors.pull(pull(link ^ 1)).await.unwrap_err();
     assert!(unknown.message().contains(STALE), "{unknown}");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_job_whose_tier_keeps_its_images_takes_gradients_in_place_and_sends_weights() {
-    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let storage = StorageConfig { shm_dir: Some(folder.path().into()), ..StorageConfig::default() };
-    let server = server_with(storage).await;
-    let mut client = train_on(&server, v1::Tier::Shm).await;
-    let file = memfd("longshore-test-shm", BYTES, SEALS);
-    file.write_all_at(&gradient(), 0).unwrap();
-    let mut links = Vec::new();
-    for rank in 0..2 {
-        let (raw, link, images) = Raw::greet(&client, rank).await;
-        assert!(images.is_none());
-        let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: 0, bytes: BYTES, lent: false };
-        assert_eq!(client.push(chunk(rank, Some(place))).await, Ok(false));
-        links.push((raw, link));
-    }
-    step(&mut client).await;
-    assert!(sent(&mut client, pull(links[0].1)).await == stepped());
-    server.drain().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -50,7 +50,7 @@ pub struct Standing {
     began: Instant,
     pub(super) line: Arc<Line>,
     pub(super) taps: Taps,
-    pub(super) account: Arc<Account>,
+    pub account: Arc<Account>,
     calls: AtomicUsize,
     called: AtomicBool,
     /// End of the last call, in milliseconds since the connection began.
@@ -60,19 +60,6 @@ pub struct Standing {
 }
 
 impl Standing {
-    pub fn is_vouched(&self) -> bool {
-        self.account.is_vouched()
-    }
-
-    pub fn account(&self) -> &Arc<Account> {
-        &self.account
-    }
-
-    /// Returns whether an answer was not taken in time.
-    pub fn is_overdue(&self, now: Instant) -> bool {
-        self.account.is_overdue(now)
-    }
-
     pub fn has_calls(&self) -> bool {
         self.calls.load(Ordering::Relaxed) > 0
     }

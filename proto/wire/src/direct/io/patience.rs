@@ -42,7 +42,7 @@ impl Patience {
 impl<S: Socket> Direct<S> {
     /// Returns whether the connection is not known to be a rank's.
     pub(super) fn is_stranger(&self) -> bool {
-        self.guest.as_ref().is_some_and(|guest| !guest.standing.is_vouched())
+        self.guest.as_ref().is_some_and(|guest| !guest.standing.account.is_vouched())
     }
 
     /// Ends a silent connection, or one that the server wants to end. Suspends a connection without room.

@@ -1,4 +1,5 @@
-//! Sequenced packets: one message in each, with at most one descriptor beside it.
+//! Payloads through shared memory (longshore/v1/memfd.proto): the socket that passes descriptors. Its packets are
+//! sequenced: one message in each, with at most one descriptor beside it.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -9,7 +10,8 @@ use std::{
     },
 };
 
-use longshore_proto::fault::Fault;
+use longshore_memory::{Foreign, ForeignError};
+use longshore_proto::fault::{Fault, FaultKind};
 use prost::Message;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -20,6 +22,11 @@ use tokio::{
     io::Interest,
     net::{UnixListener, UnixStream},
 };
+
+/// Largest piece of a worker's memory that is mapped as one.
+pub const MAX_MEMORY_BYTES: u64 = 1 << 30;
+/// Most pieces of one link: a terabyte of gradients retained by one process.
+pub const MAX_MEMORIES: usize = 1024;
 
 /// Room for a hello with the longest job name, or for a fault. A longer packet is no message of this protocol.
 const MOST_BYTES: usize = 16 * 1024;
@@ -144,6 +151,35 @@ fn packet(socket: &UnixStream) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
     Ok((bytes, descriptors.into_iter().next()))
 }
 
+/// Returns the id of the running kernel. Processes with the same id share a host, or are containers of it.
+pub fn boot_id() -> Option<String> {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(id.trim().to_string())
+}
+
+pub fn uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Maps the memory that the peer passed.
+///
+/// # Errors
+/// `Invalid`, naming the violated requirement: see [`Foreign::map`].
+pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, Fault> {
+    let remedy = "pass a memfd_create file sealed with F_SEAL_SHRINK and F_SEAL_GROW";
+    let invalid = |error: ForeignError| Fault::invalid("memfd.memory", error.found, error.limit, remedy);
+    Foreign::map(descriptor, bytes, most).map_err(invalid)
+}
+
+/// Returns the fault of a missing or closed link, and of memory that does not match the request. The sender should
+/// make a new link.
+pub fn stale(value: impl std::fmt::Display, limit: &str) -> Fault {
+    Fault::new(FaultKind::Precondition, STALE, value, limit, "link again, or send payloads inline")
+}
+
+/// Field of [`stale`].
+pub const STALE: &str = "memfd.link";
+
 #[cfg(test)]
 mod tests {
     use std::{fs::File, io::Read};
@@ -157,7 +193,7 @@ mod tests {
         let listener = Listener::bind(name.as_bytes()).unwrap();
         let sender = Socket::connect(name.as_bytes()).unwrap();
         let receiver = listener.accept().await.unwrap();
-        assert_eq!(receiver.peer_uid().unwrap(), super::super::uid());
+        assert_eq!(receiver.peer_uid().unwrap(), uid());
         let mut file = tempfile::NamedTempFile::new().unwrap();
         std::io::Write::write_all(&mut file, b"gradient").unwrap();
         let request = MemfdRequest { request: Some(Request::Memory(MemfdMemory { bytes: 7 })) };
