@@ -10,7 +10,7 @@ macro_rules! rules {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
         #[serde(rename_all = "lowercase")]
         pub enum Rule {
-            $($rule,)*
+            $($rule = $number,)*
         }
 
         impl Rule {
@@ -24,9 +24,7 @@ macro_rules! rules {
 
             /// Returns the number in messages: `Rule` of common.proto.
             pub fn number(self) -> i32 {
-                match self {
-                    $(Rule::$rule => $number,)*
-                }
+                self as i32
             }
 
             pub fn moments(self) -> &'static [Moment] {

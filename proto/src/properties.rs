@@ -11,7 +11,7 @@ macro_rules! tiers {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
         #[serde(rename_all = "lowercase")]
         pub enum TierKind {
-            $($tier,)*
+            $($tier = $number,)*
         }
 
         impl TierKind {
@@ -25,9 +25,7 @@ macro_rules! tiers {
 
             /// Returns the number in messages: `Tier` of common.proto.
             pub fn number(self) -> i32 {
-                match self {
-                    $(TierKind::$tier => $number,)*
-                }
+                self as i32
             }
 
             pub fn properties(self) -> JobProperties {

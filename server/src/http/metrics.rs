@@ -245,7 +245,7 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let times = each(jobs, |job| job.handle.look().as_secs_f64());
     families.gauge("job_idle", idle, Some(Unit::Seconds), times)?;
     let elements = "Elements of the shards that this server owns.";
-    families.gauge("job_elements", elements, None, each(jobs, Seen::elements))
+    families.gauge("job_elements", elements, None, each(jobs, |job| job.handle.elements()))
 }
 
 /// Writes the samples of identities: those in `identities.toml`, and removed ones that still have jobs.

@@ -29,10 +29,6 @@ impl Seen {
         vec![("job", self.name().to_string())]
     }
 
-    pub(super) fn elements(&self) -> u64 {
-        self.handle.elements()
-    }
-
     /// Names the ranks that the next step waits for, killed ones included. Empty if no rank has joined or all have left.
     pub(super) fn waiting_for(&self) -> String {
         let is_awaited = |standing: &&str| ["joined", "not connected"].contains(standing);

@@ -33,10 +33,8 @@ pub trait Frame: Message + Default + 'static {
     /// Field number of the payload, which is delivered in slices. Stock clients write fields by number, so the
     /// payload has the highest.
     const PAYLOAD: Option<u32> = None;
-    /// Most bytes of the fields before the payload.
-    const HEADROOM: usize = CHUNK_HEADROOM_BYTES;
     /// Largest message in bytes, as its length prefix announces it.
-    const LIMIT: usize = CHUNK_BYTES + Self::HEADROOM;
+    const LIMIT: usize = CHUNK_BYTES + CHUNK_HEADROOM_BYTES;
 
     /// Refuses a message of many empty elements, which take 2 bytes each as sent.
     fn check_memory(_: &[u8]) -> Result<(), Fault> {

@@ -6,7 +6,7 @@
 use std::marker::PhantomData;
 
 use bytes::{Buf, Bytes};
-use longshore_proto::fault::Fault;
+use longshore_proto::{Fault, limits::CHUNK_HEADROOM_BYTES};
 
 use super::Frame;
 
@@ -208,7 +208,7 @@ impl<M: Frame> Parser<M> {
                 self.state = ParseState::End;
                 Ok(Some(Event::Head(message, 0)))
             }
-            Found::More { from } if self.left > 0 && self.gathered.len() < M::HEADROOM => {
+            Found::More { from } if self.left > 0 && self.gathered.len() < CHUNK_HEADROOM_BYTES => {
                 self.state = ParseState::Head { scanned: from };
                 Ok(None)
             }
