@@ -4,7 +4,8 @@ use std::{borrow::Cow, process, ptr};
 
 use longshore_proto::{Dtype, Fault, Hyper, Version};
 use longshore_worker::{
-    Error, Filling, GoBack, Result, Session, Slot, error::Misuse, export::Contents, session::is_loading,
+    Error, Filling, GoBack, Result, Session, Slot, StepOutcome, error::Misuse, export::Contents,
+    session::is_loading,
 };
 use pyo3::{prelude::*, types::PyDict};
 
@@ -14,11 +15,9 @@ use crate::{
     export::export,
     fetch::Fetch,
     filling::{self, Pieces, Read, Weights},
-    gradients::GradientMemory,
-    lent::{ImageMemory, LentWeights},
+    lent::{GradientMemory, ImageMemory, LentWeights},
     log,
     memory::HostTensor,
-    report,
     settings::{GivenHyper, Settings, StepByStep},
     training::Training,
     turns::Turns,
@@ -351,7 +350,7 @@ impl Job {
     fn outcomes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let outcomes = self.train(py, |training| Ok(training.outcomes()))?;
         let factor = self.settings.scale_factor();
-        outcomes.iter().map(|outcome| report::of_outcome(py, outcome, factor)).collect()
+        outcomes.iter().map(|outcome| of_outcome(py, outcome, factor)).collect()
     }
 
     /// Writes the newest version's weights into tensors of one type, one per parameter. Returns the version, and
@@ -408,4 +407,25 @@ impl Drop for Job {
             std::mem::forget(std::mem::replace(self.stage.get_mut(), Stage::Closed));
         }
     }
+}
+
+/// Returns the fields of `longshore.StepReport`. A loss is larger than the scaler's by `scale_factor`.
+fn of_outcome<'py>(
+    py: Python<'py>,
+    outcome: &StepOutcome,
+    scale_factor: f64,
+) -> PyResult<Bound<'py, PyDict>> {
+    let report = PyDict::new(py);
+    report.set_item("step", outcome.step.0)?;
+    report.set_item("read", outcome.read.0)?;
+    report.set_item("skipped", outcome.skip)?;
+    report.set_item("grad_norm", outcome.norm)?;
+    report.set_item("clip_coefficient", outcome.clip_coefficient)?;
+    report.set_item("loss_scale", outcome.loss_scale * scale_factor)?;
+    report.set_item("overflow", &outcome.overflow)?;
+    report.set_item("wall_s", outcome.timing.wall.as_secs_f64())?;
+    report.set_item("exposed_s", outcome.timing.exposed.as_secs_f64())?;
+    report.set_item("pushed_bytes", outcome.timing.pushed_bytes)?;
+    report.set_item("pulled_bytes", outcome.timing.pulled_bytes)?;
+    Ok(report)
 }

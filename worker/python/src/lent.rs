@@ -1,4 +1,4 @@
-//! Weights in the memory of servers of this host, for a device that copies them from there itself.
+//! Memory for a device that copies itself: weights in the memory of servers of this host, and gradients in this job's.
 
 use std::{
     ops::Range,
@@ -92,6 +92,24 @@ impl ImageMemory {
     #[getter]
     fn nbytes(&self) -> usize {
         self.0.addresses().len()
+    }
+}
+
+/// Keeps the memory of gradients in place, also after the job is closed. Private to the package.
+#[pyclass(frozen, module = "longshore._longshore")]
+pub(crate) struct GradientMemory(worker::GradientMemory);
+
+impl GradientMemory {
+    pub(crate) fn new(memory: worker::GradientMemory) -> GradientMemory {
+        GradientMemory(memory)
+    }
+}
+
+#[pymethods]
+impl GradientMemory {
+    /// Returns address and size in bytes of each piece, in whole pages, without the first `known` pieces.
+    fn pieces(&self, known: usize) -> Vec<(usize, usize)> {
+        self.0.pieces(known).into_iter().map(|piece| (piece.start, piece.len())).collect()
     }
 }
 
