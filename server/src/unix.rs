@@ -4,13 +4,15 @@
 use std::{
     env,
     fs::{self, DirBuilder},
-    hash::{BuildHasher, Hasher, RandomState},
+    hash::{BuildHasher, RandomState},
     io,
     os::unix::{
         fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, chown},
         net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
+    process,
+    time::SystemTime,
 };
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
@@ -54,8 +56,9 @@ impl SocketFolder {
         };
         let fit = parent.to_str().is_some_and(|path| path.len() + 28 <= LONGEST_FOLDER && fits(path));
         let parent = if fit { parent } else { Path::new("/tmp") };
-        // A new folder is made or none: other users may make files of any name here.
-        let number = RandomState::new().build_hasher().finish();
+        // A new folder is made or none: other users may make files of any name here. Processes that one process has
+        // forked draw the same random numbers.
+        let number = RandomState::new().hash_one((process::id(), SystemTime::now()));
         let path = parent.join(format!("longshore-{number:016x}"));
         let made = DirBuilder::new().mode(0o700).create(&path);
         made.map(|()| SocketFolder(path)).map_err(|source| (parent.into(), source))
