@@ -94,7 +94,7 @@ impl Process {
         self.signal(Signal::HUP);
     }
 
-    fn signal(&self, signal: Signal) {
+    pub fn signal(&self, signal: Signal) {
         let id = Pid::from_child(&self.child);
         kill_process(id, signal).unwrap_or_else(|error| panic!("{signal:?} to {}: {error}", self.name));
     }
@@ -155,12 +155,17 @@ pub fn exists(id: u32) -> bool {
 
 /// Returns a process's resident bytes now, and their peak since its start or the last [`forget_peak`].
 pub fn memory_of(process: u32) -> (u64, u64) {
+    (field(process, "VmRSS:") << 10, field(process, "VmHWM:") << 10)
+}
+
+pub fn threads_of(process: u32) -> u64 {
+    field(process, "Threads:")
+}
+
+fn field(process: u32, name: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{process}/status")).expect("a live process");
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of the kernel's");
-        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
-    };
-    (field("VmRSS:"), field("VmHWM:"))
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of the kernel's");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
 }
 
 /// Returns the processor time of a process so far, to 10 ms.

@@ -7,8 +7,8 @@ mod connections;
 mod cost;
 mod frames;
 mod handshakes;
+mod limits;
 mod strangers;
-mod worst;
 
 use longshore_tests::{
     process::{forget_peak, memory_of},
