@@ -9,6 +9,7 @@ mod book;
 mod chart;
 mod checkpoints;
 mod cli;
+mod commands;
 mod container;
 mod curves;
 mod device;
