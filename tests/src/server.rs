@@ -17,11 +17,9 @@ use crate::{binaries, process::Process};
 /// Options of a server to start.
 #[derive(Clone, Default)]
 pub struct ServerOptions {
-    threads: Option<usize>,
     memory: Option<String>,
     isa: Option<String>,
     checkpoint_dir: Option<PathBuf>,
-    checkpoint_on_drain: bool,
     arguments: Vec<String>,
     /// A command that runs the server. The server's arguments follow it.
     under: Vec<String>,
@@ -33,11 +31,6 @@ pub struct ServerOptions {
 impl ServerOptions {
     pub fn new() -> ServerOptions {
         ServerOptions::default()
-    }
-
-    pub fn threads(mut self, threads: usize) -> ServerOptions {
-        self.threads = Some(threads);
-        self
     }
 
     /// Sets the memory. The default is 1GiB.
@@ -53,11 +46,6 @@ impl ServerOptions {
 
     pub fn checkpoint_dir(mut self, dir: &Path) -> ServerOptions {
         self.checkpoint_dir = Some(dir.to_owned());
-        self
-    }
-
-    pub fn checkpoint_on_drain(mut self) -> ServerOptions {
-        self.checkpoint_on_drain = true;
         self
     }
 
@@ -124,17 +112,11 @@ impl Longshored {
         };
         let memory = options.memory.as_deref().unwrap_or("1GiB");
         command.args(["--listen", listen, "--log-format", "json", "--memory", memory]);
-        if let Some(threads) = options.threads {
-            command.args(["--threads", &threads.to_string()]);
-        }
         if let Some(isa) = &options.isa {
             command.env("LONGSHORE_ISA", isa);
         }
         if let Some(dir) = &options.checkpoint_dir {
             command.arg("--checkpoint-dir").arg(dir);
-        }
-        if options.checkpoint_on_drain {
-            command.arg("--checkpoint-on-drain");
         }
         command.args(&options.arguments);
         let process = Process::start(&format!("longshored on {listen}"), &mut command);

@@ -20,31 +20,3 @@ pub fn skipped(reason: &str) {
         file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the report of skipped tests");
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use std::{fs, process::Command};
-
-    use super::*;
-
-    /// The test below runs this in a process of its own.
-    #[test]
-    #[ignore = "reports itself as skipped, to the test that starts it"]
-    fn one_that_cannot_run() {
-        skipped("it has no legs");
-    }
-
-    #[test]
-    fn a_skipped_test_is_reported_with_its_reason() {
-        let folder = tempfile::tempdir().unwrap();
-        let report = folder.path().join("skipped");
-        let name = "skip::tests::one_that_cannot_run";
-        for _ in 0..2 {
-            let mut test = Command::new(env::current_exe().unwrap());
-            test.args(["--ignored", "--exact", name, "--test-threads", "2"]).env(REPORT, &report);
-            assert!(test.output().unwrap().status.success());
-        }
-        let line = format!("tests/src/skip.rs: {name}: it has no legs\n");
-        assert_eq!(fs::read_to_string(&report).unwrap(), line.repeat(2));
-    }
-}

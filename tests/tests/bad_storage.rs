@@ -59,11 +59,6 @@ fn without_io_uring_a_job_has_the_same_bits() {
     }
 }
 
-/// Starts a server whose jobs' state is striped over these directories.
-fn server(dirs: &[PathBuf]) -> Longshored {
-    options(dirs).start()
-}
-
 /// A killed worker may leave a begun step that no process finishes, so a drain gives up after 1 s.
 fn drained_soon() -> ServerOptions {
     ServerOptions::new().args(["--drain-deadline-s", "1"]).allow("the step in hand was not finished")
@@ -286,18 +281,6 @@ fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
-#[test]
-fn a_directory_serves_one_server() {
-    let root = TempDir::new().unwrap();
-    let dir = root.path().join("a");
-    let server = server(std::slice::from_ref(&dir));
-    let refused = longshored(["--listen", "127.0.0.1:0", "--state-dir", dir.to_str().unwrap()]);
-    assert_eq!(refused.code, 1, "{refused:?}");
-    let said = &refused.stderr;
-    assert!(said.contains("in use by another server") && said.contains(dir.to_str().unwrap()), "{said}");
-    train().servers(&[server.address().to_string()]).run();
-}
-
 /// Starts a server that replaces `shell`, whose last argument is the server's command line.
 fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
     shell.arg(binaries::command("longshored").get_program());
@@ -336,12 +319,15 @@ fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 /// The directory is read-only, as after an error that makes the kernel remount it so.
-fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
+#[test]
+fn a_read_only_file_system_is_named_and_left_alone() {
+    let root = TempDir::new().unwrap();
+    let (dir, flag) = (root.path(), "--state-dir");
     let Some(shell) = read_only(dir) else {
         return skip::skipped("this user may not mount anything, not even in a namespace of its own");
     };
     let expected = hash();
-    let train = |address: &str| Train::new(STEPS).args(["--tier", tier]).servers(&[address.to_string()]);
+    let train = |address: &str| self::train().servers(&[address.to_string()]);
     let mut server = drained_soon().args([flag, &dir.display().to_string()]).start();
     train_halfway(&train(server.address()), &mut server);
     let before = contents(dir);
@@ -359,43 +345,6 @@ fn is_named_and_left_alone_when_read_only(tier: &str, flag: &str, dir: &Path) {
     assert!(contents(dir) == before, "something was changed");
     server.restart();
     assert_eq!(train(server.address()).run().end.state_hash, expected);
-}
-
-#[test]
-fn a_read_only_file_system_is_named_and_left_alone() {
-    let root = TempDir::new().unwrap();
-    is_named_and_left_alone_when_read_only("nvme", "--state-dir", root.path());
-}
-
-#[test]
-fn a_read_only_tmpfs_is_named_and_left_alone() {
-    let root = TempDir::new_in("/dev/shm").unwrap();
-    is_named_and_left_alone_when_read_only("shm", "--shm-dir", root.path());
-}
-
-/// `ulimit -f` stands for a full drive: both fail when the space is reserved.
-#[test]
-fn a_full_drive_refuses_the_job_and_keeps_nothing() {
-    let root = TempDir::new().unwrap();
-    let dir = root.path().join("a");
-    fs::create_dir_all(&dir).unwrap();
-    let mut limited = Command::new("sh");
-    limited.args(["-c", "trap '' XFSZ; ulimit -f 2048; exec \"$@\"", "sh"]);
-    let (_server, address) = server_in(limited, "--state-dir", &dir);
-    let (stderr, _) = train().servers(std::slice::from_ref(&address)).start().fails(PATIENCE);
-    for part in ["reserve space", dir.to_str().unwrap(), "free space there", &address] {
-        assert!(stderr.contains(part), "{part} is missing in: {stderr}");
-    }
-    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0, "something was left behind");
-    Train::new(2).servers(&[address]).run();
-}
-
-#[test]
-fn a_directory_that_cannot_be_written_is_refused() {
-    // Not even root can make a folder in /proc/self.
-    let server = ServerOptions::new().args(["--state-dir", "/proc/self"]).start();
-    let (stderr, _) = train().servers(&[server.address().to_string()]).start().fails(PATIENCE);
-    assert!(stderr.contains("/proc/self") && stderr.contains("create folder"), "{stderr}");
 }
 
 #[test]

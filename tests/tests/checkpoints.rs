@@ -1,5 +1,4 @@
-//! Checkpoints in use: after a job went back, at the end of training, in separate folders of each host, and
-//! in unwritable folders.
+//! Checkpoints in use: at the end of training, in separate folders of each host, and in unwritable folders.
 
 use std::{
     fs,
@@ -7,16 +6,13 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{JobSpec, Rank};
 use longshore_tests::{
-    command::{longshore, longshored},
+    command::longshored,
     event::{End, Event},
-    server::{ServerOptions, addresses, servers},
+    server::ServerOptions,
     status::job_status,
     train::{Said, Train},
 };
-use longshore_worker::{Options, Session};
-use serde_json::Value;
 use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -40,68 +36,6 @@ fn sealed(folder: &Path) -> Vec<String> {
         names.filter(|name| folder.join("default").join(name).join("manifest.json").is_file()).collect();
     names.sort();
     names
-}
-
-fn list(servers: &[String]) -> String {
-    let output = longshore(["checkpoints", "--job", "default", "--servers", &servers.join(",")]);
-    assert_eq!(output.code, 0, "{output:?}");
-    output.stdout
-}
-
-/// Deletes the job and restores it from a checkpoint, as an operator does to go back.
-fn roll_back(servers: &[String], folder: &Path, name: &str) {
-    let deleted = longshore(["delete", "--job", "default", "--servers", &servers.join(",")]);
-    assert_eq!(deleted.code, 0, "{deleted:?}");
-    let manifest = fs::read(folder.join("default").join(name).join("manifest.json")).unwrap();
-    let manifest: Value = serde_json::from_slice(&manifest).unwrap();
-    let spec: JobSpec = serde_json::from_value(manifest["spec"].clone()).unwrap();
-    let session = Session::connect(Options::new(servers.to_vec(), spec, Rank(0))).unwrap();
-    assert!(session.open().unwrap().is_fresh());
-    session.restore(name).unwrap();
-}
-
-#[test]
-fn after_a_rollback_each_checkpoint_is_the_same_one_or_gets_a_name_of_its_own() {
-    let folder = TempDir::new().unwrap();
-    let options = ServerOptions::new().checkpoint_dir(folder.path()).args(["--checkpoint-keep", "3"]);
-    let servers = servers(2, &options);
-    let addresses = addresses(&servers);
-    let train = || Train::new(12).args(["--checkpoint-every", "4"]).servers(&addresses);
-    let names = ["step-00000004", "step-00000008", "step-00000012"];
-    let first = train().run();
-    assert_eq!(written(&first.said), names);
-
-    // The same steps give the same states, and so the same checkpoints.
-    roll_back(&addresses, folder.path(), names[0]);
-    let again = train().run();
-    assert_eq!((again.start.first_step, again.end.state_hash), (5, first.end.state_hash));
-    assert_eq!(written(&again.said), names[1..]);
-    assert_eq!(sealed(folder.path()), names);
-
-    // Other batches give other states, under other names. Pruning removes the oldest seal first, whatever its
-    // version.
-    roll_back(&addresses, folder.path(), names[0]);
-    let other = train().args(["--seed", "2"]).run();
-    assert_eq!(other.start.first_step, 5);
-    assert_eq!(written(&other.said), ["step-00000008.2", "step-00000012.2"]);
-    assert_eq!(sealed(folder.path()), ["step-00000008.2", "step-00000012", "step-00000012.2"]);
-    let listed = list(&addresses);
-    let stale: Vec<&str> = listed.lines().filter(|line| line.contains("stale")).collect();
-    assert!(stale.len() == 1 && stale[0].starts_with("step-00000012 "), "{listed}");
-    assert!(listed.lines().last().unwrap().starts_with("step-00000012.2 "), "{listed}");
-}
-
-#[test]
-fn a_drain_after_a_rollback_keeps_its_state_under_another_name() {
-    let folder = TempDir::new().unwrap();
-    let mut server = ServerOptions::new().checkpoint_dir(folder.path()).checkpoint_on_drain().start();
-    for (seed, names) in [("1", &["drain-00000006"][..]), ("2", &["drain-00000006", "drain-00000006.2"])] {
-        Train::new(6).args(["--seed", seed]).servers(&[server.address().to_string()]).run();
-        server.process.terminate();
-        assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
-        assert_eq!(sealed(folder.path()), names);
-        server.restart();
-    }
 }
 
 #[test]
@@ -222,31 +156,13 @@ fn a_folder_that_takes_no_checkpoint_is_told_before_the_first_step() {
     }
 }
 
-/// Hosts share nothing: each server's checkpoint folder has its own part alone.
-#[test]
-fn servers_with_folders_of_their_own_resume() {
-    let expected = Train::new(14).undisturbed().hash;
-    let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];
-    let mut servers =
-        folders.each_ref().map(|folder| ServerOptions::new().checkpoint_dir(folder.path()).start());
-    let addresses: Vec<_> = servers.iter().map(|server| server.address().to_string()).collect();
-    let train = |steps| Train::new(steps).args(["--checkpoint-every", "6"]).servers(&addresses);
-    let mut running = train(14).start();
-    running.until("its second checkpoint", |event| matches!(event, Event::Checkpoint { version: 12, .. }));
-    let stderr = running.process.stderr();
-    running.kill();
-    assert_eq!(stderr.matches("do not share a checkpoint folder").count(), 1, "said once: {stderr}");
-    servers.iter_mut().for_each(|server| server.kill_and_restart());
-    let run = train(14).start_with(["--resume"]).finish();
-    assert_eq!((run.start.first_step, run.end.state_hash), (13, expected));
-}
-
 /// No process copies the parts of stopped servers between their folders. The resuming worker does.
 #[test]
 fn drained_servers_with_folders_of_their_own_resume() {
     let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];
-    let start =
-        |folder: &TempDir| ServerOptions::new().checkpoint_dir(folder.path()).checkpoint_on_drain().start();
+    let start = |folder: &TempDir| {
+        ServerOptions::new().checkpoint_dir(folder.path()).args(["--checkpoint-on-drain"]).start()
+    };
     let mut servers = folders.each_ref().map(start);
     let addresses: Vec<_> = servers.iter().map(|server| server.address().to_string()).collect();
     let first = Train::new(6).servers(&addresses).run();
@@ -259,23 +175,4 @@ fn drained_servers_with_folders_of_their_own_resume() {
     let again = Train::new(6).servers(&addresses).start_with(["--resume"]).finish();
     assert_eq!((again.start.first_step, again.end.state_hash), (7, first.end.state_hash));
     assert_eq!(sealed(folders[1].path()), ["drain-00000006"]);
-}
-
-#[test]
-fn a_damaged_checkpoint_is_listed_as_damaged() {
-    let folder = TempDir::new().unwrap();
-    let server = ServerOptions::new().checkpoint_dir(folder.path()).start();
-    let servers = [server.address().to_string()];
-    Train::new(6).args(["--checkpoint-every", "2"]).servers(&servers).run();
-    let manifest = folder.path().join("default/step-00000006/manifest.json");
-    let altered = fs::read_to_string(&manifest).unwrap().replacen("applied", "Applied", 1);
-    fs::write(&manifest, altered).unwrap();
-    let part = folder.path().join("default/step-00000002/server-00001-of-00001.safetensors");
-    fs::OpenOptions::new().write(true).open(part).unwrap().set_len(100).unwrap();
-    let listed = list(&servers);
-    let lines: Vec<&str> = listed.lines().collect();
-    let is = |line: &str, name: &str, damage: &str| line.starts_with(name) && line.contains(damage);
-    assert!(is(lines[0], "step-00000002", "DAMAGED") && lines[0].contains("100 bytes"), "{listed}");
-    assert!(is(lines[1], "step-00000004", "version 4") && !lines[1].contains("DAMAGED"), "{listed}");
-    assert!(is(lines[2], "step-00000006", "DAMAGED") && lines[2].contains("manifest.json"), "{listed}");
 }

@@ -15,7 +15,10 @@ use longshore_tests::{
 };
 use longshore_wire::{
     tls::Credentials,
-    v1::{DescribeRequest, PauseRequest, admin_client::AdminClient, training_client::TrainingClient},
+    v1::{
+        DescribeRequest, JoinRequest, PauseRequest, admin_client::AdminClient,
+        training_client::TrainingClient,
+    },
 };
 use longshore_worker::session::Address;
 use tempfile::TempDir;
@@ -305,9 +308,13 @@ impl Stage {
                 let channel = address.connect().await.unwrap();
                 let describe = DescribeRequest { job: "gpt".into(), ..Default::default() };
                 let job = AdminClient::new(channel.clone()).describe(describe).await.unwrap().into_inner();
-                let (incarnation, reason) = (job.ranks[0].incarnation, "a test".into());
-                let pause = PauseRequest { job: "gpt".into(), incarnation, reason };
-                TrainingClient::new(channel).pause(pause).await.unwrap();
+                // The rank of the ended run has left.
+                let incarnation = job.ranks[0].incarnation + 1;
+                let join = JoinRequest { job: "gpt".into(), incarnation, ..Default::default() };
+                let pause = PauseRequest { job: "gpt".into(), incarnation, reason: "a test".into() };
+                let mut training = TrainingClient::new(channel);
+                training.join(join).await.unwrap();
+                training.pause(pause).await.unwrap();
             }
         });
     }

@@ -51,7 +51,8 @@ fn sealed(folder: &Path, job: &str) -> Vec<u64> {
 fn drains(job: &[&str], told: Told) {
     let expected = Train::new(STEPS).args(job).undisturbed().hash;
     let checkpoints = TempDir::new().unwrap();
-    let mut server = ServerOptions::new().checkpoint_dir(checkpoints.path()).checkpoint_on_drain().start();
+    let mut server =
+        ServerOptions::new().checkpoint_dir(checkpoints.path()).args(["--checkpoint-on-drain"]).start();
     let address = server.address().to_string();
     let train =
         Train::new(STEPS).args(job).args(["--deadline-s", "3"]).servers(std::slice::from_ref(&address));
@@ -114,21 +115,6 @@ fn a_second_signal_stops_at_once() {
     assert!(server.process.stderr().contains("told to stop a second time"), "{}", server.process.stderr());
 }
 
-/// Without its worker, a job has no step in hand that could be finished.
-#[test]
-fn a_server_whose_worker_has_ended_stops_and_keeps_its_job() {
-    let checkpoints = TempDir::new().unwrap();
-    let mut server = ServerOptions::new().checkpoint_dir(checkpoints.path()).checkpoint_on_drain().start();
-    let servers = [server.address().to_string()];
-    let run = Train::new(10).servers(&servers).run();
-    server.process.terminate();
-    assert_eq!(server.process.code(), 0, "{}", server.process.stderr());
-    assert_eq!(sealed(checkpoints.path(), "default"), [10]);
-    server.restart();
-    let again = Train::new(10).servers(&servers).start_with(["--resume"]).finish();
-    assert_eq!((again.start.first_step, again.end.state_hash), (11, run.end.state_hash));
-}
-
 /// Opens a job whose first step has all gradients and no decision. Its name sorts before the others.
 fn undecided(server: &Longshored) -> Pipeline {
     let pipeline = undecided::undecided(server.address(), "a");
@@ -157,8 +143,7 @@ fn all_jobs_finish_the_step_in_hand_at_once() {
     let checkpoints = TempDir::new().unwrap();
     let mut server = ServerOptions::new()
         .checkpoint_dir(checkpoints.path())
-        .checkpoint_on_drain()
-        .args(["--drain-deadline-s", "120"])
+        .args(["--checkpoint-on-drain", "--drain-deadline-s", "120"])
         .start();
     let mut waited_for = undecided(&server);
     let other = Train::new(1_000_000).args(["--job", "b", "--deadline-s", "3"]);

@@ -105,14 +105,3 @@ fn what_cannot_be_exported_is_said_and_nothing_is_left_behind() {
     assert_eq!((mode(&out), mode(&out.join("model.safetensors"))), (0o700, 0o600), "the owner's alone");
     assert_eq!(files(&out).into_keys().collect::<Vec<_>>(), ["model.safetensors"]);
 }
-
-#[test]
-fn the_optimizers_state_is_refused_with_the_way_through_python() {
-    for (flags, remedy) in [
-        (["--optimizer"].as_slice(), "longshore.checkpoint.save_torch(optimizer, FILE)"),
-        (&["--format", "deepspeed"], "longshore.checkpoint.save_deepspeed(optimizer, FOLDER)"),
-    ] {
-        let output = export(&["127.0.0.1:1".to_string()], Path::new("/nonexistent/out"), flags);
-        assert!(output.code == 2 && output.stderr.contains(remedy), "{flags:?}: {output:?}");
-    }
-}

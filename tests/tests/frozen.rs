@@ -7,15 +7,9 @@ use longshore_proto::{
     Dtype, Hyper, JobName, JobSpec, Param, Partition, Rank, Rule, StateArray, TierKind,
     limits::BLOCK_ELEMENTS,
 };
-use longshore_tests::{
-    process::memory_of,
-    server::{self, Longshored, ServerOptions},
-    status::job_status,
-};
+use longshore_tests::server::{self, Longshored, ServerOptions};
 use longshore_worker::{
-    GoBack, LossScaler, Options, Pipeline, PipelineOptions, Schedule, Session, Transport,
-    error::{Error, GradientError},
-    export::Contents,
+    LossScaler, Options, Pipeline, PipelineOptions, Schedule, Session, Transport, export::Contents,
 };
 use tempfile::TempDir;
 
@@ -172,31 +166,6 @@ fn they_outlive_killed_servers() {
     }
 }
 
-/// A checkpoint cannot fill a job that trains the frozen parameters, so the job gives up no state for it.
-#[test]
-fn a_job_that_froze_others_keeps_its_state() {
-    let checkpoints = TempDir::new().expect("a folder for checkpoints");
-    let servers = server::servers(2, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
-    let mut spec = spec(TierKind::Memory, 0);
-    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto));
-    trainer.step();
-    trainer.hash();
-    trainer.pipeline.session().checkpoint("first").expect("a checkpoint");
-    (1..STEPS).for_each(|_| trainer.step());
-    trainer.hash();
-    trainer.leave();
-
-    spec.partitions.truncate(2);
-    let session = Session::connect(options(&servers, &spec, Transport::Auto)).expect("a session");
-    let how = GoBack { checkpoint: Some("first".into()), discard_state: true };
-    let error = session.go_back(&how).expect_err("other parameters are frozen");
-    assert!(error.to_string().contains("spec.partitions"), "{error}");
-    let there = job_status(&server::addresses(&servers));
-    for server in &there.servers {
-        assert_eq!(server.version, STEPS, "{error}");
-    }
-}
-
 #[test]
 fn exports_have_their_weights_and_no_moments_of_them() {
     let servers = server::servers(2, &ServerOptions::new());
@@ -227,41 +196,4 @@ fn exports_have_their_weights_and_no_moments_of_them() {
         }
     }
     trainer.leave();
-}
-
-#[test]
-fn a_gradient_of_them_is_refused_by_name() {
-    let servers = server::servers(1, &ServerOptions::new());
-    let spec = spec(TierKind::Memory, 0);
-    let mut trainer = Trainer::enter(options(&servers, &spec, Transport::Auto));
-    trainer.pipeline.begin().expect("a step");
-    let mut assembler = trainer.pipeline.assembler(0).expect("a micro-step");
-    let error = assembler.put(1, &given(1, 3 * BLOCK + 5)).expect_err("frozen");
-    assert!(
-        matches!(&error, Error::Gradient(GradientError::Frozen { name, rank: 0 }) if name == "p1"),
-        "{error}"
-    );
-    assert!(error.to_string().contains("frozen (spec.partitions)"), "{error}");
-}
-
-/// A server reserves two bytes an element of frozen parameters, and holds no more.
-#[test]
-fn servers_hold_two_bytes_an_element() {
-    const FROZEN: u64 = 1 << 26;
-    let mut spec = spec(TierKind::Memory, 0);
-    spec.shard_elements = 1 << 22;
-    let servers = server::servers(1, &ServerOptions::new());
-    let start = |spec: &JobSpec| {
-        let trainer = Trainer::enter(options(&servers, spec, Transport::Tcp));
-        let reserved = job_status(&server::addresses(&servers)).servers[0].memory_bytes;
-        let (resident, _) = memory_of(servers[0].process.id());
-        trainer.pipeline.session().delete_job().expect("deleted");
-        (reserved, resident)
-    };
-    let small = start(&spec);
-    spec.params[3].shape = vec![FROZEN + 5 * BLOCK];
-    let large = start(&spec);
-    assert_eq!(large.0 - small.0, 2 * FROZEN, "reserved");
-    let grown = large.1.saturating_sub(small.1);
-    assert!(grown < 2 * FROZEN + (64 << 20), "{grown} bytes more are resident, for {FROZEN} elements");
 }

@@ -14,15 +14,10 @@ use longshore_tests::{
     process::Process,
     server::ServerOptions,
     skip,
-    tls::{Folders, identity},
     train::Train,
 };
 use serde_json::Value;
 use tempfile::TempDir;
-
-const TOKEN: &str = "foo";
-/// The token's SHA-256.
-const TOKEN_SHA256: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
 
 fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
@@ -156,7 +151,7 @@ fn prometheus_follows_a_run_in_which_workers_are_killed() {
         return skip::skipped("there is no prometheus: install Debian's package prometheus");
     }
     let server = ServerOptions::new().args(FLAGS).start();
-    let prometheus = Prometheus::start(&http::address(&server), "");
+    let prometheus = Prometheus::start(&http::address(&server));
     let train = Train::new(10_000).servers(&[server.address().to_string()]);
     let mut last = 0;
     for kill in 0..3 {
@@ -174,46 +169,6 @@ fn prometheus_follows_a_run_in_which_workers_are_killed() {
     assert_eq!(prometheus.value("min_over_time(up[1m])"), Some(1.0));
 }
 
-#[test]
-fn prometheus_reads_over_tls_by_certificate_and_by_token() {
-    if !is_installed("prometheus") {
-        return skip::skipped("there is no prometheus: install Debian's package prometheus");
-    }
-    let identities = [
-        identity("worker", &["worker"], &["*"], &[]),
-        identity("prometheus", &["reader"], &["*"], &[TOKEN_SHA256]),
-    ];
-    let folders = Folders::new(&identities.concat());
-    let (worker, token) = (folders.client("worker"), folders.token(TOKEN));
-    let server = ServerOptions::new().tls(&folders.server()).args(FLAGS).args(["--http-tls"]).start();
-    let http = http::address(&server);
-    let (host, _) = server.address().rsplit_once(':').unwrap();
-    // Configured as in docs/secure.md. The pages have another address of this host than the certificate
-    // names.
-    let whom = format!("ca_file: {}, server_name: {host}", worker.join("ca.pem").display());
-    let by_token = format!(
-        "  scheme: https\n  tls_config: {{{whom}}}\n  authorization: {{credentials_file: {}}}\n",
-        token.join("token").display()
-    );
-    let by_certificate = format!(
-        "  scheme: https\n  tls_config: {{{whom}, cert_file: {}, key_file: {}}}\n",
-        worker.join("client.pem").display(),
-        worker.join("client.key").display()
-    );
-    let readers = [by_token, by_certificate].map(|shown| Prometheus::start(&http, &shown));
-    let by_nothing = Prometheus::start(&http, &format!("  scheme: https\n  tls_config: {{{whom}}}\n"));
-    let train = Train::new(4).servers(&[server.address().to_string()]);
-    train.args(["--tls-dir", &worker.display().to_string()]).run();
-    for prometheus in &readers {
-        let version = || prometheus.value("longshore_job_version").filter(|&version| version == 4.0);
-        eventually("Prometheus to see the run", version);
-    }
-    eventually("Prometheus without an identity to be refused", || {
-        by_nothing.value("up").filter(|&up| up == 0.0)
-    });
-    assert_eq!(by_nothing.value("longshore_job_version"), None);
-}
-
 /// A Prometheus that reads one server's metrics.
 struct Prometheus {
     address: String,
@@ -222,12 +177,11 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts Prometheus. `more` is the scrape configuration beside the target.
-    fn start(target: &str, more: &str) -> Prometheus {
+    fn start(target: &str) -> Prometheus {
         let root = TempDir::new().unwrap();
         let (config, address) = (root.path().join("prometheus.yml"), free_address());
         let scrape = format!(
-            "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\nscrape_configs:\n- job_name: longshore\n{more}  static_configs:\n  - targets: [\"{target}\"]\n"
+            "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\nscrape_configs:\n- job_name: longshore\n  static_configs:\n  - targets: [\"{target}\"]\n"
         );
         fs::write(&config, scrape).unwrap();
         let mut command = Command::new("prometheus");

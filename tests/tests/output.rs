@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
 use longshore_tests::{
     binaries,
-    command::{Output, longshore, longshored, run},
+    command::{Output, longshore, run},
     server::{Longshored, ServerOptions},
     tls::{Folders, identity},
     train::Train,
@@ -224,22 +224,6 @@ fn clusters_have_names() {
     assert_eq!(trained.code, 0, "{trained:?}");
 }
 
-#[test]
-fn a_wrong_config_file_is_named_with_its_key() {
-    let config = Config::new("[clusters.lab]\nservers = \"a:1\"\ntls_dir = \"x\"\n");
-    let output = config.longshore(&[], &["status", "--output", "json"]);
-    let error = error(&output, 2);
-    let path = config.0.path().join("longshore/config.toml");
-    assert_eq!(error["field"], format!("{}: clusters.lab.tls_dir", path.display()));
-    assert_eq!(error["remedy"], "did you mean `tls-dir`?");
-    let absent = longshore(["status", "--config", "/nowhere.toml"]);
-    assert!(absent.code == 2 && absent.stderr.contains("/nowhere.toml"), "{absent:?}");
-    // A command with --servers needs no config file.
-    assert!(
-        config.longshore(&[], &["status", "--servers", "127.0.0.1:1"]).stderr.contains("cannot be reached")
-    );
-}
-
 /// A cluster's entry also names its certificates, and a file with its token.
 #[test]
 fn a_cluster_is_entered_as_its_entry_says() {
@@ -275,44 +259,4 @@ fn a_cluster_is_entered_as_its_entry_says() {
     assert!(probe.code == 0 && !probe.stdout.contains("loopback"), "{probe:?}");
     let refused = config.longshore(&[], &["status", "--cluster", "stranger"]);
     assert_eq!(refused.code, 1, "{refused:?}");
-}
-
-#[test]
-fn shells_take_the_completions() {
-    for (shell, words) in
-        [("bash", "_longshore()"), ("zsh", "#compdef longshore"), ("fish", "complete -c longshore")]
-    {
-        let script = longshore(["completions", shell]);
-        assert!(script.code == 0 && script.stdout.contains(words), "{shell}");
-        if shell == "bash" {
-            let checked = run("bash", Command::new("bash").args(["-n", "-c", &script.stdout]));
-            assert_eq!(checked.code, 0, "{checked:?}");
-        }
-    }
-    for shell in ["elvish", "powershell"] {
-        assert!(longshore(["completions", shell]).stdout.contains("step-back"), "{shell}");
-    }
-    assert!(
-        longshore(["completions", "bash", "--program", "longshored"]).stdout.contains("--checkpoint-dir")
-    );
-    assert_eq!(longshore(["completions", "csh"]).code, 2);
-}
-
-#[test]
-fn every_command_has_a_manual_page() {
-    let folder = TempDir::new().unwrap();
-    let made = longshore(["man", "--out", &text(folder.path())]);
-    assert_eq!(made.code, 0, "{made:?}");
-    let page = |name: &str| fs::read_to_string(folder.path().join(format!("{name}.1"))).unwrap_or_default();
-    for (name, words) in [
-        ("longshore", "Exit codes"),
-        ("longshore-status", "no\\-hash"),
-        ("longshore-bench-step", "compute\\-ms"),
-        ("longshore-tls-init", "no\\-tokens"),
-        ("longshored", "checkpoint\\-dir"),
-    ] {
-        assert!(page(name).contains(words), "{name}: {}", page(name));
-    }
-    let commands = longshored(["--help"]);
-    assert_eq!(commands.code, 0);
 }

@@ -1,7 +1,11 @@
 //! The Debian package: its programs run, systemd accepts its service, and its scripts do their work. The
 //! release: its files match their checksums, and a second build gives the same files.
 
-use std::{env, fs, path::Path, process::Command};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use longshore_tests::{
     binaries,
@@ -13,26 +17,37 @@ use tempfile::TempDir;
 /// dpkg-deb then takes seconds instead of a minute on a busy machine. The package's size is not tested.
 const QUICKLY: [(&str, &str); 1] = [("DPKG_DEB_COMPRESSOR_LEVEL", "0")];
 
-fn is_installed(program: &str) -> bool {
-    Command::new(program).arg("--version").output().is_ok()
+const DPKG: [&str; 4] = ["dpkg-deb", "dpkg", "objdump", "strip"];
+
+/// Reports the test as skipped where a program of these Debian packages is missing.
+#[track_caller]
+fn lacks(programs: &[&str], packages: &str) -> bool {
+    let is_missing = |program: &&&str| Command::new(program).arg("--version").output().is_err();
+    let missing = programs.iter().find(is_missing);
+    if let Some(program) = missing {
+        skip::skipped(&format!("there is no {program}: install Debian's {packages}"));
+    }
+    missing.is_some()
+}
+
+/// Builds the package of the binaries under test in this folder.
+fn build_package(folder: &Path) {
+    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/build");
+    let built = run("deploy/debian/build", Command::new(build).arg(built_at()).arg(folder).envs(QUICKLY));
+    assert_eq!(built.code, 0, "{built:?}");
+}
+
+fn built_at() -> PathBuf {
+    Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned()
 }
 
 #[test]
 fn a_debian_package_has_both_commands_and_a_service() {
-    for tool in ["dpkg-deb", "dpkg", "objdump", "strip"] {
-        if !is_installed(tool) {
-            return skip::skipped(&format!(
-                "there is no {tool}: install Debian's packages dpkg and binutils"
-            ));
-        }
+    if lacks(&DPKG, "packages dpkg and binutils") {
+        return;
     }
     let root = TempDir::new().unwrap();
-    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/build");
-    let binaries = Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned();
-    let mut build = Command::new(build);
-    build.arg(&binaries).arg(root.path()).envs(QUICKLY);
-    let built = run("deploy/debian/build", &mut build);
-    assert_eq!(built.code, 0, "{built:?}");
+    build_package(root.path());
     let package = fs::read_dir(root.path()).unwrap().next().expect("a package").unwrap().path();
     let control = run("dpkg-deb --field", Command::new("dpkg-deb").arg("--field").arg(&package));
     for line in ["Package: longshore", &format!("Version: {}", env!("CARGO_PKG_VERSION"))] {
@@ -80,40 +95,27 @@ fn a_debian_package_has_both_commands_and_a_service() {
     assert_eq!(server.code(), 0, "{}", server.stderr());
 }
 
-/// Checks that the shell reads the completion script of both commands without an error.
-fn shell_reads(shell: &str) {
-    if !is_installed(shell) {
-        return skip::skipped(&format!("there is no {shell}: install Debian's package {shell}"));
-    }
+#[test]
+fn shells_read_their_completions() {
     let folder = TempDir::new().unwrap();
-    for program in ["longshore", "longshored"] {
-        let script = longshore(["completions", shell, "--program", program]);
-        assert!(script.code == 0 && script.stdout.len() > 1000, "{script:?}");
-        let reads = |text: &str| {
-            let file = folder.path().join(program);
-            fs::write(&file, text).unwrap();
-            run(shell, Command::new(shell).arg("-n").arg(&file))
-        };
-        let read = reads(&script.stdout);
-        assert_eq!((read.code, read.stderr.as_str()), (0, ""), "{program}: {read:?}");
-        let cut = reads(&(script.stdout.clone() + "\nif true\n"));
-        assert!(cut.code != 0 || !cut.stderr.is_empty(), "{shell} takes anything: {cut:?}");
+    for shell in ["bash", "zsh", "fish"] {
+        if lacks(&[shell], &format!("package {shell}")) {
+            continue;
+        }
+        for program in ["longshore", "longshored"] {
+            let script = longshore(["completions", shell, "--program", program]);
+            assert!(script.code == 0 && script.stdout.len() > 1000, "{script:?}");
+            let reads = |text: &str| {
+                let file = folder.path().join(program);
+                fs::write(&file, text).unwrap();
+                run(shell, Command::new(shell).arg("-n").arg(&file))
+            };
+            let read = reads(&script.stdout);
+            assert_eq!((read.code, read.stderr.as_str()), (0, ""), "{program}: {read:?}");
+            let cut = reads(&(script.stdout.clone() + "\nif true\n"));
+            assert!(cut.code != 0 || !cut.stderr.is_empty(), "{shell} takes anything: {cut:?}");
+        }
     }
-}
-
-#[test]
-fn bash_reads_its_completions() {
-    shell_reads("bash");
-}
-
-#[test]
-fn zsh_reads_its_completions() {
-    shell_reads("zsh");
-}
-
-#[test]
-fn fish_reads_its_completions() {
-    shell_reads("fish");
 }
 
 #[test]
@@ -142,8 +144,8 @@ fn manual_pages_are_as_mandoc_wants_them() {
 
 #[test]
 fn systemd_takes_the_service() {
-    if !is_installed("systemd-analyze") {
-        return skip::skipped("there is no systemd-analyze: install Debian's package systemd");
+    if lacks(&["systemd-analyze"], "package systemd") {
+        return;
     }
     let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/systemd/longshored.service");
     // The service's program is not installed here. The unit must give no other message.
@@ -174,12 +176,8 @@ fn in_a_copy(folder: &Path, script: &str) -> Option<Command> {
 
 #[test]
 fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
-    for tool in ["dpkg-deb", "dpkg", "objdump", "strip"] {
-        if !is_installed(tool) {
-            return skip::skipped(&format!(
-                "there is no {tool}: install Debian's packages dpkg and binutils"
-            ));
-        }
+    if lacks(&DPKG, "packages dpkg and binutils") {
+        return;
     }
     // systemd does not run there, so the scripts' requests to it are recorded.
     const SCRIPT: &str = r#"
@@ -216,11 +214,7 @@ fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
             "this user may not mount an overlay over this system's files, or it is no Debian",
         );
     };
-    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/build");
-    let binaries = Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned();
-    let mut build = Command::new(build);
-    let built = run("deploy/debian/build", build.arg(&binaries).arg(root.path()).envs(QUICKLY));
-    assert_eq!(built.code, 0, "{built:?}");
+    build_package(root.path());
     let out = run("dpkg in a copy of this system", copy.envs(QUICKLY));
     assert_eq!(out.code, 0, "{out:?}");
     let phases: Vec<&str> = out.stdout.split("== ").collect();
@@ -259,21 +253,17 @@ fn the_package_is_installed_upgraded_and_removed_and_no_state_goes() {
 
 #[test]
 fn a_release_made_twice_is_the_same_and_its_commands_run() {
-    for tool in ["dpkg-deb", "fakeroot", "objcopy", "objdump", "sha256sum", "tar"] {
-        if !is_installed(tool) {
-            return skip::skipped(&format!(
-                "there is no {tool}: install Debian's packages dpkg, fakeroot and binutils"
-            ));
-        }
+    let tools = ["dpkg-deb", "fakeroot", "objcopy", "objdump", "sha256sum", "tar"];
+    if lacks(&tools, "packages dpkg, fakeroot and binutils") {
+        return;
     }
     let root = TempDir::new().unwrap();
     let release = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/release");
-    let binaries = Path::new(binaries::command("longshored").get_program()).parent().unwrap().to_owned();
     let made = ["first", "second"].map(|name| {
         let out = root.path().join(name);
         let mut command = Command::new(&release);
         // The binaries under test: building a release's own takes as long as all other builds together.
-        command.arg("--without-wheel").arg("--binaries").arg(&binaries).arg(&out);
+        command.arg("--without-wheel").arg("--binaries").arg(built_at()).arg(&out);
         let made = run("deploy/release", command.env("SOURCE_DATE_EPOCH", "1700000000").envs(QUICKLY));
         assert_eq!(made.code, 0, "{made:?}");
         let checked =

@@ -106,16 +106,18 @@ impl Unmounted {
 }
 
 /// Two servers of three are healthy and durable, and the third restarts with an empty folder.
-fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
-    let expected = hash();
+#[test]
+fn healthy_state_is_not_deleted_because_another_drive_is_missing() {
+    let (expected, root) = (hash(), TempDir::new().unwrap());
+    let options = ServerOptions::new().state_root(root.path());
     let checkpoints = TempDir::new().unwrap();
     let mut servers = server::servers(3, &options.checkpoint_dir(checkpoints.path()).allow("stepping back"));
     let addresses = server::addresses(&servers);
-    let train = train(tier).servers(&addresses);
+    let train = train("nvme").servers(&addresses);
     train_until_cut(&train);
     let before = job_status(&addresses);
     servers[2].process.kill();
-    let unmounted = Unmounted::swap(root, &servers[2]);
+    let unmounted = Unmounted::swap(root.path(), &servers[2]);
     servers[2].restart();
     let (newest, _) = newest(checkpoints.path());
     for more in [&["--resume"][..], &["--resume-from", &name(CHECKPOINT_EVERY)], &[]] {
@@ -124,7 +126,7 @@ fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
             &stderr,
             &[&addresses[2], "lost", &addresses[0], "at version ", "Start it again where its state is"],
         );
-        says(&stderr, &["--discard-state", if tier == "nvme" { "mounted" } else { "--shm-dir" }]);
+        says(&stderr, &["--discard-state", "mounted"]);
     }
     let refused = restore(&servers, &[]);
     assert_eq!(refused.code, 1, "{refused:?}");
@@ -144,14 +146,16 @@ fn is_not_deleted_on_a_guess(tier: &str, root: &Path, options: ServerOptions) {
 }
 
 /// The same fault, on a drive that will not come back.
-fn is_given_up_for_a_word(tier: &str, root: &Path, options: ServerOptions) {
-    let expected = hash();
+#[test]
+fn state_is_given_up_for_an_explicit_word() {
+    let (expected, root) = (hash(), TempDir::new().unwrap());
+    let options = ServerOptions::new().state_root(root.path());
     let checkpoints = TempDir::new().unwrap();
     let mut servers = server::servers(2, &options.checkpoint_dir(checkpoints.path()));
-    let train = train(tier).servers(&server::addresses(&servers));
+    let train = train("nvme").servers(&server::addresses(&servers));
     train_until_cut(&train);
     servers[0].process.kill();
-    Unmounted::swap(root, &servers[0]);
+    Unmounted::swap(root.path(), &servers[0]);
     servers[0].restart();
     // A checkpoint is read before any state is given up for it.
     let (newest, version) = newest(checkpoints.path());
@@ -174,28 +178,6 @@ fn flip(path: &Path) {
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[!byte[0]], at).unwrap();
-}
-
-fn on_tmpfs() -> TempDir {
-    tempfile::tempdir_in("/dev/shm").unwrap()
-}
-
-#[test]
-fn healthy_nvme_state_is_not_deleted_because_another_drive_is_missing() {
-    let root = TempDir::new().unwrap();
-    is_not_deleted_on_a_guess("nvme", root.path(), ServerOptions::new().state_root(root.path()));
-}
-
-#[test]
-fn healthy_shm_state_is_not_deleted_because_another_folder_is_missing() {
-    let root = on_tmpfs();
-    is_not_deleted_on_a_guess("shm", root.path(), ServerOptions::new().shm_root(root.path()));
-}
-
-#[test]
-fn nvme_state_is_given_up_for_an_explicit_word() {
-    let root = TempDir::new().unwrap();
-    is_given_up_for_a_word("nvme", root.path(), ServerOptions::new().state_root(root.path()));
 }
 
 #[test]
@@ -266,38 +248,6 @@ fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
     }
 }
 
-/// Rank 1 may look at any moment while rank 0 opens, deletes and restores.
-#[test]
-fn ranks_that_resume_together_wait_for_rank_0() {
-    let two = |train: Train| train.args(["--world-size", "2"]);
-    let expected = two(Train::new(STEPS)).undisturbed().hash;
-    let checkpoints = TempDir::new().unwrap();
-    let mut servers = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
-    let train = two(train("memory")).servers(&server::addresses(&servers));
-    let mut first = train.start();
-    first.until_step(CUT_AT);
-    first.kill();
-    let (newest, version) = newest(checkpoints.path());
-    // The run's checkpoint names are sealed already.
-    let train = train.args(["--checkpoint-every", "0"]);
-    let start = |rank: &str| train.start_with(["--resume-from", &newest, "--rank", rank]);
-    for round in 0..soak::pick(4, 80) {
-        // All servers lost the job, or one did and the others hold versions past the checkpoint.
-        let lost = if round % 2 == 0 { 0..3 } else { 1..2 };
-        lost.for_each(|server| servers[server].kill_and_restart());
-        let (rank_0, mut rank_1) = match round % 4 {
-            0 | 1 => {
-                let rank_1 = start("1");
-                (start("0"), rank_1)
-            }
-            _ => (start("0"), start("1")),
-        };
-        let run = rank_0.finish();
-        assert_eq!((run.start.first_step, &run.end.state_hash), (version + 1, &expected), "round {round}");
-        assert_eq!(rank_1.process.code(), 0, "round {round}: {}", rank_1.process.stderr());
-    }
-}
-
 #[test]
 fn a_damaged_checkpoint_is_passed_over_aloud_and_an_older_one_can_be_named() {
     let expected = hash();
@@ -320,32 +270,6 @@ fn a_damaged_checkpoint_is_passed_over_aloud_and_an_older_one_can_be_named() {
     servers.iter_mut().for_each(Longshored::kill_and_restart);
     let first = name(CHECKPOINT_EVERY);
     let run = resuming.start_with(["--resume-from", &first]).finish();
-    assert_eq!((run.start.first_step, &run.end.state_hash), (CHECKPOINT_EVERY + 1, &expected));
-}
-
-#[test]
-fn restore_opens_the_job_on_any_number_of_servers() {
-    let expected = hash();
-    let checkpoints = TempDir::new().unwrap();
-    let (train, servers) = forgotten(2, checkpoints.path());
-    drop(servers);
-    let servers = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
-    let unnamed = longshore(["restore", "--servers", servers[0].address()]);
-    says(&unnamed.stderr, &["--job"]);
-    let (version, older) = (newest(checkpoints.path()).1, &name(CHECKPOINT_EVERY));
-    let done = restore(&servers, &[]);
-    assert_eq!((done.code, &done.stdout), (0, &restored(version)), "{done:?}");
-    let train = train.servers(&server::addresses(&servers)).args(["--checkpoint-every", "0"]);
-    let mut running = train.start();
-    assert_eq!(running.until_started_at(), version + 1);
-    running.until_steps(1);
-    running.kill();
-    let kept = restore(&servers, &["--name", older]);
-    assert_eq!(kept.code, 1, "{kept:?}");
-    says(&kept.stderr, &["nothing was deleted", older, "--discard-state"]);
-    let back = restore(&servers, &["--name", older, "--discard-state"]);
-    assert_eq!((back.code, &back.stdout), (0, &restored(CHECKPOINT_EVERY)), "{back:?}");
-    let run = train.run();
     assert_eq!((run.start.first_step, &run.end.state_hash), (CHECKPOINT_EVERY + 1, &expected));
 }
 
@@ -395,28 +319,6 @@ fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
         assert_eq!(session.state_hash().expect("a hash"), expected);
         session.delete_job().expect("a deletion");
     }
-}
-
-#[test]
-fn a_held_restore_can_be_given_up_and_the_job_then_starts_afresh() {
-    let cluster = Cluster::start(2);
-    let (plan, model) = (Scenario::exact(4), Synthetic::default());
-    deleted(&cluster, &plan);
-    let spec = plan.spec("job", &model);
-    let session = Session::connect(cluster.options(&spec, 0)).expect("a session");
-    assert!(session.open().expect("an open").is_fresh());
-    for server in 0..2 {
-        let raw = cluster.raw(server);
-        raw.restore_in("job", "two", RestoreMode::Hold).expect("a hold");
-        raw.restore_in("job", "two", RestoreMode::Release).expect("a release");
-        raw.restore_in("job", "two", RestoreMode::Release).expect("a release, asked again");
-        assert_eq!(raw.progress("job").restore, None);
-    }
-    assert!(session.open().expect("an open").is_fresh());
-    drop(session);
-    let trace = run::train(&cluster, &model, &plan, "job");
-    let reference = longshore_tests::conformance::reference::train(&model, &plan);
-    run::assert_trace(&trace, &reference, &model, &plan, "job");
 }
 
 /// Two servers train and one has nothing yet. Rank 0 can judge this, and other ranks cannot.

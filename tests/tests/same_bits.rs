@@ -7,7 +7,6 @@ use longshore_tests::{
     status::job_status,
     train::{Running, Train},
 };
-use tempfile::TempDir;
 
 const STEPS: u64 = 50;
 
@@ -25,7 +24,7 @@ const PLAIN: Setup = Setup { servers: 0, shard_elements: 65536, threads: 1, isa:
 
 /// Trains to the end. Returns the state hash, after comparing it with the output of `longshore status`.
 fn hash(setup: Setup, job: &[&str]) -> String {
-    let mut options = ServerOptions::new().threads(setup.threads);
+    let mut options = ServerOptions::new().args(["--threads", &setup.threads.to_string()]);
     let shard_elements = setup.shard_elements.to_string();
     let mut train = Train::new(STEPS).args(["--shard-elements", &shard_elements]).args(job);
     if let Some(isa) = setup.isa {
@@ -80,23 +79,6 @@ fn two_ranks_have_the_same_bits_on_any_servers() {
 fn a_delayed_job_has_the_same_bits_on_any_servers() {
     let setups = [PLAIN, Setup { servers: 2, isa: Some("scalar"), ..PLAIN }];
     compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
-}
-
-/// A delayed step reads images in the server's memory, or through a socket.
-#[test]
-fn a_delayed_job_has_the_same_bits_over_every_transport() {
-    const SHORT: u64 = 16;
-    let folder = TempDir::new().expect("a folder for a socket");
-    let socket = folder.path().join("longshored.sock").display().to_string();
-    let server = ServerOptions::new().args(["--listen-unix", &socket]).start();
-    let (tcp, unix) = (server.address().to_string(), format!("unix:{socket}"));
-    let train = Train::new(SHORT).args(["--delay", "1", "--warmup-steps", "4"]);
-    let expected = train.clone().run().end.state_hash;
-    for (address, transport) in [(&tcp, "tcp"), (&unix, "unix"), (&unix, "memfd")] {
-        let train = train.clone().args(["--transport", transport, "--job", transport]);
-        let found = train.servers(std::slice::from_ref(address)).run().end.state_hash;
-        assert_eq!(found, expected, "over {transport}");
-    }
 }
 
 /// Settings that decide which weights a step reads may change during a job's life, as may the length of a

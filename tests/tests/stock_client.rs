@@ -17,7 +17,8 @@ fn a_stock_python_client_follows_the_protocol() {
     let root = TempDir::new().expect("a folder for states and checkpoints");
     let options =
         ServerOptions::new().state_root(root.path()).checkpoint_dir(&root.path().join("checkpoints"));
-    let servers = server::servers(3, &options.threads(2).allow("job paused").allow("stepping back"));
+    let servers =
+        server::servers(3, &options.args(["--threads", "2"]).allow("job paused").allow("stepping back"));
     let addresses = server::addresses(&servers);
     let folder = env!("CARGO_MANIFEST_DIR");
     let output = Command::new(python)

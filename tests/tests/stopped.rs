@@ -1,27 +1,24 @@
 //! Trainers stopped by a signal: their end after a failure, and their messages on how to continue.
 
-use std::{fs, path::Path, process::Command};
+use std::{fs, path::Path};
 
 use longshore_tests::{
     server::ServerOptions,
     train::{Running, Train},
 };
+use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
 /// More steps than any test waits for.
 const ENDLESS: u64 = 1_000_000;
 
-fn signal(process: u32, names: &[&str]) {
-    for name in names {
-        assert!(Command::new("kill").args([*name, &process.to_string()]).status().unwrap().success());
-    }
-}
-
 /// Sends two signals at once. Returns the exit code and stderr.
 fn stopped_twice(mut running: Running) -> (i32, String) {
     running.until_step(3);
-    signal(running.process.id(), &["-STOP", "-TERM", "-INT", "-CONT"]);
+    for signal in [Signal::STOP, Signal::TERM, Signal::INT, Signal::CONT] {
+        running.process.signal(signal);
+    }
     while running.event().is_some() {}
     let code = running.process.code();
     assert!([130, 143].contains(&code), "{code}: {}", running.process.stderr());
@@ -43,7 +40,7 @@ fn an_export_that_fails_after_a_signal_is_a_failure() {
         let mut running = Train::new(ENDLESS).args(flags).start();
         running.until_step(3);
         fs::write(&export, "a file in the way").unwrap();
-        signal(running.process.id(), &["-TERM"]);
+        running.process.terminate();
         while running.event().is_some() {}
         let (code, stderr) = (running.process.code(), running.process.stderr());
         assert_eq!(code, 1, "{stderr}");
@@ -81,7 +78,7 @@ fn a_run_that_went_on_from_a_named_checkpoint_names_its_newest() {
     let train = in_memory(folder.path(), "1");
     let stop = |mut running: Running| {
         running.until_steps(3);
-        signal(running.process.id(), &["-TERM"]);
+        running.process.terminate();
         while running.event().is_some() {}
         assert_eq!(running.process.code(), 143, "{}", running.process.stderr());
         running.process.stderr()

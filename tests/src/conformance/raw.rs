@@ -48,14 +48,6 @@ impl Raw {
         answer.map(Response::into_inner).map_err(|status| fault_from_status(&status, "the server"))
     }
 
-    /// Like `call`, but returns the error as its gRPC status.
-    pub fn status<T: std::fmt::Debug>(
-        &self,
-        call: impl Future<Output = Result<Response<T>, Status>>,
-    ) -> Status {
-        self.runtime.block_on(call).expect_err("the call must be refused")
-    }
-
     pub fn open(
         &self,
         spec: v1::JobSpec,
@@ -68,10 +60,6 @@ impl Raw {
             server,
             ..Default::default()
         };
-        self.open_by(request)
-    }
-
-    pub fn open_by(&self, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
         self.call(self.training.clone().open_job(request))
     }
 

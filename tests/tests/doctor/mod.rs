@@ -133,97 +133,53 @@ fn a_healthy_host_and_cluster_have_nothing_wrong() {
     assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
 }
 
-/// Runs doctor in a shell after `script`.
-fn after(script: &str, words: &[&str]) -> Output {
-    let script = format!("{script} && exec \"$0\" \"$@\"");
-    doctor(&["sh", "-c", &script], words)
-}
+/// Words before doctor, files of the kernel, words of doctor, and what it then finds.
+type Fault<'a> =
+    (&'a [&'a str], &'a [(&'a str, &'a str)], &'a [&'a str], &'static str, &'static str, [&'static str; 2]);
 
 #[test]
-fn few_descriptors() {
-    let system = system();
-    finds(
-        &after("ulimit -n 256", &["--system", &text(system.path())]),
-        "descriptors",
-        "warning",
-        &["256", "ulimit -n"],
-    );
+fn a_host_lacks_something() {
+    let few = ["sh", "-c", "ulimit -n 256 && exec \"$0\" \"$@\""];
+    let pages = [("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")];
+    let node = [
+        ("sys/devices/system/node/node1/cpulist", "8-15\n"),
+        ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       0 kB\n"),
+    ];
+    let none = ["--state-dir", "/mnt/none"];
+    let faults: [Fault<'_>; 6] = [
+        (&few, &[], &[], "descriptors", "warning", ["256", "ulimit -n"]),
+        (&WITHOUT_IO_URING, &[], &[], "io_uring", "warning", ["refused", "seccomp"]),
+        (&["env", "TMPDIR=/proc"], &[], &[], "io_uring", "warning", ["not tried", "TMPDIR"]),
+        (&[], &pages, &[], "huge pages", "warning", ["never", "echo madvise"]),
+        (&[], &node, &[], "NUMA", "warning", ["node1", "numactl"]),
+        (&[], &[], &none, "state directory /mnt/none", "bad", ["mount its drive", "correct the path"]),
+    ];
+    for (before, planted, more, check, state, words) in faults {
+        let system = system();
+        planted.iter().for_each(|(name, text)| plant(&system, name, text));
+        let words_of_call = [&["--system", system.path().to_str().unwrap()], more].concat();
+        finds(&doctor(before, &words_of_call), check, state, &words);
+    }
 }
 
+/// The drives are mounted in a namespace of mounts.
 #[test]
-fn io_uring_is_refused() {
-    let system = system();
-    let output = doctor(&WITHOUT_IO_URING, &["--system", &text(system.path())]);
-    finds(&output, "io_uring", "warning", &["refused", "seccomp"]);
-}
-
-#[test]
-fn no_file_can_be_made() {
-    let system = system();
-    let output = doctor(&["env", "TMPDIR=/proc"], &["--system", &text(system.path())]);
-    finds(&output, "io_uring", "warning", &["not tried", "/proc", "TMPDIR"]);
-}
-
-#[test]
-fn huge_pages_are_off() {
-    let system = system();
-    plant(&system, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n");
-    finds(
-        &doctor(&[], &["--system", &text(system.path())]),
-        "huge pages",
-        "warning",
-        &["never", "echo madvise"],
-    );
-}
-
-#[test]
-fn a_node_has_no_memory() {
-    let system = system();
-    plant(&system, "sys/devices/system/node/node1/cpulist", "8-15\n");
-    plant(&system, "sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       0 kB\n");
-    finds(&doctor(&[], &["--system", &text(system.path())]), "NUMA", "warning", &["node1", "numactl"]);
-}
-
-/// Runs doctor on a drive of this kind, in a mount namespace of its own. Returns None where this host forbids
-/// mounts.
-fn on_drive(mount: &str) -> Option<(Output, String)> {
-    let (system, drive) = (system(), TempDir::new().unwrap());
-    let dir = text(drive.path());
+fn a_drive_is_full_or_not_as_it_should_be() {
     if !Command::new("unshare").args(["-rm", "true"]).status().is_ok_and(|status| status.success()) {
-        skip::skipped("no namespace of mounts can be made: run it as root, or allow user namespaces");
-        return None;
+        return skip::skipped("no namespace of mounts can be made: run it as root, or allow user namespaces");
     }
-    let script = format!("mount {mount} {dir} && exec \"$0\" \"$@\"");
-    let words = ["--system", &text(system.path()), "--state-dir", &dir];
-    Some((doctor(&["unshare", "-rm", "sh", "-c", &script], &words), format!("state directory {dir}")))
-}
-
-#[test]
-fn a_drive_is_full() {
-    if let Some((output, check)) = on_drive("-t tmpfs -o size=1m tmpfs") {
-        finds(&output, &check, "bad", &["it is full", "name another drive"]);
+    for (mount, state, words) in [
+        ("-t tmpfs -o size=1m tmpfs", "bad", ["it is full", "name another drive"]),
+        ("-t tmpfs -o ro,size=1g tmpfs", "bad", ["Read-only", "right to write"]),
+        ("-t ramfs ramfs", "warning", ["no direct I/O", "O_DIRECT"]),
+    ] {
+        let (system, drive) = (system(), TempDir::new().unwrap());
+        let dir = text(drive.path());
+        let script = format!("mount {mount} {dir} && exec \"$0\" \"$@\"");
+        let words_of_call = ["--system", &text(system.path()), "--state-dir", &dir];
+        let output = doctor(&["unshare", "-rm", "sh", "-c", &script], &words_of_call);
+        finds(&output, &format!("state directory {dir}"), state, &words);
     }
-}
-
-#[test]
-fn a_drive_cannot_be_written() {
-    if let Some((output, check)) = on_drive("-t tmpfs -o ro,size=1g tmpfs") {
-        finds(&output, &check, "bad", &["Read-only", "right to write"]);
-    }
-}
-
-#[test]
-fn a_drive_has_no_direct_io() {
-    if let Some((output, check)) = on_drive("-t ramfs ramfs") {
-        finds(&output, &check, "warning", &["no direct I/O", "O_DIRECT"]);
-    }
-}
-
-#[test]
-fn a_drive_is_not_there() {
-    let system = system();
-    let output = doctor(&[], &["--system", &text(system.path()), "--state-dir", "/mnt/none"]);
-    finds(&output, "state directory /mnt/none", "bad", &["mount its drive"]);
 }
 
 /// Runs doctor on one server of a healthy host.
@@ -233,78 +189,55 @@ fn on_server(address: &str, more: &[&str]) -> Output {
 }
 
 #[test]
-fn a_name_does_not_resolve() {
-    let address = "nowhere.invalid:7070";
-    finds(
-        &on_server(address, &[]),
-        &format!("server {address} name"),
-        "bad",
-        &["nowhere.invalid", "/etc/hosts"],
-    );
-}
-
-#[test]
-fn nothing_listens() {
+fn nothing_is_at_an_address() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    finds(
-        &on_server(&closed, &[]),
-        &format!("server {closed} port"),
-        "bad",
-        &["refused", "start longshored"],
-    );
+    for (address, check, words) in [
+        ("nowhere.invalid:7070", "name", ["nowhere.invalid", "/etc/hosts"]),
+        (&closed, "port", ["refused", "start longshored"]),
+    ] {
+        finds(&on_server(address, &[]), &format!("server {address} {check}"), "bad", &words);
+    }
 }
 
 #[test]
 fn a_server_is_stopped() {
     let server = ServerOptions::new().start();
-    let signal =
-        |name: &str| run("kill", Command::new("kill").args([name, &server.process.id().to_string()]));
-    signal("-STOP");
+    server.process.stop();
     let output = on_server(server.address(), &[]);
-    signal("-CONT");
+    server.process.go_on();
     finds(&output, &format!("server {}", server.address()), "bad", &["silent", "stopped"]);
 }
 
-/// Returns the answer of a server of this version.
-fn list() -> ListJobsResponse {
-    ListJobsResponse {
+/// A stock server answers with what a server of this version would not.
+#[test]
+fn a_server_answers_and_is_not_as_it_should_be() {
+    let list = ListJobsResponse {
         release: env!("CARGO_PKG_VERSION").into(),
         unix_micros: UNIX_EPOCH.elapsed().unwrap().as_micros() as u64,
         memory_budget: 1 << 30,
         ..Default::default()
+    };
+    let (older, hour) = ("0.0.9".to_string(), 3600 * 1_000_000);
+    for (list, late, check, words) in [
+        (ListJobsResponse { release: older, ..list.clone() }, 0, "", ["0.0.9", "one version"]),
+        (
+            ListJobsResponse { unix_micros: list.unix_micros - hour, ..list.clone() },
+            0,
+            " clock",
+            ["36", "NTP"],
+        ),
+        (list.clone(), 20, " round trip", ["ms", "one place"]),
+        (
+            ListJobsResponse { memory_reserved: 1 << 30, ..list.clone() },
+            0,
+            " memory",
+            ["0 B left", "--memory"],
+        ),
+    ] {
+        let server = Stock::start(&list, Duration::from_millis(late));
+        let output = on_server(server.address(), &[]);
+        finds(&output, &format!("server {}{check}", server.address()), "warning", &words);
     }
-}
-
-/// Runs doctor on a stock server that answers with `list`, after the delay `late`.
-fn on_stock(list: &ListJobsResponse, late: Duration) -> (Output, String) {
-    let server = Stock::start(list, late);
-    (on_server(server.address(), &[]), format!("server {}", server.address()))
-}
-
-#[test]
-fn a_server_is_of_another_version() {
-    let (output, server) = on_stock(&ListJobsResponse { release: "0.0.9".into(), ..list() }, Duration::ZERO);
-    finds(&output, &server, "warning", &["0.0.9", env!("CARGO_PKG_VERSION"), "one version"]);
-}
-
-#[test]
-fn a_clock_is_wrong() {
-    let an_hour = 3600 * 1_000_000;
-    let list = ListJobsResponse { unix_micros: list().unix_micros - an_hour, ..list() };
-    let (output, server) = on_stock(&list, Duration::ZERO);
-    finds(&output, &format!("{server} clock"), "warning", &["36", "NTP"]);
-}
-
-#[test]
-fn a_server_is_far_away() {
-    let (output, server) = on_stock(&list(), Duration::from_millis(20));
-    finds(&output, &format!("{server} round trip"), "warning", &["ms", "one place"]);
-}
-
-#[test]
-fn a_server_has_no_room() {
-    let (output, server) = on_stock(&ListJobsResponse { memory_reserved: 1 << 30, ..list() }, Duration::ZERO);
-    finds(&output, &format!("{server} memory"), "warning", &["0 B left", "--memory"]);
 }
 
 /// Doctor asks several servers at once, and a faulty one hides no other.

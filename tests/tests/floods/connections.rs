@@ -2,15 +2,13 @@
 
 use std::{
     fs,
-    process::Command,
     time::{Duration, Instant},
 };
 
 use longshore_tests::{
-    binaries,
     conformance::cluster::eventually,
     peer::{NO_ERROR, Peer, SETTINGS, frame},
-    process::{DEADLINE, Process},
+    process::DEADLINE,
     server::{Longshored, ServerOptions},
     soak,
 };
@@ -91,24 +89,6 @@ fn without_descriptors_it_says_so_and_goes_on() {
     assert!(took < Duration::from_secs(8), "{took:?}");
     assert_eq!(said(&server, short), 1, "once a period");
     drop(settled);
-}
-
-#[test]
-fn few_descriptors_are_said_at_start() {
-    let longshored = binaries::command("longshored");
-    let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -n 64; exec \"$0\" --listen 127.0.0.1:0 --memory 64MiB"]);
-    command.arg(longshored.get_program());
-    let process = Process::start("longshored with few descriptors", &mut command);
-    assert!(process.line().unwrap().starts_with("longshored listening on "));
-    assert!(process.stderr().contains("few descriptors"), "{}", process.stderr());
-}
-
-#[test]
-fn more_memory_than_there_is_is_said_at_start() {
-    let text = "--memory is more than this host or its cgroup has";
-    let server = ServerOptions::new().memory("1000TiB").allow(text).start();
-    assert_eq!(said(&server, text), 1);
 }
 
 #[test]

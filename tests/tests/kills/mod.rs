@@ -1,15 +1,16 @@
-//! `kill -9` at critical moments: during a long push, a takeover, an operator's call, and a start. Some tests
-//! have three servers, ranks that outlive each other, or a trainer that is never the same twice.
+//! `kill -9` of each role at any moment, and at critical ones: during a long push, a takeover, an operator's call,
+//! and a start. Some tests have ranks that outlive each other, or a trainer that is never the same twice.
 //!
-//! A few kills are made always. The soak, `tests/run --soak kills`, makes a thousand in about ten minutes on
-//! two cores.
+//! A few kills are made always, and the soak, `tests/run --soak kills`, makes many.
 
 mod operators;
 mod perturbed;
+mod processes;
 mod resume;
 mod slow;
 mod stops;
 mod takeover;
+mod waits;
 
 use longshore_tests::{
     server::{self, Longshored, ServerOptions},
@@ -37,10 +38,15 @@ struct Bed {
 
 impl Bed {
     fn new(tier: &str, count: usize) -> Bed {
+        Bed::with(tier, count, &[])
+    }
+
+    /// Starts servers with further flags.
+    fn with(tier: &str, count: usize, flags: &[&str]) -> Bed {
         let root = if tier == "shm" { TempDir::new_in("/dev/shm") } else { TempDir::new() };
         let root = root.expect("a folder for the servers' state");
         let checkpoints = TempDir::new().expect("a folder for checkpoints");
-        let options = ServerOptions::new().checkpoint_dir(checkpoints.path());
+        let options = ServerOptions::new().checkpoint_dir(checkpoints.path()).args(flags);
         let options = options.allow("a damaged record is replaced").allow("stepping back");
         let options =
             if tier == "shm" { options.shm_root(root.path()) } else { options.state_root(root.path()) };

@@ -84,20 +84,6 @@ fn who_asks_only_whether_the_port_is_open_has_failed_at_nothing() {
 }
 
 #[test]
-fn a_server_that_cannot_be_trusted_is_not_called() {
-    let folders = Folders::new(&reader());
-    let client = folders.client("reader");
-    for (names, life, why) in [
-        (Some(&["elsewhere.example"][..]), Life::Valid, "dial the server by a name that its certificate has"),
-        (None, Life::Expired, "it has expired"),
-    ] {
-        folders.authority.write_server(&folders.server(), names, life);
-        let server = ServerOptions::new().tls(&folders.server()).start();
-        is_refused(&server, &client, why);
-    }
-}
-
-#[test]
 fn a_run_that_is_not_trusted_ends_at_once() {
     let folders = Folders::new(&reader());
     let server = ServerOptions::new().tls(&folders.server()).start();

@@ -1,0 +1,249 @@
+//! Processes of each role die at random moments of each phase: start, push, decision, update, recovery. The same
+//! commands go on to the bits of an undisturbed run.
+
+use longshore_tests::{
+    seed::{Random, spin},
+    soak,
+    status::status,
+    train::{Running, Train},
+    undisturbed::Undisturbed,
+};
+use tempfile::TempDir;
+
+use super::{Bed, in_runs};
+
+const STEPS: u64 = 60;
+/// Number of kills in one run: few, so that its steps stay few.
+const KILLS_A_RUN: u64 = 5;
+const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
+/// DRAM holds two of a server's two or three images. Gradients are on the drives too, except lent ones.
+const ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
+
+/// The processes that are killed at once.
+#[derive(Clone, Copy, PartialEq)]
+enum Victims {
+    /// One rank of all.
+    Rank,
+    OneServer,
+    Servers,
+    /// No process is left that could resend a gradient.
+    All,
+    /// A server with this rank, while the other rank lives on. Steps that the other servers decided without the dead
+    /// one are taken back.
+    ServerWith(usize),
+}
+
+struct Case {
+    tier: &'static str,
+    servers: usize,
+    ranks: usize,
+    victims: Victims,
+    job: &'static [&'static str],
+    /// Further flags of the servers.
+    flags: &'static [&'static str],
+}
+
+const CASE: Case =
+    Case { tier: "nvme", servers: 2, ranks: 1, victims: Victims::OneServer, job: &[], flags: &[] };
+
+/// The ranks of a run, and the progress that rank 0 has printed.
+struct World {
+    train: Train,
+    ranks: Vec<Running>,
+    done: u64,
+    /// Rank 0's process has not printed its first step yet.
+    is_new: bool,
+}
+
+impl World {
+    fn start(train: Train, count: usize) -> World {
+        let ranks = (0..count).map(|rank| start(&train, count, rank)).collect();
+        World { train, ranks, done: 0, is_new: true }
+    }
+
+    /// Lets the run go on to a random moment: some steps and a part of two steps later, or, where it may be `early`,
+    /// within a start. `lives` are still to come, and share the steps left.
+    fn live(&mut self, random: &mut Random, known: &Undisturbed, lives: u64, early: bool) {
+        if early && random.below(4) == 0 {
+            return spin(random.part_of(known.startup));
+        }
+        if std::mem::take(&mut self.is_new) {
+            self.done = self.ranks[0].until_started_at() - 1;
+        }
+        let share = STEPS.saturating_sub(self.done + 2) / lives;
+        if share > 0 {
+            let steps = 1 + random.below(share);
+            self.ranks[0].until_steps(steps);
+            self.done += steps;
+        }
+        spin(random.part_of(known.step * 2));
+    }
+
+    /// Kills a rank's process and starts it again. Returns the last step that it printed.
+    fn replace(&mut self, rank: usize) -> u64 {
+        self.ranks[rank].process.kill();
+        let new = start(&self.train, self.ranks.len(), rank);
+        let said = std::mem::replace(&mut self.ranks[rank], new).kill();
+        said.check_steps();
+        self.is_new |= rank == 0;
+        said.last_step()
+    }
+}
+
+fn start(train: &Train, count: usize, rank: usize) -> Running {
+    if count == 1 { train.start() } else { train.start_with(["--rank", &rank.to_string()]) }
+}
+
+/// Returns the newest version on any server; 0 before the job exists.
+fn newest(addresses: &[String]) -> u64 {
+    let jobs = status(addresses);
+    jobs.iter().flat_map(|job| &job.servers).map(|server| server.version).max().unwrap_or(0)
+}
+
+fn survives(case: &Case) {
+    let mut random = Random::new();
+    let ranks = case.ranks.to_string();
+    let job = [case.job, &["--world-size", &ranks]].concat();
+    let known = Train::new(STEPS).args(&job).undisturbed();
+    for kills in in_runs(soak::pick(4, 75), KILLS_A_RUN) {
+        let mut bed = Bed::with(case.tier, case.servers, case.flags);
+        let train = Train::new(STEPS).args(&job).args(["--tier", case.tier]).allow("waiting for a server");
+        let mut world = World::start(train.servers(&bed.addresses()), case.ranks);
+        for kill in 0..kills {
+            let early = match case.victims {
+                Victims::Rank => true,
+                Victims::ServerWith(_) => false,
+                // The first weights are there.
+                _ => kill > 0,
+            };
+            world.live(&mut random, &known, kills - kill, early);
+            strike(case.victims, &mut random, &mut bed, &mut world);
+        }
+        let mut ranks = world.ranks.into_iter();
+        let end = ranks.next().expect("rank 0").finish().end;
+        assert_eq!(end.state_hash, known.hash, "after {kills} kills");
+        ranks.for_each(|rank| drop(rank.done()));
+    }
+}
+
+fn strike(victims: Victims, random: &mut Random, bed: &mut Bed, world: &mut World) {
+    let one = random.below(bed.servers.len() as u64) as usize;
+    let struck = match victims {
+        Victims::Rank => 0..0,
+        Victims::OneServer | Victims::ServerWith(_) => one..one + 1,
+        Victims::Servers | Victims::All => 0..bed.servers.len(),
+    };
+    let rank = match victims {
+        Victims::Rank => Some(random.below(world.ranks.len() as u64) as usize),
+        Victims::All => Some(0),
+        Victims::ServerWith(rank) => Some(rank),
+        _ => None,
+    };
+    if let Some(rank) = rank {
+        world.ranks[rank].process.kill();
+    }
+    bed.servers[struck.clone()].iter_mut().for_each(|server| server.process.kill());
+    bed.servers[struck].iter_mut().for_each(|server| server.restart());
+    if let Some(rank) = rank {
+        let held = if victims == Victims::Rank { newest(&bed.addresses()) } else { u64::MAX };
+        let said = world.replace(rank);
+        assert!(held >= said, "step {said} was said and is lost: version {held}");
+    }
+}
+
+#[test]
+fn an_exact_job_in_memory_survives_kills_of_its_worker() {
+    survives(&Case { tier: "memory", servers: 1, victims: Victims::Rank, ..CASE });
+}
+
+#[test]
+fn a_delayed_job_in_memory_survives_kills_of_either_rank() {
+    survives(&Case { tier: "memory", ranks: 2, victims: Victims::Rank, job: DELAYED, ..CASE });
+}
+
+#[test]
+fn an_exact_nvme_job_survives_kills_of_either_server() {
+    survives(&CASE);
+}
+
+#[test]
+fn a_delayed_nvme_job_with_lent_gradients_and_all_else_on_drives_survives_kills_of_everything() {
+    survives(&Case { victims: Victims::All, job: DELAYED, flags: ON_DRIVES, ..CASE });
+}
+
+#[test]
+fn an_nvme_job_with_all_on_drives_survives_kills_of_either_server() {
+    survives(&Case { job: &["--transport", "tcp", "--micro-steps", "2"], flags: ON_DRIVES, ..CASE });
+}
+
+#[test]
+fn a_delayed_shm_job_survives_kills_of_both_servers() {
+    survives(&Case { tier: "shm", victims: Victims::Servers, job: DELAYED, ..CASE });
+}
+
+#[test]
+fn a_shm_job_survives_kills_of_everything() {
+    survives(&Case { tier: "shm", victims: Victims::All, job: &["--micro-steps", "2"], ..CASE });
+}
+
+#[test]
+fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
+    survives(&Case { ranks: 2, victims: Victims::ServerWith(0), job: DELAYED, ..CASE });
+}
+
+#[test]
+fn an_nvme_job_of_two_micro_steps_survives_kills_of_rank_one_with_a_server() {
+    let job = &["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2"];
+    survives(&Case { servers: 3, ranks: 2, victims: Victims::ServerWith(1), job, ..CASE });
+}
+
+/// The last step is decided everywhere when a rank dies with a server that had not stored it. The other rank
+/// has no more steps, and must still take the step back instead of waiting for the dead server's part.
+#[test]
+fn the_last_step_survives_kills_of_rank_one_with_a_server() {
+    let job = [DELAYED, &["--micro-steps", "2", "--world-size", "2"]].concat();
+    let known = Train::new(STEPS).args(&job).undisturbed();
+    for victim in [2, 0] {
+        let mut bed = Bed::new("nvme", 3);
+        let train = Train::new(STEPS).args(&job).args(["--tier", "nvme"]).allow("waiting for a server");
+        let train = train.servers(&bed.addresses());
+        let [mut rank0, mut rank1] = [0, 1].map(|rank| start(&train, 2, rank));
+        rank0.until_step(STEPS);
+        bed.servers[victim].process.kill();
+        rank1.process.kill();
+        bed.servers[victim].restart();
+        let again = start(&train, 2, 1);
+        assert_eq!(rank0.finish().end.state_hash, known.hash, "server {victim} was killed");
+        again.done();
+    }
+}
+
+/// Worker and server are one process.
+fn embedded_survives(tier: &str, root: &TempDir, job: &[&str]) {
+    let mut random = Random::new();
+    let known = Train::new(STEPS).args(job).undisturbed();
+    let folder = if tier == "nvme" { "--state-dir" } else { "--shm-dir" };
+    let train =
+        Train::new(STEPS).args(job).args(["--tier", tier, folder, &root.path().display().to_string()]);
+    // A kill while a record is replaced leaves the record's other copy.
+    let mut world = World::start(train.allow("a damaged record is replaced"), 1);
+    let mut said = 0;
+    for lives in (1..=KILLS_A_RUN).rev() {
+        world.live(&mut random, &known, lives, true);
+        said = said.max(world.replace(0));
+    }
+    let last = world.ranks.remove(0).finish();
+    // The killed process alone may have known the decision on its last printed step.
+    assert!(last.start.embedded && last.start.first_step >= said, "{:?} after step {said}", last.start);
+    assert_eq!(last.end.state_hash, known.hash);
+}
+
+#[test]
+fn a_delayed_run_with_its_state_on_a_drive_goes_on_by_the_same_command() {
+    embedded_survives("nvme", &TempDir::new().unwrap(), DELAYED);
+}
+
+#[test]
+fn a_run_with_its_state_in_a_tmpfs_goes_on_by_the_same_command() {
+    embedded_survives("shm", &TempDir::new_in("/dev/shm").unwrap(), &["--micro-steps", "2"]);
+}
