@@ -211,9 +211,16 @@ impl KeptMemory for ShmTier {
         self.between(owned, version, &mut || {
             carry();
             for block in self.blocks_of(owned) {
-                let sums = self.block_sums(block);
-                let before = sums[IMAGE_SUM + 1 - parity].load(Ordering::Relaxed);
-                sums[IMAGE_SUM + parity].store(before, Ordering::Relaxed);
+                let (sums, held) = (self.block_sums(block), self.block(block));
+                let state = (held.load(Ordering::Acquire) % 2) as usize;
+                let image = 1 - parity;
+                sums[parity].store(sums[state].load(Ordering::Relaxed), Ordering::Relaxed);
+                sums[IMAGE_SUM + parity]
+                    .store(sums[IMAGE_SUM + image].load(Ordering::Relaxed), Ordering::Relaxed);
+                // A block's checksum is that of its version's parity: one left behind would be written over by the
+                // update after this step, before the block names that update.
+                fence(Ordering::SeqCst);
+                held.store(version.0, Ordering::SeqCst);
             }
         });
     }
