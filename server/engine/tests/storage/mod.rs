@@ -58,7 +58,7 @@ impl Dirs {
 /// Returns a job's need on one server.
 fn need(spec: &JobSpec, spill: Spill) -> Need {
     let owned = placement(spec, 1).owned(ServerId(0));
-    let storage = Storage { spill, dirs: vec!["a".into()], ..Storage::default() };
+    let storage = Storage { buffers: 2, spill, dirs: vec!["a".into()], ..Storage::default() };
     Need::of(spec, &spec.validate().unwrap(), &owned, &storage)
 }
 

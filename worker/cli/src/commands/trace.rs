@@ -26,7 +26,7 @@ use tracing_subscriber::{Layer, Registry, filter::Targets, layer::Context};
 const STAGE: &str = "stage";
 
 thread_local! {
-    /// Whether the trace has this thread's name.
+    /// True once the trace has this thread's name.
     static NAMED: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -354,8 +354,7 @@ mod tests {
                 "norm 101",
                 "norm 101  (63.000 to 101)",
                 "█",
-                "host1:7070            100      30.0 MiB  -",
-                "0     joined        tcp    100",
+                "host1:7070            100      30.0 MiB    0     joined        tcp    100",
                 "q end",
             ],
         );

@@ -46,7 +46,7 @@ class Stream:
         self._elements = 0
         #: Parameters that left together in an earlier step, by the first one's index: backward has one order in most models.
         self._groups: dict[int, Columns] = {}
-        #: Whether each of the job's parameters has a hook.
+        #: True once each of the job's parameters has a hook.
         self._watches_all = False
         #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
