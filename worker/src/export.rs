@@ -10,6 +10,8 @@ use longshore_wire::{
     v1::{self, admin_client::AdminClient},
 };
 
+use crate::world;
+
 /// A server may be silent for its own deadline and this time.
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -77,11 +79,11 @@ impl Export<'_> {
             deadline_ms: self.deadline.as_millis() as u64,
             state: matches!(self.contents, Contents::State(_)),
         };
-        let answer = tokio::time::timeout(patience, admin.export(request)).await.map_err(|_| silent())?;
+        let answer = world::timeout(patience, admin.export(request)).await.map_err(|_| silent())?;
         let mut stream = answer.map_err(refused)?.into_inner();
         let mut received = vec![Received::default(); owned.len()];
         loop {
-            let message = tokio::time::timeout(patience, stream.message()).await;
+            let message = world::timeout(patience, stream.message()).await;
             let Some(message) = message.map_err(|_| silent())?.map_err(refused)? else {
                 let remedy = "export to a faster disk, or look at that server's log";
                 let value = format!("{address}, which ended early");

@@ -40,6 +40,7 @@ pub mod push;
 mod rank;
 pub mod schedule;
 pub mod session;
+pub mod world;
 
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;

@@ -16,7 +16,7 @@ mod status;
 pub mod tls;
 
 pub use author::Author;
-pub use channel::Channel;
+pub use channel::{Answer, Channel};
 pub use codec::{Codec, Scope, no_room};
 pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{

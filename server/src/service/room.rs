@@ -88,7 +88,7 @@ pub(super) struct Kept<T> {
 }
 
 impl<T> Kept<T> {
-    /// Returns the answer. [`crate::requests::Metered`] releases its room once the reader has taken it.
+    /// Returns the answer. The body of the answer releases its room once the reader has taken it.
     pub(super) fn answer(self) -> Response<T> {
         let mut response = Response::new(self.message);
         if let Some(room) = self.room {

@@ -1,9 +1,6 @@
 //! Calls servers. A failed transport leads to another attempt; a server's fault becomes the most specific `Error`.
 
-use std::{
-    future::Future,
-    time::{Duration, Instant},
-};
+use std::{future::Future, time::Duration};
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
@@ -21,7 +18,10 @@ use super::{
     peer::{SILENCE, whole},
     retry::Backoff,
 };
-use crate::error::{CallFailed, Error, Fenced, Outdated, Result, StateLost};
+use crate::{
+    error::{CallFailed, Error, Fenced, Outdated, Result, StateLost},
+    world::{self, Instant},
+};
 
 /// The longest wait of a call whose caller has other work.
 const GLANCE: Duration = Duration::from_secs(2);
@@ -70,7 +70,7 @@ impl Cluster {
         let mut backoff = Backoff::new();
         loop {
             let (peer, begun) = (&self.peers[server], Instant::now());
-            let fault = match tokio::time::timeout_at(end.into(), request(peer.clone())).await {
+            let fault = match world::timeout_at(end, request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
                 Ok(Err(status)) => fault_from_status(&status, &peer.address),
                 Err(_) => {

@@ -11,10 +11,7 @@ mod retry;
 mod runtime;
 mod waits;
 
-use std::{
-    sync::{Arc, atomic::AtomicU64},
-    time::Instant,
-};
+use std::sync::{Arc, atomic::AtomicU64};
 
 use futures_util::future::try_join_all;
 use longshore_proto::{JobName, JobSpec, Layout, Placement, ServerId, ShardId};
@@ -30,11 +27,14 @@ pub(crate) use self::{
     by_server::ByServer,
     peer::Peer,
     retry::{Backoff, renewed},
-    runtime::Task,
+    runtime::{Ended, Task},
     waits::Impatience,
 };
 use self::{pace::Pace, patience::Troubles, runtime::Runtime, waits::Waits};
-use crate::error::{Misuse, Result};
+use crate::{
+    error::{Misuse, Result},
+    world::Instant,
+};
 
 /// A job's servers. Every call of a session goes through its `Cluster`.
 pub(crate) struct Cluster {

@@ -8,7 +8,7 @@ use std::{
     future::Future,
     pin::pin,
     sync::{Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::{DECISION_AWAITED, Fault, FaultKind, Rank, ServerId, Step, Version};
@@ -19,7 +19,10 @@ use super::{
     call::recovers,
     waits::{Impatience, LONG},
 };
-use crate::error::{Error, Result, TimedOut};
+use crate::{
+    error::{Error, Result, TimedOut},
+    world::{self, Instant},
+};
 
 /// A rank without a watch for this long is gone: broken watches are opened again within a second or two.
 const BACK: Duration = Duration::from_secs(15);
@@ -140,10 +143,10 @@ impl Cluster {
     async fn watched_for<T>(&self, bound: Duration, what: &str, future: impl Future<Output = T>) -> T {
         let start = Instant::now();
         let vigil = async {
-            tokio::time::sleep(LONG).await;
+            world::sleep(LONG).await;
             loop {
                 self.say_who_is_waited_for(what, start, bound).await;
-                tokio::time::sleep(AGAIN).await;
+                world::sleep(AGAIN).await;
             }
         };
         tokio::select! {

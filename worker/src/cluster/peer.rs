@@ -1,9 +1,6 @@
 //! Connections of a server: one for control, several for data.
 
-use std::{
-    future::Future,
-    time::{Duration, Instant},
-};
+use std::{future::Future, time::Duration};
 
 use longshore_proto::{
     Fault,
@@ -26,7 +23,10 @@ use super::{
     retry::Backoff,
     waits::LONG,
 };
-use crate::error::{self, Result, Unreachable};
+use crate::{
+    error::{self, Result, Unreachable},
+    world::{self, Instant},
+};
 
 /// A call that lasted longer than this proves that its server was alive meanwhile: without answers to pings the call
 /// would have ended.
@@ -57,6 +57,12 @@ impl Peer {
         pace: Option<&Pace>,
         (start, end): (Instant, Instant),
     ) -> Result<Peer> {
+        if let Some(world) = world::entered() {
+            let control = world.connect(address);
+            let data = || Connection { channel: world.connect(address), taps: Taps::default() };
+            let data = (0..connections).map(|_| data()).collect();
+            return Ok(Peer { address: address.into(), control, data });
+        }
         let checked = Address::new(address, credentials)?;
         let control = dial(address, start, end, || checked.connect()).await?;
         let mut data = Vec::with_capacity(connections);
@@ -111,7 +117,7 @@ where
 {
     let (mut backoff, mut said) = (Backoff::new(), false);
     loop {
-        let attempt = tokio::time::timeout_at(end.into(), connect()).await;
+        let attempt = world::timeout_at(end, connect()).await;
         let cause = match attempt {
             Ok(Ok(channel)) => return Ok(channel),
             Ok(Err(error)) => {
@@ -124,7 +130,7 @@ where
         };
         tracing::debug!(server = address, cause, "connecting failed, trying again");
         if start.elapsed() >= LONG && !std::mem::replace(&mut said, true) {
-            let left = end.saturating_duration_since(Instant::now()).as_secs_f64();
+            let left = end.duration_since(Instant::now()).as_secs_f64();
             tracing::warn!(
                 server = address,
                 cause,

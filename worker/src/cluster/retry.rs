@@ -1,9 +1,8 @@
 //! Exponential back-off with jitter, so that many workers do not call a restarted server at the same instant.
 
-use std::{
-    hash::{BuildHasher, RandomState},
-    time::{Duration, Instant},
-};
+use std::time::Duration;
+
+use crate::world::{self, Instant};
 
 const FIRST: Duration = Duration::from_millis(20);
 /// The longest pause. A restarted server is then found within a second, and a dead one costs each worker one small
@@ -18,13 +17,11 @@ pub(crate) fn renewed(end: Instant, asked: Instant, deadline: Duration) -> Insta
 
 pub(crate) struct Backoff {
     next: Duration,
-    random: RandomState,
-    attempts: u64,
 }
 
 impl Backoff {
     pub(crate) fn new() -> Backoff {
-        Backoff { next: FIRST, random: RandomState::new(), attempts: 0 }
+        Backoff { next: FIRST }
     }
 
     /// Resets the back-off after a success: the next failure starts from the shortest pause.
@@ -34,8 +31,7 @@ impl Backoff {
 
     /// Returns a random time between half and the whole of the current pause.
     fn draw(&mut self) -> Duration {
-        self.attempts += 1;
-        let fraction = self.random.hash_one(self.attempts) as f64 / u64::MAX as f64;
+        let fraction = world::random() as f64 / u64::MAX as f64;
         let pause = self.next.mul_f64(0.5 + fraction / 2.0);
         self.next = (self.next * 2).min(LONGEST);
         pause
@@ -44,8 +40,8 @@ impl Backoff {
     /// Sleeps for the next pause, at most until `end`. Returns false once `end` is reached. Callers then make no
     /// further attempt: it would have no time, and its error would hide the last real one.
     pub(crate) async fn pause(&mut self, end: Instant) -> bool {
-        let (left, pause) = (end.saturating_duration_since(Instant::now()), self.draw());
-        tokio::time::sleep(pause.min(left)).await;
+        let (left, pause) = (end.duration_since(Instant::now()), self.draw());
+        world::sleep(pause.min(left)).await;
         pause < left
     }
 }

@@ -1,31 +1,31 @@
-//! The tokio runtime of a session. The library's blocking calls wait here for asynchronous work, and start tasks
-//! here. A caller can interrupt them.
+//! The tasks of a session, and the tokio runtime that carries them out. The library's blocking calls wait here for
+//! asynchronous work. A caller can interrupt them.
 
 use std::{
     fmt,
     future::Future,
     num::NonZeroUsize,
     pin::{Pin, pin},
-    sync::{Arc, Mutex, PoisonError},
-    task::{Context, Poll, Wake, Waker},
+    sync::{Arc, Mutex, PoisonError, Weak},
+    task::{Context, Poll, Wake, Waker, ready},
     thread::{self, Thread},
     time::{Duration, Instant},
 };
 
+use futures_util::future::{AbortHandle, Abortable};
 use longshore_memory::float;
-use tokio::{
-    runtime::Handle,
-    task::{AbortHandle, JoinError, JoinHandle},
-    time::timeout,
-};
+use tokio::{runtime::Handle, sync::oneshot};
 
-use crate::error::{Environment, Interrupted, Misuse, Result};
+use crate::{
+    error::{Environment, Interrupted, Misuse, Result},
+    world::{World, entered},
+};
 
 /// The period of the question, in a waiting call.
 const PERIOD: Duration = Duration::from_millis(50);
 
 /// A question that a waiting call asks on its own thread, twenty times a second. The answer true ends the wait
-/// with [`Interrupted`](crate::error::Interrupted). The default asks nothing.
+/// with [`Interrupted`]. The default asks nothing.
 #[derive(Clone, Default)]
 pub struct Interrupt(Option<Arc<dyn Fn() -> bool + Send + Sync>>);
 
@@ -55,34 +55,39 @@ impl Wake for Unpark {
     }
 }
 
-/// The session's own runtime, or the caller's.
 pub(crate) struct Runtime {
-    handle: Handle,
-    own: Option<tokio::runtime::Runtime>,
+    host: Host,
     interrupt: Interrupt,
     /// Tasks that live as long as the session.
-    tasks: Mutex<Vec<AbortHandle>>,
+    tasks: Mutex<Vec<(AbortHandle, Weak<()>)>>,
+}
+
+enum Host {
+    /// The session's own runtime.
+    Own(tokio::runtime::Runtime),
+    /// The caller's.
+    Given(Handle),
+    Simulated(Arc<dyn World>),
+    /// Shut down with the session.
+    Gone,
 }
 
 impl Runtime {
     pub(super) fn start(given: Option<Handle>, interrupt: Interrupt) -> Result<Runtime> {
-        if let Some(handle) = given {
-            return Ok(Runtime { handle, own: None, interrupt, tasks: Mutex::default() });
+        let host = match (entered(), given) {
+            (Some(world), _) => Host::Simulated(world),
+            (None, Some(handle)) => Host::Given(handle),
+            (None, None) => Host::Own(own()?),
+        };
+        Ok(Runtime { host, interrupt, tasks: Mutex::default() })
+    }
+
+    fn handle(&self) -> Option<&Handle> {
+        match &self.host {
+            Host::Own(own) => Some(own.handle()),
+            Host::Given(handle) => Some(handle),
+            Host::Simulated(_) | Host::Gone => None,
         }
-        // On two cores a second thread competes with the server's threads, or with the caller.
-        let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
-        let built = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
-            .thread_name("longshore-io")
-            .on_thread_start(float::standard_thread)
-            .enable_all()
-            .build();
-        let own = built.map_err(|error| Environment {
-            what: "starting the session's threads",
-            cause: error.to_string(),
-            remedy: "raise the limits on processes and open files (ulimit -u, ulimit -n)",
-        })?;
-        Ok(Runtime { handle: own.handle().clone(), own: Some(own), interrupt, tasks: Mutex::default() })
     }
 
     /// Blocks this thread on `future`. On a thread of an async runtime it returns an error, where tokio would
@@ -93,11 +98,12 @@ impl Runtime {
                            tokio::task::spawn_blocking or a thread of your own";
             return Err(Misuse(message).into());
         }
-        let Interrupt(Some(asks)) = &self.interrupt else { return self.handle.block_on(future) };
+        let Some(handle) = self.handle() else { return self.simulate(future) };
+        let Interrupt(Some(asks)) = &self.interrupt else { return handle.block_on(future) };
         let mut future = pin!(future);
         loop {
-            let turn = async { timeout(PERIOD, future.as_mut()).await };
-            if let Ok(done) = self.handle.block_on(turn) {
+            let turn = async { tokio::time::timeout(PERIOD, future.as_mut()).await };
+            if let Ok(done) = handle.block_on(turn) {
                 return done;
             }
             // The question is asked outside the runtime, since the caller's code may call this library again.
@@ -107,13 +113,21 @@ impl Runtime {
         }
     }
 
+    fn simulate<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut done = None;
+        if let Host::Simulated(world) = &self.host {
+            world.block_on(pin!(async { done = Some(future.await) }));
+        }
+        done.unwrap_or_else(|| Err(Interrupted.into()))
+    }
+
     /// Blocks this thread on `future` for a moment, without timers of the runtime: its thread wakes for each, and
     /// competes with this one for their lock. Returns None if the moment has passed.
     pub(crate) fn block_briefly<T>(&self, future: impl Future<Output = T>) -> Option<T> {
         if Handle::try_current().is_ok() {
             return None; // see `block_on`
         }
-        let _entered = self.handle.enter();
+        let _entered = self.handle()?.enter();
         let waker = Waker::from(Arc::new(Unpark(thread::current())));
         let (mut future, end) = (pin!(future), Instant::now() + MOMENT);
         loop {
@@ -126,7 +140,14 @@ impl Runtime {
 
     /// Starts a task that ends by itself or by its `AbortHandle`.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
-        self.handle.spawn(task).abort_handle()
+        let (abort, registration) = AbortHandle::new_pair();
+        let task = Abortable::new(task, registration);
+        match (&self.host, self.handle()) {
+            (Host::Simulated(world), _) => world.spawn(Box::pin(async { _ = task.await })),
+            (_, Some(handle)) => _ = handle.spawn(task),
+            _ => {}
+        }
+        abort
     }
 
     /// Starts a task whose result is awaited.
@@ -134,40 +155,73 @@ impl Runtime {
         &self,
         task: impl Future<Output = T> + Send + 'static,
     ) -> Task<T> {
-        Task(self.handle.spawn(task))
+        let (sender, result) = oneshot::channel();
+        let abort = self.spawn(async move { _ = sender.send(task.await) });
+        Task { abort, result }
     }
 
     /// Starts a task that lives as long as the session. Such a task keeps the cluster alive, and the cluster keeps
     /// the runtime alive. Only `end_tasks` breaks this cycle.
     pub(crate) fn spawn_for_session(&self, task: impl Future<Output = ()> + Send + 'static) {
-        let handle = self.spawn(task);
+        let runs = Arc::new(());
+        let alive = Arc::downgrade(&runs);
+        let handle = self.spawn(async move {
+            task.await;
+            drop(runs);
+        });
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.retain(|task| !task.is_finished());
-        tasks.push(handle);
+        tasks.retain(|(_, alive)| alive.strong_count() > 0);
+        tasks.push((handle, alive));
     }
 
     /// Ends the tasks that live as long as the session.
     pub(super) fn end_tasks(&self) {
-        for task in self.tasks.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        for (task, _) in self.tasks.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             task.abort();
         }
     }
 }
 
+fn own() -> Result<tokio::runtime::Runtime> {
+    // On two cores a second thread competes with the server's threads, or with the caller.
+    let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let built = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(RUNTIME_THREADS.min(cores.div_ceil(2)))
+        .thread_name("longshore-io")
+        .on_thread_start(float::standard_thread)
+        .enable_all()
+        .build();
+    built.map_err(|error| {
+        Environment {
+            what: "starting the session's threads",
+            cause: error.to_string(),
+            remedy: "raise the limits on processes and open files (ulimit -u, ulimit -n)",
+        }
+        .into()
+    })
+}
+
 /// A background task. Dropping the `Task` aborts it, since nobody can await it then.
-pub(crate) struct Task<T>(JoinHandle<T>);
+pub(crate) struct Task<T> {
+    abort: AbortHandle,
+    result: oneshot::Receiver<T>,
+}
+
+/// A task ended without a result: it panicked, or its session has ended.
+#[derive(Debug)]
+pub(crate) struct Ended;
 
 impl<T> Future for Task<T> {
-    type Output = Result<T, JoinError>;
+    type Output = Result<T, Ended>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.0).poll(context)
+        Poll::Ready(ready!(Pin::new(&mut self.result).poll(context)).map_err(|_| Ended))
     }
 }
 
 impl<T> Drop for Task<T> {
     fn drop(&mut self) {
-        self.0.abort();
+        self.abort.abort();
     }
 }
 
@@ -175,7 +229,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         // The last clone of the cluster may be dropped on a thread of this runtime. Waiting for the runtime would
         // panic there.
-        if let Some(own) = self.own.take() {
+        if let Host::Own(own) = std::mem::replace(&mut self.host, Host::Gone) {
             own.shutdown_background();
         }
     }

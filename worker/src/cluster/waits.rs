@@ -4,14 +4,17 @@
 use std::{
     future::Future,
     sync::{Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::JobName;
 use tokio::sync::watch;
 
 use super::Options;
-use crate::error::{Error, Result, StillPaused};
+use crate::{
+    error::{Error, Result, StillPaused},
+    world::{self, Instant},
+};
 
 /// A rank logs a wait of this length. Healthy steps take less time.
 pub(super) const LONG: Duration = Duration::from_secs(5);
@@ -93,7 +96,7 @@ impl Waits {
                 value = &mut future => return Ok(value),
                 error = failed(&mut failure) => return Err(Impatience::Failed(error)),
                 Ok(()) = pause.changed() => {}
-                () = tokio::time::sleep_until(end.into()) => return Err(self.impatience(start, &pause.borrow())),
+                () = world::sleep_until(end) => return Err(self.impatience(start, &pause.borrow())),
             }
         }
     }

@@ -17,7 +17,7 @@ use super::{
     stats::{self, Collected},
 };
 use crate::{
-    cluster::{ByServer, Cluster, Impatience, Task},
+    cluster::{ByServer, Cluster, Ended, Impatience, Task},
     decide::{Decision, decide},
     envelope::Envelope,
     error::{Environment, Result},
@@ -158,9 +158,9 @@ impl Driver {
     async fn patiently<T>(&self, what: &'static str, step: Step, task: Task<Result<T>>) -> Result<T> {
         match self.cluster.waits.patiently(self.cluster.options.slow_deadline + GRACE, task).await {
             Ok(Ok(result)) => result,
-            Ok(Err(panic)) => Err(Environment {
+            Ok(Err(Ended)) => Err(Environment {
                 what: "deciding a step",
-                cause: panic.to_string(),
+                cause: "its task ended early".into(),
                 remedy: "this is a defect: report it with the log",
             }
             .into()),

@@ -11,16 +11,11 @@ mod stats;
 mod step;
 mod watch;
 
-use std::{
-    sync::{Arc, Mutex, PoisonError, atomic::AtomicU32},
-    time::Instant,
-};
+use std::sync::{Arc, Mutex, PoisonError, atomic::AtomicU32};
 
+use futures_util::future::AbortHandle;
 use longshore_proto::{Fault, Rank, Step, Version};
-use tokio::{
-    sync::{mpsc, oneshot, watch as channel},
-    task::AbortHandle,
-};
+use tokio::sync::{mpsc, oneshot, watch as channel};
 use tracing::{Span, debug_span};
 
 use self::{
@@ -43,6 +38,7 @@ use crate::{
     error::{Misuse, Result},
     push::Accumulator,
     session::{Joined, Session},
+    world::Instant,
 };
 
 /// The steps of one rank, from the version that it joined at. A single thread at a time uses a pipeline; feeds and

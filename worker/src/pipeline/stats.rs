@@ -1,6 +1,6 @@
 //! Collects the gradient statistics of a step from every server, while backward still runs. Rank 0 only.
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use longshore_proto::{Fault, FaultKind, Origin, ServerId, ShardId, Step};
 use longshore_wire::{
@@ -14,6 +14,7 @@ use crate::{
     decide::BlockStats,
     error::{Error, Result},
     rank::{check_not_fenced, is_undecided},
+    world::Instant,
 };
 
 /// The time at which the trainer finished the step. Statistics can be late only from then on.

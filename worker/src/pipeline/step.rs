@@ -5,7 +5,7 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering::Relaxed},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::{Fault, MicroStep, Step, Version};
@@ -25,6 +25,7 @@ use crate::{
     pull::{Feed, Reading},
     push::{Assembler, Collector, Outbox, Sums},
     session::Session,
+    world::Instant,
 };
 
 /// The inputs of a step.

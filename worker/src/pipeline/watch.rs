@@ -4,7 +4,6 @@
 use std::{
     collections::BTreeMap,
     sync::{Arc, PoisonError},
-    time::Instant,
 };
 
 use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, ServerId, Step, Version, fault::READS};
@@ -21,6 +20,7 @@ use crate::{
     push::Gradients,
     rank::RankState,
     session::spread_on,
+    world::Instant,
 };
 
 /// The server whose order of events counts.

@@ -1,10 +1,10 @@
 //! The weights of one version as they arrive. A reader waits for a range, then reads it.
 
-use std::{ops::Range, sync::Arc, time::Instant};
+use std::{ops::Range, sync::Arc};
 
+use futures_util::future::AbortHandle;
 use longshore_memory::Source;
 use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version};
-use tokio::task::AbortHandle;
 use tracing::debug_span;
 
 use super::{
@@ -18,6 +18,7 @@ use crate::{
     convert,
     error::{Error, Outdated, Result},
     rank::cause,
+    world::Instant,
 };
 
 /// Flat ranges of one version's image that arrive in the background. Clones share the memory. Dropping the last

@@ -4,7 +4,6 @@ use std::{
     io, mem,
     ops::Range,
     sync::{Arc, Weak},
-    time::Instant,
 };
 
 use bytes::Bytes;
@@ -24,7 +23,7 @@ use super::{
     store::{Cursor, View},
     turns::Turn,
 };
-use crate::{cluster::Backoff, error::Shortage, memfd::Link};
+use crate::{cluster::Backoff, error::Shortage, memfd::Link, world::Instant};
 
 /// Attempts for a damaged chunk before an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;

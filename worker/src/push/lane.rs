@@ -1,7 +1,7 @@
 //! The push stream of one data connection, as a background task. A lane sends queued chunks and takes
 //! acknowledgements. After a break it first asks what the server still has, and then sends again.
 
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{collections::VecDeque, sync::Arc};
 
 use longshore_proto::{Fault, FaultKind, ServerId, Step, checksum::crc32, limits::CHUNK_BYTES};
 use longshore_wire::{
@@ -23,6 +23,7 @@ use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result},
     rank::recover,
+    world::Instant,
 };
 
 /// Requests given to the transport ahead of its own window: one being framed, one ready.

@@ -1,11 +1,8 @@
 //! Retains complete chunks, and queues each for one of its owner's connections. A full queue blocks the caller.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering::Relaxed},
-    },
-    time::Instant,
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering::Relaxed},
 };
 
 use tokio::sync::mpsc::error::TrySendError;
@@ -16,6 +13,7 @@ use crate::{
     cluster::Impatience,
     error::{Result, TimedOut},
     pull::Reading,
+    world::Instant,
 };
 
 pub(crate) struct Outbox {

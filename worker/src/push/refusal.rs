@@ -5,8 +5,6 @@
 //! chunk sent alone could overtake a chunk of an earlier micro-step. Such a chunk would wait at the server, and
 //! hold up the stream that brings the earlier chunk.
 
-use std::time::Instant;
-
 use longshore_proto::{
     Contribution, Fault, FaultKind, ServerId,
     checksum::crc32,
@@ -19,6 +17,7 @@ use crate::{
     cluster::{Backoff, Cluster, Impatience},
     error::{ChunkRefused, Error, Result},
     rank::version_when_running,
+    world::Instant,
 };
 
 pub(super) enum Verdict {

@@ -4,15 +4,15 @@
 //! A process that joins again takes its next number. A successor's number is greater, so the successor stays, and this
 //! process ends with `Fenced`. Random low bits tell two processes apart that began in one millisecond.
 
-use std::{
-    hash::{BuildHasher, RandomState},
-    process,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
-};
+use std::time::Duration;
 
 use longshore_proto::Incarnation;
 
-use crate::{cluster::Cluster, error::Result};
+use crate::{
+    cluster::Cluster,
+    error::Result,
+    world::{self, Instant},
+};
 
 /// Bits below the milliseconds: a random number, whose highest bit stays free for joins again. The whole takes 56 bits,
 /// which are 8 bytes on the wire as those of earlier releases.
@@ -53,7 +53,7 @@ impl Begin {
 
     /// By this host's clock.
     fn here(start: Instant) -> Begin {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, millis);
+        let now = millis(world::unix());
         Begin { began: now.saturating_sub(millis(start.elapsed())), now, error: 2 }
     }
 
@@ -80,7 +80,7 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     let answers = cluster.on_each(|server| cluster.glance(server)).await;
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
-    let random = RandomState::new().hash_one((process::id(), SystemTime::now()));
+    let random = world::random();
     let begin = Begin::measure(cluster, start).await;
     cluster.options.process.begin(begin.number(seen.unwrap_or(0), random));
     Ok(())
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn two_processes_of_one_millisecond_differ() {
-        let random = |number| first(NOW, NOW, 0, RandomState::new().hash_one(number));
+        let random = |number: u64| first(NOW, NOW, 0, number << 55);
         assert!((1..8).any(|other| random(0) != random(other)));
     }
 }

@@ -2,10 +2,7 @@
 //! still has the job, joins it again, and sends the decisions that it lacks. Takes the newest decision back if not
 //! every server can have it.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use longshore_proto::{
@@ -18,6 +15,7 @@ use super::{RankState, commits::OwnCommit};
 use crate::{
     cluster::{Backoff, Cluster, Impatience},
     error::{CallFailed, Error, Outdated, Result, StateLost},
+    world::{self, Instant},
 };
 
 /// The period of the question whether a paused server goes on.
@@ -104,7 +102,7 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
         was_paused = true;
         // The caller is inside `patiently`, which bounds this loop by the pause deadline.
         cluster.waits.paused(&progress.pause_reason);
-        tokio::time::sleep(PAUSE_POLL).await;
+        world::sleep(PAUSE_POLL).await;
     }
 }
 

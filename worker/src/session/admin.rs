@@ -1,9 +1,6 @@
 //! Calls of operators over all servers of a job: hash, pause, delete.
 
-use std::{
-    sync::atomic::{AtomicUsize, Ordering},
-    time::Instant,
-};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use longshore_proto::{
     FaultKind, ServerId, Version,
@@ -16,6 +13,7 @@ use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, MissingBlock, Result, VersionsDiffer},
     rank::RankState,
+    world::Instant,
 };
 
 /// The hash of all state of a job.

@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::{Fault, FaultKind, JobName, Version};
@@ -20,6 +20,7 @@ use super::version::{TRIES, asked_version, has_passed, is_busy};
 use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result, TimedOut},
+    world::Instant,
 };
 
 /// Returns one list of the checkpoints of all servers. Also seals complete checkpoints of drained servers without

@@ -1,7 +1,5 @@
 //! Exports a job from all its servers at once, as one rank.
 
-use std::time::Instant;
-
 use longshore_proto::{Fault, FaultKind, Version};
 
 use super::version::{TRIES, asked_version, has_passed};
@@ -9,6 +7,7 @@ use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result},
     export::{Contents, Export, Sink},
+    world::Instant,
 };
 
 /// The exported version.

@@ -3,8 +3,6 @@
 //! Nothing is deleted before every server is known to read a checkpoint. State that would survive a restart is
 //! deleted only if the caller allows that.
 
-use std::time::Instant;
-
 use futures_util::future::try_join_all;
 use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
@@ -21,6 +19,7 @@ use super::{
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
     error::{Error, NoCheckpoint, Result, StateKept, StateLost, TimedOut},
+    world::Instant,
 };
 
 /// The checkpoint to go back to, and the state that may be given up for it.

@@ -1,8 +1,6 @@
 //! Takes a rank: a new incarnation on all servers, and one common version before the first step. A new rank 0 brings
 //! all servers to that version before it joins.
 
-use std::time::Instant;
-
 use futures_util::future::join_all;
 use longshore_proto::{Commit, FaultKind, Incarnation, LeftOut, Origin, Rank, ServerId, Version};
 use longshore_wire::{
@@ -19,6 +17,7 @@ use crate::{
     envelope::Envelope,
     error::{Error, Misuse, Result, VersionsDiffer},
     rank::{RankState, commit_as, fence, take, withdraw},
+    world::Instant,
 };
 
 /// The job's progress as this rank begins to take part.

@@ -20,7 +20,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::{Incarnation, JobSpec, Layout, Rank, Version};
@@ -48,6 +48,7 @@ use crate::{
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
     rank::{RankState, begin, cause},
+    world::Instant,
 };
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, from any thread that is

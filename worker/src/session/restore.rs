@@ -2,7 +2,7 @@
 //! hold theirs. After a fault, a lost answer or the client's death the job waits, and the next attempt continues
 //! from there.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use longshore_proto::{FaultKind, JobName, ServerId, Version};
@@ -11,6 +11,7 @@ use longshore_wire::v1::{Phase, RestoreMode, RestoreRequest, RestoreResponse};
 use crate::{
     cluster::Cluster,
     error::{Error, NotRestored, OtherCheckpoints, Result},
+    world::Instant,
 };
 
 /// The longest wait of one call on a server. Then the server's progress is read, and the wait goes on.

@@ -1,6 +1,6 @@
 //! Ends a pause on every server: a resume that reached some servers is brought to the others.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use longshore_proto::{Fault, FaultKind, ServerId, Version};
@@ -10,6 +10,7 @@ use crate::{
     cluster::{Backoff, ByServer, Cluster, Impatience, renewed},
     error::{Error, Result},
     rank::version_when_running,
+    world::{self, Instant},
 };
 
 /// Returns the version that servers are paused at, or None. The lowest version counts, since a server past it has
@@ -66,7 +67,7 @@ pub(crate) async fn spread_on(
 ) -> Result<()> {
     /// The operator's own calls reach all servers within this time.
     const AT_ONCE: Duration = Duration::from_secs(1);
-    if let Ok(running) = tokio::time::timeout(AT_ONCE, runs_at(cluster, server, version)).await {
+    if let Ok(running) = world::timeout(AT_ONCE, runs_at(cluster, server, version)).await {
         return running;
     }
     match resume_on(cluster, server, Some(version), loss_scale).await {

@@ -1,11 +1,6 @@
 //! Uploads a new job's filling to the owners. Each pass walks the flat space once, shard by shard.
 
-use std::{
-    cell::RefCell,
-    collections::BTreeSet,
-    ops::Range,
-    time::{Duration, Instant},
-};
+use std::{cell::RefCell, collections::BTreeSet, ops::Range, time::Duration};
 
 use bytes::Bytes;
 use longshore_proto::{
@@ -22,10 +17,11 @@ use tonic::Status;
 
 use super::open::open_on;
 use crate::{
-    cluster::{Backoff, ByServer, Cluster, Task},
+    cluster::{Backoff, ByServer, Cluster, Ended, Task},
     convert,
     error::{Error, GradientError, OtherFilling, Result, TimedOut},
     rank::RankState,
+    world::{self, Instant},
 };
 
 /// Weights, or an optimizer's whole state.
@@ -275,15 +271,15 @@ impl Stream {
 
     /// Returns false if the call has ended early; `close` returns the reason.
     async fn send(&self, request: UploadRequest, end: Instant) -> Result<bool> {
-        Ok(matches!(tokio::time::timeout_at(end.into(), self.queue.send(request)).await, Ok(Ok(()))))
+        Ok(matches!(world::timeout_at(end, self.queue.send(request)).await, Ok(Ok(()))))
     }
 
     async fn close(self, end: Instant) -> Result<(), Status> {
         drop(self.queue);
-        let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        match tokio::time::timeout(left, self.answer).await {
+        let left = end.duration_since(Instant::now()).max(Duration::from_millis(1));
+        match world::timeout(left, self.answer).await {
             Ok(Ok(answer)) => answer.map(|_| ()),
-            Ok(Err(failed)) => Err(Status::internal(failed.to_string())),
+            Ok(Err(Ended)) => Err(Status::internal("the upload's task ended early")),
             Err(_) => Err(Status::deadline_exceeded("the upload was not answered in time")),
         }
     }

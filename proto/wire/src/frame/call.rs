@@ -9,10 +9,12 @@ use std::{
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
 use tokio::sync::mpsc;
-use tonic::{Code, Status, body::Body, transport::Error};
+use tonic::{Code, Status, body::Body};
 use tower_service::Service;
 
 use super::{Frame, Incoming, Piece};
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
@@ -28,7 +30,7 @@ pub type Pieces = mpsc::Sender<Result<Piece, Status>>;
 /// # Errors
 /// The server's refusal, or `Unavailable` and the like from the connection.
 pub async fn call<M: Frame>(
-    channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error = Error>,
+    channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error: Into<BoxError>>,
     path: &'static str,
     pieces: mpsc::Receiver<Result<Piece, Status>>,
 ) -> Result<Incoming<M>, Status> {
@@ -37,7 +39,9 @@ pub async fn call<M: Frame>(
     *request.uri_mut() = http::Uri::from_static(path);
     request.headers_mut().insert(header::TE, HeaderValue::from_static("trailers"));
     request.headers_mut().insert(header::CONTENT_TYPE, GRPC);
-    let failed = |error: Error| Status::from_error(Box::new(error));
+    fn failed(error: impl Into<BoxError>) -> Status {
+        Status::from_error(error.into())
+    }
     std::future::poll_fn(|context| channel.poll_ready(context)).await.map_err(failed)?;
     let response = channel.call(request).await.map_err(failed)?;
     match Status::from_header_map(response.headers()) {
@@ -55,7 +59,7 @@ pub async fn call<M: Frame>(
 /// # Errors
 /// As [`call`].
 pub async fn call_once<M: Frame>(
-    channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error = Error>,
+    channel: &mut impl Service<Request<Body>, Response = Response<Body>, Error: Into<BoxError>>,
     path: &'static str,
     request: Piece,
 ) -> Result<Incoming<M>, Status> {

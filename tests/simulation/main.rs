@@ -1,0 +1,345 @@
+//! A cluster in one thread: servers, ranks, links and drives by a seed and a simulated clock. The worker library and
+//! the servers' step machine are those of the product. After each event the states are compared with those of an
+//! undisturbed run.
+
+mod grpc;
+mod host;
+mod network;
+mod oracle;
+mod rank;
+mod server;
+
+use std::{
+    collections::BTreeMap,
+    env,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use longshore_proto::{ServerId, TierKind, Version};
+use longshore_worker::{Error, Schedule};
+
+use crate::{
+    host::{OUTSIDE, ProcessId, Sim, lock},
+    oracle::{Oracle, PLANTS, Plant},
+    rank::is_fenced,
+    server::{Disk, Server},
+};
+
+/// The longest run, in simulated time.
+const LONGEST: Duration = Duration::from_secs(900);
+
+/// A process of a rank, and how it ended.
+struct Process {
+    id: ProcessId,
+    began: Duration,
+    ended: Option<Result<(), String>>,
+    was_fenced: bool,
+}
+
+struct Cluster {
+    sim: Arc<Sim>,
+    oracle: Arc<Oracle>,
+    steps: u64,
+    disks: Vec<Arc<Mutex<Disk>>>,
+    servers: Mutex<Vec<Arc<Server>>>,
+    /// A server was killed: steps may be taken back.
+    has_lost: AtomicBool,
+    /// By rank: all its processes, the newest last.
+    ranks: Mutex<Vec<Vec<Process>>>,
+}
+
+impl Cluster {
+    fn new(seed: u64, plant: Option<Plant>) -> Arc<Cluster> {
+        let sim = Sim::new(seed, plant != Some(Plant::EqualIncarnations));
+        let servers = 1 + sim.below(3) as usize;
+        let shards = servers + sim.below(3) as usize;
+        let ranks = 1 + sim.below(3) as u32;
+        let micro_steps = 1 + sim.below(2) as u32;
+        let schedule = if sim.one_in(2) { Schedule::delayed(sim.below(3)) } else { Schedule::exact() };
+        let tier = if sim.one_in(4) { TierKind::Memory } else { TierKind::Nvme };
+        let job = (servers, shards);
+        let oracle = Oracle::new(seed, job, (ranks, micro_steps), (tier, schedule), plant);
+        let disk = |server: usize| Arc::new(Mutex::new(Disk::filled(&oracle, ServerId(server as u32))));
+        let disks = (0..servers).map(disk).collect();
+        let steps = 4 + sim.below(6);
+        let ranks = Mutex::new((0..ranks).map(|_| Vec::new()).collect());
+        let cluster = Cluster {
+            sim,
+            oracle,
+            steps,
+            disks,
+            servers: Mutex::default(),
+            has_lost: AtomicBool::new(false),
+            ranks,
+        };
+        let cluster = Arc::new(cluster);
+        (0..servers).for_each(|server| cluster.start_server(server));
+        cluster
+    }
+
+    fn skew(&self) -> Duration {
+        match self.sim.one_in(4) {
+            true => Duration::from_secs(self.sim.below(7200)),
+            false => Duration::from_millis(self.sim.below(50)),
+        }
+    }
+
+    fn start_server(&self, server: usize) {
+        let address = &self.oracle.placement.servers[server];
+        let skew = Duration::from_secs(3600 * server as u64);
+        let started = Server::start(&self.sim, &self.oracle, address, &self.disks[server], skew);
+        let mut servers = lock(&self.servers);
+        if servers.len() > server { servers[server] = started } else { servers.push(started) }
+    }
+
+    fn start_rank(self: &Arc<Self>, rank: usize) {
+        let (count, last) = {
+            let ranks = lock(&self.ranks);
+            (ranks[rank].len(), ranks[rank].last().map(|process| process.began))
+        };
+        // Incarnations tell processes apart that began some milliseconds after each other.
+        let began = self.sim.now();
+        if last.is_some_and(|last| began < last + Duration::from_millis(20)) {
+            return;
+        }
+        let id = self.sim.process(&format!("rank {rank}.{count}"), self.skew());
+        lock(&self.ranks)[rank].push(Process { id, began, ended: None, was_fenced: false });
+        let cluster = Arc::clone(self);
+        self.sim.main(id, move || {
+            let outdated = |error: &Error| {
+                cluster.sim.note(id, || format!("is outdated: {error}"));
+                // A delayed job's rank 0 starts over where a rank's new process joined between the commits of a step.
+                let may = rank == 0 && cluster.oracle.schedule.delay() > 0;
+                if !may && !cluster.has_lost.load(Relaxed) && cluster.newest(rank) == id {
+                    cluster
+                        .oracle
+                        .fail(format!("rank {rank} is outdated, and no server was killed: {error}"));
+                }
+            };
+            let ended = rank::run(&cluster.oracle, (rank as u32, id), cluster.steps, outdated);
+            if cluster.sim.is_dead(id) {
+                return;
+            }
+            cluster.sim.note(id, || format!("ends: {ended:?}"));
+            let was_fenced = ended.as_ref().is_err_and(is_fenced);
+            if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
+                && !was_fenced
+            {
+                cluster.oracle.fail(format!("rank {rank} ended: {error}"));
+            }
+            let mut ranks = lock(&cluster.ranks);
+            let process = ranks[rank].iter_mut().find(|process| process.id == id).expect("its entry");
+            (process.ended, process.was_fenced) =
+                (Some(ended.map_err(|error| error.to_string())), was_fenced);
+        });
+    }
+
+    fn newest(&self, rank: usize) -> ProcessId {
+        lock(&self.ranks)[rank].last().map_or(OUTSIDE, |process| process.id)
+    }
+
+    fn is_over(&self) -> bool {
+        let done = |of: &Vec<Process>| of.last().is_some_and(|process| matches!(process.ended, Some(Ok(()))));
+        self.oracle.violation().is_some() || lock(&self.ranks).iter().all(done)
+    }
+
+    /// Starts ranks that ended without being done, as a launcher does.
+    fn launch_again(self: &Arc<Self>) {
+        let count = lock(&self.ranks).len();
+        for rank in 0..count {
+            let again = {
+                let ranks = lock(&self.ranks);
+                let Some(process) = ranks[rank].last() else { continue };
+                if process.was_fenced {
+                    self.oracle.fail(format!("the newest process of rank {rank} was fenced"));
+                }
+                self.sim.is_dead(process.id) || matches!(process.ended, Some(Err(_)))
+            };
+            if again {
+                if lock(&self.ranks)[rank].len() > 24 {
+                    self.oracle.fail(format!("rank {rank} ends again and again"));
+                    return;
+                }
+                self.start_rank(rank);
+            }
+        }
+    }
+
+    /// One fault, and its end.
+    async fn disturb(self: &Arc<Self>) {
+        let sim = &self.sim;
+        let (ranks, servers) = (lock(&self.ranks).len() as u64, self.disks.len() as u64);
+        let (rank, server) = (sim.below(ranks) as usize, sim.below(servers) as usize);
+        let address = self.oracle.placement.servers[server].clone();
+        let process = self.newest(rank);
+        let short = Duration::from_millis(20) + sim.part_of(Duration::from_millis(1500));
+        match sim.below(8) {
+            0 | 1 => {
+                sim.note(process, || "is killed".into());
+                sim.kill(process);
+                sim.sleep(short).await;
+                self.launch_again();
+            }
+            2 => {
+                sim.note(process, || "is stopped, and a successor starts".into());
+                sim.stop(process, true);
+                self.start_rank(rank);
+                sim.sleep(short * 2).await;
+                sim.note(process, || "goes on".into());
+                sim.stop(process, false);
+            }
+            3 | 4 if self.oracle.spec.tier == TierKind::Nvme => {
+                let id = lock(&self.servers)[server].process;
+                if sim.is_dead(id) {
+                    return;
+                }
+                sim.note(id, || "is killed".into());
+                self.has_lost.store(true, Relaxed);
+                sim.kill(id);
+                if sim.one_in(2) {
+                    sim.note(process, || "is killed too".into());
+                    sim.kill(process);
+                }
+                sim.sleep(short).await;
+                self.start_server(server);
+                self.launch_again();
+            }
+            5 => {
+                sim.note(process, || format!("its connections to {address} break"));
+                sim.network.change(process, &address, |weather| weather.breaks += 1);
+            }
+            6 => {
+                let (out, back) = (sim.one_in(2), sim.one_in(2));
+                sim.note(process, || format!("its link with {address} is cut: out {out}, back {back}"));
+                sim.network.change(process, &address, |weather| {
+                    (weather.is_cut_out, weather.is_cut_back) = (out, back);
+                });
+                sim.sleep(short * 2).await;
+                sim.network.clear();
+            }
+            _ => {
+                let delay = sim.part_of(Duration::from_millis(200));
+                sim.note(process, || format!("its link with {address} is slow: {delay:?}"));
+                sim.network.change(process, &address, |weather| weather.delay = delay);
+            }
+        }
+    }
+
+    fn run(self: &Arc<Self>) -> Result<(), String> {
+        let ranks = lock(&self.ranks).len();
+        (0..ranks).for_each(|rank| self.start_rank(rank));
+        let faults = self.sim.below(8);
+        let chaos = Arc::clone(self);
+        self.sim.spawn(OUTSIDE, async move {
+            let left = Arc::new(());
+            for _ in 0..faults {
+                let time = chaos.sim.part_of(Duration::from_millis(400));
+                chaos.sim.sleep(time).await;
+                let (one, held) = (Arc::clone(&chaos), Arc::clone(&left));
+                chaos.sim.spawn(OUTSIDE, async move {
+                    one.disturb().await;
+                    drop(held);
+                });
+            }
+            while Arc::strong_count(&left) > 1 {
+                chaos.sim.sleep(Duration::from_millis(100)).await;
+            }
+            chaos.sim.network.clear();
+            loop {
+                chaos.sim.sleep(Duration::from_millis(500)).await;
+                chaos.launch_again();
+            }
+        });
+        let over = self.sim.run(self.sim.now() + LONGEST, || self.is_over());
+        if let Some(violation) = self.oracle.violation() {
+            return Err(violation);
+        }
+        if !over {
+            return Err("the job waits for ever".into());
+        }
+        // Servers make the last updates after all ranks have ended.
+        self.sim.run(self.sim.now() + Duration::from_secs(5), || false);
+        self.oracle.check_end(Version(self.steps))?;
+        for (server, disk) in self.disks.iter().enumerate() {
+            let newest = lock(disk).newest();
+            if self.oracle.spec.tier == TierKind::Nvme && newest != Version(self.steps) {
+                return Err(format!("server {server} has only {newest}, and all ranks have ended"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends all threads.
+    fn end(&self) {
+        let processes: Vec<ProcessId> =
+            lock(&self.ranks).iter().flatten().map(|process| process.id).collect();
+        for process in processes {
+            self.sim.kill(process);
+        }
+        let servers: Vec<ProcessId> = lock(&self.servers).iter().map(|server| server.process).collect();
+        servers.into_iter().for_each(|server| self.sim.kill(server));
+        self.sim.finish();
+    }
+}
+
+fn simulate(seed: u64, plant: Option<Plant>) -> Result<(), String> {
+    let cluster = Cluster::new(seed, plant);
+    let result = cluster.run();
+    let trace = result.is_err().then(|| cluster.sim.trace());
+    cluster.end();
+    result.map_err(|error| format!("seed {seed}: {error}\n{}", trace.unwrap_or_default()))
+}
+
+fn count(variable: &str, usual: u64) -> u64 {
+    env::var(variable).ok().and_then(|value| value.parse().ok()).unwrap_or(usual)
+}
+
+#[test]
+fn any_order_of_events_and_faults_has_the_bits_of_an_undisturbed_run() {
+    let first = count("LONGSHORE_SEED", 1);
+    let seeds = count("LONGSHORE_SEEDS", if env::var_os("LONGSHORE_SOAK").is_some() { 10_000 } else { 200 });
+    let mut failed = BTreeMap::new();
+    for seed in first..first + seeds {
+        if let Err(text) = simulate(seed, None) {
+            failed.insert(seed, text);
+        }
+    }
+    if let Some((_, text)) = failed.first_key_value() {
+        panic!("{} of {seeds} seeds failed: {:?}\n{text}", failed.len(), failed.keys().collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn each_planted_fault_is_found() {
+    let seeds = count("LONGSHORE_SEEDS", 1000);
+    let find = |plant: Plant| (1..=seeds).find(|&seed| simulate(seed, Some(plant)).is_err());
+    let mut unfound = Vec::new();
+    // The others need hundreds of seeds each.
+    let quick = [Plant::AcknowledgedUnstored, Plant::DurableAtOnce];
+    let is_soak = env::var_os("LONGSHORE_SOAK").is_some();
+    for plant in PLANTS.into_iter().filter(|plant| is_soak || quick.contains(plant)) {
+        match find(plant) {
+            Some(seed) => println!("{plant:?}: seed {seed}"),
+            None => unfound.push(plant),
+        }
+    }
+    assert!(unfound.is_empty(), "not found within {seeds} seeds: {unfound:?}");
+}
+
+#[test]
+fn a_seed_has_one_run() {
+    let run = |seed| {
+        let cluster = Cluster::new(seed, None);
+        let result = cluster.run();
+        let trace = cluster.sim.trace();
+        cluster.end();
+        (result, trace)
+    };
+    for seed in 1..20 {
+        assert_eq!(run(seed), run(seed), "seed {seed}");
+    }
+}

@@ -1,0 +1,290 @@
+//! The history of a run: contents of each state, compared over servers, ranks and restarts. Also the faults that a
+//! test plants.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex},
+};
+
+use bytes::{Bytes, BytesMut};
+use longshore_proto::{
+    Incarnation, JobName, JobSpec, Layout, Param, Placement, ServerId, ShardId, Step, TierKind, Version,
+    limits::BLOCK_ELEMENTS,
+};
+use longshore_worker::Schedule;
+
+use crate::host::{lock, mix};
+
+/// A fault of the implementation, put where the simulation carries it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Plant {
+    /// A chunk is acknowledged and not stored.
+    AcknowledgedUnstored,
+    /// A commit's origins are not compared.
+    OriginIgnored,
+    /// AwaitDurable is answered, and the next step decided, before the version is on the drive.
+    DurableAtOnce,
+    /// Processes that joined are forgotten at a restart.
+    FenceForgotten,
+    /// A join is answered before the drive has it.
+    FenceAnsweredEarly,
+    /// An older process of a rank may push.
+    FenceWithoutEffect,
+    /// A step back takes any decision back.
+    StepBackUnbound,
+    /// A step back of a server that is ahead by one is answered without an act.
+    StepBackWithoutEffect,
+    /// A join's answer names the version after it.
+    JoinAnswersLate,
+    /// The clock stands still, and no number is random.
+    EqualIncarnations,
+    /// A pull of a version that is gone gets the newest one.
+    PullOfAnyVersion,
+    /// A pull is answered from the version before, while the update runs.
+    PullTooEarly,
+    /// Statistics are sent before the last contribution.
+    StatsTooEarly,
+    /// The record of a version is written before its state.
+    RecordBeforeState,
+    /// A watch skips a commit.
+    WatchSkipsCommit,
+    /// A recovered server forgets the last commit.
+    CommitForgotten,
+}
+
+pub(crate) const PLANTS: [Plant; 16] = [
+    Plant::AcknowledgedUnstored,
+    Plant::OriginIgnored,
+    Plant::DurableAtOnce,
+    Plant::FenceForgotten,
+    Plant::FenceAnsweredEarly,
+    Plant::FenceWithoutEffect,
+    Plant::StepBackUnbound,
+    Plant::StepBackWithoutEffect,
+    Plant::JoinAnswersLate,
+    Plant::EqualIncarnations,
+    Plant::PullOfAnyVersion,
+    Plant::PullTooEarly,
+    Plant::StatsTooEarly,
+    Plant::RecordBeforeState,
+    Plant::WatchSkipsCommit,
+    Plant::CommitForgotten,
+];
+
+/// A decided version: its number, and who decided it.
+pub(crate) type Decision = (Version, Incarnation);
+
+/// A gradient of one shard, as a rank's process computed it.
+struct Gradient {
+    step: Step,
+    micro_step: u32,
+    rank: u32,
+    shard: ShardId,
+    /// The versions that its weights may have been of.
+    reads: BTreeSet<Decision>,
+}
+
+#[derive(Default)]
+struct Known {
+    gradients: BTreeMap<u64, Gradient>,
+    /// Decisions that made a state.
+    states: BTreeMap<(ShardId, u64), BTreeSet<Decision>>,
+    /// The state of a shard by the decision that made it. The same decision makes the same bits, however often.
+    made: BTreeMap<(ShardId, Decision), u64>,
+    /// The decision before.
+    parents: BTreeMap<Decision, Decision>,
+    violation: Option<String>,
+}
+
+pub(crate) struct Oracle {
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) placement: Placement,
+    pub(crate) schedule: Schedule,
+    seed: u64,
+    plant: Option<Plant>,
+    known: Mutex<Known>,
+}
+
+/// The decision of the first weights.
+const FIRST: Decision = (Version(0), Incarnation(0));
+
+impl Oracle {
+    pub(crate) fn new(
+        seed: u64,
+        (servers, shards): (usize, usize),
+        (ranks, micro_steps): (u32, u32),
+        (tier, schedule): (TierKind, Schedule),
+        plant: Option<Plant>,
+    ) -> Arc<Oracle> {
+        let param = |index: usize| Param { name: format!("p{index}"), shape: vec![BLOCK_ELEMENTS], group: 0 };
+        let spec = JobSpec {
+            shard_elements: BLOCK_ELEMENTS,
+            world_size: ranks,
+            micro_steps,
+            max_delay: schedule.delay(),
+            tier,
+            ..JobSpec::new(
+                JobName::parse("name", "simulated").expect("a good name"),
+                (0..shards).map(param).collect(),
+            )
+        };
+        let layout = spec.validate().expect("a good spec");
+        let addresses = (0..servers).map(|server| format!("server-{server}:7070")).collect();
+        let placement = Placement::striped(addresses, layout.shards());
+        let (spec, layout) = (Arc::new(spec), Arc::new(layout));
+        let oracle = Oracle { spec, layout, placement, schedule, seed, plant, known: Mutex::default() };
+        for shard in (0..oracle.layout.shards()).map(ShardId) {
+            let state = oracle.first(shard);
+            let mut known = lock(&oracle.known);
+            known.states.insert((shard, state), BTreeSet::from([FIRST]));
+            known.made.insert((shard, FIRST), state);
+        }
+        Arc::new(oracle)
+    }
+
+    pub(crate) fn has(&self, plant: Plant) -> bool {
+        self.plant == Some(plant)
+    }
+
+    pub(crate) fn owned(&self, server: ServerId) -> Vec<ShardId> {
+        self.placement.owned(server)
+    }
+
+    pub(crate) fn fail(&self, text: String) {
+        lock(&self.known).violation.get_or_insert(text);
+    }
+
+    pub(crate) fn violation(&self) -> Option<String> {
+        lock(&self.known).violation.clone()
+    }
+
+    /// The first weights of a shard.
+    pub(crate) fn first(&self, shard: ShardId) -> u64 {
+        mix(self.seed ^ mix(u64::from(shard.0) + 1))
+    }
+
+    /// Returns the gradients of a process that has read these states as the weights of `version`. A process that takes
+    /// another's place computes other bits.
+    pub(crate) fn compute(
+        &self,
+        (rank, process): (u32, usize),
+        (step, micro_step): (Step, u32),
+        version: Version,
+        read: &[u64],
+    ) -> Vec<u64> {
+        let shards = || (0..self.layout.shards()).map(ShardId);
+        let mut known = lock(&self.known);
+        let decisions = |(shard, &state): (ShardId, &u64)| {
+            let of = known.states.get(&(shard, state)).into_iter().flatten();
+            of.filter(|decision| decision.0 == version).copied().collect::<BTreeSet<Decision>>()
+        };
+        let common = shards().zip(read).map(decisions).reduce(|all, of| &all & &of).unwrap_or_default();
+        if common.is_empty() {
+            known
+                .violation
+                .get_or_insert(format!("rank {rank} read {read:x?}, which no decision of {version} made"));
+        }
+        let of =
+            read.iter().fold(step.0 ^ mix(process as u64), |hash, &state| mix(hash.rotate_left(9) ^ state));
+        shards()
+            .map(|shard| {
+                let place = u64::from(micro_step) << 40 | u64::from(rank) << 20 | u64::from(shard.0);
+                let gradient = mix(of ^ mix(place));
+                let reads = common.clone();
+                known.gradients.insert(gradient, Gradient { step, micro_step, rank, shard, reads });
+                gradient
+            })
+            .collect()
+    }
+
+    pub(crate) fn update(&self, state: u64, gradients: &[u64]) -> u64 {
+        gradients.iter().fold(state, |state, &gradient| mix(state.rotate_left(7) ^ gradient))
+    }
+
+    /// Some steps overflow, on one shard.
+    pub(crate) fn overflows(&self, step: Step, shard: ShardId) -> bool {
+        shard == ShardId(1 % self.layout.shards()) && mix(self.seed ^ step.0).is_multiple_of(6)
+    }
+
+    /// Checks a server's update of a shard.
+    pub(crate) fn updated(
+        &self,
+        shard: ShardId,
+        (decision, parent): (Decision, Decision),
+        (state, gradients): (u64, &[u64]),
+    ) {
+        let mut known = lock(&self.known);
+        let found = self.check(&mut known, shard, (decision, parent), (state, gradients));
+        if let Err(text) = found {
+            let (version, decided_by) = decision;
+            known.violation.get_or_insert(format!("{version} of {shard}, decided by {decided_by}: {text}"));
+        }
+    }
+
+    fn check(
+        &self,
+        known: &mut Known,
+        shard: ShardId,
+        (decision, parent): (Decision, Decision),
+        (state, gradients): (u64, &[u64]),
+    ) -> Result<(), String> {
+        let step = Step(decision.0.0);
+        let earlier = *known.made.entry((shard, decision)).or_insert(state);
+        if earlier != state {
+            return Err(format!("the state is {state:x}, and was {earlier:x} before"));
+        }
+        known.states.entry((shard, state)).or_default().insert(decision);
+        let earlier = *known.parents.entry(decision).or_insert(parent);
+        if earlier != parent {
+            return Err(format!("it follows {parent:?} here, and {earlier:?} elsewhere"));
+        }
+        let mut chain = parent;
+        while chain.0 > self.schedule.reads(step) {
+            chain = *known.parents.get(&chain).ok_or(format!("nothing is known of {chain:?}"))?;
+        }
+        let mut wanted: BTreeSet<(u32, u32)> = BTreeSet::new();
+        for micro_step in 0..self.spec.micro_steps {
+            wanted.extend((0..self.spec.world_size).map(|rank| (micro_step, rank)));
+        }
+        for gradient in gradients {
+            let of = known.gradients.get(gradient).ok_or(format!("no process computed {gradient:x}"))?;
+            if (of.step, of.shard) != (step, shard) || !wanted.remove(&(of.micro_step, of.rank)) {
+                return Err(format!("it has a gradient of {}, {}, rank {}", of.step, of.shard, of.rank));
+            }
+            if !of.reads.contains(&chain) {
+                return Err(format!("rank {} computed with {:?} instead of {chain:?}", of.rank, of.reads));
+            }
+        }
+        if !wanted.is_empty() {
+            return Err(format!("without the gradients (micro-step, rank) of {wanted:?}"));
+        }
+        Ok(())
+    }
+
+    /// Checks that all shards have the last version, by one decision.
+    pub(crate) fn check_end(&self, version: Version) -> Result<(), String> {
+        let known = lock(&self.known);
+        let of = |shard: ShardId| {
+            let made = known.made.keys().filter(|(of, decision)| (*of, decision.0) == (shard, version));
+            made.map(|(_, decision)| *decision).collect::<BTreeSet<Decision>>()
+        };
+        let common = (0..self.layout.shards()).map(ShardId).map(of).reduce(|all, of| &all & &of);
+        match common.is_some_and(|common| !common.is_empty()) {
+            true => Ok(()),
+            false => Err(format!("no decision has made {version} of all shards")),
+        }
+    }
+
+    /// An image, or a gradient: the number, and zeros.
+    pub(crate) fn payload(&self, shard: ShardId, number: u64) -> Bytes {
+        let mut bytes = BytesMut::zeroed(self.layout.shard_len(shard) as usize * 2);
+        bytes[..8].copy_from_slice(&number.to_le_bytes());
+        bytes.freeze()
+    }
+}
+
+/// Returns the number of a payload.
+pub(crate) fn number(payload: &[u8]) -> u64 {
+    payload.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}

@@ -1,0 +1,85 @@
+//! A rank's process: the worker library as a trainer uses it.
+
+use std::time::Duration;
+
+use longshore_proto::{Hyper, Rank, ShardId, Step};
+use longshore_worker::{
+    DelayCorrection, Error, LossScaler, Options, Pipeline, PipelineOptions, Session, Transport,
+    error::Result, session::Process,
+};
+
+use crate::oracle::{Oracle, number};
+
+/// Trains to the last step. `outdated` is called where the process must join again.
+pub(crate) fn run(
+    oracle: &Oracle,
+    (rank, process): (u32, usize),
+    steps: u64,
+    outdated: impl Fn(&Error),
+) -> Result<()> {
+    let options = Options {
+        transport: Transport::Tcp,
+        connections: 1,
+        deadline: Duration::from_secs(20),
+        slow_deadline: Duration::from_secs(120),
+        process: Process::default(),
+        ..Options::new(oracle.placement.servers.clone(), (*oracle.spec).clone(), Rank(rank))
+    };
+    loop {
+        match train(oracle, options.clone(), process, steps) {
+            Err(error @ Error::Outdated(_)) => outdated(&error),
+            ended => return ended,
+        }
+    }
+}
+
+fn train(oracle: &Oracle, options: Options, process: usize, steps: u64) -> Result<()> {
+    let rank = options.rank.0;
+    let mut session = Session::connect(options)?;
+    let joined = if rank == 0 {
+        session.open()?;
+        session.join()?
+    } else {
+        session.follow(None)?
+    };
+    let options = PipelineOptions {
+        schedule: oracle.schedule.clone(),
+        correction: DelayCorrection::None,
+        ..PipelineOptions::new(LossScaler::fixed(1.0)?, |_| vec![Hyper::default()])
+    };
+    let shards = oracle.layout.shards();
+    let mut pipeline = Pipeline::new(session, &joined, options)?;
+    while pipeline.last_step().0 < steps {
+        let plan = pipeline.begin()?;
+        let weights = pipeline.weights()?;
+        let mut read = Vec::new();
+        for shard in (0..shards).map(ShardId) {
+            let range = oracle.layout.shard_range(shard);
+            let mut bytes = vec![0; 2 * (range.end - range.start) as usize];
+            weights.read_raw(range, &mut bytes)?;
+            read.push(number(&bytes));
+        }
+        for micro_step in 0..oracle.spec.micro_steps {
+            let gradients = oracle.compute((rank, process), (plan.step, micro_step), plan.reads, &read);
+            let mut assembler = pipeline.assembler(micro_step)?;
+            for shard in (0..shards).rev().map(ShardId) {
+                let payload = oracle.payload(shard, gradients[shard.index()]);
+                let elements = oracle.layout.shard_len(shard);
+                assembler.put_with(shard.index(), elements, &mut |range, target| {
+                    target.copy_from_slice(&payload[2 * range.start..2 * range.end]);
+                })?;
+            }
+            assembler.finish()?;
+        }
+        drop(weights);
+        pipeline.finish(Vec::new())?;
+    }
+    let version = pipeline.settle()?;
+    debug_assert_eq!(Step(version.0), Step(steps));
+    pipeline.close()?.leave()
+}
+
+/// Returns true if a newer process has taken the rank.
+pub(crate) fn is_fenced(error: &Error) -> bool {
+    matches!(error, Error::Fenced(_))
+}

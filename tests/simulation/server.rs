@@ -1,0 +1,749 @@
+//! A simulated server: the engine's step machine behind the calls of `Training`, `Tensors` and `Admin`, and a drive that
+//! outlives its process. State is one number a shard, so that wrong bits show as another number.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard},
+    time::Duration,
+};
+
+use http::{Request, Response};
+use longshore_engine::{
+    ids::{Contributor, OwnedShard},
+    record::{Joined, Record},
+    step::{Admission, Machine, Phase, Refusal, Sum, Work},
+};
+use longshore_proto::{
+    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Rank, ServerId, ShardId, Step, TierKind,
+    Version, checksum::crc32,
+};
+use longshore_wire::{self as wire, Wire, v1};
+use prost::Message;
+use tokio::sync::watch;
+use tonic::body::Body;
+
+use crate::{
+    grpc::{Incoming, Outgoing, answer},
+    host::{ProcessId, Sim, lock},
+    oracle::{Oracle, Plant, number},
+};
+
+/// The longest wait of a call without a deadline of its own.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A durable version: its record, and what each owned shard needs to go on from there.
+#[derive(Clone)]
+struct Saved {
+    record: Record,
+    /// The version's state, and the image of the version before, which a delayed step reads.
+    state: Vec<BTreeMap<Version, u64>>,
+}
+
+/// Versions and joins, which outlive a server's process.
+pub(crate) struct Disk {
+    server: ServerId,
+    /// Two versions at most, oldest first.
+    saved: Vec<Saved>,
+    joined: Vec<Option<Joined>>,
+}
+
+/// The job in a server's memory.
+struct Instance {
+    /// Tells one opening of the job from the next.
+    life: u64,
+    machine: Machine,
+    /// By owned shard: the state of its last two versions.
+    state: Vec<BTreeMap<Version, u64>>,
+    /// Contributions that no sum contains yet, by shard, step, micro-step and contributor.
+    held: BTreeMap<(usize, Step, u32, usize), u64>,
+    /// The gradients that each sum is made of.
+    sums: BTreeMap<(usize, Step), Vec<u64>>,
+    durable: Version,
+    works: VecDeque<Work>,
+    /// Watches of each rank's processes.
+    watches: BTreeMap<(Rank, u64), usize>,
+}
+
+pub(crate) struct Server {
+    sim: Arc<Sim>,
+    oracle: Arc<Oracle>,
+    pub(crate) process: ProcessId,
+    skew: Duration,
+    server: ServerId,
+    owned: Vec<ShardId>,
+    disk: Arc<Mutex<Disk>>,
+    /// None while the server recovers the job.
+    instance: Mutex<Option<Instance>>,
+    changed: watch::Sender<u64>,
+}
+
+impl Disk {
+    /// The drive of a server whose job has its first weights.
+    pub(crate) fn filled(oracle: &Oracle, server: ServerId) -> Disk {
+        let record = Record::filled(0, Vec::new());
+        let state = |&shard: &ShardId| BTreeMap::from([(Version(0), oracle.first(shard))]);
+        let state = oracle.owned(server).iter().map(state).collect();
+        let joined = vec![None; oracle.spec.world_size as usize];
+        Disk { server, saved: vec![Saved { record, state }], joined }
+    }
+
+    pub(crate) fn newest(&self) -> Version {
+        self.saved.last().map_or(Version(0), |saved| saved.record.version)
+    }
+}
+
+fn internal(text: impl ToString) -> Fault {
+    Fault::new(FaultKind::Internal, "simulation", text.to_string(), "simulated", "extend the simulation")
+}
+
+fn broken(status: tonic::Status) -> Fault {
+    Fault::new(FaultKind::Unavailable, "connection", status.message(), "whole", "call again")
+}
+
+fn recovering() -> Fault {
+    Fault::new(FaultKind::Unavailable, "job", "being recovered", "recovered", "wait")
+}
+
+impl Server {
+    /// Starts a process of the server, which reads its drive first.
+    pub(crate) fn start(
+        sim: &Arc<Sim>,
+        oracle: &Arc<Oracle>,
+        address: &str,
+        disk: &Arc<Mutex<Disk>>,
+        skew: Duration,
+    ) -> Arc<Server> {
+        let process = sim.process(address, skew);
+        let server = lock(disk).server;
+        let server = Arc::new(Server {
+            sim: Arc::clone(sim),
+            oracle: Arc::clone(oracle),
+            process,
+            skew,
+            server,
+            owned: oracle.owned(server),
+            disk: Arc::clone(disk),
+            instance: Mutex::default(),
+            changed: watch::Sender::default(),
+        });
+        let recovers = Arc::clone(&server);
+        sim.spawn(process, async move { recovers.recover(None).await });
+        sim.network.listen(address, &server);
+        server
+    }
+
+    fn spec(&self) -> &Arc<JobSpec> {
+        &self.oracle.spec
+    }
+
+    fn layout(&self) -> &Arc<Layout> {
+        &self.oracle.layout
+    }
+
+    fn note(&self, text: impl FnOnce() -> String) {
+        self.sim.note(self.process, text);
+    }
+
+    fn moved(&self) {
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    fn instance(&self) -> MutexGuard<'_, Option<Instance>> {
+        lock(&self.instance)
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut Instance) -> Result<T, Fault>) -> Result<T, Fault> {
+        act(self.instance().as_mut().ok_or_else(recovering)?)
+    }
+
+    /// The job, unless it was opened again since.
+    fn living<'a>(&self, instance: &'a mut Option<Instance>, life: u64) -> Option<&'a mut Instance> {
+        instance.as_mut().filter(|instance| instance.life == life)
+    }
+
+    /// Calls `check` again after each change, until it returns Some.
+    async fn until<T>(
+        &self,
+        patience: Duration,
+        mut check: impl FnMut(&mut Instance) -> Result<Option<T>, Fault>,
+    ) -> Result<T, Fault> {
+        let end = self.sim.now() + patience;
+        let mut changed = self.changed.subscribe();
+        loop {
+            changed.borrow_and_update();
+            if let Some(found) = self.with(&mut check)? {
+                return Ok(found);
+            }
+            let now = self.sim.now();
+            if now >= end {
+                return Err(Fault::new(FaultKind::Deadline, "deadline_ms", "passed", "in time", "ask again"));
+            }
+            tokio::select! {
+                biased;
+                _ = changed.changed() => {}
+                () = self.sim.sleep(end - now) => {}
+            }
+        }
+    }
+
+    /// Opens the job from the drive, at the newest version or at one before it.
+    async fn recover(self: Arc<Self>, at_most: Option<Version>) {
+        let time = Duration::from_millis(5) + self.sim.part_of(Duration::from_millis(300));
+        self.sim.sleep(time).await;
+        let (saved, joined) = {
+            let mut disk = lock(&self.disk);
+            if let Some(most) = at_most {
+                disk.saved.retain(|saved| saved.record.version <= most);
+            }
+            (disk.saved.clone(), disk.joined.clone())
+        };
+        let mut machine = Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), &self.owned);
+        let mut newest = saved.last().expect("a filled drive").record.clone();
+        if self.oracle.has(Plant::CommitForgotten) {
+            newest.commit = None;
+        }
+        let durable = newest.version;
+        machine.recovered(newest).expect("a new machine is loading");
+        if !self.oracle.has(Plant::FenceForgotten) {
+            machine.had_joined(&joined);
+        }
+        let state = saved.last().expect("a filled drive").state.clone();
+        let (held, sums, works, watches) = Default::default();
+        self.note(|| format!("recovered at {durable}"));
+        let life = self.sim.random();
+        *self.instance() = Some(Instance { life, machine, state, held, sums, durable, works, watches });
+        self.moved();
+        self.compute(life, durable).await;
+    }
+
+    /// The compute thread: works in order, until the job is opened again.
+    async fn compute(self: &Arc<Self>, life: u64, opened: Version) {
+        let mut changed = self.changed.subscribe();
+        let mut finished = opened;
+        loop {
+            changed.borrow_and_update();
+            let work = match self.living(&mut self.instance(), life) {
+                Some(instance) => instance.works.pop_front(),
+                None => return,
+            };
+            let Some(work) = work else {
+                _ = changed.changed().await;
+                continue;
+            };
+            let time = self.sim.part_of(Duration::from_millis(2));
+            self.sim.sleep(time).await;
+            let mut instance = self.instance();
+            let Some(instance) = self.living(&mut instance, life) else { return };
+            match work {
+                Work::Sum(sum) => self.sum(instance, sum),
+                Work::Update { owned, step } => self.update(instance, owned, step),
+            }
+            let version = instance.machine.version();
+            if instance.machine.is_settled() && version > finished {
+                finished = version;
+                let record = instance.machine.record();
+                let state = instance.state.clone();
+                let flushes = Arc::clone(self);
+                let saved = Saved { record, state };
+                self.sim.spawn(self.process, async move { flushes.flush(life, saved).await });
+            }
+            self.moved();
+        }
+    }
+
+    fn sum(&self, instance: &mut Instance, sum: Sum) {
+        let Sum { owned, slot, step, micro_step } = sum;
+        let shard = owned.index();
+        let count = self.layout().contributors(self.owned[shard]).len();
+        if micro_step.0 == 0 {
+            // A lone rank's next process starts the step over.
+            instance.sums.remove(&(shard, step));
+        }
+        for contributor in Contributor::all(count) {
+            let key = (shard, step, micro_step.0, contributor.index());
+            let gradient = instance.held.remove(&key).expect("a sum is made of all contributions");
+            instance.sums.entry((shard, step)).or_default().push(gradient);
+        }
+        let overflows = self.oracle.overflows(step, self.owned[shard]).then_some(0);
+        if instance.machine.summed(owned, slot, overflows) {
+            self.note(|| format!("{step}: {} is summed", self.owned[shard]));
+        }
+    }
+
+    fn update(&self, instance: &mut Instance, owned: OwnedShard, step: Step) {
+        let (shard, version, before) = (owned.index(), step.version(), Version(step.0 - 1));
+        let (commit, _) = instance.machine.decision(step).expect("an update has its decision");
+        let (skip, decided_by) = (commit.skip, commit.decided_by);
+        let gradients = instance.sums.remove(&(shard, step)).unwrap_or_default();
+        let old = instance.state[shard][&before];
+        let state = if skip { old } else { self.oracle.update(old, &gradients) };
+        instance.state[shard].insert(version, state);
+        instance.state[shard].retain(|version, _| version.0 + 1 >= step.0);
+        self.note(|| format!("{version} of {} is {state:x}, by {decided_by}", self.owned[shard]));
+        let parent = (before, instance.machine.decided_by(before));
+        self.oracle.updated(self.owned[shard], ((version, decided_by), parent), (state, &gradients));
+        instance.works.extend(instance.machine.updated(owned, step));
+    }
+
+    /// Makes a version durable. Versions follow one another: the next is decided only afterwards.
+    async fn flush(&self, life: u64, saved: Saved) {
+        let time = self.sim.part_of(Duration::from_millis(if self.sim.one_in(6) { 300 } else { 10 }));
+        let version = saved.record.version;
+        if self.oracle.has(Plant::RecordBeforeState) {
+            let mut disk = lock(&self.disk);
+            let state = disk.saved.last().map(|before| before.state.clone()).unwrap_or_default();
+            let renumbered = |of: BTreeMap<Version, u64>| {
+                let last = of.into_values().next_back();
+                last.map(|state| (version, state)).into_iter().collect()
+            };
+            let state = state.into_iter().map(renumbered).collect();
+            disk.saved.push(Saved { record: saved.record.clone(), state });
+        }
+        self.sim.sleep(time).await;
+        let mut instance = self.instance();
+        let Some(instance) = self.living(&mut instance, life) else { return };
+        let mut disk = lock(&self.disk);
+        disk.saved.retain(|earlier| earlier.record.version < version);
+        disk.saved.push(saved);
+        let surplus = disk.saved.len().saturating_sub(2);
+        disk.saved.drain(..surplus);
+        instance.durable = version;
+        drop(disk);
+        self.note(|| format!("{version} is durable"));
+        self.moved();
+    }
+
+    fn is_durable_later(&self) -> bool {
+        self.spec().tier == TierKind::Nvme
+    }
+
+    /// Keeps on the drive who has joined.
+    async fn keep_joined(&self) -> Result<(), Fault> {
+        let time = self.sim.part_of(Duration::from_millis(5));
+        if !self.oracle.has(Plant::FenceAnsweredEarly) {
+            self.sim.sleep(time).await;
+        }
+        let joined = self.with(|instance| Ok(joined(&instance.machine)))?;
+        lock(&self.disk).joined = joined;
+        Ok(())
+    }
+
+    /// Answers one call.
+    pub(crate) async fn answer(self: Arc<Self>, request: Request<Body>) -> Response<Body> {
+        let name = request.uri().path().rsplit('/').next().unwrap_or_default().to_string();
+        let mut incoming = Incoming::new(request.into_body());
+        let (outgoing, response) = answer();
+        let server = Arc::clone(&self);
+        self.sim.spawn(self.process, async move {
+            let ended = server.serve(&name, &mut incoming, &outgoing).await;
+            if let Err(fault) = &ended {
+                server.note(|| format!("{name} refused: {fault}"));
+            }
+            outgoing.end(ended).await;
+        });
+        response
+    }
+
+    async fn serve(
+        self: &Arc<Self>,
+        name: &str,
+        incoming: &mut Incoming,
+        outgoing: &Outgoing,
+    ) -> Result<(), Fault> {
+        match name {
+            "Push" => self.push(incoming, outgoing).await,
+            "Pull" => self.pull(one(incoming).await?, outgoing).await,
+            "Stats" => self.stats(one(incoming).await?, outgoing).await,
+            "Watch" => self.watch(one(incoming).await?, outgoing).await,
+            "ListJobs" => {
+                let now = if self.oracle.has(Plant::EqualIncarnations) {
+                    PATIENCE
+                } else {
+                    self.sim.now() + self.skew
+                };
+                let unix_micros = now.as_micros() as u64;
+                tell(outgoing, &v1::ListJobsResponse { unix_micros, ..Default::default() }).await
+            }
+            "Describe" => tell(outgoing, &self.describe()?).await,
+            "OpenJob" => {
+                let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
+                tell(outgoing, &v1::OpenJobResponse { created: false, progress: Some(progress) }).await
+            }
+            "Join" => tell(outgoing, &self.join(one(incoming).await?).await?).await,
+            "Commit" => tell(outgoing, &self.commit(one(incoming).await?).await?).await,
+            "AwaitDurable" => {
+                let v1::AwaitDurableRequest { version, deadline_ms, .. } = one(incoming).await?;
+                self.until_durable(Version(version), wire::deadline(deadline_ms)?).await?;
+                tell(outgoing, &v1::AwaitDurableResponse {}).await
+            }
+            "StepBack" => tell(outgoing, &self.step_back(one(incoming).await?).await?).await,
+            "Leave" => {
+                let v1::LeaveRequest { rank, incarnation, .. } = one(incoming).await?;
+                let incarnation = wire::incarnation_from_wire(incarnation)?;
+                self.with(|instance| Ok(instance.machine.leave(Rank(rank), incarnation)?))?;
+                self.moved();
+                tell(outgoing, &v1::LeaveResponse {}).await
+            }
+            other => Err(internal(other)),
+        }
+    }
+
+    fn describe(&self) -> Result<v1::DescribeResponse, Fault> {
+        self.with(|instance| {
+            let rank = |of: longshore_engine::step::RankProgress| v1::RankStatus {
+                rank: of.rank.0,
+                incarnation: of.incarnation.map_or(0, |incarnation| incarnation.0),
+                left: of.left,
+                last_step: of.last_step.0,
+                joined_at: of.joined_at.0,
+                watches: of
+                    .incarnation
+                    .is_some_and(|process| instance.watches.contains_key(&(of.rank, process.0))),
+                ..Default::default()
+            };
+            Ok(v1::DescribeResponse {
+                server: self.server.0,
+                progress: Some(progress(&instance.machine)),
+                ranks: instance.machine.ranks().into_iter().map(rank).collect(),
+                waiting_for: instance.machine.waiting_for().unwrap_or_default(),
+                ..Default::default()
+            })
+        })
+    }
+
+    async fn join(&self, request: v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
+        let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
+        if !self.oracle.has(Plant::FenceWithoutEffect) {
+            self.with(|instance| Ok(instance.machine.fence(rank, incarnation)?))?;
+        }
+        self.moved();
+        if request.fence_only {
+            self.keep_joined().await?;
+            let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
+            self.note(|| format!("{rank} fenced by {incarnation} at {}", progress.version));
+            return Ok(v1::JoinResponse { progress: Some(progress), memfd: None });
+        }
+        let check = |instance: &mut Instance| {
+            let progress = progress(&instance.machine);
+            let joined = instance.machine.join(rank, incarnation)?;
+            Ok(joined.then_some(progress))
+        };
+        let mut progress = self.until(PATIENCE, check).await?;
+        self.moved();
+        self.keep_joined().await?;
+        if self.oracle.has(Plant::JoinAnswersLate) {
+            progress = self.with(|instance| Ok(self::progress(&instance.machine)))?;
+        }
+        self.note(|| format!("{rank} joined as {incarnation} at {}", progress.version));
+        Ok(v1::JoinResponse { progress: Some(progress), memfd: None })
+    }
+
+    async fn until_durable(&self, version: Version, patience: Duration) -> Result<(), Fault> {
+        if !self.is_durable_later() || self.oracle.has(Plant::DurableAtOnce) {
+            return self.with(|_| Ok(()));
+        }
+        self.until(patience, |instance| Ok((instance.durable >= version).then_some(()))).await
+    }
+
+    async fn commit(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
+        let commit = Commit::from_wire(request.commit)?;
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let step = commit.step;
+        let current = self.with(|instance| Ok(instance.machine.version()))?;
+        self.until_durable(Version(step.0.saturating_sub(1)).min(current), PATIENCE).await?;
+        let origin =
+            if self.oracle.has(Plant::OriginIgnored) { Origin::UNKNOWN } else { Origin(request.origin) };
+        let duplicate = self.with(|instance| {
+            let before = instance.machine.version();
+            let durable = instance.durable;
+            let lags = self.is_durable_later() && durable < before && !self.oracle.has(Plant::DurableAtOnce);
+            if lags && step == before.next_step() {
+                return Err(Refusal::NotDurable { step, durable }.into());
+            }
+            if step == before.next_step()
+                && commit.decided_by == incarnation
+                && instance.machine.check_rank_zero(incarnation).is_ok()
+                && let Some(missing) = instance.machine.owed(step)
+            {
+                return Err(Refusal::CommitOwed { step, missing }.into());
+            }
+            let decided_by = commit.decided_by;
+            let work = instance.machine.commit(incarnation, commit, origin)?;
+            instance.works.extend(work);
+            let duplicate = instance.machine.version() == before;
+            if !duplicate {
+                self.note(|| format!("{step} is decided by {decided_by}"));
+            }
+            Ok(duplicate)
+        })?;
+        self.moved();
+        Ok(v1::CommitResponse { duplicate })
+    }
+
+    async fn step_back(
+        self: &Arc<Self>,
+        request: v1::StepBackRequest,
+    ) -> Result<v1::StepBackResponse, Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let (version, decided_by) = (Version(request.version), Incarnation(request.decided_by));
+        let there = self.with(|instance| {
+            let machine = &mut instance.machine;
+            let newest = machine.incarnation(Rank(0));
+            let leads = |current: Incarnation| instance.watches.contains_key(&(Rank(0), current.0));
+            if newest.is_some_and(|current| current < incarnation && leads(current)) {
+                return Err(Fault::new(FaultKind::Precondition, "job.phase", "trained", "without", "stop"));
+            }
+            machine.check_newest(Rank(0), incarnation)?;
+            let current = machine.version();
+            let there = version == current;
+            if !there && (version.0 + 1 != current.0 || !self.is_durable_later()) {
+                return Err(Fault::new(FaultKind::Precondition, "version", version.0, current, "read again"));
+            }
+            let found = machine.decided_by(current);
+            let is_bound = !self.oracle.has(Plant::StepBackUnbound);
+            if !there && is_bound && decided_by != Incarnation::default() && found != decided_by {
+                return Err(Fault::new(
+                    FaultKind::Conflict,
+                    "decided_by",
+                    decided_by.0,
+                    found.0,
+                    "read again",
+                ));
+            }
+            machine.fence(Rank(0), incarnation)?;
+            Ok(there)
+        })?;
+        if !there && !self.oracle.has(Plant::StepBackWithoutEffect) {
+            self.keep_joined().await?;
+            let saved = lock(&self.disk).saved.iter().any(|saved| saved.record.version == version);
+            if !saved {
+                return Err(Fault::new(FaultKind::Precondition, "version", version.0, "kept", "restore"));
+            }
+            self.note(|| format!("steps back to {version}"));
+            *self.instance() = None;
+            self.moved();
+            let recovers = Arc::clone(self);
+            self.sim.spawn(self.process, async move { recovers.recover(Some(version)).await });
+            let mut changed = self.changed.subscribe();
+            while self.instance().is_none() {
+                _ = changed.changed().await;
+            }
+        }
+        let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
+        Ok(v1::StepBackResponse { progress: Some(progress) })
+    }
+
+    async fn push(&self, incoming: &mut Incoming, outgoing: &Outgoing) -> Result<(), Fault> {
+        let life = self.with(|instance| Ok(instance.life))?;
+        let mut changed = self.changed.subscribe();
+        loop {
+            let request = tokio::select! {
+                biased;
+                request = incoming.next::<v1::PushRequest>() => request.map_err(broken)?,
+                // An idle worker must learn that gradients which it sent may be needed again.
+                _ = changed.wait_for(|_| self.instance().as_ref().is_none_or(|now| now.life != life)) => {
+                    return Err(recovering());
+                }
+            };
+            let Some(request) = request else { return Ok(()) };
+            let outcome = self.receive(&request).await;
+            let fate = outcome.as_ref().ok().copied();
+            let result = v1::PushResult {
+                step: request.step,
+                micro_step: request.micro_step,
+                shard: request.shard,
+                chunk: request.chunk,
+                duplicate: fate == Some(Admission::Duplicate),
+                superseded: fate == Some(Admission::Superseded),
+                decided: fate == Some(Admission::Decided),
+                refusal: outcome.err().map(|fault| {
+                    self.note(|| format!("a chunk of rank {} refused: {fault}", request.rank));
+                    wire::fault_to_wire(&fault)
+                }),
+            };
+            if !outgoing.send(&v1::PushResponse { results: vec![result] }).await {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn receive(&self, request: &v1::PushRequest) -> Result<Admission<()>, Fault> {
+        let chunk = wire::chunk_from_wire(request, request.payload.len() as u64)?;
+        let shard = chunk.contribution.shard;
+        let check = |instance: &mut Instance| {
+            let admitted = instance.machine.admit(&chunk)?;
+            Ok(Some(admitted).filter(|admitted| !matches!(admitted, Admission::Busy)))
+        };
+        let admitted = self.until(PATIENCE, check).await?;
+        let Admission::New(ticket) = admitted else { return Ok(admitted.and_then(|_| Admission::New(()))) };
+        if self.oracle.has(Plant::AcknowledgedUnstored) && self.sim.one_in(40) {
+            self.with(|instance| {
+                instance.machine.abandoned(ticket);
+                Ok(())
+            })?;
+            return Ok(Admission::New(()));
+        }
+        // The payload arrives while other calls are served.
+        let time = self.sim.part_of(Duration::from_micros(500));
+        self.sim.sleep(time).await;
+        let is_whole = crc32(&request.payload) == chunk.crc32;
+        let gradient = number(&request.payload);
+        self.with(|instance| {
+            if instance.machine.check_rank(chunk.contribution.rank, chunk.incarnation).is_err() || !is_whole {
+                instance.machine.abandoned(ticket);
+                instance.machine.check_rank(chunk.contribution.rank, chunk.incarnation)?;
+                return Err(Fault::new(FaultKind::Corrupt, "push.crc32", "other", "equal", "send again"));
+            }
+            let contribution = chunk.contribution;
+            let (owned, contributor) = (ticket.owned.index(), ticket.contributor.index());
+            let key = (owned, contribution.step, contribution.micro_step.0, contributor);
+            instance.held.insert(key, gradient);
+            let work = instance.machine.stored(ticket);
+            instance.works.extend(work);
+            Ok(())
+        })
+        .inspect_err(|_| self.moved())?;
+        self.note(|| format!("has {} of {} ({gradient:x})", chunk.contribution, shard));
+        self.moved();
+        Ok(Admission::New(()))
+    }
+
+    async fn pull(&self, request: v1::PullRequest, outgoing: &Outgoing) -> Result<(), Fault> {
+        let (version, patience) = (Version(request.version), wire::deadline(request.deadline_ms)?);
+        for slice in &request.slices {
+            let shard = ShardId(slice.shard);
+            let owned =
+                self.owned.iter().position(|&owned| owned == shard).ok_or_else(|| internal("shard"))?;
+            let check = |instance: &mut Instance| {
+                let is_early = self.oracle.has(Plant::PullTooEarly) && instance.machine.version() >= version;
+                if !instance.machine.check_pull(OwnedShard(owned), version)? && !is_early {
+                    return Ok(None);
+                }
+                let state = instance.state[owned].get(&version);
+                let any = self.oracle.has(Plant::PullOfAnyVersion) || is_early;
+                match state.or(instance.state[owned].values().next_back().filter(|_| any)) {
+                    Some(&state) => Ok(Some((state, instance.machine.decided_by(version)))),
+                    None => Err(Fault::new(FaultKind::NotFound, "version", version.0, "kept", "join again")),
+                }
+            };
+            let (state, decided_by) = self.until(patience, check).await?;
+            let payload = self.oracle.payload(shard, state);
+            let payload =
+                payload.slice(slice.offset as usize * 2..(slice.offset + slice.elements) as usize * 2);
+            let answer = v1::PullResponse {
+                shard: slice.shard,
+                offset: slice.offset,
+                crc32: crc32(&payload),
+                decided_by: decided_by.0,
+                payload,
+                ..Default::default()
+            };
+            if !outgoing.send(&answer).await {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    async fn stats(&self, request: v1::StatsRequest, outgoing: &Outgoing) -> Result<(), Fault> {
+        let (step, patience) = (Step(request.step), wire::deadline(request.deadline_ms)?);
+        for (owned, &shard) in self.owned.iter().enumerate().rev() {
+            let check = |instance: &mut Instance| {
+                instance.machine.check_stats(step)?;
+                let owned = OwnedShard(owned);
+                let is_there =
+                    instance.machine.is_complete(owned, step) || self.oracle.has(Plant::StatsTooEarly);
+                Ok(is_there.then(|| instance.machine.origin(owned, step)))
+            };
+            let origin = self.until(patience, check).await?;
+            let first_nonfinite = self.oracle.overflows(step, shard).then_some(0);
+            let block = v1::BlockStats { sum_squares: 1.0, first_nonfinite };
+            let blocks = self.layout().shard_blocks(shard).map(|_| block).collect();
+            let stats = v1::ShardStats { shard: shard.0, blocks, origin: origin.0, left_out: Vec::new() };
+            if !outgoing.send(&stats).await {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    async fn watch(&self, request: v1::WatchRequest, outgoing: &Outgoing) -> Result<(), Fault> {
+        let process = (Rank(request.rank), request.incarnation);
+        self.with(|instance| {
+            *instance.watches.entry(process).or_default() += 1;
+            Ok(())
+        })?;
+        let ended = tokio::select! {
+            biased;
+            ended = self.tell_commits(Step(request.after_step), outgoing) => ended,
+            () = outgoing.closed() => Ok(()),
+        };
+        _ = self.with(|instance| {
+            if let Some(count) = instance.watches.get_mut(&process) {
+                *count -= 1;
+                if *count == 0 {
+                    instance.watches.remove(&process);
+                }
+            }
+            Ok(())
+        });
+        ended
+    }
+
+    async fn tell_commits(&self, mut after: Step, outgoing: &Outgoing) -> Result<(), Fault> {
+        loop {
+            let check = |instance: &mut Instance| {
+                let news = instance.machine.commits_after(after);
+                let forgotten =
+                    || Fault::new(FaultKind::NotFound, "after_step", after.0, "kept", "join again");
+                Ok(Some(news.ok_or_else(forgotten)?).filter(|news| !news.is_empty()))
+            };
+            for commit in self.until(Duration::from_secs(100_000), check).await? {
+                after = commit.step;
+                if self.oracle.has(Plant::WatchSkipsCommit) && self.sim.one_in(20) {
+                    continue;
+                }
+                let event = Some(v1::event::Event::Commit(commit.to_wire()));
+                if !outgoing.send(&v1::Event { event }).await {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+async fn one<M: Message + Default>(incoming: &mut Incoming) -> Result<M, Fault> {
+    incoming.next().await.map_err(broken)?.ok_or_else(|| internal("a call without a message"))
+}
+
+async fn tell(outgoing: &Outgoing, message: &impl Message) -> Result<(), Fault> {
+    outgoing.send(message).await;
+    Ok(())
+}
+
+fn joined(machine: &Machine) -> Vec<Option<Joined>> {
+    let ranks = machine.ranks().into_iter();
+    ranks
+        .map(|of| {
+            let incarnation = of.incarnation?;
+            let fence_only = !of.left && !machine.has_joined(of.rank, incarnation);
+            Some(Joined { incarnation, at: of.joined_at, fence_only })
+        })
+        .collect()
+}
+
+fn progress(machine: &Machine) -> v1::JobProgress {
+    let progress = machine.progress();
+    let phase = match progress.phase {
+        Phase::Loading => v1::Phase::Loading,
+        Phase::Training => v1::Phase::Training,
+        Phase::Paused { .. } => v1::Phase::Paused,
+    };
+    v1::JobProgress {
+        phase: phase.into(),
+        version: progress.version.0,
+        applied: progress.applied,
+        last_commit: progress.last_commit.map(|commit| commit.to_wire()),
+        ..Default::default()
+    }
+}
