@@ -1,17 +1,13 @@
 //! gRPC messages in HTTP bodies, as the simulated servers read and write them.
 
-use std::{
-    pin::Pin,
-    task::{Context, Poll},
-};
-
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use http_body::Frame;
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, StreamBody};
 use longshore_proto::Fault;
 use prost::Message;
 use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, body::Body};
 
 /// A flag for no compression, and the length.
@@ -55,10 +51,15 @@ impl Incoming {
 /// The sender of an answer's messages.
 pub(crate) struct Outgoing(mpsc::Sender<Result<Frame<Bytes>, Status>>);
 
+/// Makes a body of frames as they come.
+pub(crate) fn body(frames: mpsc::Receiver<Result<Frame<Bytes>, Status>>) -> Body {
+    Body::new(StreamBody::new(ReceiverStream::new(frames)))
+}
+
 pub(crate) fn answer() -> (Outgoing, Response<Body>) {
     let (sender, frames) = mpsc::channel(4);
     let response = Response::builder().header("content-type", "application/grpc");
-    (Outgoing(sender), response.body(Body::new(Frames(frames))).expect("a well-known header"))
+    (Outgoing(sender), response.body(body(frames)).expect("a well-known header"))
 }
 
 impl Outgoing {
@@ -82,19 +83,5 @@ impl Outgoing {
 
     pub(crate) async fn closed(&self) {
         self.0.closed().await;
-    }
-}
-
-pub(crate) struct Frames(pub(crate) mpsc::Receiver<Result<Frame<Bytes>, Status>>);
-
-impl http_body::Body for Frames {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        self.0.poll_recv(context)
     }
 }

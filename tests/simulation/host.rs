@@ -14,7 +14,7 @@ use std::{
 };
 
 use longshore_wire::Channel;
-use longshore_worker::world::{self, Work, World};
+use longshore_worker::host::{self, SimulatedHost, Work};
 
 use crate::network::Network;
 
@@ -212,10 +212,10 @@ impl Sim {
         let sim = Arc::clone(self);
         let run = move || {
             TRAINER.set(id);
-            world::enter(Some(sim.host(process)));
+            host::enter(Some(sim.host(process)));
             drop(sim.await_turn(id));
             main();
-            world::enter(None);
+            host::enter(None);
             lock(&sim.state).tasks.remove(&id);
             sim.give(None);
         };
@@ -355,7 +355,7 @@ impl Sim {
                 }
             }
             Body::Task(mut task) => {
-                world::enter(Some(self.host(process)));
+                host::enter(Some(self.host(process)));
                 let waker = self.waker(id);
                 let polled = task.as_mut().poll(&mut Context::from_waker(&waker));
                 let mut state = lock(&self.state);
@@ -369,7 +369,7 @@ impl Sim {
                         drop(task);
                     }
                 }
-                world::enter(None);
+                host::enter(None);
             }
         }
     }
@@ -395,7 +395,7 @@ impl Host {
     }
 }
 
-impl World for Host {
+impl SimulatedHost for Host {
     fn now(&self) -> Duration {
         self.sim.now() + self.skew()
     }

@@ -169,7 +169,7 @@ impl Cluster {
         }
     }
 
-    /// One fault, and its end.
+    /// Causes a fault that the seed chooses, and ends it.
     async fn disturb(self: &Arc<Self>) {
         let sim = &self.sim;
         let (ranks, servers) = (lock(&self.ranks).len() as u64, self.disks.len() as u64);

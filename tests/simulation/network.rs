@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tonic::{Status, body::Body};
 
 use crate::{
-    grpc::Frames,
+    grpc::body as body_of,
     host::{OUTSIDE, ProcessId, Sim, lock},
     server::Server,
 };
@@ -168,5 +168,5 @@ fn relay(
             }
         }
     });
-    Body::new(Frames(frames))
+    body_of(frames)
 }

@@ -10,7 +10,7 @@ use longshore_wire::{
     v1::{self, admin_client::AdminClient},
 };
 
-use crate::world;
+use crate::host;
 
 /// A server may be silent for its own deadline and this time.
 const GRACE: Duration = Duration::from_secs(30);
@@ -79,11 +79,11 @@ impl Export<'_> {
             deadline_ms: self.deadline.as_millis() as u64,
             state: matches!(self.contents, Contents::State(_)),
         };
-        let answer = world::timeout(patience, admin.export(request)).await.map_err(|_| silent())?;
+        let answer = host::timeout(patience, admin.export(request)).await.map_err(|_| silent())?;
         let mut stream = answer.map_err(refused)?.into_inner();
         let mut received = vec![Received::default(); owned.len()];
         loop {
-            let message = world::timeout(patience, stream.message()).await;
+            let message = host::timeout(patience, stream.message()).await;
             let Some(message) = message.map_err(|_| silent())?.map_err(refused)? else {
                 let remedy = "export to a faster disk, or look at that server's log";
                 let value = format!("{address}, which ended early");

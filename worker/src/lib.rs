@@ -31,6 +31,7 @@ pub mod device;
 mod envelope;
 pub mod error;
 pub mod export;
+pub mod host;
 pub mod loss_scale;
 mod memfd;
 mod meter;
@@ -40,7 +41,6 @@ pub mod push;
 mod rank;
 pub mod schedule;
 pub mod session;
-pub mod world;
 
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;

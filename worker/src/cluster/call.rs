@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     error::{CallFailed, Error, Fenced, Outdated, Result, StateLost},
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// The longest wait of a call whose caller has other work.
@@ -70,7 +70,7 @@ impl Cluster {
         let mut backoff = Backoff::new();
         loop {
             let (peer, begun) = (&self.peers[server], Instant::now());
-            let fault = match world::timeout_at(end, request(peer.clone())).await {
+            let fault = match host::timeout_at(end, request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
                 Ok(Err(status)) => fault_from_status(&status, &peer.address),
                 Err(_) => {

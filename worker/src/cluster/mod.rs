@@ -33,7 +33,7 @@ pub(crate) use self::{
 use self::{pace::Pace, patience::Troubles, runtime::Runtime, waits::Waits};
 use crate::{
     error::{Misuse, Result},
-    world::Instant,
+    host::Instant,
 };
 
 /// A job's servers. Every call of a session goes through its `Cluster`.

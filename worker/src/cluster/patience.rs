@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result, TimedOut},
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// A rank without a watch for this long is gone: broken watches are opened again within a second or two.
@@ -143,10 +143,10 @@ impl Cluster {
     async fn watched_for<T>(&self, bound: Duration, what: &str, future: impl Future<Output = T>) -> T {
         let start = Instant::now();
         let vigil = async {
-            world::sleep(LONG).await;
+            host::sleep(LONG).await;
             loop {
                 self.say_who_is_waited_for(what, start, bound).await;
-                world::sleep(AGAIN).await;
+                host::sleep(AGAIN).await;
             }
         };
         tokio::select! {

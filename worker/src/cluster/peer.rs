@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     error::{self, Result, Unreachable},
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// A call that lasted longer than this proves that its server was alive meanwhile: without answers to pings the call
@@ -57,9 +57,9 @@ impl Peer {
         pace: Option<&Pace>,
         (start, end): (Instant, Instant),
     ) -> Result<Peer> {
-        if let Some(world) = world::entered() {
-            let control = world.connect(address);
-            let data = || Connection { channel: world.connect(address), taps: Taps::default() };
+        if let Some(simulated) = host::entered() {
+            let control = simulated.connect(address);
+            let data = || Connection { channel: simulated.connect(address), taps: Taps::default() };
             let data = (0..connections).map(|_| data()).collect();
             return Ok(Peer { address: address.into(), control, data });
         }
@@ -117,7 +117,7 @@ where
 {
     let (mut backoff, mut said) = (Backoff::new(), false);
     loop {
-        let attempt = world::timeout_at(end, connect()).await;
+        let attempt = host::timeout_at(end, connect()).await;
         let cause = match attempt {
             Ok(Ok(channel)) => return Ok(channel),
             Ok(Err(error)) => {

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     error::Error,
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// A server that recovers the job for the time `lasts`, and then misses a version.
@@ -35,7 +35,7 @@ fn a_call_is_made_again_until_the_job_is_recovered() {
 #[test]
 fn a_wait_outlasts_the_deadline_while_a_server_recovers_the_job() {
     let (cluster, _runtime) = cluster(recovering(Duration::from_secs(60)));
-    let comes = async { world::sleep(Duration::from_secs(5)).await };
+    let comes = async { host::sleep(Duration::from_secs(5)).await };
     let waited = async { Ok(cluster.patiently(comes).await) };
     match cluster.runtime.block_on(waited).unwrap() {
         Ok(()) => {}

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::world::{self, Instant};
+use crate::host::{self, Instant};
 
 const FIRST: Duration = Duration::from_millis(20);
 /// The longest pause. A restarted server is then found within a second, and a dead one costs each worker one small
@@ -31,7 +31,7 @@ impl Backoff {
 
     /// Returns a random time between half and the whole of the current pause.
     fn draw(&mut self) -> Duration {
-        let fraction = world::random() as f64 / u64::MAX as f64;
+        let fraction = host::random() as f64 / u64::MAX as f64;
         let pause = self.next.mul_f64(0.5 + fraction / 2.0);
         self.next = (self.next * 2).min(LONGEST);
         pause
@@ -41,7 +41,7 @@ impl Backoff {
     /// further attempt: it would have no time, and its error would hide the last real one.
     pub(crate) async fn pause(&mut self, end: Instant) -> bool {
         let (left, pause) = (end.duration_since(Instant::now()), self.draw());
-        world::sleep(pause.min(left)).await;
+        host::sleep(pause.min(left)).await;
         pause < left
     }
 }

@@ -18,7 +18,7 @@ use tokio::{runtime::Handle, sync::oneshot};
 
 use crate::{
     error::{Environment, Interrupted, Misuse, Result},
-    world::{World, entered},
+    host::{SimulatedHost, entered},
 };
 
 /// The period of the question, in a waiting call.
@@ -56,37 +56,37 @@ impl Wake for Unpark {
 }
 
 pub(crate) struct Runtime {
-    host: Host,
+    executor: Executor,
     interrupt: Interrupt,
     /// Tasks that live as long as the session.
     tasks: Mutex<Vec<(AbortHandle, Weak<()>)>>,
 }
 
-enum Host {
+enum Executor {
     /// The session's own runtime.
     Own(tokio::runtime::Runtime),
     /// The caller's.
     Given(Handle),
-    Simulated(Arc<dyn World>),
+    Simulated(Arc<dyn SimulatedHost>),
     /// Shut down with the session.
     Gone,
 }
 
 impl Runtime {
     pub(super) fn start(given: Option<Handle>, interrupt: Interrupt) -> Result<Runtime> {
-        let host = match (entered(), given) {
-            (Some(world), _) => Host::Simulated(world),
-            (None, Some(handle)) => Host::Given(handle),
-            (None, None) => Host::Own(own()?),
+        let executor = match (entered(), given) {
+            (Some(host), _) => Executor::Simulated(host),
+            (None, Some(handle)) => Executor::Given(handle),
+            (None, None) => Executor::Own(own()?),
         };
-        Ok(Runtime { host, interrupt, tasks: Mutex::default() })
+        Ok(Runtime { executor, interrupt, tasks: Mutex::default() })
     }
 
     fn handle(&self) -> Option<&Handle> {
-        match &self.host {
-            Host::Own(own) => Some(own.handle()),
-            Host::Given(handle) => Some(handle),
-            Host::Simulated(_) | Host::Gone => None,
+        match &self.executor {
+            Executor::Own(own) => Some(own.handle()),
+            Executor::Given(handle) => Some(handle),
+            Executor::Simulated(_) | Executor::Gone => None,
         }
     }
 
@@ -115,8 +115,8 @@ impl Runtime {
 
     fn simulate<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         let mut done = None;
-        if let Host::Simulated(world) = &self.host {
-            world.block_on(pin!(async { done = Some(future.await) }));
+        if let Executor::Simulated(host) = &self.executor {
+            host.block_on(pin!(async { done = Some(future.await) }));
         }
         done.unwrap_or_else(|| Err(Interrupted.into()))
     }
@@ -142,8 +142,8 @@ impl Runtime {
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         let (abort, registration) = AbortHandle::new_pair();
         let task = Abortable::new(task, registration);
-        match (&self.host, self.handle()) {
-            (Host::Simulated(world), _) => world.spawn(Box::pin(async { _ = task.await })),
+        match (&self.executor, self.handle()) {
+            (Executor::Simulated(host), _) => host.spawn(Box::pin(async { _ = task.await })),
             (_, Some(handle)) => _ = handle.spawn(task),
             _ => {}
         }
@@ -229,7 +229,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         // The last clone of the cluster may be dropped on a thread of this runtime. Waiting for the runtime would
         // panic there.
-        if let Host::Own(own) = std::mem::replace(&mut self.host, Host::Gone) {
+        if let Executor::Own(own) = std::mem::replace(&mut self.executor, Executor::Gone) {
             own.shutdown_background();
         }
     }

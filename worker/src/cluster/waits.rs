@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::Options;
 use crate::{
     error::{Error, Result, StillPaused},
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// A rank logs a wait of this length. Healthy steps take less time.
@@ -96,7 +96,7 @@ impl Waits {
                 value = &mut future => return Ok(value),
                 error = failed(&mut failure) => return Err(Impatience::Failed(error)),
                 Ok(()) = pause.changed() => {}
-                () = world::sleep_until(end) => return Err(self.impatience(start, &pause.borrow())),
+                () = host::sleep_until(end) => return Err(self.impatience(start, &pause.borrow())),
             }
         }
     }

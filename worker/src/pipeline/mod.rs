@@ -36,9 +36,9 @@ use crate::{
     cluster::{Cluster, Impatience},
     envelope::MAX_TRAINER_BYTES,
     error::{Misuse, Result},
+    host::Instant,
     push::Accumulator,
     session::{Joined, Session},
-    world::Instant,
 };
 
 /// The steps of one rank, from the version that it joined at. A single thread at a time uses a pipeline; feeds and

@@ -13,8 +13,8 @@ use crate::{
     cluster::{Backoff, ByServer, Cluster},
     decide::BlockStats,
     error::{Error, Result},
+    host::Instant,
     rank::{check_not_fenced, is_undecided},
-    world::Instant,
 };
 
 /// The time at which the trainer finished the step. Statistics can be late only from then on.

@@ -21,11 +21,11 @@ use super::{
 };
 use crate::{
     error::{Misuse, Result},
+    host::Instant,
     meter::Shown,
     pull::{Feed, Reading},
     push::{Assembler, Collector, Outbox, Sums},
     session::Session,
-    world::Instant,
 };
 
 /// The inputs of a step.

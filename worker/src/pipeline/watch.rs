@@ -17,10 +17,10 @@ use crate::{
     cluster::{Backoff, Cluster},
     envelope::Envelope,
     error::Result,
+    host::Instant,
     push::Gradients,
     rank::RankState,
     session::spread_on,
-    world::Instant,
 };
 
 /// The server whose order of events counts.

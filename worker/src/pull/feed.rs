@@ -17,8 +17,8 @@ use crate::{
     cluster::{ByServer, Cluster, Impatience},
     convert,
     error::{Error, Outdated, Result},
+    host::Instant,
     rank::cause,
-    world::Instant,
 };
 
 /// Flat ranges of one version's image that arrive in the background. Clones share the memory. Dropping the last

@@ -23,7 +23,7 @@ use super::{
     store::{Cursor, View},
     turns::Turn,
 };
-use crate::{cluster::Backoff, error::Shortage, memfd::Link, world::Instant};
+use crate::{cluster::Backoff, error::Shortage, host::Instant, memfd::Link};
 
 /// Attempts for a damaged chunk before an error: packets rot, but not three times in a row.
 const DAMAGED_TRIES: u32 = 3;

@@ -22,8 +22,8 @@ use super::{
 use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result},
+    host::Instant,
     rank::recover,
-    world::Instant,
 };
 
 /// Requests given to the transport ahead of its own window: one being framed, one ready.

@@ -12,8 +12,8 @@ use super::{ChunkKey, Gradients, Payload, queues::LaneId, retained::Chunk};
 use crate::{
     cluster::Impatience,
     error::{Result, TimedOut},
+    host::Instant,
     pull::Reading,
-    world::Instant,
 };
 
 pub(crate) struct Outbox {

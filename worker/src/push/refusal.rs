@@ -16,8 +16,8 @@ use super::{ChunkKey, Gradients, retained::Chunk};
 use crate::{
     cluster::{Backoff, Cluster, Impatience},
     error::{ChunkRefused, Error, Result},
+    host::Instant,
     rank::version_when_running,
-    world::Instant,
 };
 
 pub(super) enum Verdict {

@@ -11,7 +11,7 @@ use longshore_proto::Incarnation;
 use crate::{
     cluster::Cluster,
     error::Result,
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// Bits below the milliseconds: a random number, whose highest bit stays free for joins again. The whole takes 56 bits,
@@ -53,7 +53,7 @@ impl Begin {
 
     /// By this host's clock.
     fn here(start: Instant) -> Begin {
-        let now = millis(world::unix());
+        let now = millis(host::unix());
         Begin { began: now.saturating_sub(millis(start.elapsed())), now, error: 2 }
     }
 
@@ -80,7 +80,7 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     let answers = cluster.on_each(|server| cluster.glance(server)).await;
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
-    let random = world::random();
+    let random = host::random();
     let begin = Begin::measure(cluster, start).await;
     cluster.options.process.begin(begin.number(seen.unwrap_or(0), random));
     Ok(())

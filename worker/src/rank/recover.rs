@@ -15,7 +15,7 @@ use super::{RankState, commits::OwnCommit};
 use crate::{
     cluster::{Backoff, Cluster, Impatience},
     error::{CallFailed, Error, Outdated, Result, StateLost},
-    world::{self, Instant},
+    host::{self, Instant},
 };
 
 /// The period of the question whether a paused server goes on.
@@ -102,7 +102,7 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
         was_paused = true;
         // The caller is inside `patiently`, which bounds this loop by the pause deadline.
         cluster.waits.paused(&progress.pause_reason);
-        world::sleep(PAUSE_POLL).await;
+        host::sleep(PAUSE_POLL).await;
     }
 }
 

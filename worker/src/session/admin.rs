@@ -12,8 +12,8 @@ use longshore_wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest};
 use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, MissingBlock, Result, VersionsDiffer},
+    host::Instant,
     rank::RankState,
-    world::Instant,
 };
 
 /// The hash of all state of a job.

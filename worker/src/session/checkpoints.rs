@@ -20,7 +20,7 @@ use super::version::{TRIES, asked_version, has_passed, is_busy};
 use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result, TimedOut},
-    world::Instant,
+    host::Instant,
 };
 
 /// Returns one list of the checkpoints of all servers. Also seals complete checkpoints of drained servers without

@@ -7,7 +7,7 @@ use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Result},
     export::{Contents, Export, Sink},
-    world::Instant,
+    host::Instant,
 };
 
 /// The exported version.

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
     error::{Error, NoCheckpoint, Result, StateKept, StateLost, TimedOut},
-    world::Instant,
+    host::Instant,
 };
 
 /// The checkpoint to go back to, and the state that may be given up for it.

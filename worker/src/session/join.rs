@@ -16,8 +16,8 @@ use crate::{
     cluster::{Backoff, ByServer, Cluster, renewed},
     envelope::Envelope,
     error::{Error, Misuse, Result, VersionsDiffer},
+    host::Instant,
     rank::{RankState, commit_as, fence, take, withdraw},
-    world::Instant,
 };
 
 /// The job's progress as this rank begins to take part.

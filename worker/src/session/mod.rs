@@ -44,11 +44,11 @@ use crate::{
     cluster::Cluster,
     error::{Error, Result},
     export::{Contents, Sink},
+    host::Instant,
     memfd::{GradientMemory, ImageMemory},
     pull::{Feed, Pulls, Reading},
     push::{Gradients, start_lanes},
     rank::{RankState, begin, cause},
-    world::Instant,
 };
 
 /// Connections to every server of a job, as one rank. All calls block, with a deadline, from any thread that is

@@ -11,7 +11,7 @@ use longshore_wire::v1::{Phase, RestoreMode, RestoreRequest, RestoreResponse};
 use crate::{
     cluster::Cluster,
     error::{Error, NotRestored, OtherCheckpoints, Result},
-    world::Instant,
+    host::Instant,
 };
 
 /// The longest wait of one call on a server. Then the server's progress is read, and the wait goes on.

@@ -9,8 +9,8 @@ use longshore_wire::v1::{JobProgress, Phase, ResumeRequest};
 use crate::{
     cluster::{Backoff, ByServer, Cluster, Impatience, renewed},
     error::{Error, Result},
+    host::{self, Instant},
     rank::version_when_running,
-    world::{self, Instant},
 };
 
 /// Returns the version that servers are paused at, or None. The lowest version counts, since a server past it has
@@ -67,7 +67,7 @@ pub(crate) async fn spread_on(
 ) -> Result<()> {
     /// The operator's own calls reach all servers within this time.
     const AT_ONCE: Duration = Duration::from_secs(1);
-    if let Ok(running) = world::timeout(AT_ONCE, runs_at(cluster, server, version)).await {
+    if let Ok(running) = host::timeout(AT_ONCE, runs_at(cluster, server, version)).await {
         return running;
     }
     match resume_on(cluster, server, Some(version), loss_scale).await {

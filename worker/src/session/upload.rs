@@ -20,8 +20,8 @@ use crate::{
     cluster::{Backoff, ByServer, Cluster, Ended, Task},
     convert,
     error::{Error, GradientError, OtherFilling, Result, TimedOut},
+    host::{self, Instant},
     rank::RankState,
-    world::{self, Instant},
 };
 
 /// Weights, or an optimizer's whole state.
@@ -271,13 +271,13 @@ impl Stream {
 
     /// Returns false if the call has ended early; `close` returns the reason.
     async fn send(&self, request: UploadRequest, end: Instant) -> Result<bool> {
-        Ok(matches!(world::timeout_at(end, self.queue.send(request)).await, Ok(Ok(()))))
+        Ok(matches!(host::timeout_at(end, self.queue.send(request)).await, Ok(Ok(()))))
     }
 
     async fn close(self, end: Instant) -> Result<(), Status> {
         drop(self.queue);
         let left = end.duration_since(Instant::now()).max(Duration::from_millis(1));
-        match world::timeout(left, self.answer).await {
+        match host::timeout(left, self.answer).await {
             Ok(Ok(answer)) => answer.map(|_| ()),
             Ok(Err(Ended)) => Err(Status::internal("the upload's task ended early")),
             Err(_) => Err(Status::deadline_exceeded("the upload was not answered in time")),

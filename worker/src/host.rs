@@ -1,5 +1,5 @@
-//! The clock, the tasks and the links of sessions. Tokio and sockets carry them out, unless a simulation has entered
-//! the calling thread. All waits of this library go through here, so that a simulation decides on their order.
+//! The host of a session: clock, tasks, random numbers and links. Tokio and sockets provide them, unless the calling
+//! thread belongs to a simulated host. All waits of this library go through here, so that a simulation orders them.
 
 use std::{
     cell::RefCell,
@@ -14,11 +14,11 @@ use std::{
 
 use longshore_wire::Channel;
 
-/// A task or a wait as a world carries it out.
+/// A task or a wait as a simulated host carries it out.
 pub type Work = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// A simulated host of one process.
-pub trait World: Send + Sync {
+pub trait SimulatedHost: Send + Sync {
     /// Time since the simulation began, by this host's clock.
     fn now(&self) -> Duration;
 
@@ -37,30 +37,28 @@ pub trait World: Send + Sync {
 }
 
 thread_local! {
-    static ENTERED: RefCell<Option<Arc<dyn World>>> = const { RefCell::new(None) };
+    static ENTERED: RefCell<Option<Arc<dyn SimulatedHost>>> = const { RefCell::new(None) };
 }
 
 /// Makes this thread part of a simulated host, until the next call. None leaves it.
-pub fn enter(world: Option<Arc<dyn World>>) {
-    ENTERED.set(world);
+pub fn enter(host: Option<Arc<dyn SimulatedHost>>) {
+    ENTERED.set(host);
 }
 
 /// The simulated host of this thread.
-pub(crate) fn entered() -> Option<Arc<dyn World>> {
+pub(crate) fn entered() -> Option<Arc<dyn SimulatedHost>> {
     ENTERED.with_borrow(Option::clone)
 }
 
 /// A random number, which tells two processes or two attempts apart.
 pub(crate) fn random() -> u64 {
-    entered().map_or_else(
-        || RandomState::new().hash_one((process::id(), SystemTime::now())),
-        |world| world.random(),
-    )
+    entered()
+        .map_or_else(|| RandomState::new().hash_one((process::id(), SystemTime::now())), |host| host.random())
 }
 
 /// Time since 1970 by this host's clock.
 pub(crate) fn unix() -> Duration {
-    entered().map_or_else(|| UNIX_EPOCH.elapsed().unwrap_or_default(), |world| world.now())
+    entered().map_or_else(|| UNIX_EPOCH.elapsed().unwrap_or_default(), |host| host.now())
 }
 
 /// A moment of this host's monotonic clock.
@@ -72,7 +70,7 @@ pub(crate) enum Instant {
 
 impl Instant {
     pub(crate) fn now() -> Instant {
-        entered().map_or_else(|| Instant::Real(time::Instant::now()), |world| Instant::Simulated(world.now()))
+        entered().map_or_else(|| Instant::Real(time::Instant::now()), |host| Instant::Simulated(host.now()))
     }
 
     pub(crate) fn elapsed(self) -> Duration {
@@ -116,7 +114,7 @@ pub(crate) struct Elapsed;
 
 pub(crate) async fn sleep_until(at: Instant) {
     match (at, entered()) {
-        (Instant::Simulated(at), Some(world)) => world.sleep_until(at).await,
+        (Instant::Simulated(at), Some(host)) => host.sleep_until(at).await,
         (Instant::Real(at), _) => tokio::time::sleep_until(at.into()).await,
         _ => {}
     }
