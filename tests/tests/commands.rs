@@ -122,7 +122,7 @@ fn sections() -> Vec<Section> {
     found
 }
 
-/// One program's call: its variables, and its words without comment and redirection.
+/// A program's call: its variables, and its words without comment and redirection.
 struct Call {
     variables: Vec<(String, String)>,
     words: Vec<String>,

@@ -273,7 +273,8 @@ fn a_job_that_cannot_be_served_is_named_and_leaves_the_server_ready() {
         .allow("not a job that can be opened")
         .allow("not recovered")
         .start();
-    assert_eq!(http::get(&http::address(&server), "/readyz").0, 200);
+    let http = http::address(&server);
+    eventually("a server without jobs", || (http::get(&http, "/readyz").0 == 200).then_some(()));
     Train::new(2).args(["--tier", "nvme"]).servers(&[server.address().to_string()]).run();
     server.process.terminate();
     assert_eq!(server.process.code(), 0);

@@ -204,7 +204,7 @@ fn a_stranger_is_held_within_its_row() {
 fn a_reader_is_held_within_its_row() {
     let bed = Bed::new(MOST_CONNECTIONS);
     let address = bed.server.address().to_string();
-    // Of 48 MiB in fp32: more than sockets take.
+    // The job has 48 MiB in fp32: more than sockets take.
     let params = (0..12).map(|index| longshore_proto::Param {
         name: format!("p{index}"),
         shape: vec![1 << 20],

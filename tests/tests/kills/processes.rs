@@ -22,7 +22,7 @@ const ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 /// The processes that are killed at once.
 #[derive(Clone, Copy, PartialEq)]
 enum Victims {
-    /// One rank of all.
+    /// A rank that the seed chooses.
     Rank,
     OneServer,
     Servers,

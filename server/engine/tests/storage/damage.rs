@@ -12,7 +12,7 @@ use super::{
     BLOCK, Dirs, check,
     common::Noise,
     disk::{Disks, Image},
-    need, open, references, run_steps, small, started,
+    need_on, open, references, run_steps, small, started,
 };
 
 const RECORDS: u64 = 4 << 20;
@@ -170,7 +170,8 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
 #[test]
 fn images_on_the_drives_need_not_fit_in_memory() {
     let spec = small(0);
-    let (state, all) = (need(&spec, Spill::State), need(&spec, Spill::All));
+    let need = |spill| need_on(&spec, Storage { spill, buffers: 2, ..Storage::default() });
+    let (state, all) = (need(Spill::State), need(Spill::All));
     let image = 2 * BLOCK as u64;
     // DRAM holds two images of each of three shards, or of one shard.
     assert_eq!((state.images, all.images), (6 * image, 2 * image + 16));

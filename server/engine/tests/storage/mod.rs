@@ -57,8 +57,12 @@ impl Dirs {
 
 /// Returns a job's need on one server.
 fn need(spec: &JobSpec, spill: Spill) -> Need {
+    need_on(spec, Storage { spill, ..Storage::default() })
+}
+
+fn need_on(spec: &JobSpec, storage: Storage) -> Need {
     let owned = placement(spec, 1).owned(ServerId(0));
-    let storage = Storage { buffers: 2, spill, dirs: vec!["a".into()], ..Storage::default() };
+    let storage = Storage { dirs: vec!["a".into()], ..storage };
     Need::of(spec, &spec.validate().unwrap(), &owned, &storage)
 }
 
