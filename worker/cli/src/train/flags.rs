@@ -195,7 +195,7 @@ pub struct Flags {
     /// Bytes of text to generate at the end
     #[arg(long, default_value_t = 200, help_heading = "Output")]
     pub(crate) sample_bytes: usize,
-    /// What the sample starts with
+    /// Beginning of the sample
     #[arg(long, default_value = "fn ", help_heading = "Output")]
     pub(crate) prompt: String,
     #[arg(long, default_value_t = 0.8, help_heading = "Output")]
