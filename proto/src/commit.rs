@@ -7,6 +7,7 @@ use crate::{
     job::JobSpec,
     left_out::{self, LeftOut},
     limits::{MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
+    placement::PlacementChange,
 };
 
 /// Prefix of the name of a wait for a decision. If several servers wait, a wait with another prefix explains the
@@ -40,6 +41,9 @@ pub struct Commit {
     pub decided_by: Incarnation,
     /// Reason of the pause that this decision begins. Empty: no pause.
     pub pause_reason: String,
+    /// Change of the placement that comes with this decision.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<PlacementChange>,
 }
 
 impl Commit {

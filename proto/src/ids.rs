@@ -24,7 +24,7 @@ id!(/** A data-parallel worker, from 0. */ Rank(u32), "rank");
 id!(/** A slice of the flat space, in forward order, from 0. */ ShardId(u32), "shard");
 id!(/** 64 Ki elements of the flat space, from 0; global, not within a shard. */ BlockId(u32), "block");
 id!(/** A piece of at most 1 MiB of one shard's data on the wire, from 0. */ ChunkId(u32), "chunk");
-id!(/** An index into a placement's servers. */ ServerId(u32), "server");
+id!(/** A server of a job, from 0: an index into the placement's servers. No number is given twice. */ ServerId(u32), "server");
 id!(/** Rises each time a rank's process is replaced; the older one is fenced. */ Incarnation(u64), "incarnation");
 id!(/** Rises with every change of a placement. */ Epoch(u64), "epoch");
 

@@ -61,7 +61,7 @@ async fn train(server: &Server) -> Client {
         Channel::from_shared(format!("http://{}", server.address())).unwrap().connect().await.unwrap();
     let mut training = TrainingClient::new(channel.clone());
     let mut tensors = TensorsClient::new(channel);
-    let placement = v1::Placement { epoch: 0, servers: vec!["here".into()], owners: vec![0] };
+    let placement = v1::Placement { servers: vec!["here".into()], owners: vec![0], ..Default::default() };
     let open = OpenJobRequest { spec: Some(spec()), placement: Some(placement), ..Default::default() };
     training.open_job(open).await.unwrap();
     let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1, fence_only: false };

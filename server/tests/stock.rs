@@ -55,7 +55,8 @@ impl Stock {
         let channel = Endpoint::from_shared(address.to_string()).unwrap().connect().await.unwrap();
         let mut training = TrainingClient::new(channel.clone());
         let mut tensors = TensorsClient::new(channel.clone());
-        let placement = v1::Placement { epoch: 0, servers: vec![address.into()], owners: vec![0] };
+        let placement =
+            v1::Placement { servers: vec![address.into()], owners: vec![0], ..Default::default() };
         let open = OpenJobRequest { spec: Some(spec(job)), placement: Some(placement), ..Default::default() };
         assert!(training.open_job(open).await.unwrap().into_inner().created);
         training

@@ -197,7 +197,9 @@ impl Server {
             }
             (disk.saved.clone(), disk.joined.clone())
         };
-        let mut machine = Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), &self.owned);
+        let placement = self.oracle.placement.clone();
+        let (spec, layout) = (Arc::clone(self.spec()), Arc::clone(self.layout()));
+        let mut machine = Machine::new(spec, layout, placement, self.server);
         let mut newest = saved.last().expect("a filled drive").record.clone();
         if self.oracle.has(Plant::CommitForgotten) {
             newest.commit = None;
@@ -367,7 +369,11 @@ impl Server {
             "Describe" => tell(outgoing, &self.describe()?).await,
             "OpenJob" => {
                 let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
-                tell(outgoing, &v1::OpenJobResponse { created: false, progress: Some(progress) }).await
+                tell(
+                    outgoing,
+                    &v1::OpenJobResponse { created: false, progress: Some(progress), room: vec![] },
+                )
+                .await
             }
             "Join" => tell(outgoing, &self.join(one(incoming).await?).await?).await,
             "Commit" => tell(outgoing, &self.commit(one(incoming).await?).await?).await,

@@ -185,9 +185,9 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     let refused =
         |kind: &str| http::metrics(&http)[&format!("longshore_refused_calls_total{{kind=\"{kind}\"}}")];
     assert_eq!(refused("NOT_FOUND"), 0.0);
-    // The trainer first asks whether the job exists, and for the server's clock.
+    // The trainer first asks for the job's servers, whether the job exists, and for the server's clock.
     Train::new(2).servers(std::slice::from_ref(&name)).run();
-    assert_eq!((refused("NOT_FOUND"), refused("INTERNAL")), (2.0, 0.0));
+    assert_eq!((refused("NOT_FOUND"), refused("INTERNAL")), (3.0, 0.0));
     // A damaged chunk is refused separately, on a call that goes on.
     let runtime = Runtime::new().unwrap();
     let raw = Raw::connect(runtime.handle().clone(), name.parse().unwrap());

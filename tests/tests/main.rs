@@ -34,6 +34,7 @@ mod restore;
 mod right_bits;
 mod rooms;
 mod same_bits;
+mod scale;
 mod secure;
 mod slurm;
 mod stock_client;

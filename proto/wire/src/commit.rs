@@ -7,6 +7,7 @@ use longshore_proto::{
     hyper::Hyper,
     ids::{Incarnation, Step},
     left_out::LeftOut,
+    placement::PlacementChange,
 };
 
 use super::{
@@ -63,6 +64,7 @@ impl Wire for Commit {
             trainer_state: commit.trainer_state.into(),
             decided_by: Incarnation(commit.decided_by),
             pause_reason: commit.pause_reason,
+            placement: commit.placement.map(|change| PlacementChange::from_wire(Some(change))).transpose()?,
         })
     }
 
@@ -88,6 +90,7 @@ impl Wire for Commit {
             trainer_state: self.trainer_state.clone().into(),
             decided_by: self.decided_by.0,
             pause_reason: self.pause_reason.clone(),
+            placement: self.placement.as_ref().map(Wire::to_wire),
         }
     }
 }

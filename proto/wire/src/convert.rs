@@ -12,7 +12,7 @@ use longshore_proto::{
     layout::Param,
     limits::{DEFAULT_DEADLINE_MS, MAX_DEADLINE_MS},
     partition::Partition,
-    placement::Placement,
+    placement::{Handover, Placement, PlacementChange},
     properties::TierKind,
     state::{Formats, MasterFormat, StateArray, StateFormat},
 };
@@ -194,6 +194,7 @@ impl Wire for Placement {
             epoch: Epoch(placement.epoch),
             servers: placement.servers,
             owners: placement.owners.into_iter().map(ServerId).collect(),
+            handovers: placement.handovers.into_iter().map(handover_from_wire).collect(),
         })
     }
 
@@ -202,6 +203,40 @@ impl Wire for Placement {
             epoch: self.epoch.0,
             servers: self.servers.clone(),
             owners: self.owners.iter().map(|owner| owner.0).collect(),
+            handovers: self.handovers.iter().map(handover_to_wire).collect(),
+        }
+    }
+}
+
+fn handover_from_wire(handover: v1::Handover) -> Handover {
+    let v1::Handover { shard, from_step, before } = handover;
+    Handover { shard: ShardId(shard), from_step: Step(from_step), before: ServerId(before) }
+}
+
+fn handover_to_wire(handover: &Handover) -> v1::Handover {
+    let Handover { shard, from_step, before } = *handover;
+    v1::Handover { shard: shard.0, from_step: from_step.0, before: before.0 }
+}
+
+impl Wire for PlacementChange {
+    type Message = v1::PlacementChange;
+
+    fn from_wire(change: Option<v1::PlacementChange>) -> Result<PlacementChange, Fault> {
+        let change = change.ok_or_else(|| missing("commit.placement"))?;
+        Ok(PlacementChange {
+            added: change.added,
+            moves: change.moves.into_iter().map(|of| (ShardId(of.shard), ServerId(of.to))).collect(),
+            removed: change.removed.into_iter().map(ServerId).collect(),
+            epoch: Epoch(change.epoch),
+        })
+    }
+
+    fn to_wire(&self) -> v1::PlacementChange {
+        v1::PlacementChange {
+            added: self.added.clone(),
+            moves: self.moves.iter().map(|&(shard, to)| v1::Move { shard: shard.0, to: to.0 }).collect(),
+            removed: self.removed.iter().map(|server| server.0).collect(),
+            epoch: self.epoch.0,
         }
     }
 }

@@ -5,6 +5,7 @@ mod channel;
 mod codec;
 mod commit;
 mod convert;
+pub mod dial;
 pub mod direct;
 pub mod frame;
 mod mark;

@@ -192,8 +192,10 @@ mod tests {
             rounding_seed: u64::MAX,
             ..Default::default()
         };
-        let placement = Placement { epoch: 1, servers: vec!["here".into()], owners: vec![0, 1] };
-        OpenJobRequest { spec: Some(spec), placement: Some(placement), server: 1, protocol: PROTOCOL }
+        let placement =
+            Placement { epoch: 1, servers: vec!["here".into()], owners: vec![0, 1], handovers: vec![] };
+        let (spec, placement) = (Some(spec), Some(placement));
+        OpenJobRequest { spec, placement, server: 1, protocol: PROTOCOL, list_room: false }
     }
 
     /// A field of this number within a message field of another number.
@@ -219,7 +221,7 @@ mod tests {
         assert_eq!(found(&[9 << 3 | 3, 9 << 3 | 4]), named("OpenJobRequest", 9));
         assert_eq!(found(&within(1, &[0xF8, 0x06, 1])), named("JobSpec", 111));
         assert_eq!(found(&within(1, &within(2, &within(7, b"")))), named("Param", 7));
-        assert_eq!(found(&within(2, &[4 << 3, 1])), named("Placement", 4));
+        assert_eq!(found(&within(2, &[9 << 3, 1])), named("Placement", 9));
         let groups = vec![Hyper { lr: 1.0, ..Default::default() }; 3];
         let commit = Commit { step: 1, groups, trainer_state: vec![1; 300].into(), ..Default::default() };
         let commit = CommitRequest { commit: Some(commit), origin: 7, ..Default::default() }.encode_to_vec();
@@ -261,8 +263,11 @@ mod tests {
                 partitions: vec![Partition { ranks: vec![1; 5], ..Default::default() }; others],
                 ..Default::default()
             };
-            let placement =
-                Placement { servers: vec![String::new(); others], owners: vec![0; 5 * others], epoch: 0 };
+            let placement = Placement {
+                servers: vec![String::new(); others],
+                owners: vec![0; 5 * others],
+                ..Default::default()
+            };
             let open = OpenJobRequest { spec: Some(spec), placement: Some(placement), ..Default::default() };
             let bytes = open.encode_to_vec();
             assert!(weigh(OPEN, &bytes) >= memory(&open), "{params} {others}");

@@ -3,7 +3,7 @@
 //! In JSON, floats are kept to the bit. JSON has no NaN, which is the norm of a step that overflowed. serde_json rounds
 //! most decimals back to the same f64, but not all. A resumed run needs exactly the loss scale it was stopped with.
 
-use longshore_proto::{Commit, Correction, Hyper, Incarnation, LeftOut, Step, Version};
+use longshore_proto::{Commit, Correction, Hyper, Incarnation, LeftOut, PlacementChange, Step, Version};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// A decided version, as a tier keeps it.
@@ -100,6 +100,8 @@ struct CommitRecord {
     decided_by: Incarnation,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pause_reason: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    placement: Option<PlacementChange>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -205,6 +207,7 @@ pub(crate) mod commit {
             trainer_state,
             decided_by: record.decided_by,
             pause_reason: record.pause_reason,
+            placement: record.placement,
         }))
     }
 }
@@ -249,6 +252,7 @@ fn record(commit: &Commit) -> CommitRecord {
         trainer_state,
         decided_by,
         pause_reason,
+        placement,
     } = commit;
     CommitRecord {
         step: *step,
@@ -270,6 +274,7 @@ fn record(commit: &Commit) -> CommitRecord {
         trainer_state: hex(trainer_state),
         decided_by: *decided_by,
         pause_reason: pause_reason.clone(),
+        placement: placement.clone(),
     }
 }
 
@@ -311,6 +316,7 @@ mod tests {
                 trainer_state: state.clone(),
                 decided_by: Incarnation(9),
                 pause_reason: "overflowed \"hot\"".into(),
+                placement: None,
             };
             let standing = Standing { paused: Some("why".into()), loss_scale: Some(loss_scale) };
             let record = Record { standing: Some(standing), ..Record::new(Version(7), 5, Some(commit)) };

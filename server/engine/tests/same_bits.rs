@@ -252,6 +252,7 @@ fn decide(
         trainer_state: vec![step as u8],
         decided_by: Default::default(),
         pause_reason: String::new(),
+        placement: None,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Ends of a job on this server: deletion, step back to the version before, or shutdown.
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, PoisonError, atomic::Ordering},
     time::Duration,
 };
 
@@ -55,8 +55,10 @@ impl Jobs {
     /// missing drive may come back.
     pub(crate) async fn delete(self: Arc<Self>, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
         let name = JobName::parse("job", name)?;
+        let had_moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner).remove(&name).is_some();
         match self.get(name.as_str()) {
             Ok(handle) => return blocking(move || self.delete_open(&handle)).await,
+            Err(fault) if had_moved && fault.kind == FaultKind::NotFound => return Ok(()),
             Err(fault) if fault.kind == FaultKind::Unavailable => return Err(fault),
             Err(_) => {}
         }
@@ -69,7 +71,7 @@ impl Jobs {
         .await
     }
 
-    fn delete_open(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
+    pub(super) fn delete_open(&self, handle: &Arc<JobHandle>) -> Result<(), Fault> {
         let stored = handle.stored();
         // Another call may have deleted or reopened this job since, and opened a later one of the name.
         let name = &stored.spec.name;

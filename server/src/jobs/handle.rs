@@ -3,7 +3,7 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -19,7 +19,7 @@ use longshore_proto::{Fault, FaultKind, Step, Version};
 use tokio::{sync::watch, time::Instant};
 
 use super::{
-    Hashes,
+    Fetching, Hashes,
     computing::Computing,
     counters::{Busy, CheckpointLog, Pace, Traffic},
     hashing::Hashing,
@@ -54,9 +54,33 @@ pub(crate) struct JobHandle {
     pub(crate) restores: Restores,
     pub(crate) seats: Seats,
     pub(crate) checkpoints: CheckpointLog,
+    pub(crate) fetching: Fetching,
+    /// Servers that an operator wants the job to have.
+    pub(crate) wanted: Mutex<Wanted>,
+}
+
+/// Addresses of the servers that a job shall have, and when an operator asked for them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Wanted {
+    pub(crate) servers: Vec<String>,
+    pub(crate) asked_micros: u64,
 }
 
 impl JobHandle {
+    pub(crate) fn wanted(&self) -> Wanted {
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Keeps a wish for other servers, unless a later one is known.
+    pub(crate) fn want(&self, wanted: Wanted) {
+        let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.asked_micros < wanted.asked_micros {
+            *known = wanted;
+        }
+        drop(known);
+        self.job.protocol.notify();
+    }
+
     /// Returns the elements of this server's shards, padding included.
     pub(crate) fn elements(&self) -> u64 {
         self.job.owned().iter().map(|&shard| self.job.layout().shard_len(shard)).sum()
@@ -105,6 +129,8 @@ impl JobHandle {
             restores: Restores::default(),
             seats,
             checkpoints: CheckpointLog::default(),
+            fetching: Fetching::default(),
+            wanted: Mutex::default(),
         };
         unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
         Ok(handle)
@@ -115,7 +141,7 @@ impl JobHandle {
         let (job, owner) = (&self.job, self.owner.clone());
         StoredJob {
             spec: job.spec().clone(),
-            placement: job.placement().clone(),
+            placement: job.opened_with().clone(),
             server: job.server(),
             owner,
         }

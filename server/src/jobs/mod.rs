@@ -3,6 +3,7 @@
 mod computing;
 mod counters;
 mod ending;
+mod fetching;
 mod handle;
 mod hashing;
 mod history;
@@ -27,13 +28,14 @@ use longshore_engine::{
     job::Compute,
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Fault, FaultKind, JobName, fault::DELETED};
+use longshore_proto::{Epoch, Fault, FaultKind, JobName, ServerId, fault::DELETED};
 
 use self::turns::Turn;
 pub(crate) use self::{
     counters::RANKS,
     ending::StepBack,
-    handle::JobHandle,
+    fetching::Fetching,
+    handle::{JobHandle, Wanted},
     hashing::Hashes,
     history::Decided,
     restores::{Act, Stage},
@@ -64,6 +66,8 @@ pub(crate) struct Jobs {
     is_ending: AtomicBool,
     /// Names of jobs that were deleted since the server started.
     deleted: Mutex<BTreeSet<JobName>>,
+    /// Jobs that this server has left, with the addresses of the servers that have them.
+    moved: Mutex<BTreeMap<JobName, String>>,
 }
 
 /// The most names of deleted jobs, of 128 bytes each.
@@ -157,6 +161,7 @@ impl Jobs {
             has_recovered: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
             deleted: Mutex::default(),
+            moved: Mutex::default(),
         };
         (jobs, stored.jobs)
     }
@@ -243,6 +248,34 @@ impl Jobs {
         self.deleted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Refuses a job that this server has left: a trainer with the servers of old would begin it anew.
+    fn check_not_moved(&self, name: &JobName) -> Result<(), Fault> {
+        let moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(servers) = moved.get(name) else { return Ok(()) };
+        let remedy = format!(
+            "start the trainer with --servers {servers}; or, for a new job of that name here, call `longshore delete --job {name}` \
+             with this server alone first"
+        );
+        let limit = format!("on {servers}, to which it has moved");
+        Err(Fault::new(FaultKind::Precondition, "servers", format!("{name} on this server"), limit, remedy))
+    }
+
+    /// Gives up a job that this server has left.
+    pub(crate) async fn retire(self: Arc<Self>, handle: Arc<JobHandle>) -> Result<(), Fault> {
+        let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
+        drop(handle);
+        let servers: Vec<&str> = placement.servers.iter().map(|address| &**address).collect();
+        let servers = servers.into_iter().filter(|address| !address.is_empty()).collect::<Vec<_>>().join(",");
+        Arc::clone(&self).delete(name.as_str(), false).await?;
+        tracing::info!(job = %name, servers, "this server has left the job");
+        let mut moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        if moved.len() >= DELETED_KEPT {
+            moved.clear();
+        }
+        moved.insert(name, servers);
+        Ok(())
+    }
+
     /// Remembers a deletion, for ranks that call later.
     fn note_deleted(&self, name: &JobName) {
         let mut deleted = self.deleted();
@@ -281,6 +314,9 @@ impl Jobs {
     /// Blocks while memory is touched.
     fn open_now(&self, wanted: StoredJob, _: &Turn) -> Result<(bool, Arc<JobHandle>), Fault> {
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
+            if wanted.placement.epoch == Epoch(1) {
+                self.check_not_moved(&wanted.spec.name)?;
+            }
             let kept = self.kept(&wanted.spec.name)?;
             if let Some(kept) = &kept {
                 check_same(kept, &wanted)
@@ -296,7 +332,20 @@ impl Jobs {
             // A job whose recovery failed is retried: the disk may be back.
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
-        check_same(&handle.stored(), &wanted)?;
+        handle.job.spec().same_as(&wanted.spec)?;
+        let placement = handle.job.placement();
+        let wants = wanted.placement.owned(wanted.server);
+        let is_other = handle.job.server() != wanted.server || handle.job.owned() != wants;
+        if handle.job.is_spare() && is_other && !wants.is_empty() {
+            // An earlier rank 0 prepared this server for other shards, and it has never owned one.
+            self.delete_open(&handle)?;
+            return self.start(wanted, &self.storage).map(|handle| (true, handle));
+        }
+        // Ranks name the newest placement that they know. Before the first change all know the same one.
+        if wanted.placement.epoch == placement.epoch || wanted.placement.epoch == Epoch(1) {
+            placement.same_owners(&wanted.placement)?;
+        }
+        check_server(handle.job.server(), wanted.server)?;
         Ok((false, handle))
     }
 
@@ -368,11 +417,15 @@ fn unreadable(name: &JobName, fault: &Fault) -> Fault {
 fn check_same(job: &StoredJob, wanted: &StoredJob) -> Result<(), Fault> {
     job.spec.same_as(&wanted.spec)?;
     job.placement.same_owners(&wanted.placement)?;
-    if job.server != wanted.server {
-        let remedy = "name the same servers in the same order as when the job was opened";
-        return Err(Fault::new(FaultKind::Conflict, "server", wanted.server.0, job.server.0, remedy));
+    check_server(job.server, wanted.server)
+}
+
+fn check_server(server: ServerId, wanted: ServerId) -> Result<(), Fault> {
+    if server == wanted {
+        return Ok(());
     }
-    Ok(())
+    let remedy = "name the same servers in the same order as when the job was opened";
+    Err(Fault::new(FaultKind::Conflict, "server", wanted.0, server.0, remedy))
 }
 
 #[cfg(test)]

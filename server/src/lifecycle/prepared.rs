@@ -65,6 +65,7 @@ impl Prepared {
             checkpoint_keep: (config.checkpoint_keep > 0).then_some(config.checkpoint_keep),
             links,
             register: register.clone(),
+            tls_dir: config.tls_dir.clone(),
             fences: watch::Sender::default(),
             transport: "tcp",
         };

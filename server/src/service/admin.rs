@@ -6,7 +6,10 @@ use std::{
 };
 
 use longshore_engine::checkpoint::Store;
-use longshore_proto::{Fault, FaultKind, Incarnation, Version, limits::DEFAULT_DEADLINE_MS};
+use longshore_proto::{
+    Fault, FaultKind, Incarnation, Version,
+    limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
+};
 use longshore_wire::{
     self as wire, Author,
     v1::{self, admin_server::Admin},
@@ -20,7 +23,10 @@ use super::{
     room::{Answers, Kept, Room},
     stand,
 };
-use crate::{jobs::StepBack, trust::Caller};
+use crate::{
+    jobs::{StepBack, Wanted},
+    trust::Caller,
+};
 
 /// Returns the deadline of a snapshot's wait for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
@@ -141,6 +147,13 @@ impl Admin for Services {
         Ok(Response::new(v1::ResumeResponse {}))
     }
 
+    async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
+        let request = permitted(request)?;
+        let job = request.job.clone();
+        self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
+        Ok(Response::new(v1::ScaleResponse {}))
+    }
+
     async fn step_back(
         &self,
         request: Request<v1::StepBackRequest>,
@@ -186,6 +199,26 @@ impl Services {
             release: env!("CARGO_PKG_VERSION").into(),
             unix_micros: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_micros() as u64),
         }
+    }
+
+    fn scale_job(&self, request: v1::ScaleRequest) -> Result<(), Fault> {
+        let handle = self.jobs.get(&request.job)?;
+        let servers = request.servers;
+        let is_named =
+            |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);
+        let most = MAX_SERVERS.min(handle.job.layout().shards() as usize);
+        if servers.is_empty() || servers.len() > most || !servers.iter().enumerate().all(is_named) {
+            let limit = format!("1 to {most} addresses, each once: a server owns a shard at least");
+            return Err(Fault::invalid(
+                "servers",
+                format!("{servers:?}"),
+                limit,
+                "name the servers to train on",
+            ));
+        }
+        tracing::info!(job = request.job, ?servers, "other servers are wanted");
+        handle.want(Wanted { servers, asked_micros: request.asked_micros });
+        Ok(())
     }
 
     async fn resume_job(&self, request: &v1::ResumeRequest) -> Result<(), Fault> {

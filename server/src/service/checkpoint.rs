@@ -89,8 +89,8 @@ impl Services {
         check_author(&handle, author)?;
         blocking(move || {
             let job = &handle.job;
-            let servers = job.placement().servers.len() as u32;
-            store.discard(id(author), &job.spec().name, name.as_str(), job.server().0, servers)
+            let (number, count) = job.part();
+            store.discard(id(author), &job.spec().name, name.as_str(), number, count)
         })
         .await?;
         Ok(v1::DiscardCheckpointResponse {})

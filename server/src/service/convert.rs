@@ -1,10 +1,11 @@
 //! Conversion of engine types to wire messages.
 
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
+use longshore_proto::Epoch;
 use longshore_wire::{Wire, left_outs_to_wire, v1};
 
 use crate::{
-    jobs::Decided,
+    jobs::{Decided, JobHandle},
     quota::{Listed, Usage},
 };
 
@@ -41,6 +42,24 @@ pub(super) fn rank(rank: RankProgress, transport: &str, watches: bool) -> v1::Ra
         joined_at: rank.joined_at.0,
         watches,
     }
+}
+
+/// Returns None for a job whose servers never changed.
+pub(super) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
+    let (wanted, fetched, awaited) = (handle.wanted(), handle.fetching.fetched(), handle.job.awaited().len());
+    if wanted.asked_micros == 0 && handle.job.placement().epoch <= Epoch(1) {
+        return None;
+    }
+    Some(v1::Scaling {
+        wanted: wanted.servers,
+        asked_micros: wanted.asked_micros,
+        awaited_shards: awaited as u32,
+        fetched_shards: fetched.shards,
+        fetched_bytes: fetched.bytes,
+        held_seconds: fetched.held.as_secs_f64(),
+        reached_micros: fetched.reached_micros,
+        failure: fetched.failure.map_or(fetched.obstacle, |fault| fault.to_string()),
+    })
 }
 
 pub(super) fn decided(decided: Decided) -> v1::DecidedStep {

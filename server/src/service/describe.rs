@@ -197,8 +197,8 @@ fn without_params(spec: &JobSpec) -> JobSpec {
     JobSpec { params: Vec::new(), name, groups, partitions, ..*spec }
 }
 
-fn without_owners(placement: &Placement) -> Placement {
-    Placement { owners: Vec::new(), servers: placement.servers.clone(), epoch: placement.epoch }
+fn without_owners(placement: Placement) -> Placement {
+    Placement { owners: Vec::new(), ..placement }
 }
 
 impl Services {
@@ -253,6 +253,7 @@ impl Services {
             update_bytes: job.update_bytes(),
             checkpoint_bytes: bytes_of_checkpoints,
             checkpoint_written_bytes: written_of_checkpoints,
+            scaling: convert::scaling(handle),
         }
     }
 }

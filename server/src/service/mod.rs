@@ -5,6 +5,7 @@ mod checkpoint;
 mod convert;
 mod describe;
 mod export;
+mod fetch;
 mod permitted;
 mod pull;
 mod push;
@@ -15,7 +16,7 @@ mod tensors;
 mod training;
 mod watch;
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job, step::RankProgress};
 use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS};
@@ -51,6 +52,8 @@ pub(crate) struct Services {
     pub(crate) transport: &'static str,
     /// Bytes that the drives may be written with over their lifetime; 0 if unknown.
     pub(crate) drive_endurance: u64,
+    /// Folder of this server's certificates, for calls to other servers.
+    pub(crate) tls_dir: Option<PathBuf>,
     /// Certificates and identities. None without encryption.
     pub(crate) register: Option<Arc<Register>>,
     /// Request counters of the state directories' drives.

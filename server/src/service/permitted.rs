@@ -27,12 +27,14 @@ macro_rules! of_job {
 
 of_job!(
     AwaitDurableRequest,
+    BeginRequest,
     CheckpointRequest,
     CommitRequest,
     DeleteJobRequest,
     DescribeRequest,
     DiscardCheckpointRequest,
     ExportRequest,
+    FetchRequest,
     JoinRequest,
     LeaveRequest,
     ListCheckpointsRequest,
@@ -41,6 +43,8 @@ of_job!(
     PushRequest,
     RestoreRequest,
     ResumeRequest,
+    RetireRequest,
+    ScaleRequest,
     SealCheckpointRequest,
     StatsRequest,
     StepBackRequest,

@@ -27,7 +27,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming, body::Body, server::NamedService};
 use tower_service::Service;
 
-use super::{Services, blocking, permitted::permit, pull, push, refuse, room::Room};
+use super::{
+    Services, blocking, fetch,
+    permitted::{permit, permitted},
+    pull, push, refuse,
+    room::{Answers, Room},
+};
 use crate::trust::Caller;
 
 /// Service `longshore.v1.Tensors`. Push and Pull are served by hand, and look to callers like the generated calls.
@@ -108,6 +113,18 @@ impl Tensors for Services {
         _: tonic::Request<v1::PullRequest>,
     ) -> Result<tonic::Response<Self::PullStream>, Status> {
         below_the_codec()
+    }
+
+    type FetchStream = Answers<v1::FetchResponse>;
+
+    async fn fetch(
+        &self,
+        request: tonic::Request<v1::FetchRequest>,
+    ) -> Result<tonic::Response<Self::FetchStream>, Status> {
+        let room = Room::of(request.extensions());
+        let request = permitted(request)?;
+        let parts = fetch::stream(self, &request, room);
+        parts.map(tonic::Response::new).map_err(|fault| refuse("Fetch", &request.job, fault))
     }
 
     async fn upload(

@@ -1,8 +1,12 @@
 //! Training: open, join, commit, pause, leave. Statistics and watch have modules of their own.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use longshore_engine::{
+    record::{Joined, Record},
     step::{Phase, Progress},
     tier::StoredJob,
 };
@@ -25,13 +29,15 @@ use super::{
     stand, stats, watch,
 };
 use crate::{
-    jobs::{Decided, JobHandle},
+    jobs::{Decided, JobHandle, Jobs},
     trust::Caller,
 };
 
 /// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
 /// and workers wait 60 s for a job to open.
 const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
+/// Time after which a server gives up a job that it has left, though no rank 0 has said so.
+const RETIRING: Duration = Duration::from_secs(600);
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -103,6 +109,23 @@ impl Training for Services {
         answer.map(Response::new).map_err(|fault| refuse("Pause", &request.job, fault))
     }
 
+    async fn begin(&self, request: Request<v1::BeginRequest>) -> Result<Response<v1::BeginResponse>, Status> {
+        let request = permitted(request)?;
+        let job = request.job.clone();
+        self.begin_job(request).map_err(|fault| refuse("Begin", &job, fault))?;
+        Ok(Response::new(v1::BeginResponse {}))
+    }
+
+    async fn retire(
+        &self,
+        request: Request<v1::RetireRequest>,
+    ) -> Result<Response<v1::RetireResponse>, Status> {
+        let request = permitted(request)?;
+        let answer = self.retire_job(&request).await;
+        answer.map_err(|fault| refuse("Retire", &request.job, fault))?;
+        Ok(Response::new(v1::RetireResponse {}))
+    }
+
     async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
         let request = permitted(request)?;
         let leave = || -> Result<(), Fault> {
@@ -132,6 +155,7 @@ impl Services {
         let placement = Placement::from_wire(request.placement)?;
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
+        let list_room = request.list_room;
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
         let (created, handle) = jobs.open(wanted).await?;
         let job = &handle.job;
@@ -147,8 +171,10 @@ impl Services {
                 "job opened"
             );
         }
-        let answer =
-            || Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())) });
+        let answer = || {
+            let room = job.owned().iter().filter(|_| list_room).map(|shard| shard.0).collect();
+            Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())), room })
+        };
         room.make(default_deadline(), answer).await
     }
 
@@ -212,10 +238,14 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
         let (step, skip, pause) = (commit.step, commit.skip, commit.pause_reason.clone());
+        let change = commit.placement.clone();
         // Without this wait the commit would be refused: its update would overwrite the newest durable version.
         let before = Version(step.0.saturating_sub(1)).min(handle.job.progress().version);
         handle.until_durable(before, default_deadline()).await?;
         let written = handle.job.written_bytes();
+        if let Some(report) = &request.report {
+            handle.fetching.note_report(&report.scaling, report.scaled_micros);
+        }
         let decided = Decided::now(&commit, request.report);
         let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         if !duplicate {
@@ -224,6 +254,12 @@ impl Services {
         }
         handle.perform(work);
         handle.decided(step.version());
+        if let Some(removed) = change.map(|change| change.removed) {
+            handle.fetch_awaited(self.tls_dir.as_deref());
+            if removed.contains(&handle.job.server()) {
+                tokio::spawn(retire_late(Arc::clone(&self.jobs), Arc::downgrade(&handle)));
+            }
+        }
         if !duplicate {
             handle.pace.decided(step.0, written);
             handle.note(decided);
@@ -235,6 +271,47 @@ impl Services {
         tokio::task::yield_now().await;
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
+    }
+
+    fn begin_job(&self, request: v1::BeginRequest) -> Result<(), Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let placement = Placement::from_wire(request.placement)?;
+        let handle = self.jobs.get(&request.job)?;
+        let progress = request.progress.ok_or_else(|| wire::missing("progress"))?;
+        let commit = progress.last_commit.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
+        if let Some(commit) = &commit {
+            commit.validate(handle.job.spec())?;
+        }
+        let left_out = wire::left_outs_from_wire(progress.left_out);
+        let record = Record { left_out, ..Record::new(Version(progress.version), progress.applied, commit) };
+        let mut ranks = vec![None; handle.job.spec().world_size as usize];
+        for member in request.ranks {
+            let joined = Joined {
+                incarnation: wire::incarnation_from_wire(member.incarnation)?,
+                at: Version(member.joined_at),
+                fence_only: false,
+            };
+            if let Some(rank) = ranks.get_mut(member.rank as usize) {
+                *rank = Some(joined);
+            }
+        }
+        handle.job.begin(incarnation, placement, record, &ranks)?;
+        handle.decided(Version(progress.version));
+        tracing::info!(job = request.job, version = progress.version, "takes part from here on");
+        Ok(())
+    }
+
+    async fn retire_job(&self, request: &v1::RetireRequest) -> Result<(), Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let handle = self.jobs.get(&request.job)?;
+        handle.job.protocol.check_rank(Rank(0), incarnation)?;
+        let (server, placement) = (handle.job.server(), handle.job.placement());
+        if placement.members().any(|member| member == server) {
+            let remedy = "move its shards first: `longshore scale`";
+            let limit = "one that has left the job";
+            return Err(Fault::new(FaultKind::Precondition, "server", server, limit, remedy));
+        }
+        Arc::clone(&self.jobs).retire(handle).await
     }
 
     async fn await_durability(&self, request: &v1::AwaitDurableRequest) -> Result<(), Fault> {
@@ -250,6 +327,16 @@ impl Services {
         stand(&handle, move |job| job.protocol.pause(incarnation, &reason)).await?;
         tracing::warn!(job = request.job, reason = request.reason, "job paused");
         Ok(v1::PauseResponse {})
+    }
+}
+
+/// Gives up a job that this server has left, if rank 0 has not said so in time.
+async fn retire_late(jobs: Arc<Jobs>, handle: Weak<JobHandle>) {
+    tokio::time::sleep(RETIRING).await;
+    let Some(handle) = handle.upgrade().filter(|handle| !handle.is_closed()) else { return };
+    let name = handle.job.spec().name.clone();
+    if let Err(fault) = jobs.retire(handle).await {
+        tracing::warn!(job = %name, %fault, "a job that this server has left stays behind");
     }
 }
 

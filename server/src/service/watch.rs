@@ -13,13 +13,15 @@ use super::{
     Services, default_deadline, refuse,
     room::{Answers, Room, answers},
 };
-use crate::jobs::JobHandle;
+use crate::jobs::{JobHandle, Wanted};
 
 /// Events already sent to a watcher.
 struct Told {
     step: Step,
     pauses: u64,
     resumes: u64,
+    /// When the newest wish for other servers that was told was asked for.
+    wanted: u64,
 }
 
 /// Starts a stream of events. `is_rank`: the caller may be the rank that it names, whose presence the stream then is.
@@ -32,7 +34,8 @@ pub(super) fn stream(
     let handle = services.jobs.get(&request.job)?;
     let (pauses, resumes, _) = handle.job.protocol.pauses();
     // A current pause is sent first.
-    let mut told = Told { step: Step(request.after_step), pauses: pauses.min(resumes), resumes };
+    let (step, pauses) = (Step(request.after_step), pauses.min(resumes));
+    let mut told = Told { step, pauses, resumes, wanted: 0 };
     let (sender, answers) = answers();
     let rank = Rank(request.rank);
     let watching = (is_rank && request.incarnation != 0)
@@ -81,6 +84,7 @@ impl Told {
             News::Commit(step) => self.step = *step,
             News::Paused(_) => self.pauses += 1,
             News::Resumed(_) => self.resumes += 1,
+            News::Wanted(wanted) => self.wanted = wanted.asked_micros,
         }
     }
 }
@@ -90,6 +94,7 @@ enum News {
     Commit(Step),
     Paused(String),
     Resumed(f64),
+    Wanted(Wanted),
 }
 
 impl News {
@@ -102,6 +107,9 @@ impl News {
             }
             News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
             News::Resumed(loss_scale) => event::Event::Resumed(v1::Resumed { loss_scale: *loss_scale }),
+            News::Wanted(Wanted { servers, asked_micros }) => {
+                event::Event::Wanted(v1::Wanted { servers: servers.clone(), asked_micros: *asked_micros })
+            }
         };
         Ok(v1::Event { event: Some(event) })
     }
@@ -135,5 +143,6 @@ fn news(handle: &JobHandle, told: &Told) -> Result<Vec<News>, Fault> {
     }
     news.extend(commits.iter().map(|commit| News::Commit(commit.step)));
     news.extend((told.resumes..resumes).map(|_| News::Resumed(loss_scale)));
+    news.extend(Some(handle.wanted()).filter(|wanted| wanted.asked_micros > told.wanted).map(News::Wanted));
     Ok(news)
 }

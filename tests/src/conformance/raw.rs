@@ -205,6 +205,7 @@ pub fn decision(spec: &JobSpec, step: u64) -> Commit {
         trainer_state: Vec::new(),
         decided_by: Default::default(),
         pause_reason: String::new(),
+        placement: None,
     }
 }
 

@@ -157,11 +157,11 @@ fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
 /// The calls of each role, as in docs/secure.md.
 const LOOK: [&str; 8] =
     ["ListJobs", "Describe", "DescribeInParts", "ListCheckpoints", "Export", "Pull", "AwaitDurable", "Watch"];
-const TEND: [&str; 7] =
-    ["OpenJob", "Pause", "Checkpoint", "SealCheckpoint", "DiscardCheckpoint", "Restore", "StepBack"];
-const TRAIN: [&str; 6] = ["Upload", "Join", "Push", "Stats", "Commit", "Leave"];
+const TEND: [&str; 8] =
+    ["OpenJob", "Pause", "Checkpoint", "SealCheckpoint", "DiscardCheckpoint", "Restore", "StepBack", "Fetch"];
+const TRAIN: [&str; 8] = ["Upload", "Join", "Push", "Stats", "Commit", "Leave", "Begin", "Retire"];
 /// Beside Drain, which needs an identity with all jobs.
-const OPERATE: [&str; 2] = ["Resume", "DeleteJob"];
+const OPERATE: [&str; 3] = ["Resume", "Scale", "DeleteJob"];
 
 /// Returns the server's description of the job, with the hash of its state.
 async fn state(channel: &Channel) -> DescribeResponse {

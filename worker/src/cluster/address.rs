@@ -2,33 +2,23 @@
 
 use std::{
     future::Future,
-    io,
     pin::Pin,
     task::{Context, Poll},
-    time::Duration,
 };
 
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use longshore_proto::{Fault, limits::CHUNK_BYTES};
+use longshore_proto::Fault;
 use longshore_wire::{
     Channel,
+    dial::{self, CONNECTION_WINDOW_BYTES, Dialler},
     direct::{Dialled, Direct, Side, Taps},
     tls::{Credentials, DialError},
 };
-use tokio::net::{TcpStream, UnixStream};
 use tonic::transport::{Endpoint, Error};
 use tower_service::Service;
 
 use super::pace::{Pace, Paced};
-
-/// The largest HTTP/2 frame: one whole chunk. Each frame costs a write and some reads. Pulls take 0.44 s of CPU
-/// time a GB with 1 MiB frames, and took 0.58 s with 64 KiB.
-const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
-/// How often a silent peer is pinged, and how long its answer may take. A dead peer (power loss, a cut cable) is
-/// found within twice this time.
-pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(10);
-pub(super) const CONNECT: Duration = Duration::from_secs(5);
 
 /// A checked address, with the connector that dials it.
 #[derive(Clone)]
@@ -38,51 +28,12 @@ pub struct Address {
 }
 
 impl Address {
-    /// Parses `host:port`, `http://host:port`, `https://host:port`, or `unix:/path` for a server on the same host.
-    /// With credentials TCP is encrypted.
+    /// Checks the forms that [`dial::endpoint`] takes.
     ///
     /// # Errors
     /// For any other form, and for a scheme that contradicts the credentials.
     pub fn new(address: &str, credentials: Option<&Credentials>) -> Result<Address, Fault> {
-        let refuse = |cause: &str, remedy: &str| {
-            let limit = "host:port, http://host:port, https://host:port or unix:/path";
-            Fault::invalid("options.servers", format!("{address:?}, {cause}"), limit, remedy)
-        };
-        let invalid = |cause: &str| refuse(cause, "correct it");
-        let path = address.strip_prefix("unix:");
-        if path.is_some_and(|path| !path.starts_with('/')) {
-            return Err(invalid("not an absolute path"));
-        }
-        let (encrypted, url) = match address.strip_prefix("https://") {
-            Some(rest) => (Some(true), format!("http://{rest}")),
-            None if address.starts_with("http://") => (Some(false), address.to_string()),
-            None if path.is_some() || address.contains("://") => (None, address.to_string()),
-            None => (None, format!("http://{address}")),
-        };
-        let endpoint = Endpoint::from_shared(url).map_err(|error| invalid(&error.to_string()))?;
-        if path.is_none() && (endpoint.uri().scheme_str() != Some("http") || endpoint.uri().port().is_none())
-        {
-            return Err(invalid("no port, or neither http nor https"));
-        }
-        match (encrypted, credentials) {
-            (Some(true), None) => {
-                let remedy =
-                    "name the folder of its certificates with --tls-dir, tls_dir= or LONGSHORE_TLS_DIR";
-                return Err(refuse("https without a TLS folder", remedy));
-            }
-            (Some(false), Some(_)) => {
-                return Err(refuse("http beside a TLS folder", "leave http:// out, or the folder"));
-            }
-            _ => {}
-        }
-        let endpoint = endpoint
-            .tcp_nodelay(true)
-            .connect_timeout(CONNECT)
-            .initial_stream_window_size(STREAM_WINDOW_BYTES)
-            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-            .max_frame_size(FRAME_BYTES)
-            .http2_keep_alive_interval(KEEP_ALIVE)
-            .keep_alive_timeout(KEEP_ALIVE);
+        let endpoint = dial::endpoint(address, credentials)?;
         Ok(Address { endpoint, dialler: Dialler::new(address, credentials) })
     }
 
@@ -103,54 +54,6 @@ impl Address {
 }
 
 type Dialling = Pin<Box<dyn Future<Output = Result<TokioIo<Direct<Paced<Dialled>>>, DialError>> + Send>>;
-
-/// HTTP/2 window of a stream. A window above one chunk never holds a chunk up.
-pub(super) const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
-pub(super) const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
-
-/// Dials a checked address.
-#[derive(Clone)]
-pub(super) struct Dialler {
-    /// The Unix socket's path; None for TCP.
-    path: Option<String>,
-    /// Credentials for TLS over TCP. Unix sockets are never encrypted: the kernel tells whose process is at the
-    /// other end.
-    credentials: Option<Credentials>,
-}
-
-impl Dialler {
-    /// Makes the dialler of a checked address.
-    pub(super) fn new(address: &str, credentials: Option<&Credentials>) -> Dialler {
-        // tonic reads `unix:/path` and `unix:///path` in the same way.
-        let path =
-            address.strip_prefix("unix:").map(|path| path.strip_prefix("//").unwrap_or(path).to_string());
-        let credentials = credentials.filter(|_| path.is_none()).cloned();
-        Dialler { path, credentials }
-    }
-
-    /// Credentials that encrypt these connections; None without encryption.
-    pub(super) fn credentials(&self) -> Option<&Credentials> {
-        self.credentials.as_ref()
-    }
-
-    async fn dial(&self, uri: &Uri) -> Result<Dialled, DialError> {
-        if let Some(path) = &self.path {
-            return Ok(Box::new(UnixStream::connect(path).await?));
-        }
-        let absent = || io::Error::new(io::ErrorKind::InvalidInput, "no host and port");
-        let (host, port) = uri.host().zip(uri.port_u16()).ok_or_else(absent)?;
-        // `uri.host()` keeps the brackets of an IPv6 address.
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        let socket = TcpStream::connect((host, port)).await?;
-        // Nagle's algorithm and delayed acknowledgements together cost 40 ms whenever one small message follows
-        // another.
-        socket.set_nodelay(true)?;
-        match &self.credentials {
-            Some(credentials) => Ok(Box::new(credentials.connect(socket, host).await?)),
-            None => Ok(Box::new(socket)),
-        }
-    }
-}
 
 /// Connector of a connection. tonic calls it for the first connection and after each break.
 #[derive(Clone)]

@@ -1,37 +1,40 @@
-//! A list with one value for each server of a job, indexed by the server's id alone.
+//! Values for servers of a job, by the server's number: answers of a call to several, and what a session has of each.
 
-use std::ops::{Index, IndexMut};
+use std::{
+    ops::{Index, IndexMut},
+    sync::OnceLock,
+};
 
-use longshore_proto::ServerId;
+use longshore_proto::{ServerId, limits::MAX_SERVERS};
 
+/// One value for each of several servers, in the order of their numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ByServer<T>(Vec<T>);
+pub(crate) struct ByServer<T>(Vec<(ServerId, T)>);
 
 impl<T> ByServer<T> {
     /// Makes the value of each server.
-    pub(crate) fn new(servers: usize, make: impl FnMut(ServerId) -> T) -> ByServer<T> {
-        ids(servers).map(make).collect()
+    pub(crate) fn new(
+        servers: impl IntoIterator<Item = ServerId>,
+        mut make: impl FnMut(ServerId) -> T,
+    ) -> ByServer<T> {
+        servers.into_iter().map(|server| (server, make(server))).collect()
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.0.len()
+    /// Every server that has a value.
+    pub(crate) fn ids(&self) -> impl ExactSizeIterator<Item = ServerId> {
+        self.0.iter().map(|(server, _)| *server)
     }
 
-    /// Every server, in the placement's order.
-    pub(crate) fn ids(&self) -> impl ExactSizeIterator<Item = ServerId> + use<T> {
-        ids(self.0.len())
-    }
-
-    pub(crate) fn values(&self) -> std::slice::Iter<'_, T> {
-        self.0.iter()
+    pub(crate) fn values(&self) -> impl ExactSizeIterator<Item = &T> {
+        self.0.iter().map(|(_, value)| value)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ServerId, &T)> {
-        self.ids().zip(&self.0)
+        self.0.iter().map(|(server, value)| (*server, value))
     }
 
-    pub(crate) fn map<U>(self, change: impl FnMut(T) -> U) -> ByServer<U> {
-        self.0.into_iter().map(change).collect()
+    pub(crate) fn map<U>(self, mut change: impl FnMut(T) -> U) -> ByServer<U> {
+        self.0.into_iter().map(|(server, value)| (server, change(value))).collect()
     }
 
     /// The first server for whose value `is_so` holds.
@@ -39,43 +42,72 @@ impl<T> ByServer<T> {
         self.iter().find(|(_, value)| is_so(value)).map(|(server, _)| server)
     }
 
-    pub(crate) fn into_vec(self) -> Vec<T> {
-        self.0
+    pub(crate) fn get(&self, server: ServerId) -> Option<&T> {
+        let at = self.0.binary_search_by_key(&server, |(server, _)| *server).ok()?;
+        Some(&self.0[at].1)
     }
-}
 
-fn ids(servers: usize) -> impl ExactSizeIterator<Item = ServerId> {
-    (0..servers as u32).map(ServerId)
+    pub(crate) fn into_vec(self) -> Vec<T> {
+        self.0.into_iter().map(|(_, value)| value).collect()
+    }
 }
 
 impl<T> Index<ServerId> for ByServer<T> {
     type Output = T;
 
     fn index(&self, server: ServerId) -> &T {
-        &self.0[server.0 as usize]
+        self.get(server).expect("a value for each server that was asked")
     }
 }
 
 impl<T> IndexMut<ServerId> for ByServer<T> {
     fn index_mut(&mut self, server: ServerId) -> &mut T {
-        &mut self.0[server.0 as usize]
+        let value = self.0.iter_mut().find(|(known, _)| *known == server);
+        &mut value.expect("a value for each server that was asked").1
     }
 }
 
-/// Values in the placement's order.
-impl<T> FromIterator<T> for ByServer<T> {
-    fn from_iter<I: IntoIterator<Item = T>>(values: I) -> ByServer<T> {
+/// Servers come in the order of their numbers.
+impl<T> FromIterator<(ServerId, T)> for ByServer<T> {
+    fn from_iter<I: IntoIterator<Item = (ServerId, T)>>(values: I) -> ByServer<T> {
         ByServer(values.into_iter().collect())
     }
 }
 
 impl<T> IntoIterator for ByServer<T> {
     type Item = (ServerId, T);
-    type IntoIter =
-        std::iter::Zip<std::iter::Map<std::ops::Range<u32>, fn(u32) -> ServerId>, std::vec::IntoIter<T>>;
+    type IntoIter = std::vec::IntoIter<(ServerId, T)>;
 
     fn into_iter(self) -> Self::IntoIter {
-        let ids = (0..self.0.len() as u32).map(ServerId as fn(u32) -> ServerId);
-        ids.zip(self.0)
+        self.0.into_iter()
+    }
+}
+
+/// What a session has of each server that it has met. Servers join while others are in use, and a value stays until the
+/// session ends, so that readers need no lock.
+pub(crate) struct Met<T>(Vec<OnceLock<Box<T>>>);
+
+impl<T> Default for Met<T> {
+    fn default() -> Met<T> {
+        Met((0..MAX_SERVERS).map(|_| OnceLock::new()).collect())
+    }
+}
+
+impl<T> Met<T> {
+    /// Returns a server's value, made by the first call.
+    pub(crate) fn get_or_make(&self, server: ServerId, make: impl FnOnce() -> T) -> &T {
+        self.0[server.0 as usize].get_or_init(|| Box::new(make()))
+    }
+
+    pub(crate) fn get(&self, server: ServerId) -> Option<&T> {
+        self.0.get(server.0 as usize)?.get().map(|value| &**value)
+    }
+}
+
+impl<T> Index<ServerId> for Met<T> {
+    type Output = T;
+
+    fn index(&self, server: ServerId) -> &T {
+        self.get(server).expect("a server that the session has met")
     }
 }

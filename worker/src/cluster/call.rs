@@ -133,12 +133,16 @@ impl Cluster {
     where
         Act: Future<Output = Result<T>>,
     {
-        Ok(try_join_all(self.servers().map(act)).await?.into_iter().collect())
+        let servers = self.servers();
+        let answers = try_join_all(servers.clone().map(act)).await?;
+        Ok(servers.zip(answers).collect())
     }
 
     /// Runs `act` on every server concurrently, and waits for each to end, whether others fail or not.
     pub(crate) async fn on_each<Act: Future>(&self, act: impl Fn(ServerId) -> Act) -> ByServer<Act::Output> {
-        join_all(self.servers().map(act)).await.into_iter().collect()
+        let servers = self.servers();
+        let answers = join_all(servers.clone().map(act)).await;
+        servers.zip(answers).collect()
     }
 
     /// Asks a server to describe the job.
@@ -160,7 +164,7 @@ impl Cluster {
     /// Returns the first server's clock, in ms since 1970. None if the server does not say it within 2 s.
     pub(crate) async fn clock(&self) -> Option<u64> {
         let ask = |peer: Peer| async move { peer.admin().list_jobs(ListJobsRequest {}).await };
-        let asked = self.call_for(ServerId(0), "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;
+        let asked = self.call_for(self.first(), "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;
         asked.ok().map(|answer| answer.unix_micros / 1000).filter(|&now| now > 0)
     }
 

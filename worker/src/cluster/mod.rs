@@ -3,6 +3,7 @@
 mod address;
 mod by_server;
 mod call;
+mod members;
 mod options;
 mod pace;
 mod patience;
@@ -14,7 +15,7 @@ mod waits;
 use std::sync::{Arc, atomic::AtomicU64};
 
 use futures_util::future::try_join_all;
-use longshore_proto::{JobName, JobSpec, Layout, Placement, ServerId, ShardId};
+use longshore_proto::{JobName, JobSpec, Layout, Placement, ServerId};
 use longshore_wire::{frame::keep_buffers, tls::Credentials};
 
 pub use self::{
@@ -24,13 +25,19 @@ pub use self::{
     runtime::Interrupt,
 };
 pub(crate) use self::{
-    by_server::ByServer,
+    by_server::{ByServer, Met},
     peer::Peer,
     retry::{Backoff, renewed},
     runtime::{Ended, Task},
     waits::Impatience,
 };
-use self::{pace::Pace, patience::Troubles, runtime::Runtime, waits::Waits};
+use self::{
+    members::{Members, discover},
+    pace::Pace,
+    patience::Troubles,
+    runtime::Runtime,
+    waits::Waits,
+};
 use crate::{
     error::{Misuse, Result},
     host::Instant,
@@ -40,10 +47,12 @@ use crate::{
 pub(crate) struct Cluster {
     pub(crate) options: Options,
     pub(crate) layout: Layout,
-    pub(crate) placement: Placement,
+    members: Members,
     /// The incarnation that this process joined as; 0 before.
     pub(crate) incarnation: Arc<AtomicU64>,
-    peers: ByServer<Peer>,
+    peers: Met<Peer>,
+    credentials: Option<Credentials>,
+    pace: Option<Pace>,
     pub(crate) troubles: Troubles,
     pub(crate) waits: Waits,
     pub(crate) runtime: Runtime,
@@ -64,21 +73,61 @@ impl Cluster {
         let runtime = Runtime::start(options.runtime.clone(), options.interrupt.clone())?;
         let placement = Placement::striped(options.servers.clone(), shards);
         placement.validate(shards)?;
-        let start = Instant::now();
-        let end = start + options.deadline;
         let pace = options.link_bytes_per_s.map(Pace::new);
         let credentials = options.tls_dir.as_deref();
         let credentials =
             credentials.map(|dir| Credentials::read_with(dir, options.token_file.as_deref())).transpose()?;
-        let credentials = credentials.as_ref();
-        let dial =
-            |address| Peer::connect(address, credentials, options.connections, pace.as_ref(), (start, end));
-        let peers = runtime.block_on(try_join_all(options.servers.iter().map(|address| dial(address))))?;
-        let peers = ByServer::from_iter(peers);
-        let troubles = Troubles::new(peers.len());
-        let waits = Waits::new(&options);
-        let incarnation = Arc::default();
-        Ok(Cluster { options, layout, placement, incarnation, peers, troubles, waits, runtime })
+        let servers = options.servers.clone();
+        let connected = (0..servers.len() as u32).map(ServerId).collect();
+        let (troubles, waits) = (Troubles::default(), Waits::new(&options));
+        let (members, incarnation) = (Members::new(placement, connected), Arc::default());
+        let peers = Met::default();
+        let mut cluster = Cluster {
+            options,
+            layout,
+            members,
+            incarnation,
+            peers,
+            credentials,
+            pace,
+            troubles,
+            waits,
+            runtime,
+        };
+        cluster.runtime.block_on(cluster.connect_all(&servers)).map(|members| {
+            cluster.members = members.unwrap_or(cluster.members);
+            cluster
+        })
+    }
+
+    /// Connects with the listed servers; then, if the job's servers have changed since it was opened, with those.
+    async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
+        let start = Instant::now();
+        let time = (start, start + self.options.deadline);
+        let peers = try_join_all(servers.iter().map(|address| self.dial(address, time))).await?;
+        let Some((placement, numbers)) = discover(self.job().as_str(), &peers).await else {
+            (0..).map(ServerId).zip(peers).for_each(|(server, peer)| self.add_peer(server, peer));
+            return Ok(None);
+        };
+        for (number, peer) in numbers.into_iter().zip(peers) {
+            match number {
+                Some(server) => self.add_peer(server, peer),
+                None => {
+                    tracing::info!(job = %self.job(), server = peer.address, "no server of the job any more")
+                }
+            }
+        }
+        for server in placement.members() {
+            self.meet(server, &placement.servers[server.0 as usize]).await?;
+        }
+        let connected = placement.members().collect();
+        Ok(Some(Members::new(placement, connected)))
+    }
+
+    /// Connects with a server, retrying until the end of `time`.
+    pub(crate) async fn dial(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
+        let connections = self.options.connections;
+        Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
     }
 
     pub(crate) fn spec(&self) -> &JobSpec {
@@ -87,11 +136,6 @@ impl Cluster {
 
     pub(crate) fn job(&self) -> &JobName {
         &self.options.spec.name
-    }
-
-    /// Every server, in the placement's order.
-    pub(crate) fn servers(&self) -> impl ExactSizeIterator<Item = ServerId> + use<> {
-        self.peers.ids()
     }
 
     pub(crate) fn peer(&self, server: ServerId) -> &Peer {
@@ -105,11 +149,7 @@ impl Cluster {
 
     /// The addresses of all servers.
     pub(crate) fn addresses(&self) -> impl Iterator<Item = String> {
-        self.peers.values().map(|peer| peer.address.clone())
-    }
-
-    pub(crate) fn owner(&self, shard: ShardId) -> ServerId {
-        self.placement.owner(shard)
+        self.servers().map(|server| self.address(server).to_string())
     }
 
     /// Ends the session's tasks, and fails all waits.

@@ -5,6 +5,7 @@
 //! should be named soon.
 
 use std::{
+    collections::BTreeMap,
     future::Future,
     pin::pin,
     sync::{Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
@@ -230,35 +231,33 @@ fn reason(answer: Result<DescribeResponse>) -> Option<Fault> {
     }
 }
 
-pub(crate) struct Troubles(Mutex<ByServer<Option<Fault>>>);
+/// Servers that do not take gradients, and why.
+#[derive(Default)]
+pub(crate) struct Troubles(Mutex<BTreeMap<ServerId, Fault>>);
 
 impl Troubles {
-    pub(super) fn new(servers: usize) -> Troubles {
-        Troubles(Mutex::new(ByServer::new(servers, |_| None)))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ByServer<Option<Fault>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<ServerId, Fault>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes that a server does not take gradients, for example because it drains or is gone. Returns true the
     /// first time, until the server takes gradients again.
     pub(crate) fn note(&self, server: ServerId, fault: &Fault) -> bool {
-        let trouble = &mut self.lock()[server];
-        let first = trouble.is_none() && fault.kind == FaultKind::Unavailable;
+        let mut troubles = self.lock();
+        let first = !troubles.contains_key(&server) && fault.kind == FaultKind::Unavailable;
         if first {
-            *trouble = Some(fault.clone());
+            troubles.insert(server, fault.clone());
         }
         first
     }
 
     /// Notes that the server takes gradients again.
     pub(crate) fn clear(&self, server: ServerId) {
-        self.lock()[server] = None;
+        self.lock().remove(&server);
     }
 
     /// Returns why a server does not take gradients.
     pub(crate) fn of(&self, server: ServerId) -> Option<Fault> {
-        self.lock()[server].clone()
+        self.lock().get(&server).cloned()
     }
 }

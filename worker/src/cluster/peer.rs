@@ -8,6 +8,7 @@ use longshore_proto::{
 };
 use longshore_wire::{
     Channel,
+    dial::{CONNECT, KEEP_ALIVE},
     direct::Taps,
     tls::{Credentials, Untrusted},
     v1::{
@@ -17,12 +18,7 @@ use longshore_wire::{
 };
 use tonic::{Response, Status};
 
-use super::{
-    address::{Address, CONNECT, KEEP_ALIVE},
-    pace::Pace,
-    retry::Backoff,
-    waits::LONG,
-};
+use super::{address::Address, pace::Pace, retry::Backoff, waits::LONG};
 use crate::{
     error::{self, Result, Unreachable},
     host::{self, Instant},

@@ -211,6 +211,17 @@ pub(crate) struct Task<T> {
 #[derive(Debug)]
 pub(crate) struct Ended;
 
+impl<T> Task<T> {
+    /// Returns the result once there is one, without a wait.
+    pub(crate) fn ended(&mut self) -> Option<Result<T, Ended>> {
+        match self.result.try_recv() {
+            Ok(result) => Some(Ok(result)),
+            Err(oneshot::error::TryRecvError::Empty) => None,
+            Err(oneshot::error::TryRecvError::Closed) => Some(Err(Ended)),
+        }
+    }
+}
+
 impl<T> Future for Task<T> {
     type Output = Result<T, Ended>;
 

@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 use tracing::{Instrument, Span};
 
 use super::{
+    moves::Moves,
     options::PipelineOptions,
     outcome::Decided,
     shared::PipelineInner,
@@ -61,6 +62,7 @@ pub(super) struct Driver {
     /// Ends when the last commit is durable on every server. The next commit waits for that. So after the crash of
     /// any server all servers have one version in common, and at most one step is sent again.
     pub(super) durable: Option<Task<Result<()>>>,
+    pub(super) moves: Moves,
 }
 
 /// Waits until no crash of any server can take the version back.
@@ -117,11 +119,17 @@ impl Driver {
         if let Some(durable) = self.durable.take() {
             self.patiently("a version to be durable", step, durable).await?;
         }
+        commit.placement = self.moves.change(step).await;
         tracing::debug!(target: "stage", step = step.0, "decided");
-        let own = Arc::new(OwnCommit { commit, origins, report: finished.report });
+        let (scaling, scaled_micros) = (self.moves.obstacle.clone(), self.moves.reached);
+        let report = StepReport { scaling, scaled_micros, ..finished.report };
+        let own = Arc::new(OwnCommit { commit, origins, report });
         self.rank.commits.remember(own.clone());
         self.left_out = own.commit.left_out.clone();
         self.cluster.on_all(|server| decide_on(&self.cluster, server, &own)).await?;
+        if let Some(change) = &own.commit.placement {
+            self.moves.decided(change, step);
+        }
         let durable = durable_everywhere(self.cluster.clone(), step.version());
         self.durable = Some(self.cluster.runtime.spawn_joined(durable));
         let loss_scale = match own.commit.pause_reason.is_empty() {
@@ -182,7 +190,7 @@ impl Driver {
             scaler: self.scaler.clone(),
             // The board has this version: this rank decided it, or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
-            origins: origins.values().copied().collect(),
+            origins: by_number(origins),
             trainer,
         };
         Commit {
@@ -199,6 +207,7 @@ impl Driver {
             trainer_state: envelope.encode(),
             decided_by: self.rank.incarnation(),
             pause_reason: String::new(),
+            placement: None,
         }
     }
 
@@ -213,6 +222,14 @@ impl Driver {
         cluster.waits.resumed();
         Ok(loss_scale)
     }
+}
+
+/// Returns origins indexed by the server's number. Servers without statistics have none.
+fn by_number(origins: &ByServer<Origin>) -> Vec<Origin> {
+    let count = origins.ids().last().map_or(0, |server| server.0 as usize + 1);
+    let mut numbered = vec![Origin::UNKNOWN; count];
+    origins.iter().for_each(|(server, origin)| numbered[server.0 as usize] = *origin);
+    numbered
 }
 
 /// Returns the reason of a pause at the smallest loss scale. A smaller scale would not help: a person must look,

@@ -3,6 +3,7 @@
 
 mod driver;
 mod feeds;
+mod moves;
 mod options;
 mod outcome;
 mod resume;
@@ -21,6 +22,7 @@ use tracing::{Span, debug_span};
 use self::{
     driver::{Driver, Finished, StepToDecide},
     feeds::{Feeds, has_room_ahead},
+    moves::Moves,
     outcome::Outcomes,
     resume::Resume,
     shared::{Board, PipelineInner},
@@ -90,6 +92,7 @@ impl Pipeline {
             resumed,
             outcomes: Outcomes::default(),
             trainer: Mutex::default(),
+            wanted: channel::Sender::default(),
         });
         let (cluster, gradients) = (session.cluster.clone(), session.gradients.clone());
         session.rank.begin_training();
@@ -117,6 +120,8 @@ impl Pipeline {
             let (sender, work) = mpsc::unbounded_channel();
             // The last decision of an earlier rank 0 may still be on its way to a server's drives.
             let durable = driver::durable_everywhere(cluster.clone(), joined);
+            let wanted = shared.wanted.subscribe();
+            let moves = Moves::new(cluster.clone(), session.rank.clone(), gradients.clone(), wanted);
             let driver = Driver {
                 cluster: cluster.clone(),
                 rank: session.rank.clone(),
@@ -126,6 +131,7 @@ impl Pipeline {
                 scaler: resume.scaler,
                 left_out,
                 durable: Some(cluster.runtime.spawn_joined(durable)),
+                moves,
             };
             tasks.0.push(cluster.runtime.spawn(driver.run(work)));
             sender

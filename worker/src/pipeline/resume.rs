@@ -63,6 +63,7 @@ mod tests {
             trainer_state: envelope.encode(),
             decided_by: Incarnation(1),
             pause_reason: paused.unwrap_or_default().to_string(),
+            placement: None,
         };
         let (incarnation, version) = (Incarnation(1), Version(3));
         let paused = paused.map(str::to_string);

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Mutex};
 
 use longshore_proto::Version;
+use longshore_wire::v1::Wanted;
 use tokio::sync::watch;
 
 use super::outcome::Outcomes;
@@ -19,6 +20,8 @@ pub(super) struct PipelineInner {
     pub(super) outcomes: Outcomes,
     /// Trainer's bytes in the newest commit that a rank other than 0 has seen since it joined.
     pub(super) trainer: Mutex<Option<Vec<u8>>>,
+    /// The servers that an operator wants the job to have, as far as the watcher has heard.
+    pub(super) wanted: watch::Sender<Wanted>,
 }
 
 /// Number of versions kept: one being read, one decided, one delayed, and one for a slow reader of this board.

@@ -37,7 +37,7 @@ pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finishe
     let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
     let origin =
         |of_server: &ServerStatistics| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
-    let origins = statistics.values().map(|of_server| origin(of_server).unwrap_or_default()).collect();
+    let origins = statistics.iter().map(|(server, of)| (server, origin(of).unwrap_or_default())).collect();
     let mut left_out = Vec::new();
     for ShardStatistics { shard, blocks: stats, left_out: of_shard, .. } in
         statistics.into_vec().into_iter().flatten()
@@ -67,7 +67,7 @@ async fn of_server(
     step: Step,
     finished: Finished,
 ) -> Result<ServerStatistics> {
-    let mut owned = cluster.placement.owned(server);
+    let mut owned = cluster.owned_at(server, step);
     // Frozen shards have no gradient.
     owned.retain(|&shard| !cluster.layout.is_frozen(shard));
     let mut statistics = ServerStatistics::with_capacity(owned.len());

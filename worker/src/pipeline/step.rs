@@ -101,6 +101,7 @@ impl Current {
             loss: self.loss,
             wall_seconds: before.wall.as_secs_f64(),
             exposed_seconds: before.exposed.as_secs_f64(),
+            ..StepReport::default()
         }
     }
 
@@ -150,7 +151,7 @@ impl Pipeline {
         current.assemble(micro_step)?;
         let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
         let gradients = self.session.gradients.clone();
-        let ways = gradients.ways(matches!(self.options.weights, Weights::Whole));
+        let ways = gradients.ways(plan.step, matches!(self.options.weights, Weights::Whole));
         let sums = self.accumulator.clone().map(|accumulator| Sums { accumulator, micro_step });
         // A worker that adds up micro-steps sends their mean as one contribution.
         let contribution = MicroStep(if sums.is_some() { 0 } else { micro_step });

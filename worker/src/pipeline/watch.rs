@@ -1,4 +1,4 @@
-//! Listens to server 0 in a background task. Ranks other than 0 learn of commits, and all ranks learn of pauses
+//! Listens to the job's first server in a background task. Ranks other than 0 learn of commits, and all ranks learn of pauses
 //! and resumes.
 
 use std::{
@@ -20,11 +20,8 @@ use crate::{
     host::Instant,
     push::Gradients,
     rank::RankState,
-    session::spread_on,
+    session::{admit, spread_on},
 };
-
-/// The server whose order of events counts.
-const SERVER: ServerId = ServerId(0);
 
 pub(super) struct Watcher {
     pub(super) cluster: Arc<Cluster>,
@@ -63,8 +60,12 @@ impl Watcher {
     async fn watch(mut self) {
         let mut backoff = Backoff::new();
         loop {
-            let Err(status) = self.listen(&mut backoff).await else { return };
-            let fault = fault_from_status(&status, self.cluster.address(SERVER));
+            let server = self.cluster.first();
+            let Err(status) = self.listen(server, &mut backoff).await else { return };
+            if self.cluster.has_left(server) {
+                continue;
+            }
+            let fault = fault_from_status(&status, self.cluster.address(server));
             if fault.kind == FaultKind::NotFound && fault.field == "after_step" {
                 if let Err(error) = self.skip_ahead(fault).await {
                     return self.cluster.waits.fail(error);
@@ -72,7 +73,7 @@ impl Watcher {
                 continue;
             }
             if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
-                return self.cluster.waits.fail(self.cluster.explain(SERVER, "Watch", None, fault));
+                return self.cluster.waits.fail(self.cluster.explain(server, "Watch", None, fault));
             }
             tracing::debug!(%fault, "the watch broke, opening it again");
             backoff.pause(Instant::now() + self.cluster.options.deadline).await;
@@ -80,7 +81,7 @@ impl Watcher {
     }
 
     /// Listens until the connection breaks. Returns Ok only if the session has failed.
-    async fn listen(&mut self, backoff: &mut Backoff) -> Result<(), tonic::Status> {
+    async fn listen(&mut self, server: ServerId, backoff: &mut Backoff) -> Result<(), tonic::Status> {
         let after = self.seen;
         let request = WatchRequest {
             job: self.cluster.job().to_string(),
@@ -88,7 +89,7 @@ impl Watcher {
             rank: self.cluster.options.rank.0,
             incarnation: self.rank.incarnation().0,
         };
-        let mut events = self.cluster.peer(SERVER).training().watch(request).await?.into_inner();
+        let mut events = self.cluster.peer(server).training().watch(request).await?.into_inner();
         if let Err(error) = self.catch_up().await {
             self.cluster.waits.fail(error);
             return Ok(());
@@ -98,9 +99,12 @@ impl Watcher {
         }
         while let Some(event) = events.message().await? {
             backoff.reset();
-            if let Err(error) = self.take(event) {
+            if let Err(error) = self.take(event).await {
                 self.cluster.waits.fail(error);
                 return Ok(());
+            }
+            if self.cluster.first() != server {
+                return Err(tonic::Status::unavailable("the server has left the job"));
             }
         }
         Err(tonic::Status::unavailable("the server closed the watch"))
@@ -109,7 +113,8 @@ impl Watcher {
     /// Catches up with a pause that began or ended while no watch was open.
     async fn catch_up(&mut self) -> Result<()> {
         let was_paused = self.cluster.waits.is_paused();
-        let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
+        let answer =
+            self.cluster.describe(self.cluster.first(), false, self.cluster.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
         // The server lost a version that was not durable, and its step is decided again.
         self.seen = self.seen.min(Step(progress.version));
@@ -141,13 +146,17 @@ impl Watcher {
     /// No earlier version can be missing: a step is decided only after this rank has pushed it. This rank pushes
     /// it only after it knows the version that the step reads, at most two before.
     async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
-        let answer = self.cluster.describe(SERVER, false, self.cluster.options.deadline).await?;
+        let answer =
+            self.cluster.describe(self.cluster.first(), false, self.cluster.options.deadline).await?;
         let last = answer.progress.and_then(|progress| progress.last_commit);
         let last = last.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
         let made_here = self.cluster.options.rank == Rank(0);
         let Some(commit) = last.filter(|commit| made_here || commit.step.0 <= self.seen.0 + 2) else {
-            return Err(self.cluster.explain(SERVER, "Watch", None, fault));
+            return Err(self.cluster.explain(self.cluster.first(), "Watch", None, fault));
         };
+        for (server, address) in self.cluster.refresh_placement().await? {
+            admit(&self.cluster, &self.rank, &self.gradients, server, &address).await;
+        }
         if !made_here && commit.step.0 == self.seen.0 + 2 {
             let before = Envelope::decode(&commit.trainer_state)?.previous_loss_scale;
             self.shared.board.post(Version(commit.step.0 - 1), before);
@@ -155,14 +164,38 @@ impl Watcher {
         self.committed(commit)
     }
 
-    fn take(&mut self, event: v1::Event) -> Result<()> {
+    async fn take(&mut self, event: v1::Event) -> Result<()> {
         match event.event {
-            Some(event::Event::Commit(commit)) => self.committed(Commit::from_wire(Some(commit))?)?,
+            Some(event::Event::Commit(commit)) => {
+                let commit = Commit::from_wire(Some(commit))?;
+                self.follow(&commit).await;
+                self.committed(commit)?;
+            }
+            Some(event::Event::Wanted(wanted)) => drop(self.shared.wanted.send_replace(wanted)),
             Some(event::Event::Paused(paused)) => self.cluster.waits.paused(&paused.reason),
             Some(event::Event::Resumed(resumed)) => self.resumed(resumed.loss_scale),
             None => {}
         }
         Ok(())
+    }
+
+    /// Takes the change of the placement that comes with a commit, before any step that it counts for can begin. Rank
+    /// 0's driver has taken it.
+    async fn follow(&self, commit: &Commit) {
+        let Some(change) = &commit.placement else { return };
+        if self.cluster.options.rank == Rank(0) || commit.step <= self.seen {
+            return;
+        }
+        let numbered = (self.cluster.placement().servers.len() as u32..).map(ServerId).zip(&change.added);
+        for (server, address) in numbered {
+            let (cluster, rank) = (Arc::clone(&self.cluster), Arc::clone(&self.rank));
+            let (gradients, address) = (Arc::clone(&self.gradients), address.clone());
+            self.cluster.runtime.spawn_for_session(async move {
+                admit(&cluster, &rank, &gradients, server, &address).await;
+            });
+        }
+        self.cluster.reach_owners(change).await;
+        self.cluster.change_placement(change, commit.step);
     }
 
     fn committed(&mut self, commit: Commit) -> Result<()> {
@@ -228,7 +261,7 @@ impl Watcher {
         let value = format!("{} as decided by {earlier}", commit.step.version());
         let limit = format!("as decided by {}", commit.decided_by);
         let fault = Fault::new(FaultKind::Conflict, READS, value, limit, "it was taken back");
-        Err(self.cluster.explain(SERVER, "Watch", Some(commit.step), fault))
+        Err(self.cluster.explain(self.cluster.first(), "Watch", Some(commit.step), fault))
     }
 
     /// Resumes the other servers on rank 0: an operator's call may have reached server 0 alone. After a pause by a
@@ -239,7 +272,7 @@ impl Watcher {
         }
         // The pause was at the version that was decided last. A later pause stays.
         let version = Version(self.seen.0);
-        for server in self.cluster.servers().filter(|server| *server != SERVER) {
+        for server in self.cluster.servers().skip(1) {
             let cluster = Arc::clone(&self.cluster);
             self.cluster.runtime.spawn_for_session(async move {
                 if let Err(error) = spread_on(&cluster, server, version, 0.0).await {

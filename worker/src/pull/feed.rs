@@ -4,7 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use futures_util::future::AbortHandle;
 use longshore_memory::Source;
-use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Version};
+use longshore_proto::{Dtype, Fault, FaultKind, ServerId, ShardId, Slice, Step, Version};
 use tracing::debug_span;
 
 use super::{
@@ -14,7 +14,7 @@ use super::{
     store::{Overwritten, Segment, Store, cut},
 };
 use crate::{
-    cluster::{ByServer, Cluster, Impatience},
+    cluster::{ByServer, Impatience},
     convert,
     error::{Error, Outdated, Result},
     host::Instant,
@@ -55,10 +55,12 @@ impl Feed {
         let Pulls { cluster, pool, .. } = &**pulls;
         let dtype = cluster.spec().image_dtype;
         let pieces = cut(&cluster.layout, order)?;
-        let in_place: ByServer<bool> = cluster.servers().map(|server| pulls.lends(server)).collect();
-        let store = Store::new(dtype, &pieces, pool, |shard| in_place[cluster.owner(shard)])?;
+        let step = Step(reading.version().0);
+        let owner = |shard| cluster.owner_at(shard, step);
+        let in_place = ByServer::new(cluster.servers(), |server| pulls.lends(server));
+        let store = Store::new(dtype, &pieces, pool, |shard| in_place[owner(shard)])?;
         let shared = Arc::new(FeedInner::new(pulls.clone(), reading, store));
-        let dealt = deal(cluster, pieces);
+        let dealt = deal(&in_place, owner, cluster.options.connections, pieces);
         let parts = dealt.into_iter().flat_map(|(server, parts)| {
             parts.into_iter().enumerate().map(move |(connection, pieces)| (server, connection, pieces))
         });
@@ -229,7 +231,8 @@ impl Feed {
         let limit = "kept by its server";
         let remedy = "read weights before the step after next that is made of them is pushed to its end";
         let fault = Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy);
-        let server = cluster.address(cluster.owner(shard)).to_string();
+        let server = cluster.owner_at(shard, Step(self.version().0));
+        let server = cluster.address(server).to_string();
         Outdated { server, job: cluster.job().clone(), fault }.into()
     }
 
@@ -279,12 +282,16 @@ impl Feed {
 type Pieces = Vec<(Slice, Range<u64>)>;
 
 /// Deals the slices of a server over its connections in turn, so that every connection brings first layers first.
-fn deal(cluster: &Cluster, pieces: Pieces) -> ByServer<Vec<Pieces>> {
-    let connections = cluster.options.connections;
-    let mut dealt = ByServer::new(cluster.servers().len(), |_| vec![Pieces::new(); connections]);
-    let mut turns = ByServer::new(cluster.servers().len(), |_| 0);
+fn deal(
+    servers: &ByServer<bool>,
+    owner: impl Fn(ShardId) -> ServerId,
+    connections: usize,
+    pieces: Pieces,
+) -> ByServer<Vec<Pieces>> {
+    let mut dealt = ByServer::new(servers.ids(), |_| vec![Pieces::new(); connections]);
+    let mut turns = ByServer::new(servers.ids(), |_| 0);
     for (slice, range) in pieces {
-        let server = cluster.owner(slice.shard);
+        let server = owner(slice.shard);
         dealt[server][turns[server] % connections].push((slice, range));
         turns[server] += 1;
     }

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Fault, FaultKind, Incarnation, Reads, ServerId, Version, fault::READS};
+use longshore_proto::{Fault, FaultKind, Incarnation, Reads, ServerId, Step, Version, fault::READS};
 use tokio::sync::Notify;
 
 use super::{
@@ -17,7 +17,7 @@ use super::{
     turns::{Hurry, Turns},
 };
 use crate::{
-    cluster::{ByServer, Cluster},
+    cluster::{Cluster, Met},
     device::BufferPool,
     error::{Error, Result, TimedOut},
     memfd::ImageMemory,
@@ -31,20 +31,20 @@ pub(crate) struct Pulls {
     pub(super) pool: BufferPool,
     pub(crate) meter: Meter,
     /// Queues of turns by server and connection.
-    turns: ByServer<Vec<Arc<Turns>>>,
+    turns: Met<Vec<Arc<Turns>>>,
 }
 
 impl Pulls {
     pub(crate) fn new(cluster: Arc<Cluster>, rank: Arc<RankState>) -> Pulls {
         let pool = BufferPool::tight(cluster.options.host_budget.clone(), "weights under way");
-        let connections = cluster.options.connections;
-        let turns = cluster.servers().map(|_| (0..connections).map(|_| Arc::default()).collect()).collect();
-        Pulls { cluster, rank, pool, meter: Meter::default(), turns }
+        Pulls { cluster, rank, pool, meter: Meter::default(), turns: Met::default() }
     }
 
     /// Returns the queue of pulls of a connection.
     pub(super) fn turns(&self, server: ServerId, connection: usize) -> &Arc<Turns> {
-        &self.turns[server][connection]
+        let connections = self.cluster.options.connections;
+        let turns = self.turns.get_or_make(server, || (0..connections).map(|_| Arc::default()).collect());
+        &turns[connection]
     }
 
     /// The most bytes of weights in this host's memory since the session began or [`Pulls::start_over`].
@@ -174,7 +174,8 @@ impl FeedInner {
         let cluster = &self.pulls.cluster;
         let segment = segments.iter().find(|segment| !segment.is_whole());
         let shard = segment.map(|segment| segment.shard);
-        let server = shard.map(|shard| cluster.owner(shard));
+        let step = Step(self.reading.version().0);
+        let server = shard.map(|shard| cluster.owner_at(shard, step));
         let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let noted = noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault);
         TimedOut {

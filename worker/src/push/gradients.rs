@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use longshore_proto::{Rank, ShardId, Step};
+use longshore_proto::{Rank, ServerId, ShardId, Step};
 
-use super::{queues::Queues, retained::Retained};
+use super::{lane::lanes_to, queues::Queues, retained::Retained};
 use crate::{
     cluster::{ByServer, Cluster},
     device::{BufferPool, PooledBuffer},
@@ -56,18 +56,29 @@ impl Gradients {
         self.pool.kept()
     }
 
+    /// Opens the lanes to a server that has joined the job.
+    pub(crate) fn open_lanes(self: &Arc<Self>, server: ServerId) -> Result<(), Misuse> {
+        let queues = self.queues()?;
+        queues.open(server, || lanes_to(self, server));
+        Ok(())
+    }
+
     pub(super) fn queues(&self) -> Result<&Queues, Misuse> {
         self.queues.get().ok_or(Misuse("join before pushing"))
     }
 
     /// Returns each shard's way. A gradient is lent to a server of this host if this rank pulls all weights. By
     /// those weights the rank sees that the server's updates are done, and that the gradient is read no more.
-    pub(crate) fn ways(&self, sees_all_weights: bool) -> Vec<Way> {
-        let cluster = &self.cluster;
+    pub(crate) fn ways(&self, step: Step, sees_all_weights: bool) -> Vec<Way> {
+        let (cluster, placement) = (&self.cluster, self.cluster.placement());
         let lends = |server| sees_all_weights && self.rank.link(server).is_some();
         let way = |server| if lends(server) { Way::Lent } else { Way::Chunks };
-        let by_server: ByServer<Way> = cluster.servers().map(way).collect();
-        (0..cluster.layout.shards()).map(|shard| by_server[cluster.owner(ShardId(shard))]).collect()
+        let by_server = ByServer::new(cluster.servers(), way);
+        let owner = |shard| placement.owner_at(ShardId(shard), step);
+        // Weights of a shard that moves come from another server than the one that reads its gradient.
+        let stays = |shard| owner(shard) == placement.owner(ShardId(shard));
+        let way = |shard| if stays(shard) { by_server[owner(shard)] } else { Way::Chunks };
+        (0..cluster.layout.shards()).map(way).collect()
     }
 
     /// Frees the gradients that no server can need, now that `step` is committed.

@@ -31,15 +31,22 @@ const READY_REQUESTS: usize = 2;
 
 /// Opens every lane. Called once, after the rank has joined.
 pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
+    let queues = gradients.queues.get_or_init(Queues::default);
+    for server in gradients.cluster.servers() {
+        queues.open(server, || lanes_to(gradients, server));
+    }
+}
+
+/// Starts the lanes to one server, and returns the senders of their queues.
+pub(super) fn lanes_to(gradients: &Arc<Gradients>, server: ServerId) -> Vec<mpsc::Sender<ChunkKey>> {
     let cluster = &gradients.cluster;
-    gradients.queues.get_or_init(|| {
-        let open = |id| {
-            let (sender, queue) = mpsc::channel(cluster.options.in_flight_chunks);
-            cluster.runtime.spawn_for_session(Lane { gradients: gradients.clone(), id, queue }.run());
-            sender
-        };
-        Queues::new(cluster.servers(), cluster.options.connections, open)
-    });
+    let lane = |connection| {
+        let (sender, queue) = mpsc::channel(cluster.options.in_flight_chunks);
+        let id = LaneId { server, connection };
+        cluster.runtime.spawn_for_session(Lane { gradients: gradients.clone(), id, queue }.run());
+        sender
+    };
+    (0..cluster.options.connections).map(lane).collect()
 }
 
 struct Lane {
@@ -70,6 +77,7 @@ impl Lane {
             self.relink().await;
             let fault = match self.stream(&resend, &mut answered).await {
                 End::Closed => return,
+                End::Broken(_) | End::Failed(_) if cluster.has_left(server) => return,
                 End::Failed(error) => return cluster.waits.fail(error),
                 End::Broken(fault) => fault,
             };

@@ -52,7 +52,10 @@ impl Outbox {
     fn lane(&self, key: &ChunkKey) -> LaneId {
         let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);
         let cluster = &self.gradients.cluster;
-        LaneId { server: cluster.owner(key.shard), connection: turn % cluster.options.connections }
+        LaneId {
+            server: cluster.owner_at(key.shard, key.step),
+            connection: turn % cluster.options.connections,
+        }
     }
 
     pub(crate) fn send(&self, key: ChunkKey, payload: Payload, crc32: u32) -> Result<()> {

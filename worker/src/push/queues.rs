@@ -4,7 +4,7 @@ use longshore_proto::{ChunkId, MicroStep, ServerId, ShardId, Step};
 use longshore_wire::v1::PushResult;
 use tokio::sync::mpsc;
 
-use crate::cluster::ByServer;
+use crate::cluster::Met;
 
 /// Key of a chunk of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -33,17 +33,13 @@ pub(crate) struct LaneId {
     pub(crate) connection: usize,
 }
 
-pub(super) struct Queues(ByServer<Vec<mpsc::Sender<ChunkKey>>>);
+#[derive(Default)]
+pub(super) struct Queues(Met<Vec<mpsc::Sender<ChunkKey>>>);
 
 impl Queues {
-    /// `open` starts the lane that takes from a queue, and returns the queue's sender.
-    pub(super) fn new(
-        servers: impl Iterator<Item = ServerId>,
-        connections: usize,
-        open: impl Fn(LaneId) -> mpsc::Sender<ChunkKey>,
-    ) -> Queues {
-        let of = |server| (0..connections).map(|connection| open(LaneId { server, connection })).collect();
-        Queues(servers.map(of).collect())
+    /// `open` starts a server's lanes, and returns the sender of each lane's queue. Lanes that are open stay.
+    pub(super) fn open(&self, server: ServerId, open: impl FnOnce() -> Vec<mpsc::Sender<ChunkKey>>) {
+        self.0.get_or_make(server, open);
     }
 
     pub(super) fn of(&self, LaneId { server, connection }: LaneId) -> &mpsc::Sender<ChunkKey> {

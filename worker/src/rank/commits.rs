@@ -25,7 +25,9 @@ pub(crate) struct OwnCommit {
 impl OwnCommit {
     /// Sends the commit to one server, as the process that decided it.
     pub(crate) async fn send(&self, cluster: &Cluster, server: ServerId) -> Result<()> {
-        let told = (self.origins[server], Some(self.report));
+        // A server that has just joined the job had no part in the statistics.
+        let origin = self.origins.get(server).copied().unwrap_or(Origin::UNKNOWN);
+        let told = (origin, Some(self.report.clone()));
         commit_as(cluster, server, self.commit.decided_by, &self.commit, told).await
     }
 }

@@ -79,7 +79,7 @@ pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Res
 /// Returns the cause of an error: `Fenced` in place of `Outdated`, if a newer process has taken this rank.
 pub(crate) fn cause(cluster: &Cluster, error: Error) -> Error {
     let Error::Outdated(_) = error else { return error };
-    let first = ServerId(0);
+    let first = cluster.first();
     let answer = cluster.runtime.block_on(cluster.glance(first));
     match answer.and_then(|answer| cluster.check_newest(first, &answer)) {
         Err(fenced @ Error::Fenced(_)) => fenced,

@@ -10,7 +10,7 @@ use longshore_wire::v1::MemfdOffer;
 
 use super::commits::OwnCommits;
 use crate::{
-    cluster::{ByServer, Cluster, Transport},
+    cluster::{Cluster, Met, Transport},
     memfd::Link,
 };
 
@@ -34,7 +34,7 @@ impl RankState {
             incarnation: Arc::clone(&cluster.incarnation),
             joined_at: AtomicU64::new(0),
             trained: AtomicBool::new(false),
-            links: Links::new(cluster.servers().len()),
+            links: Links::default(),
             commits: OwnCommits::default(),
         }
     }
@@ -79,7 +79,8 @@ impl RankState {
     }
 }
 
-pub(crate) struct Links(ByServer<Mutex<LinkSlot>>);
+#[derive(Default)]
+pub(crate) struct Links(Met<Mutex<LinkSlot>>);
 
 #[derive(Default)]
 struct LinkSlot {
@@ -88,12 +89,8 @@ struct LinkSlot {
 }
 
 impl Links {
-    pub(super) fn new(servers: usize) -> Links {
-        Links(ByServer::new(servers, |_| Mutex::default()))
-    }
-
     fn of(&self, server: ServerId) -> MutexGuard<'_, LinkSlot> {
-        self.0[server].lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.get_or_make(server, Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes a server's offer of a link, from its answer to a join.

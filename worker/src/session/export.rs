@@ -1,6 +1,6 @@
 //! Exports a job from all its servers at once, as one rank.
 
-use longshore_proto::{Fault, FaultKind, Version};
+use longshore_proto::{Fault, FaultKind, Step, Version};
 
 use super::version::{TRIES, asked_version, has_passed};
 use crate::{
@@ -71,7 +71,7 @@ async fn receive(
     let (layout, deadline) = (&cluster.layout, cluster.options.deadline);
     let export = Export { job: cluster.job().as_str(), version, contents, layout, deadline };
     let from_server = |server| {
-        let (export, owned) = (&export, cluster.placement.owned(server));
+        let (export, owned) = (&export, cluster.owned_at(server, Step(version.0)));
         async move {
             let admin = cluster.peer(server).admin();
             let received = export.receive(cluster.address(server), admin, &owned, sink).await;

@@ -151,7 +151,7 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
         }
         let known: Vec<_> =
             there.iter().filter_map(|(server, progress)| Some((server, progress.as_ref()?))).collect();
-        let whole = known.len() == there.len();
+        let whole = known.len() == there.ids().len();
         let runs = matches!(judge(cluster, &known)?, Opened::Running { .. });
         if runs && whole {
             return Ok(());
@@ -170,7 +170,7 @@ async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
     match how {
         Some(how) => choose(cluster, how).await.map(drop),
-        None => match theirs.same_owners(&cluster.placement) {
+        None => match theirs.same_owners(&cluster.placement()) {
             Err(fault) => Err(cluster.explain(server, "OpenJob", None, fault)),
             Ok(()) => Ok(()),
         },

@@ -1,6 +1,8 @@
 //! Takes a rank: a new incarnation on all servers, and one common version before the first step. A new rank 0 brings
 //! all servers to that version before it joins.
 
+use std::sync::Arc;
+
 use futures_util::future::join_all;
 use longshore_proto::{Commit, FaultKind, Incarnation, LeftOut, Origin, Rank, ServerId, Version};
 use longshore_wire::{
@@ -17,6 +19,7 @@ use crate::{
     envelope::Envelope,
     error::{Error, Misuse, Result, VersionsDiffer},
     host::Instant,
+    push::Gradients,
     rank::{RankState, commit_as, fence, take, withdraw},
 };
 
@@ -68,14 +71,19 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     }
     let (incarnation, mut progress) = align(cluster, rank, incarnation).await?;
     rank.set_incarnation(incarnation);
-    rank.set_joined_at(Version(progress[ServerId(0)].version));
+    for (server, address) in cluster.refresh_placement().await? {
+        cluster.meet(server, &address).await?;
+        rank.join_on(cluster, server, incarnation).await?;
+        cluster.add_member(server);
+    }
+    rank.set_joined_at(Version(first_of(&progress).version));
     for server in cluster.servers() {
         rank.first_link(cluster, server).await?;
     }
     if cluster.options.rank == Rank(0) {
         progress = spread_resume(cluster, progress).await?;
     }
-    let first = &progress[ServerId(0)];
+    let first = first_of(&progress);
     let last_commit = first.last_commit.clone();
     let paused = progress.values().find(|progress| progress.phase() == Phase::Paused);
     Ok(Joined {
@@ -137,6 +145,36 @@ async fn align(
             joined = join_everywhere(cluster, rank, incarnation).await?;
             progress = joined.clone();
         }
+    }
+}
+
+/// The progress on the first server; all servers have the same version.
+fn first_of(progress: &ByServer<JobProgress>) -> JobProgress {
+    progress.values().next().cloned().unwrap_or_default()
+}
+
+/// Connects with a server that joins the job, and joins it as this rank. Tries again until the session ends: rank 0
+/// moves no shard to a server that some rank has not joined.
+pub(crate) async fn admit(
+    cluster: &Arc<Cluster>,
+    rank: &RankState,
+    gradients: &Arc<Gradients>,
+    server: ServerId,
+    address: &str,
+) {
+    let mut backoff = Backoff::new();
+    while !cluster.has_left(server) {
+        let admitted = async {
+            cluster.meet(server, address).await?;
+            rank.join_on(cluster, server, rank.incarnation()).await?;
+            rank.first_link(cluster, server).await?;
+            gradients.open_lanes(server)?;
+            cluster.add_member(server);
+            Ok(())
+        };
+        let Err(error): Result<()> = admitted.await else { return };
+        tracing::warn!(server = address, %error, "a new server of the job cannot be joined yet");
+        backoff.pause(Instant::now() + cluster.options.deadline).await;
     }
 }
 
@@ -221,5 +259,5 @@ fn origins(cluster: &Cluster, commit: &Commit) -> ByServer<Origin> {
         false => Vec::new(),
     };
     let origin = |ServerId(server)| said.get(server as usize).copied().unwrap_or(Origin::UNKNOWN);
-    ByServer::new(cluster.servers().len(), origin)
+    ByServer::new(cluster.servers(), origin)
 }

@@ -26,7 +26,6 @@ use std::{
 use longshore_proto::{Incarnation, JobSpec, Layout, Rank, Version};
 use longshore_wire::{Author, v1};
 
-pub(crate) use self::resume::spread_on;
 pub use self::{
     admin::StateHash,
     checkpoints::{Checkpoint, checkpoint_name, common, is_taken, numbered},
@@ -39,6 +38,7 @@ pub use self::{
     upload::Filling,
     version::{TRIES, asked_version, has_passed, is_busy},
 };
+pub(crate) use self::{join::admit, resume::spread_on};
 pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};
 use crate::{
     cluster::Cluster,

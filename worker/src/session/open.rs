@@ -76,9 +76,10 @@ pub(super) async fn open_but_for(
             }
         }
     }
-    answers.into_vec().into_iter().collect::<Result<Vec<_>>>().map(|answers| {
-        ByServer::from_iter(answers.into_iter().map(|answer| answer.progress.unwrap_or_default()))
-    })
+    let progress = |(server, answer): (_, Result<OpenJobResponse>)| {
+        answer.map(|answer| (server, answer.progress.unwrap_or_default()))
+    };
+    answers.into_iter().map(progress).collect()
 }
 
 /// Returns the servers that hold the job if their number is another one than here.
@@ -95,7 +96,7 @@ pub(super) async fn elsewhere(cluster: &Cluster) -> Result<Option<(ServerId, Pla
         // A description that is too large for one message counts as no other placement.
         let Ok(answer) = answer.await else { continue };
         let Ok(placement) = Placement::from_wire(answer.placement) else { continue };
-        if placement.servers.len() != cluster.placement.servers.len() {
+        if placement.members().count() != cluster.servers().len() {
             return Ok(Some((server, placement)));
         }
     }
@@ -140,9 +141,10 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
 pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJobResponse> {
     let request = OpenJobRequest {
         spec: Some(cluster.spec().to_wire()),
-        placement: Some(cluster.placement.to_wire()),
+        placement: Some(cluster.placement().to_wire()),
         server: server.0,
         protocol: PROTOCOL,
+        list_room: false,
     };
     // Slow: a server allocates and touches all of its memory before it answers.
     let answer = cluster.call(server, "OpenJob", None, cluster.options.slow_deadline, |peer| {

@@ -199,7 +199,7 @@ fn pass(
     missing: &BTreeSet<ShardId>,
     end: Instant,
 ) -> Result<Option<(ServerId, Fault)>> {
-    let mut streams: ByServer<Option<Stream>> = cluster.servers().map(|_| None).collect();
+    let mut streams: ByServer<Option<Stream>> = ByServer::new(cluster.servers(), |_| None);
     let applied = filling.applied();
     let arrays = match applied {
         None => &[StateArray::Master][..],

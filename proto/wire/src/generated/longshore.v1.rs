@@ -99,18 +99,56 @@ pub struct Partition {
     #[prost(bool, tag = "3")]
     pub frozen: bool,
 }
-/// Which server owns which shard. Every server owns at least one: name fewer servers than shards, or choose smaller shards.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+/// Which server owns which shard. In a new job every server owns at least one: name fewer servers than shards, or choose smaller
+/// shards.
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Placement {
-    /// 1 at first; rises with every change of ownership
+    /// 1 at first; rises with every change
     #[prost(uint64, tag = "1")]
     pub epoch: u64,
-    /// addresses, as the workers dial them
+    /// Addresses, as the workers dial them. A server's index is its number in the job. Empty: it has left the job.
     #[prost(string, repeated, tag = "2")]
     pub servers: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// for each shard, an index into `servers`
+    /// for each shard, an index into `servers`: the newest owner
     #[prost(uint32, repeated, tag = "3")]
     pub owners: ::prost::alloc::vec::Vec<u32>,
+    /// the latest changes of owners, oldest first
+    #[prost(message, repeated, tag = "4")]
+    pub handovers: ::prost::alloc::vec::Vec<Handover>,
+}
+/// A shard's change of owner. The owner before takes the gradients of earlier steps, and has the versions that they make.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Handover {
+    #[prost(uint32, tag = "1")]
+    pub shard: u32,
+    #[prost(uint64, tag = "2")]
+    pub from_step: u64,
+    #[prost(uint32, tag = "3")]
+    pub before: u32,
+}
+/// A change of the placement, decided with a step.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PlacementChange {
+    /// addresses of servers that join the job; their numbers follow the last one
+    #[prost(string, repeated, tag = "1")]
+    pub added: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// they count from step + 1 + max_delay on
+    #[prost(message, repeated, tag = "2")]
+    pub moves: ::prost::alloc::vec::Vec<Move>,
+    /// servers that own nothing any more, and leave the job
+    #[prost(uint32, repeated, tag = "3")]
+    pub removed: ::prost::alloc::vec::Vec<u32>,
+    /// the placement's after the change: one more than before
+    #[prost(uint64, tag = "4")]
+    pub epoch: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Move {
+    #[prost(uint32, tag = "1")]
+    pub shard: u32,
+    /// the new owner, which fetches the shard's state from the one before (Tensors.Fetch)
+    #[prost(uint32, tag = "2")]
+    pub to: u32,
 }
 /// Hyperparameters of one param group for one step. Fields a rule does not have are ignored.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
@@ -200,6 +238,9 @@ pub struct Commit {
     /// commit that applies adds 1 to `steps` of each that it leaves out, and a commit that skips repeats all of it.
     #[prost(message, repeated, tag = "16")]
     pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
+    /// Where the decision changes the placement.
+    #[prost(message, optional, tag = "17")]
+    pub placement: ::core::option::Option<PlacementChange>,
 }
 /// A parameter that steps of a job with leave_out were made without.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -620,6 +661,35 @@ pub struct UploadResponse {
     #[prost(uint64, tag = "1")]
     pub chunks: u64,
 }
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FetchRequest {
+    #[prost(string, tag = "1")]
+    pub job: ::prost::alloc::string::String,
+    #[prost(uint32, tag = "2")]
+    pub shard: u32,
+    /// the last one that this server makes
+    #[prost(uint64, tag = "3")]
+    pub version: u64,
+    /// longest wait for the version; 0 takes the server's default
+    #[prost(uint64, tag = "4")]
+    pub deadline_ms: u64,
+}
+/// Arrays come one after the other, each from its start on, as the job keeps them: little-endian, a block of 8-bit moments as its
+/// codes and then its scales.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FetchResponse {
+    /// 0 to 2: master weights, first and second moments; 3: the image of the version, in a job with max_delay 1
+    #[prost(uint32, tag = "1")]
+    pub array: u32,
+    /// bytes from the array's start
+    #[prost(uint64, tag = "2")]
+    pub offset: u64,
+    #[prost(fixed32, tag = "3")]
+    pub crc32: u32,
+    /// at most 1 MiB
+    #[prost(bytes = "bytes", tag = "15")]
+    pub payload: ::prost::bytes::Bytes,
+}
 /// Generated client implementations.
 pub mod tensors_client {
     #![allow(
@@ -787,6 +857,32 @@ pub mod tensors_client {
                 .insert(GrpcMethod::new("longshore.v1.Tensors", "Upload"));
             self.inner.client_streaming(req, path, codec).await
         }
+        /// The state of a shard that this server has handed over, at the last version that it made. Its next owner asks for it, and waits
+        /// here until that version is made.
+        pub async fn fetch(
+            &mut self,
+            request: impl tonic::IntoRequest<super::FetchRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::FetchResponse>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/longshore.v1.Tensors/Fetch",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("longshore.v1.Tensors", "Fetch"));
+            self.inner.server_streaming(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -835,6 +931,18 @@ pub mod tensors_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::UploadRequest>>,
         ) -> std::result::Result<tonic::Response<super::UploadResponse>, tonic::Status>;
+        /// Server streaming response type for the Fetch method.
+        type FetchStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::FetchResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// The state of a shard that this server has handed over, at the last version that it made. Its next owner asks for it, and waits
+        /// here until that version is made.
+        async fn fetch(
+            &self,
+            request: tonic::Request<super::FetchRequest>,
+        ) -> std::result::Result<tonic::Response<Self::FetchStream>, tonic::Status>;
     }
     #[derive(Debug)]
     pub struct TensorsServer<T> {
@@ -1049,6 +1157,52 @@ pub mod tensors_server {
                     };
                     Box::pin(fut)
                 }
+                "/longshore.v1.Tensors/Fetch" => {
+                    #[allow(non_camel_case_types)]
+                    struct FetchSvc<T: Tensors>(pub Arc<T>);
+                    impl<
+                        T: Tensors,
+                    > tonic::server::ServerStreamingService<super::FetchRequest>
+                    for FetchSvc<T> {
+                        type Response = super::FetchResponse;
+                        type ResponseStream = T::FetchStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::FetchRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Tensors>::fetch(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = FetchSvc(inner);
+                        let codec = crate::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
                 _ => {
                     Box::pin(async move {
                         let mut response = http::Response::new(
@@ -1176,16 +1330,60 @@ pub struct OpenJobRequest {
     /// which of placement.servers this one is
     #[prost(uint32, tag = "3")]
     pub server: u32,
+    /// answer with the shards that this server has room for
+    #[prost(bool, tag = "5")]
+    pub list_room: bool,
     /// highest number whose fields the client sets: a server of a lower one refuses (PRECONDITION); 0 counts as 1
     #[prost(uint32, tag = "4")]
     pub protocol: u32,
 }
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct BeginRequest {
+    #[prost(string, tag = "1")]
+    pub job: ::prost::alloc::string::String,
+    /// rank 0's
+    #[prost(uint64, tag = "2")]
+    pub incarnation: u64,
+    /// the job's, before this server is a part of it
+    #[prost(message, optional, tag = "3")]
+    pub placement: ::core::option::Option<Placement>,
+    /// the job's: version, applied, last_commit and left_out
+    #[prost(message, optional, tag = "4")]
+    pub progress: ::core::option::Option<JobProgress>,
+    #[prost(message, repeated, tag = "5")]
+    pub ranks: ::prost::alloc::vec::Vec<RankMember>,
+}
+/// A rank's process that takes part in the job.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RankMember {
+    #[prost(uint32, tag = "1")]
+    pub rank: u32,
+    #[prost(uint64, tag = "2")]
+    pub incarnation: u64,
+    #[prost(uint64, tag = "3")]
+    pub joined_at: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct BeginResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RetireRequest {
+    #[prost(string, tag = "1")]
+    pub job: ::prost::alloc::string::String,
+    /// rank 0's
+    #[prost(uint64, tag = "2")]
+    pub incarnation: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RetireResponse {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct OpenJobResponse {
     #[prost(bool, tag = "1")]
     pub created: bool,
     #[prost(message, optional, tag = "2")]
     pub progress: ::core::option::Option<JobProgress>,
+    /// the shards that this server has room for, where request.list_room asks for them
+    #[prost(uint32, repeated, tag = "3")]
+    pub room: ::prost::alloc::vec::Vec<u32>,
 }
 /// Where a job stands on this server.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1299,7 +1497,7 @@ pub struct CommitRequest {
     pub report: ::core::option::Option<StepReport>,
 }
 /// What rank 0's trainer says of its steps.
-#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StepReport {
     /// of the step that is committed, as this rank saw it
     #[prost(double, optional, tag = "1")]
@@ -1310,6 +1508,12 @@ pub struct StepReport {
     pub wall_seconds: f64,
     #[prost(double, tag = "3")]
     pub exposed_seconds: f64,
+    /// Why the servers that an operator asked for are not reached yet. Empty: nothing is in the way.
+    #[prost(string, tag = "4")]
+    pub scaling: ::prost::alloc::string::String,
+    /// Wanted.asked_micros of the newest wish whose servers are reached
+    #[prost(uint64, tag = "5")]
+    pub scaled_micros: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CommitResponse {
@@ -1345,7 +1549,7 @@ pub struct WatchRequest {
 /// During a pause the first event is `paused`. A decision that pauses comes as `paused` and then `commit`.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Event {
-    #[prost(oneof = "event::Event", tags = "1, 2, 3")]
+    #[prost(oneof = "event::Event", tags = "1, 2, 3, 4")]
     pub event: ::core::option::Option<event::Event>,
 }
 /// Nested message and enum types in `Event`.
@@ -1358,7 +1562,19 @@ pub mod event {
         Paused(super::Paused),
         #[prost(message, tag = "3")]
         Resumed(super::Resumed),
+        #[prost(message, tag = "4")]
+        Wanted(super::Wanted),
     }
+}
+/// The servers that an operator wants the job to have (Admin.Scale). The first event of a watch where there is such a wish.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Wanted {
+    /// addresses
+    #[prost(string, repeated, tag = "1")]
+    pub servers: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// when it was asked for, in microseconds since 1970: the latest wish counts
+    #[prost(uint64, tag = "2")]
+    pub asked_micros: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Paused {
@@ -1692,6 +1908,52 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "Pause"));
             self.inner.unary(req, path, codec).await
         }
+        /// A server that was opened for a running job takes part in it from this version on, and owns nothing yet. Rank 0 calls it between
+        /// two decisions; the next one names the server (PlacementChange.added). A repeated call starts a server that owns nothing anew.
+        pub async fn begin(
+            &mut self,
+            request: impl tonic::IntoRequest<super::BeginRequest>,
+        ) -> std::result::Result<tonic::Response<super::BeginResponse>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/longshore.v1.Training/Begin",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("longshore.v1.Training", "Begin"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Ends a job on a server that has left it (PlacementChange.removed). Rank 0 calls it once every rank knows; a server that hears
+        /// nothing gives the job up after ten minutes.
+        pub async fn retire(
+            &mut self,
+            request: impl tonic::IntoRequest<super::RetireRequest>,
+        ) -> std::result::Result<tonic::Response<super::RetireResponse>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/longshore.v1.Training/Retire",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("longshore.v1.Training", "Retire"));
+            self.inner.unary(req, path, codec).await
+        }
         /// The rank is done; its incarnation may not be used again.
         pub async fn leave(
             &mut self,
@@ -1786,6 +2048,18 @@ pub mod training_server {
             &self,
             request: tonic::Request<super::PauseRequest>,
         ) -> std::result::Result<tonic::Response<super::PauseResponse>, tonic::Status>;
+        /// A server that was opened for a running job takes part in it from this version on, and owns nothing yet. Rank 0 calls it between
+        /// two decisions; the next one names the server (PlacementChange.added). A repeated call starts a server that owns nothing anew.
+        async fn begin(
+            &self,
+            request: tonic::Request<super::BeginRequest>,
+        ) -> std::result::Result<tonic::Response<super::BeginResponse>, tonic::Status>;
+        /// Ends a job on a server that has left it (PlacementChange.removed). Rank 0 calls it once every rank knows; a server that hears
+        /// nothing gives the job up after ten minutes.
+        async fn retire(
+            &self,
+            request: tonic::Request<super::RetireRequest>,
+        ) -> std::result::Result<tonic::Response<super::RetireResponse>, tonic::Status>;
         /// The rank is done; its incarnation may not be used again.
         async fn leave(
             &self,
@@ -2177,6 +2451,92 @@ pub mod training_server {
                     };
                     Box::pin(fut)
                 }
+                "/longshore.v1.Training/Begin" => {
+                    #[allow(non_camel_case_types)]
+                    struct BeginSvc<T: Training>(pub Arc<T>);
+                    impl<T: Training> tonic::server::UnaryService<super::BeginRequest>
+                    for BeginSvc<T> {
+                        type Response = super::BeginResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::BeginRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Training>::begin(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = BeginSvc(inner);
+                        let codec = crate::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/longshore.v1.Training/Retire" => {
+                    #[allow(non_camel_case_types)]
+                    struct RetireSvc<T: Training>(pub Arc<T>);
+                    impl<T: Training> tonic::server::UnaryService<super::RetireRequest>
+                    for RetireSvc<T> {
+                        type Response = super::RetireResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::RetireRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Training>::retire(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = RetireSvc(inner);
+                        let codec = crate::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
                 "/longshore.v1.Training/Leave" => {
                     #[allow(non_camel_case_types)]
                     struct LeaveSvc<T: Training>(pub Arc<T>);
@@ -2413,6 +2773,9 @@ pub struct DescribeResponse {
     pub checkpoint_bytes: u64,
     #[prost(uint64, tag = "47")]
     pub checkpoint_written_bytes: u64,
+    /// absent in a job whose servers never changed
+    #[prost(message, optional, tag = "48")]
+    pub scaling: ::core::option::Option<Scaling>,
 }
 /// One decided step as a server saw it, for whoever draws charts of training.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
@@ -2697,6 +3060,45 @@ pub struct ResumeRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResumeResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ScaleRequest {
+    #[prost(string, tag = "1")]
+    pub job: ::prost::alloc::string::String,
+    /// addresses of all servers that the job shall have, as its ranks dial them
+    #[prost(string, repeated, tag = "2")]
+    pub servers: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// microseconds since 1970; the same on every server that is told
+    #[prost(uint64, tag = "3")]
+    pub asked_micros: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ScaleResponse {}
+/// How far a server is with the shards that it shall have.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Scaling {
+    /// addresses that an operator asked for; empty without a wish
+    #[prost(string, repeated, tag = "1")]
+    pub wanted: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    #[prost(uint64, tag = "2")]
+    pub asked_micros: u64,
+    /// shards that are owned from some step on, and whose state is not here yet
+    #[prost(uint32, tag = "3")]
+    pub awaited_shards: u32,
+    /// since the job was opened here
+    #[prost(uint64, tag = "4")]
+    pub fetched_shards: u64,
+    #[prost(uint64, tag = "5")]
+    pub fetched_bytes: u64,
+    /// how long updates waited for state that was on its way
+    #[prost(double, tag = "6")]
+    pub held_seconds: f64,
+    /// why the last fetch failed, or why rank 0 moves nothing; empty while nothing is in the way
+    #[prost(string, tag = "7")]
+    pub failure: ::prost::alloc::string::String,
+    /// asked_micros of the newest wish that is fulfilled
+    #[prost(uint64, tag = "8")]
+    pub reached_micros: u64,
+}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StepBackRequest {
     #[prost(string, tag = "1")]
@@ -3112,6 +3514,26 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Admin", "Resume"));
             self.inner.unary(req, path, codec).await
         }
+        /// Changes the servers of a job while its ranks train. The wish is kept by every server that is told; rank 0 hears of it (Watch),
+        /// opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
+        pub async fn scale(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ScaleRequest>,
+        ) -> std::result::Result<tonic::Response<super::ScaleResponse>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::Codec::default();
+            let path = http::uri::PathAndQuery::from_static("/longshore.v1.Admin/Scale");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Admin", "Scale"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Takes back the last decided step, on tier nvme. A new rank 0 asks for that between its fence and its join, when another server
         /// has lost the step in a crash and nobody can send it again. Ranks stay joined. A refused call changes nothing.
         pub async fn step_back(
@@ -3286,6 +3708,12 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::ResumeRequest>,
         ) -> std::result::Result<tonic::Response<super::ResumeResponse>, tonic::Status>;
+        /// Changes the servers of a job while its ranks train. The wish is kept by every server that is told; rank 0 hears of it (Watch),
+        /// opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
+        async fn scale(
+            &self,
+            request: tonic::Request<super::ScaleRequest>,
+        ) -> std::result::Result<tonic::Response<super::ScaleResponse>, tonic::Status>;
         /// Takes back the last decided step, on tier nvme. A new rank 0 asks for that between its fence and its join, when another server
         /// has lost the step in a crash and nobody can send it again. Ranks stay joined. A refused call changes nothing.
         async fn step_back(
@@ -3813,6 +4241,49 @@ pub mod admin_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = ResumeSvc(inner);
+                        let codec = crate::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/longshore.v1.Admin/Scale" => {
+                    #[allow(non_camel_case_types)]
+                    struct ScaleSvc<T: Admin>(pub Arc<T>);
+                    impl<T: Admin> tonic::server::UnaryService<super::ScaleRequest>
+                    for ScaleSvc<T> {
+                        type Response = super::ScaleResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ScaleRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Admin>::scale(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ScaleSvc(inner);
                         let codec = crate::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -7,7 +7,9 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Fault, FaultKind, Version, checksum::BlockHash, limits::BLOCK_ELEMENTS};
+use longshore_proto::{
+    Fault, FaultKind, ShardId, Step, Version, checksum::BlockHash, limits::BLOCK_ELEMENTS,
+};
 
 use super::{
     Store,
@@ -20,7 +22,7 @@ use super::{
     seal::entry_path,
 };
 use crate::{
-    job::{BlockCopy, CopiedBlock, Job, PartUnderWay, Piece, SnapshotInfo, StoredImages},
+    job::{BlockCopy, CopiedBlock, Job, PartUnderWay, Piece, Snapshot, SnapshotInfo, StoredImages},
     step::Phase,
 };
 
@@ -30,7 +32,9 @@ struct Sink {
     draft: Draft,
     sequence: u64,
     data_start: u64,
-    /// The data offsets of all arrays that a shard may have, by owned shard.
+    /// The part's shards, in forward order.
+    shards: Vec<ShardId>,
+    /// The data offsets of all arrays that a shard may have, by shard of the part.
     places: Vec<Vec<(Array, u64)>>,
 }
 
@@ -62,8 +66,8 @@ impl Store {
             let remedy = "upload the weights or restore a checkpoint first";
             return Err(Fault::new(FaultKind::Precondition, "job.phase", "loading", "training", remedy));
         }
-        let servers = job.placement().servers.len() as u32;
-        let target = folder.join(Part::file_name(job.server().0, servers));
+        let (number, count) = job.part();
+        let target = folder.join(Part::file_name(number, count));
         let turn = self.writers.enter(&target, author, deadline)?;
         if folder.join(manifest::FILE).exists() {
             return sealed_part(job, &folder, name, expected, deadline);
@@ -75,9 +79,11 @@ impl Store {
         let sequence = self.make_way(&job.spec().name)?;
         remove_drafts(&target);
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
-        let plan = plan(job, &spec);
+        let (snapshot, layout) = job.begin_checkpoint(expected)?;
+        let shards = snapshot.shards(deadline)?;
+        let plan = plan(job, &shards, &spec);
         let sink = Sink::prepare(job, &plan, target, sequence)?;
-        let written = sink.record(&plan, &spec, expected, deadline);
+        let written = sink.record(&plan, &spec, (snapshot, layout), deadline);
         if written.is_err() {
             sink.draft.discard();
         }
@@ -121,10 +127,9 @@ fn sealed_part(
 
 /// Returns the part that this server would write if nothing had changed since.
 fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
-    let servers = job.placement().servers.len() as u32;
     let mine = |part: &Part| {
-        (part.server, part.servers) == (job.server().0, servers)
-            && part.shards.iter().map(|entry| entry.shard).eq(job.owned().iter().copied())
+        (part.server, part.servers) == job.part()
+            && part.shards.iter().map(|entry| entry.shard).eq(job.owned_at(Step(part.version.0)))
     };
     // A job that was opened with another spec would write another part, whatever its state.
     if manifest.spec != *job.spec() {
@@ -138,15 +143,9 @@ fn taken(name: &str) -> Fault {
     Fault::new(FaultKind::Conflict, "name", name, "not a sealed checkpoint's of another state", remedy)
 }
 
-pub(super) fn plan<'a>(job: &'a Job, spec: &[u8]) -> PartPlan<'a> {
-    PartPlan {
-        spec: job.spec(),
-        layout: job.layout(),
-        shards: job.owned(),
-        server: job.server().0,
-        servers: job.placement().servers.len() as u32,
-        spec_bytes: spec.len() as u64,
-    }
+pub(super) fn plan<'a>(job: &'a Job, shards: &'a [ShardId], spec: &[u8]) -> PartPlan<'a> {
+    let ((server, servers), spec_bytes) = (job.part(), spec.len() as u64);
+    PartPlan { spec: job.spec(), layout: job.layout(), shards, server, servers, spec_bytes }
 }
 
 /// Most room that a part takes.
@@ -171,28 +170,31 @@ impl Sink {
     fn prepare(job: &Arc<Job>, plan: &PartPlan<'_>, target: PathBuf, sequence: u64) -> Result<Sink, Fault> {
         let largest = plan.largest();
         let Room { data_start, bytes } = room(plan, &target)?;
-        let mut places = vec![Vec::new(); plan.shards.len()];
-        let index = |shard| plan.shards.binary_search(&shard).unwrap_or_default();
+        let (mut places, shards) = (vec![Vec::new(); plan.shards.len()], plan.shards.to_vec());
+        let index = |shard| shards.binary_search(&shard).unwrap_or_default();
         for (shard, array, offset) in plan.arrays(largest.images) {
             places[index(shard)].push((array, offset));
         }
         let draft = Draft::create(target)?;
         draft.reserve(bytes)?;
         let under_way = job.snapshots.begin_part(bytes);
-        Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, places })
+        Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, shards, places })
+    }
+
+    fn index(&self, piece: &Piece) -> usize {
+        self.shards.binary_search(&piece.shard).unwrap_or_default()
     }
 
     fn record(
         &self,
         plan: &PartPlan<'_>,
         spec: &[u8],
-        expected: Option<Version>,
+        (snapshot, layout): (Snapshot, BlockCopy),
         deadline: Instant,
     ) -> Result<Part, Fault> {
-        let (snapshot, layout) = self.job.begin_checkpoint(expected)?;
         let mut hashes = vec![Hashes::default(); self.places.len()];
         let info =
-            snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[piece.owned.index()]))?;
+            snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[self.index(piece)]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
         self.draft.publish()?;
         // The entry lies beside the part. A draining server so needs no client to carry it to the others.
@@ -204,7 +206,7 @@ impl Sink {
         let frozen = self.job.layout().is_frozen(piece.shard);
         for (index, block) in piece.blocks().enumerate() {
             let CopiedBlock { state, image, older_image, .. } = layout.cut(block, frozen);
-            for &(array, offset) in &self.places[piece.owned.index()] {
+            for &(array, offset) in &self.places[self.index(piece)] {
                 let bytes = match array {
                     Array::Master | Array::Frozen => state[0],
                     Array::First => state[1],
@@ -270,7 +272,11 @@ impl Sink {
         if self.job.spec().max_delay == 0 {
             StoredImages::None
         } else if hashes.is_empty()
-            || self.job.trained().any(|owned| hashes[owned.index()].older_image.is_empty())
+            || self
+                .shards
+                .iter()
+                .zip(hashes)
+                .any(|(&shard, hashes)| !self.job.layout().is_frozen(shard) && hashes.older_image.is_empty())
         {
             StoredImages::Current
         } else {

@@ -61,6 +61,9 @@ impl Job {
         }
         self.check_left_out(&machine, incarnation, &commit, origin)?;
         let step = commit.step;
+        if let Some(change) = commit.placement.as_ref().filter(|_| step == before.next_step()) {
+            machine.placement().check(change, step)?;
+        }
         // A decision that another server has already is not held up.
         if step == before.next_step()
             && commit.decided_by == incarnation
@@ -75,7 +78,7 @@ impl Job {
             self.snapshots.tell(&machine);
             // The machine stays locked: nobody may learn of the decision before the tier has it.
             self.protocol.decided(&machine, step)?;
-            if self.share.owned.is_empty() {
+            if work.is_none() && machine.is_made(step) {
                 self.protocol.finish(&machine, step)?;
             }
         }
@@ -117,7 +120,9 @@ impl Job {
         if !share.spec.leave_out || commit.skip || earlier || machine.check_origin(next, origin).is_err() {
             return Ok(());
         }
-        for owned in share.all().filter(|&owned| machine.is_complete(owned, next)) {
+        for owned in
+            share.all().filter(|&owned| machine.owns(owned, next) && machine.is_complete(owned, next))
+        {
             let params = share.layout.params_from(share.layout.shard_range(share.shard(owned)));
             let here = self.gradients.left_out(owned, share.slot(next));
             let differs = |param: &u32| here.contains(param) != without.binary_search(param).is_ok();

@@ -191,7 +191,7 @@ impl Load {
         Some(Restoring { checkpoint: origin.name.clone(), shards: self.shards, held })
     }
 
-    fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         self.checksums.iter_mut().flatten().for_each(Vec::clear);
         self.source = Source::Complete;
     }
@@ -415,7 +415,7 @@ impl Job {
     }
 
     /// Makes the current image from the master weights, unless it was loaded.
-    fn make_image(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
+    pub(super) fn make_image(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
         if self.images.here(owned, version).is_some() {
             return Ok(());
         }

@@ -8,6 +8,7 @@
 mod compute;
 mod decide;
 mod gradients;
+mod handover;
 mod images;
 mod load;
 mod open;
@@ -25,6 +26,7 @@ use longshore_proto::{Dtype, Formats, JobSpec, Layout, Placement, ServerId, Shar
 
 pub use compute::Compute;
 pub use gradients::{Gradients, Lent};
+pub use handover::IMAGE;
 pub use images::Images;
 pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::inspect;
@@ -73,21 +75,32 @@ impl Job {
         &self.share.layout
     }
 
-    pub fn placement(&self) -> &Placement {
+    /// The placement that the job was opened with here, which gives this server's shards.
+    pub fn opened_with(&self) -> &Placement {
         &self.share.placement
+    }
+
+    /// Returns the number of this server's part of a checkpoint, and how many parts there are: one for each server of
+    /// the job, in the order of their numbers.
+    pub fn part(&self) -> (u32, u32) {
+        let machine = self.protocol.machine();
+        let members = || machine.placement().members();
+        let before = members().take_while(|member| *member < self.share.server).count();
+        (before as u32, members().count() as u32)
+    }
+
+    /// The placement as of the newest decision.
+    pub fn placement(&self) -> Placement {
+        self.protocol.machine().placement().clone()
     }
 
     pub fn server(&self) -> ServerId {
         self.share.server
     }
 
-    /// This server's shards, in forward order.
+    /// The shards that this server has room for, in forward order. It owns those that commits have not moved.
     pub fn owned(&self) -> &[ShardId] {
         &self.share.owned
-    }
-
-    pub(crate) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
-        self.share.trained()
     }
 
     pub fn compute(&self) -> &Compute {

@@ -43,14 +43,14 @@ impl Job {
         observer: Observer,
     ) -> Result<Job, Fault> {
         let share = Arc::new(Share::new(spec, placement, server)?);
-        let Share { spec, layout, placement, owned, .. } = &*share;
+        let Share { spec, layout, placement, server, owned } = &*share;
         let need = Need::of(spec, layout, owned, storage);
         let reservation = budget.reserve(&need)?;
         let signal = Arc::new(Signal::new(observer));
         // A tier that keeps the buffers brings the memory for them.
         let space = (!tier::keeps_buffers(spec)).then(|| Space::allocate(&share, storage));
         let space = space.transpose().map_err(exhausted)?;
-        let inputs = Inputs { spec, layout, owned, placement, server, storage };
+        let inputs = Inputs { spec, layout, owned, placement, server: *server, storage };
         let waker = Arc::clone(&signal);
         let kept_bytes = if space.is_none() { Space::bytes(&share) } else { 0 };
         let opened = tier::open(&inputs, kept_bytes, compute.pool(), Box::new(move || waker.send()))?;
@@ -66,7 +66,7 @@ impl Job {
         let files = tier.gradients.take();
         let spilled = files.map(|files| SpilledGradients::new(&share, files, Arc::clone(&signal)));
         let spilled = spilled.transpose().map_err(exhausted)?;
-        let machine = Machine::new(Arc::clone(spec), Arc::clone(layout), owned);
+        let machine = Machine::new(Arc::clone(spec), Arc::clone(layout), placement.clone(), *server);
         let job = Job {
             gradients: Gradients::new(&share, &compute, gradients, spilled),
             images: Images::new(&share, images, window, shared, &tier),

@@ -128,7 +128,7 @@ impl Job {
         for owned in run.clone() {
             next = machine.updated(owned, step);
         }
-        if run.indices().end == self.share.owned.len() {
+        if next.is_none() && machine.is_made(step) {
             self.protocol.finish(&machine, step)?;
         }
         drop(machine);

@@ -29,6 +29,9 @@ impl Machine {
         if step > newest {
             return Err(Refusal::StepTooEarly { step, newest });
         }
+        if !self.owns(owned, step) {
+            return Err(self.elsewhere(contribution.shard, step));
+        }
         if !self.check_reads(chunk)? || !self.check_scale(chunk)? {
             return Ok(Admission::Busy);
         }

@@ -47,12 +47,14 @@ impl Machine {
             return Err(Refusal::CommitTooEarly { step, next });
         }
         self.check_running()?;
-        if let Some(shard) = self.shards.iter().find(|shard| !shard.is_complete(step)) {
+        if let Some(shard) = self.owned_at(step).find(|shard| !shard.is_complete(step)) {
             let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
             return Err(Refusal::CommitIncomplete { step, missing });
         }
         self.check_origin(step, origin)?;
         self.check_gradient(&commit)?;
+        let change = commit.placement.clone();
+        change.iter().try_for_each(|change| self.check_change(change))?;
         self.version = step.version();
         self.applied += u64::from(!commit.skip);
         self.commits.push_back(Decided::new(commit, self.applied));
@@ -62,6 +64,9 @@ impl Machine {
         self.scales.retain(|(held, _)| *held > step);
         self.forget_reads_of_decided();
         self.standing = None;
+        if let Some(change) = change {
+            self.change(&change, step);
+        }
         if let Some(reason) = self.reason() {
             self.phase = Phase::Paused { reason };
             self.pauses += 1;
@@ -71,7 +76,7 @@ impl Machine {
 
     /// Checks that a decision was made from this server's contributions.
     pub fn check_origin(&self, step: Step, origin: Origin) -> Result<(), Refusal> {
-        let trained = self.shards.iter().filter(|shard| !shard.is_frozen());
+        let trained = self.owned_at(step).filter(|shard| !shard.is_frozen());
         let found = trained.map(|shard| shard.origin(step)).reduce(Origin::and);
         match found.filter(|found| found.differs(origin)) {
             Some(found) => Err(Refusal::OtherOrigin { step, origin, found }),
@@ -90,12 +95,6 @@ impl Machine {
         }
     }
 
-    /// Returns the update of shard `owned`, if there is such a shard. A job's updates run one after the
-    /// other. Each shard is updated to step t before step t+1.
-    fn next_update(&self, owned: OwnedShard, step: Step) -> Option<Work> {
-        (owned.index() < self.shards.len()).then_some(Work::Update { owned, step })
-    }
-
     /// A [`Work::Update`] is done: its image can be pulled and its gradient slot is free.
     pub fn updated(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         let shard = &mut self.shards[owned.index()];
@@ -112,7 +111,14 @@ impl Machine {
         if version > newest {
             return Err(Refusal::VersionTooNew { version, newest });
         }
-        let shard = &self.shards[owned.index()];
+        let (shard, step) = (&self.shards[owned.index()], Step(version.0));
+        if !shard.span.contains(&step.0) {
+            // The decision that brings the shard here may not have come yet.
+            return if self.knows_owner(step) { Err(self.elsewhere(shard.shard, step)) } else { Ok(false) };
+        }
+        if shard.awaited {
+            return Ok(false);
+        }
         // All versions have the same weights of a frozen shard.
         Ok(shard.is_frozen() || shard.version >= version)
     }
@@ -132,6 +138,7 @@ fn first_difference(earlier: &Commit, later: &Commit) -> Option<&'static str> {
         ("trainer_state", earlier.trainer_state == later.trainer_state),
         ("decided_by", earlier.decided_by == later.decided_by),
         ("pause_reason", earlier.pause_reason == later.pause_reason),
+        ("placement", earlier.placement == later.placement),
     ];
     fields.into_iter().find(|(_, same)| !same).map(|(field, _)| field)
 }

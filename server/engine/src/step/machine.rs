@@ -11,7 +11,8 @@ use std::{
 };
 
 use longshore_proto::{
-    Commit, ContributionChunk, Incarnation, JobSpec, Layout, LeftOut, MicroStep, Rank, ShardId, Step, Version,
+    Commit, ContributionChunk, Incarnation, JobSpec, Layout, LeftOut, MicroStep, Placement, Rank, ServerId,
+    Step, Version,
 };
 
 use super::{refusal::Refusal, shard::ShardProgress};
@@ -147,6 +148,11 @@ pub struct Machine {
     pub(super) shards: Vec<ShardProgress>,
     /// Index among the owned shards, by shard. None for a foreign shard.
     pub(super) owned: Vec<Option<OwnedShard>>,
+    pub(super) server: ServerId,
+    /// The placement as of the newest decision.
+    pub(super) placement: Placement,
+    /// Updates that wait for a shard's state, in order of their steps.
+    pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.
     pub(super) standing: Option<Standing>,
     /// The loss scale of each undecided step to which this server holds any contribution. Every shard has the
@@ -162,10 +168,13 @@ pub struct Machine {
 }
 
 impl Machine {
-    pub fn new(spec: Arc<JobSpec>, layout: Arc<Layout>, owned_shards: &[ShardId]) -> Machine {
+    /// The server may own the shards that `placement` gives it, and owns them from the start unless it
+    /// [begins without them](Machine::begin_without_shards).
+    pub fn new(spec: Arc<JobSpec>, layout: Arc<Layout>, placement: Placement, server: ServerId) -> Machine {
+        let owned_shards = placement.owned(server);
         let mut owned = vec![None; layout.shards() as usize];
         let mut shards = Vec::with_capacity(owned_shards.len());
-        for (index, &shard) in OwnedShards::all(owned_shards.len()).zip(owned_shards) {
+        for (index, shard) in OwnedShards::all(owned_shards.len()).zip(owned_shards.iter().copied()) {
             owned[shard.index()] = Some(index);
             let chunks = layout.chunks(shard, spec.gradient_dtype);
             let contributors = layout.contributors(shard);
@@ -183,6 +192,9 @@ impl Machine {
             ranks,
             shards,
             owned,
+            server,
+            placement,
+            held: Vec::new(),
             standing: None,
             scales: Vec::new(),
             reads: BTreeMap::new(),
@@ -207,7 +219,7 @@ impl Machine {
     }
 
     /// Starts from the last of these records, paused if the job was.
-    fn begin(&mut self, records: Vec<Record>) {
+    pub(super) fn begin(&mut self, records: Vec<Record>) {
         self.phase = Phase::Training;
         for Record { version, applied, commit, left_out, standing } in records {
             (self.version, self.applied, self.left_out) = (version, applied, left_out);

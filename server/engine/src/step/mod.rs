@@ -2,6 +2,7 @@
 
 mod admit;
 mod decide;
+mod handover;
 mod machine;
 mod members;
 mod pause;
@@ -10,6 +11,7 @@ mod shard;
 mod statements;
 mod view;
 
+pub use handover::Awaited;
 pub use machine::{Admission, Machine, Phase, Sum, Ticket, Work};
 pub use refusal::Refusal;
 pub use view::{Progress, RankProgress, Restoring};

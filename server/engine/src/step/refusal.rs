@@ -1,8 +1,8 @@
 //! Reasons why an event is refused: one variant for each, with the values that show it.
 
 use longshore_proto::{
-    ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ShardId,
-    Step, Version,
+    ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ServerId,
+    ShardId, Step, Version,
     fault::{ORIGIN, OWED, READS, READS_VERSION},
 };
 
@@ -17,6 +17,7 @@ pub enum Refusal {
     Fenced { rank: Rank, incarnation: Incarnation, current: Incarnation },
     Left { rank: Rank, incarnation: Incarnation },
     NotOwned { shard: ShardId, shards: u32 },
+    Elsewhere { shard: ShardId, step: Step, owner: ServerId },
     NotContributor { contribution: Contribution, contributors: Vec<Rank> },
     Frozen { contribution: Contribution, param: String },
     WrongDtype { dtype: Dtype, expected: Dtype },
@@ -115,6 +116,13 @@ impl From<Refusal> for Fault {
                 "shard",
                 shard.0,
                 format!("one this server owns, of {shards} in the job"),
+                "send it to its owner: see placement in Admin.Describe",
+            ),
+            Refusal::Elsewhere { shard, step, owner } => Fault::new(
+                Precondition,
+                "shard",
+                format!("{} at {step}", shard.0),
+                format!("one of this server's at that step: it is {owner}'s"),
                 "send it to its owner: see placement in Admin.Describe",
             ),
             Refusal::Frozen { contribution, param } => Fault::new(

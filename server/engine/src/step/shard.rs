@@ -57,6 +57,10 @@ pub(super) struct ShardProgress {
     pub(super) contributors: Vec<Rank>,
     /// The step that last updated the shard's state.
     pub(super) version: Version,
+    /// Steps at which this server owns the shard.
+    pub(super) span: Range<u64>,
+    /// The state is on its way from the owner before.
+    pub(super) awaited: bool,
     /// By step, modulo the number of slots.
     pub(super) slots: Vec<StepSlot>,
 }
@@ -306,7 +310,8 @@ impl StepSlot {
 impl ShardProgress {
     pub(super) fn new(shard: ShardId, chunks: u32, slots: usize, contributors: &[Rank]) -> ShardProgress {
         let slots = (0..slots).map(|_| StepSlot::new(chunks, contributors.len())).collect();
-        ShardProgress { shard, chunks, contributors: contributors.to_vec(), version: Version(0), slots }
+        let (contributors, version) = (contributors.to_vec(), Version(0));
+        ShardProgress { shard, chunks, contributors, version, span: 0..u64::MAX, awaited: false, slots }
     }
 
     /// Returns a rank's index among the shard's contributors, if it is one of them.

@@ -76,7 +76,10 @@ impl Machine {
 
     /// Returns true if every decided update is done on every shard.
     pub fn is_settled(&self) -> bool {
-        self.shards.iter().all(|shard| shard.version == self.version)
+        self.shards.iter().all(|shard| {
+            let last = shard.span.end.saturating_sub(1).min(self.version.0);
+            last < shard.span.start || !shard.awaited && shard.version.0 >= last
+        })
     }
 
     pub fn is_complete(&self, owned: OwnedShard, step: Step) -> bool {
@@ -99,8 +102,8 @@ impl Machine {
 
     /// Names the first shard, and the rank, for which [`Machine::owing`] holds, once the step is complete on all shards.
     pub fn owed(&self, step: Step) -> Option<String> {
-        let mut shards = OwnedShards::all(self.shards.len());
-        if !self.shards.iter().all(|shard| shard.is_complete(step)) {
+        let mut shards = OwnedShards::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
+        if !self.owned_at(step).all(|shard| shard.is_complete(step)) {
             return None;
         }
         shards.find_map(|owned| {
@@ -184,7 +187,10 @@ impl Machine {
     pub fn updatable(&self, first: OwnedShard, most: usize, step: Step) -> OwnedShards {
         let contributors = self.shards[first.index()].contributors.len();
         let fits = |shard: &&ShardProgress| {
-            shard.version.next_step() == step && shard.contributors.len() == contributors
+            shard.version.next_step() == step
+                && shard.span.contains(&step.0)
+                && !shard.awaited
+                && shard.contributors.len() == contributors
         };
         first.run(self.shards[first.index()..].iter().take(most).take_while(fits).count())
     }
@@ -207,7 +213,7 @@ impl Machine {
             return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
         }
         let step = self.version.next_step();
-        for shard in &self.shards {
+        for shard in self.owned_at(step) {
             let slot = shard.slot(step);
             if shard.is_complete(step) || slot.summing {
                 continue;
@@ -229,7 +235,7 @@ impl Machine {
             return Some(format!("{step}, {micro_step}, {} from {named}", shard.shard));
         }
         let decidable =
-            self.phase == Phase::Training && self.shards.iter().all(|shard| shard.is_complete(step));
+            self.phase == Phase::Training && self.owned_at(step).all(|shard| shard.is_complete(step));
         decidable.then(|| format!("{DECISION_AWAITED}{step} (its commit) from {}", self.describe(Rank(0))))
     }
 

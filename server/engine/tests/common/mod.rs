@@ -92,6 +92,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
         trainer_state: Vec::new(),
         decided_by: Default::default(),
         pause_reason: String::new(),
+        placement: None,
     }
 }
 

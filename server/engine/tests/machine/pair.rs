@@ -8,8 +8,8 @@ use longshore_engine::{
     step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work},
 };
 use longshore_proto::{
-    ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Origin, Rank, ShardId,
-    Step, Version,
+    ChunkId, Contribution, ContributionChunk, Dtype, Incarnation, JobSpec, MicroStep, Origin, Placement,
+    Rank, ServerId, ShardId, Step, Version,
 };
 
 use super::model::{Answer, Model};
@@ -48,7 +48,11 @@ impl Pair {
         let mut noise = Noise(seed);
         let spec = Arc::new(random_spec(&mut noise));
         let layout = Arc::new(spec.validate().unwrap());
-        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), &OWNED);
+        let mut placement = Placement::striped(vec!["here".into(), "there".into()], layout.shards());
+        for (shard, owner) in placement.owners.iter_mut().enumerate() {
+            *owner = ServerId(u32::from(!OWNED.contains(&ShardId(shard as u32))));
+        }
+        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), placement, ServerId(0));
         let model = Model::new(&spec, &layout, &OWNED);
         let (tickets, works, answers) = (Vec::new(), Vec::new(), BTreeMap::new());
         let mut pair = Pair { noise, spec, machine, model, tickets, works, answers };

@@ -7,6 +7,7 @@ mod inspect;
 mod manual;
 mod plan;
 mod restore;
+mod scale;
 mod status;
 mod tls;
 mod trace;
@@ -113,6 +114,8 @@ enum Command {
     ///
     /// The command takes rank 0, so that a trainer which is filling the job is fenced.
     Import(import::Args),
+    /// Train on other servers: shards move while training goes on
+    Scale(scale::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),
     /// Take back the last step on every server, as when a drive has lost a part of the newest version (tier nvme)
@@ -160,6 +163,7 @@ impl Command {
             Command::Export(args) => &mut args.target.servers,
             Command::Import(args) => &mut args.servers,
             Command::Resume(args) => &mut args.target.servers,
+            Command::Scale(args) => &mut args.target.servers,
             Command::StepBack(args) => &mut args.target.servers,
             Command::Delete(args) => &mut args.servers,
             Command::Drain(args) => args,
@@ -210,6 +214,7 @@ impl Cli {
             Command::Import(args) => import::run(&args, out),
             Command::Inspect(args) => inspect::run(&args, out),
             Command::Resume(args) => admin::resume(&args, out),
+            Command::Scale(args) => scale::run(&args, out),
             Command::StepBack(args) => admin::step_back(&args, out),
             Command::Delete(args) => admin::delete(&args, out),
             Command::Drain(args) => admin::drain(&args, out),

@@ -25,7 +25,7 @@ pub use self::{
 };
 use super::Job;
 use crate::{
-    ids::OwnedShard,
+    ids::{OwnedShard, OwnedShards},
     lock,
     step::{Machine, Progress},
 };
@@ -130,12 +130,14 @@ impl Snapshots {
         lock(&self.running).retain(|other| !Arc::ptr_eq(other, copying));
     }
 
-    /// Tells the snapshots of the current version how it was decided. Called under the machine's lock at
-    /// every decision.
+    /// Tells the snapshots of the current version how it was decided, and which shards are this server's at that
+    /// version. Called under the machine's lock at every decision.
     pub(super) fn tell(&self, machine: &Machine) {
         for snapshot in lock(&self.running).iter().filter(|snapshot| snapshot.version == machine.version()) {
             let Progress { version, applied, last_commit: commit, .. } = machine.progress();
             *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
+            let owned = OwnedShards::all(snapshot.shards());
+            snapshot.covers(owned.map(|owned| machine.owns(owned, Step(version.0))).collect());
         }
     }
 
@@ -143,7 +145,8 @@ impl Snapshots {
     /// shard.
     pub(super) fn take_before(&self, job: &Job, owned: OwnedShard, step: Step) {
         let running = lock(&self.running).clone();
-        for snapshot in running.iter().filter(|snapshot| snapshot.version < step.version()) {
+        let earlier = |snapshot: &&Arc<Copying>| snapshot.version < step.version() && snapshot.has(owned);
+        for snapshot in running.iter().filter(earlier) {
             snapshot.copy_rest(job, owned);
         }
     }

@@ -7,7 +7,7 @@
 //! they wait for the reader.
 
 use std::{
-    sync::{Arc, Mutex, Weak},
+    sync::{Arc, Mutex, OnceLock, Weak},
     time::Instant,
 };
 
@@ -66,6 +66,8 @@ pub(super) struct Copying {
     pub(super) staging: Staging,
     /// Known once the version is decided.
     pub(super) info: Mutex<Option<SnapshotInfo>>,
+    /// By owned shard: true if the shard is this server's at the version. Known once the version is decided.
+    covered: OnceLock<Vec<bool>>,
 }
 
 impl Job {
@@ -97,8 +99,9 @@ impl Job {
                 "ask for the current version; older ones are not kept",
             ));
         }
-        let (asked_after, info) = (machine.has_been_left(), Mutex::default());
-        let copying = Arc::new(Copying { version, purpose, copy, asked_after, copied, staging, info });
+        let (asked_after, info, covered) = (machine.has_been_left(), Mutex::default(), OnceLock::new());
+        let copying =
+            Arc::new(Copying { version, purpose, copy, asked_after, copied, staging, info, covered });
         self.snapshots.add(&copying)?;
         self.snapshots.tell(&machine);
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
@@ -132,6 +135,15 @@ impl Snapshot {
         self.copying.version
     }
 
+    /// Waits for the version, and returns the shards that the snapshot has, in forward order: those that are this server's
+    /// at that version.
+    pub fn shards(&self, deadline: Instant) -> Result<Vec<ShardId>, Fault> {
+        let job = self.job()?;
+        job.wait_for_version(&self.copying, deadline)?;
+        let shards = job.share.all().filter(|&owned| self.copying.has(owned));
+        Ok(shards.map(|owned| job.share.shard(owned)).collect())
+    }
+
     pub fn ended(&self) -> Ended {
         Ended(Arc::clone(&self.copying))
     }
@@ -156,8 +168,10 @@ impl Snapshot {
                 break;
             }
             let job = self.job()?;
-            job.wait_for_shard(copying, owned, deadline)?;
-            if copying.copy_some(&job, owned)? {
+            if copying.has(owned) {
+                job.wait_for_shard(copying, owned, deadline)?;
+            }
+            if !copying.has(owned) || copying.copy_some(&job, owned)? {
                 owned = owned.next();
             }
             if owned.index() == copying.copied.len() {
@@ -227,6 +241,20 @@ impl Job {
 }
 
 impl Copying {
+    pub(super) fn shards(&self) -> usize {
+        self.copied.len()
+    }
+
+    /// Notes which shards are this server's at the version.
+    pub(super) fn covers(&self, covered: Vec<bool>) {
+        let _ = self.covered.set(covered);
+    }
+
+    /// Returns true if the snapshot has a shard. Asked once the version is decided.
+    pub(super) fn has(&self, owned: OwnedShard) -> bool {
+        self.covered.get().is_some_and(|covered| covered[owned.index()])
+    }
+
     fn check(&self) -> Result<(), Fault> {
         self.staging.ended().map_or(Ok(()), Err)
     }

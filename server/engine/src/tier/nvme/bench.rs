@@ -127,6 +127,7 @@ impl BenchStore {
             trainer_state: Vec::new(),
             decided_by: Default::default(),
             pause_reason: String::new(),
+            placement: None,
         }
     }
 }

@@ -1,0 +1,180 @@
+//! Handovers of shards between servers: state that the owner before gives, and that the new owner takes in.
+//!
+//! The owner before makes no further update of such a shard, so its state stays as it is while the new owner reads it.
+//! Connections and retries are the caller's.
+
+use std::ops::Range;
+
+use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, ShardId, Step, Version};
+
+use super::Job;
+use crate::{
+    ids::OwnedShard,
+    lock,
+    record::{Joined, Record},
+    step::{Awaited, Work},
+};
+
+/// Number of the image among the arrays that a handover transfers, after those of the state.
+pub const IMAGE: u32 = 3;
+
+impl Job {
+    /// Takes part in a running job from the version of `record` on, without any shard.
+    ///
+    /// # Errors
+    /// `Fenced` for another process than rank 0's; `Precondition` if this server owns shards already, or keeps the
+    /// job's state beyond its own process.
+    pub fn begin(
+        &self,
+        incarnation: Incarnation,
+        placement: Placement,
+        record: Record,
+        ranks: &[Option<Joined>],
+    ) -> Result<(), Fault> {
+        self.protocol.check_alive()?;
+        placement.validate(self.share.layout.shards())?;
+        if self.tier.durable.is_some() {
+            let (tier, limit) = (self.share.spec.tier, "memory: shards of other tiers do not move yet");
+            let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
+            return Err(Fault::new(FaultKind::Precondition, "spec.tier", tier, limit, remedy));
+        }
+        self.protocol.machine().begin_without_shards(incarnation, placement, record, ranks)?;
+        self.finish_load();
+        self.protocol.notify();
+        Ok(())
+    }
+
+    /// The shards that this server owns at a step, in forward order.
+    pub fn owned_at(&self, step: Step) -> Vec<ShardId> {
+        let machine = self.protocol.machine();
+        let owned = self.share.all().filter(|&owned| machine.owns(owned, step));
+        owned.map(|owned| self.share.shard(owned)).collect()
+    }
+
+    /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened for
+    /// others.
+    pub fn is_spare(&self) -> bool {
+        self.share.placement.epoch > Epoch(1) && self.protocol.machine().is_without_shards()
+    }
+
+    /// Returns true if an update waits for a shard that is on its way.
+    pub fn is_held(&self) -> bool {
+        self.protocol.machine().is_held()
+    }
+
+    /// The shards whose state is on its way to this server, in forward order.
+    pub fn awaited(&self) -> Vec<Awaited> {
+        self.protocol.machine().awaited()
+    }
+
+    /// Returns Some once a shard has the last version that this server makes of it.
+    pub fn check_fetch(&self, shard: ShardId, version: Version) -> Result<Option<()>, Fault> {
+        self.protocol.check_alive()?;
+        let machine = self.protocol.machine();
+        let owned = machine.owned_index(shard)?;
+        Ok(machine.check_fetch(owned, version)?.then_some(()))
+    }
+
+    /// Bytes of each array that a handover of the shard transfers: those of the state, then the image.
+    pub fn handed_bytes(&self, shard: ShardId) -> Result<[usize; IMAGE as usize + 1], Fault> {
+        let owned = self.protocol.machine().owned_index(shard)?;
+        let mut bytes = [0; IMAGE as usize + 1];
+        self.tier.state.read(owned, &mut |state| {
+            let arrays = bytes.iter_mut().zip(state.arrays);
+            arrays.for_each(|(bytes, array)| *bytes = array.len());
+        })?;
+        // The image of an exact job follows from its master weights.
+        if self.share.spec.max_delay > 0 && !self.share.is_frozen(owned) {
+            bytes[IMAGE as usize] = self.images.len(owned);
+        }
+        Ok(bytes)
+    }
+
+    /// Copies bytes of a shard that [`Job::check_fetch`] has found ready.
+    pub fn read_handed(
+        &self,
+        shard: ShardId,
+        version: Version,
+        array: u32,
+        bytes: Range<usize>,
+    ) -> Result<Vec<u8>, Fault> {
+        let owned = self.protocol.machine().owned_index(shard)?;
+        let mut copy = Vec::with_capacity(bytes.len());
+        if array == IMAGE {
+            let found = self.images.read(owned, version, bytes, &mut |part| copy.extend_from_slice(part))?;
+            return if found { Ok(copy) } else { Err(lost(shard, version)) };
+        }
+        self.tier
+            .state
+            .read(owned, &mut |state| copy.extend_from_slice(&state.arrays[array as usize][bytes.clone()]))?;
+        Ok(copy)
+    }
+
+    /// Writes bytes of an awaited shard's array.
+    ///
+    /// # Errors
+    /// `Invalid` for bytes outside of the array; nothing is written.
+    pub fn write_fetched(
+        &self,
+        awaited: &Awaited,
+        array: u32,
+        offset: usize,
+        bytes: &[u8],
+    ) -> Result<(), Fault> {
+        let owned = self.protocol.machine().owned_index(awaited.shard)?;
+        let length = self.handed_bytes(awaited.shard)?.get(array as usize).copied().unwrap_or(0);
+        let place = offset..offset.saturating_add(bytes.len());
+        if place.end > length {
+            let value = format!("bytes {place:?} of array {array} of {}", awaited.shard);
+            let remedy = "use one version of Longshore on all servers of a job";
+            return Err(Fault::invalid("fetch.offset", value, format!("within its {length}"), remedy));
+        }
+        self.spare_snapshots(owned, awaited.version);
+        if array == IMAGE {
+            let mut image = self.images.to_make(owned, awaited.version);
+            image.overwrite().bytes_mut()[place].copy_from_slice(bytes);
+            return Ok(());
+        }
+        self.tier.state.load(owned, &mut |state| {
+            state.arrays.into_iter().nth(array as usize).into_iter().for_each(|array| {
+                array[place.clone()].copy_from_slice(bytes);
+            });
+        })
+    }
+
+    /// Snapshots of a version from before the shard had left this server copy it before it is written again.
+    fn spare_snapshots(&self, owned: OwnedShard, version: Version) {
+        self.snapshots.take_before(self, owned, version.next_step());
+    }
+
+    /// All bytes of an awaited shard are written. Returns the updates that waited for it.
+    pub fn fetched(&self, awaited: &Awaited) -> Result<Vec<Work>, Fault> {
+        self.protocol.check_alive()?;
+        let owned = self.protocol.machine().owned_index(awaited.shard)?;
+        if !self.share.is_frozen(owned) {
+            match self.share.spec.max_delay {
+                0 => self.make_image(owned, awaited.version)?,
+                _ => self.images.to_make(owned, awaited.version).set(Some(awaited.version)),
+            }
+        }
+        let works = self.protocol.machine().fetched(owned);
+        self.protocol.notify();
+        Ok(works)
+    }
+
+    /// Ends the wait for weights: the state of a server that begins later comes shard by shard.
+    fn finish_load(&self) {
+        lock(&self.load).finish();
+    }
+}
+
+fn lost(shard: ShardId, version: Version) -> Fault {
+    let remedy = "restore the last checkpoint";
+    Fault::new(
+        FaultKind::NotFound,
+        "version",
+        format!("{} of {shard}", version.0),
+        "kept for its next owner",
+        remedy,
+    )
+}

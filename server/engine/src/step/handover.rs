@@ -1,0 +1,166 @@
+//! Handovers: shards that this server owns from a step on, or up to a step, as commits say.
+//!
+//! The decision on step w names the owner of steps from w + 1 + `max_delay` on. The owner before keeps the last
+//! version that it made, and the new one fetches it. Until the state is there, the updates that need it are held back.
+
+use longshore_proto::{Incarnation, Placement, PlacementChange, ServerId, ShardId, Step, Version};
+
+use super::{
+    machine::{Machine, Phase, Work},
+    refusal::Refusal,
+    shard::ShardProgress,
+};
+use crate::{
+    ids::{OwnedShard, OwnedShards},
+    record::{Joined, Record},
+};
+
+/// A shard whose state is on its way to this server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Awaited {
+    pub shard: ShardId,
+    /// Version of the state that is to come.
+    pub version: Version,
+    /// The server that has it, and its address.
+    pub source: ServerId,
+    pub address: String,
+}
+
+impl Machine {
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// Returns true if this server has begun, or is about to begin, without shards, and never owned one.
+    pub fn is_without_shards(&self) -> bool {
+        self.phase == Phase::Loading || self.shards.iter().all(|shard| shard.span.is_empty())
+    }
+
+    /// Returns true if an update waits for a shard that is on its way.
+    pub fn is_held(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Returns true if this server takes a shard's gradients of `step` and makes its version.
+    pub fn owns(&self, owned: OwnedShard, step: Step) -> bool {
+        self.shards[owned.index()].span.contains(&step.0)
+    }
+
+    /// The shards that this server owns at a step.
+    pub(super) fn owned_at(&self, step: Step) -> impl Iterator<Item = &ShardProgress> {
+        self.shards.iter().filter(move |shard| shard.span.contains(&step.0))
+    }
+
+    /// Returns true once this server has made a decided version on every shard that it owns at that step.
+    pub fn is_made(&self, step: Step) -> bool {
+        self.owned_at(step).all(|shard| shard.version >= step.version() && !shard.awaited)
+    }
+
+    /// Takes part in a running job from a version on, without any shard. `ranks` have joined the job.
+    pub fn begin_without_shards(
+        &mut self,
+        incarnation: Incarnation,
+        placement: Placement,
+        record: Record,
+        ranks: &[Option<Joined>],
+    ) -> Result<(), Refusal> {
+        self.check_rank_zero(incarnation)?;
+        let nothing = self.phase == Phase::Loading || self.shards.iter().all(|shard| shard.span.is_empty());
+        if !nothing {
+            return Err(Refusal::NotLoading { version: self.version });
+        }
+        self.commits.clear();
+        self.scales.clear();
+        self.reads.clear();
+        self.placement = placement;
+        for shard in &mut self.shards {
+            (shard.span, shard.version) = (u64::MAX..u64::MAX, record.version);
+        }
+        self.begin(vec![record]);
+        self.had_joined(ranks);
+        Ok(())
+    }
+
+    /// Checks that this server has room for the shards that a change gives it.
+    pub(super) fn check_change(&self, change: &PlacementChange) -> Result<(), Refusal> {
+        let here =
+            |&&(shard, to): &&(ShardId, ServerId)| to != self.server || self.owned[shard.index()].is_some();
+        match change.moves.iter().find(|of| !here(of)) {
+            Some(&(shard, _)) => Err(Refusal::NotOwned { shard, shards: self.layout.shards() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes the change of the placement that came with the decision on `step`.
+    pub(super) fn change(&mut self, change: &PlacementChange, step: Step) {
+        let from = Placement::from_step(step, self.spec.max_delay).0;
+        for &(shard, to) in &change.moves {
+            let Some(owned) = self.owned[shard.index()] else { continue };
+            let shard = &mut self.shards[owned.index()];
+            if to == self.server {
+                (shard.span, shard.awaited) = (from..u64::MAX, true);
+            } else if shard.span.end == u64::MAX && !shard.span.is_empty() {
+                shard.span.end = from;
+            }
+        }
+        self.placement.apply(change, step, self.spec.max_delay);
+    }
+
+    /// The shards whose state is on its way, in forward order.
+    pub fn awaited(&self) -> Vec<Awaited> {
+        let awaited = self.shards.iter().filter(|shard| shard.awaited);
+        let of = |shard: &ShardProgress| {
+            let version = Version(shard.span.start - 1);
+            let source = self.placement.owner_at(shard.shard, Step(version.0));
+            let address = self.placement.servers.get(source.0 as usize).cloned().unwrap_or_default();
+            Awaited { shard: shard.shard, version, source, address }
+        };
+        awaited.map(of).collect()
+    }
+
+    /// The awaited state of a shard is here. Returns the updates that it held back.
+    pub fn fetched(&mut self, owned: OwnedShard) -> Vec<Work> {
+        let shard = &mut self.shards[owned.index()];
+        if !std::mem::take(&mut shard.awaited) {
+            return Vec::new();
+        }
+        shard.version = Version(shard.span.start - 1);
+        let held = self.held.extract_if(.., |(held, _)| *held == owned);
+        held.map(|(owned, step)| Work::Update { owned, step }).collect()
+    }
+
+    /// Returns true once a shard has the last version that this server makes of it, for the next owner.
+    pub fn check_fetch(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
+        self.check_not_loading()?;
+        let shard = &self.shards[owned.index()];
+        if shard.span.end == version.0 + 1 {
+            return Ok(shard.version == version && !shard.awaited);
+        }
+        // The decision that hands the shard over may not be here yet.
+        match self.knows_owner(Step(version.0 + 1)) {
+            false => Ok(false),
+            true => Err(self.elsewhere(shard.shard, Step(version.0 + 1))),
+        }
+    }
+
+    /// Returns true if no later decision can change the owners of a step.
+    pub(super) fn knows_owner(&self, step: Step) -> bool {
+        Placement::from_step(Step(self.version.0), self.spec.max_delay) >= step
+    }
+
+    pub(super) fn elsewhere(&self, shard: ShardId, step: Step) -> Refusal {
+        Refusal::Elsewhere { shard, step, owner: self.placement.owner_at(shard, step) }
+    }
+
+    /// Returns the first update of a step from shard `owned` on, unless its state is on its way. Each shard is updated to
+    /// step t before step t+1.
+    pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
+        let mut later = OwnedShards::all(self.shards.len()).skip(owned.index());
+        let owned = later.find(|&owned| self.owns(owned, step))?;
+        if self.shards[owned.index()].awaited {
+            self.held.push((owned, step));
+            return None;
+        }
+        Some(Work::Update { owned, step })
+    }
+}

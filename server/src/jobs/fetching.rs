@@ -1,0 +1,208 @@
+//! Fetches of shards that other servers hand over to this one. A job has one task for it, which ends once nothing is
+//! awaited; the next decision that brings shards starts another.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use futures_util::future::join_all;
+use longshore_engine::step::Awaited;
+use longshore_proto::{
+    Fault, FaultKind,
+    checksum::crc32,
+    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, DEFAULT_DEADLINE_MS},
+};
+use longshore_wire::{
+    Channel, dial, fault_from_status,
+    tls::Credentials,
+    v1::{FetchRequest, tensors_client::TensorsClient},
+};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::JobHandle;
+use crate::tasks::blocking;
+
+/// Shards that are fetched at once: one is written while the next one is on its way.
+const AT_ONCE: usize = 2;
+/// Pause after a failed fetch, at first and at most.
+const PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// The longest silence of a server that sends a shard, once the shard's version is made.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// Characters of an obstacle that are kept.
+const MOST_SAID: usize = 1000;
+
+/// Fetches of one job.
+#[derive(Default)]
+pub(crate) struct Fetching {
+    is_running: AtomicBool,
+    fetched: Mutex<Fetched>,
+}
+
+/// What was fetched since the job was opened here.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Fetched {
+    pub(crate) shards: u64,
+    pub(crate) bytes: u64,
+    /// Time that updates waited for a shard.
+    pub(crate) held: Duration,
+    /// Why the last fetch failed. None once one has succeeded.
+    pub(crate) failure: Option<Fault>,
+    /// Why rank 0 cannot move shards as an operator wants. Empty: nothing is in the way.
+    pub(crate) obstacle: String,
+    /// When the newest wish that is fulfilled was asked for.
+    pub(crate) reached_micros: u64,
+}
+
+impl Fetching {
+    pub(crate) fn fetched(&self) -> Fetched {
+        self.lock().clone()
+    }
+
+    pub(crate) fn note_report(&self, obstacle: &str, reached_micros: u64) {
+        let mut fetched = self.lock();
+        fetched.reached_micros = fetched.reached_micros.max(reached_micros);
+        if fetched.obstacle != obstacle {
+            fetched.obstacle = obstacle.chars().take(MOST_SAID).collect();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Fetched> {
+        self.fetched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl JobHandle {
+    /// Starts to fetch the shards that the job awaits, unless a task does so already. `tls_dir` has this server's
+    /// certificate, with which it calls others.
+    pub(crate) fn fetch_awaited(self: &Arc<Self>, tls_dir: Option<&Path>) {
+        if self.job.awaited().is_empty() || self.fetching.is_running.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (handle, tls_dir) = (Arc::clone(self), tls_dir.map(Path::to_path_buf));
+        tokio::spawn(async move {
+            handle.fetch_all(tls_dir.as_deref()).await;
+            handle.fetching.is_running.store(false, Ordering::Release);
+            // A decision may have brought shards since the last look.
+            if !handle.is_closed() && handle.job.protocol.check_alive().is_ok() {
+                handle.fetch_awaited(tls_dir.as_deref());
+            }
+        });
+    }
+
+    async fn fetch_all(&self, tls_dir: Option<&Path>) {
+        let (mut channels, mut pause) = (BTreeMap::new(), PAUSE);
+        loop {
+            let awaited = self.job.awaited();
+            if awaited.is_empty() || self.is_closed() || self.job.protocol.check_alive().is_err() {
+                return;
+            }
+            let first = &awaited[..awaited.len().min(AT_ONCE)];
+            for shard in first {
+                if !channels.contains_key(&shard.address) {
+                    match self.channel(&shard.address, tls_dir).await {
+                        Ok(channel) => drop(channels.insert(shard.address.clone(), channel)),
+                        Err(fault) => self.note_failure(shard, fault),
+                    }
+                }
+            }
+            let fetches = first.iter().filter_map(|shard| {
+                let channel = channels.get(&shard.address)?.clone();
+                Some(async move { self.fetch(shard, channel).await.map_err(|fault| (shard, fault)) })
+            });
+            let ended = join_all(fetches).await;
+            let is_whole = ended.len() == first.len() && ended.iter().all(Result::is_ok);
+            for (shard, fault) in ended.into_iter().filter_map(Result::err) {
+                channels.remove(&shard.address);
+                self.note_failure(shard, fault);
+            }
+            match is_whole {
+                true => pause = PAUSE,
+                false => {
+                    sleep(pause).await;
+                    pause = (2 * pause).min(LONGEST_PAUSE);
+                }
+            }
+        }
+    }
+
+    async fn channel(&self, address: &str, tls_dir: Option<&Path>) -> Result<Channel, Fault> {
+        let credentials =
+            tls_dir.filter(|_| !address.starts_with("unix:")).map(Credentials::read).transpose()?;
+        dial::connect(address, credentials.as_ref()).await
+    }
+
+    async fn fetch(&self, awaited: &Awaited, channel: Channel) -> Result<(), Fault> {
+        let request = FetchRequest {
+            job: self.job.spec().name.to_string(),
+            shard: awaited.shard.0,
+            version: awaited.version.0,
+            deadline_ms: DEFAULT_DEADLINE_MS,
+        };
+        let mut client =
+            TensorsClient::new(channel).max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES);
+        let fault = |status| fault_from_status(&status, &awaited.address);
+        let mut parts = client.fetch(request).await.map_err(fault)?.into_inner();
+        let mut missing: usize = self.job.handed_bytes(awaited.shard)?.iter().sum();
+        let (whole, mut held_since) = (missing, None);
+        let mut patience = Duration::from_millis(DEFAULT_DEADLINE_MS);
+        while missing > 0 {
+            let next = timeout(patience, parts.message()).await.map_err(|_| silent(awaited))?;
+            let Some(part) = next.map_err(fault)? else { return Err(short(awaited, missing)) };
+            patience = SILENCE;
+            if crc32(&part.payload) != part.crc32 || part.payload.is_empty() {
+                let remedy = "it is fetched again; if it repeats, suspect the network or a host's memory";
+                let value = format!("{:08x} of {}", part.crc32, awaited.shard);
+                return Err(Fault::new(FaultKind::Corrupt, "fetch.crc32", value, "the payload's", remedy));
+            }
+            self.job.write_fetched(awaited, part.array, part.offset as usize, &part.payload)?;
+            missing = missing.saturating_sub(part.payload.len());
+            if self.job.is_held() {
+                held_since.get_or_insert_with(Instant::now);
+            }
+        }
+        let (job, of) = (Arc::clone(&self.job), awaited.clone());
+        let works = blocking(move || job.fetched(&of)).await?;
+        let mut fetched = self.fetching.lock();
+        (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + whole as u64);
+        fetched.failure = None;
+        if !works.is_empty() {
+            fetched.held += held_since.map_or(Duration::ZERO, |since| since.elapsed());
+        }
+        drop(fetched);
+        tracing::debug!(job = %self.job.spec().name, shard = awaited.shard.0, version = awaited.version.0, "fetched");
+        works.into_iter().for_each(|work| self.perform(Some(work)));
+        Ok(())
+    }
+
+    fn note_failure(&self, awaited: &Awaited, fault: Fault) {
+        let (job, shard, source) = (&self.job.spec().name, awaited.shard.0, &awaited.address);
+        let mut fetched = self.fetching.lock();
+        if fetched.failure.replace(fault.clone()).is_none() {
+            tracing::warn!(%job, shard, source, %fault, "a shard cannot be fetched yet; it is tried again");
+        }
+    }
+}
+
+fn silent(awaited: &Awaited) -> Fault {
+    let remedy = "see the load of that server; the shard is asked for again";
+    Fault::new(
+        FaultKind::Deadline,
+        "fetch",
+        format!("{} from {}", awaited.shard, awaited.address),
+        "sent in time",
+        remedy,
+    )
+}
+
+fn short(awaited: &Awaited, missing: usize) -> Fault {
+    let value = format!("{missing} bytes of {} missing", awaited.shard);
+    Fault::new(FaultKind::Unavailable, "fetch", value, "the whole shard", "it is asked for again")
+}

@@ -1,0 +1,57 @@
+//! State of shards that this server has handed over, for the servers that own them next.
+
+use longshore_engine::job::IMAGE;
+use longshore_proto::{Fault, ShardId, Version, checksum::crc32, limits::CHUNK_BYTES};
+use longshore_wire::{self as wire, v1};
+use tokio::time::Instant;
+
+use super::{
+    Services, blocking, default_deadline, refuse,
+    room::{Answers, Room, answers},
+};
+
+pub(super) fn stream(
+    services: &Services,
+    request: &v1::FetchRequest,
+    room: Room,
+) -> Result<Answers<v1::FetchResponse>, Fault> {
+    let handle = services.jobs.get(&request.job)?;
+    let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
+    let (shard, version) = (ShardId(request.shard), Version(request.version));
+    let (sender, answers) = answers();
+    tokio::spawn(async move {
+        let name = handle.job.spec().name.clone();
+        let failed = |fault| refuse("Fetch", name.as_str(), fault);
+        let ready = || handle.job.check_fetch(shard, version);
+        let late = || handle.late("fetch", format!("{version} of {shard}"));
+        let ready = tokio::select! {
+            ready = handle.until(deadline, ready, late) => ready,
+            () = sender.closed() => return,
+        };
+        let job = std::sync::Arc::clone(&handle.job);
+        let lengths = match ready {
+            Ok(()) => blocking(move || job.handed_bytes(shard)).await,
+            Err(fault) => Err(fault),
+        };
+        let lengths = match lengths {
+            Ok(lengths) => lengths,
+            Err(fault) => return drop(sender.send(Err(failed(fault))).await),
+        };
+        for (array, length) in (0..=IMAGE).zip(lengths) {
+            for offset in (0..length).step_by(CHUNK_BYTES) {
+                let bytes = offset..length.min(offset + CHUNK_BYTES);
+                let part = || {
+                    let payload = handle.job.read_handed(shard, version, array, bytes.clone())?;
+                    let (offset, crc32) = (offset as u64, crc32(&payload));
+                    Ok(v1::FetchResponse { array, offset, crc32, payload: payload.into() })
+                };
+                let part = room.make(default_deadline(), part).await.map_err(failed);
+                let is_last = part.is_err();
+                if sender.send(part).await.is_err() || is_last {
+                    return;
+                }
+            }
+        }
+    });
+    Ok(answers)
+}

@@ -1,0 +1,107 @@
+//! A job's servers change while its ranks train, and the weights are those of an undisturbed run.
+
+use std::time::Duration;
+
+use longshore_tests::{
+    command::{Output, longshore},
+    seed::{Random, spin},
+    server::{self, Longshored, ServerOptions},
+    soak,
+    status::job_status,
+    train::{Run, Running, Train},
+};
+
+/// Long enough that both changes end before the training does.
+const STEPS: u64 = 400;
+
+fn scale(servers: &[Longshored], to: &[&Longshored], more: &[&str]) -> Output {
+    let servers = server::addresses(servers).join(",");
+    let to: Vec<&str> = to.iter().map(|server| server.address()).collect();
+    let asked = ["scale", "--job", "default", "--servers", &servers, "--to", &to.join(",")];
+    longshore([&asked[..], more].concat())
+}
+
+/// Starts all ranks of a job. Rank 0 comes first.
+fn start(train: &Train, ranks: usize) -> Vec<Running> {
+    (0..ranks).map(|rank| train.start_with(["--rank", &rank.to_string()])).collect()
+}
+
+/// Waits for the end of all ranks, and returns rank 0's.
+fn finish(ranks: Vec<Running>) -> Run {
+    let mut said = ranks.into_iter().map(Running::done);
+    let first = said.next().expect("rank 0");
+    said.for_each(drop);
+    Run::from(first)
+}
+
+/// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
+fn scaled(ranks: usize, more: &[&str]) {
+    let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
+    let servers = server::servers(4, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let mut running = start(&train.clone().servers(&addresses[..2]), ranks);
+    running[0].until_step(3);
+    let [a, b, c, d] = [0, 1, 2, 3].map(|server| &servers[server]);
+    let done = scale(&servers[..2], &[a, b, c, d], &["--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    let held: Vec<u64> = job_status(&addresses).servers.iter().map(|server| server.version).collect();
+    assert_eq!(held.len(), 4, "every server takes part");
+    let done = scale(&servers[..1], &[a, b, c], &["--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    let alone = server::servers(1, &ServerOptions::new());
+    let expected = match ranks {
+        1 => train.undisturbed().hash,
+        _ => finish(start(&train.clone().servers(&server::addresses(&alone)), ranks)).end.state_hash,
+    };
+    assert_eq!(finish(running).end.state_hash, expected);
+}
+
+#[test]
+fn servers_come_and_go_while_a_rank_trains() {
+    scaled(1, &[]);
+}
+
+#[test]
+fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
+    scaled(2, &["--delay", "1"]);
+}
+
+/// Rank 0 dies at any moment of a change, and its next process goes on from there.
+#[test]
+fn rank_0_is_killed_while_servers_come_and_go() {
+    let (train, mut random) = (Train::new(STEPS).args(["--layers", "3"]), Random::new());
+    let servers = server::servers(3, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let train = (train.undisturbed().hash, train.servers(&addresses[..1]));
+    let (expected, train) = train;
+    let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
+    for _ in 0..soak::pick(5, 60) {
+        let mut running = train.start();
+        running.until_started();
+        let choices = [vec![a, b, c], vec![a, b], vec![a, c], vec![a]];
+        let asked = scale(&servers[..1], &choices[random.below(4) as usize], &[]);
+        assert_eq!(asked.code, 0, "{asked:?}");
+        spin(random.part_of(Duration::from_millis(150)));
+        running.kill();
+    }
+    let running = train.start();
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+/// A server that has left a job says where the job is, instead of beginning it anew.
+#[test]
+fn a_server_that_a_job_has_left_may_stop() {
+    let mut servers = server::servers(2, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let train = Train::new(STEPS).args(["--layers", "3"]);
+    let expected = train.undisturbed().hash;
+    let mut running = train.clone().servers(&addresses[..1]).start();
+    running.until_step(3);
+    let done = scale(&servers[..1], &[&servers[1]], &["--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    running.until_steps(10);
+    let (stderr, _) = train.clone().servers(&addresses[..1]).start().fails(Duration::from_secs(60));
+    assert!(stderr.contains("moved") && stderr.contains(&addresses[1]), "{stderr}");
+    servers[0].process.kill();
+    assert_eq!(running.finish().end.state_hash, expected);
+}

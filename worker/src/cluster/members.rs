@@ -1,0 +1,188 @@
+//! The servers of a job as commits change them: the placement, the connected servers, and the discovery of both.
+
+use std::{
+    sync::{Arc, PoisonError, RwLock},
+    time::Duration,
+};
+
+use futures_util::future::join_all;
+use longshore_proto::{Epoch, Placement, PlacementChange, ServerId, ShardId, Step, Version};
+use longshore_wire::{Wire, v1::DescribeRequest};
+use tokio::sync::Notify;
+
+use super::{Cluster, Peer, peer::whole};
+use crate::{
+    error::Result,
+    host::{self, Instant},
+};
+
+/// The longest wait for a server's word on the placement, when a session begins.
+const GLANCE: Duration = Duration::from_secs(2);
+
+/// The placement as of the newest decision that this rank knows, and the servers that it is connected with.
+pub(super) struct Members {
+    state: RwLock<State>,
+    changed: Notify,
+}
+
+struct State {
+    placement: Arc<Placement>,
+    connected: Vec<ServerId>,
+}
+
+impl Members {
+    pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
+        let state = State { placement: Arc::new(placement), connected };
+        Members { state: RwLock::new(state), changed: Notify::new() }
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let changed = change(&mut self.state.write().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_waiters();
+        changed
+    }
+
+    fn read<T>(&self, read: impl FnOnce(&State) -> T) -> T {
+        read(&self.state.read().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Cluster {
+    pub(crate) fn placement(&self) -> Arc<Placement> {
+        self.members.read(|state| Arc::clone(&state.placement))
+    }
+
+    /// The connected servers of the job, in the order of their numbers.
+    pub(crate) fn servers(&self) -> std::vec::IntoIter<ServerId> {
+        self.members.read(|state| state.connected.clone()).into_iter()
+    }
+
+    /// The server whose order of events counts.
+    pub(crate) fn first(&self) -> ServerId {
+        self.members.read(|state| state.connected.first().copied().unwrap_or_default())
+    }
+
+    /// The newest owner of a shard.
+    pub(crate) fn owner(&self, shard: ShardId) -> ServerId {
+        self.members.read(|state| state.placement.owner(shard))
+    }
+
+    /// The owner that takes a shard's gradients of a step, and makes its version.
+    pub(crate) fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
+        self.members.read(|state| state.placement.owner_at(shard, step))
+    }
+
+    /// The shards that a server owns at a step.
+    pub(crate) fn owned_at(&self, server: ServerId, step: Step) -> Vec<ShardId> {
+        let placement = self.placement();
+        let shards = (0..self.layout.shards()).map(ShardId);
+        shards.filter(|&shard| placement.owner_at(shard, step) == server).collect()
+    }
+
+    /// Takes a change of the placement that was decided with `step`. Removed servers are no servers of the job any more.
+    pub(crate) fn change_placement(&self, change: &PlacementChange, step: Step) {
+        let max_delay = self.spec().max_delay;
+        self.members.change(|state| {
+            Arc::make_mut(&mut state.placement).apply(change, step, max_delay);
+            state.connected.retain(|server| !change.removed.contains(server));
+        });
+    }
+
+    /// Notes that a server is connected and joined.
+    pub(crate) fn add_member(&self, server: ServerId) {
+        self.members.change(|state| {
+            if let Err(at) = state.connected.binary_search(&server) {
+                state.connected.insert(at, server);
+            }
+        });
+    }
+
+    /// Returns true if a server has left the job.
+    pub(crate) fn has_left(&self, server: ServerId) -> bool {
+        self.members
+            .read(|state| state.placement.servers.get(server.0 as usize).is_some_and(String::is_empty))
+    }
+
+    /// Waits until this rank is connected with the new owners of a change.
+    pub(crate) async fn reach_owners(&self, change: &PlacementChange) {
+        loop {
+            let changed = self.members.changed.notified();
+            let reached = self
+                .members
+                .read(|state| change.moves.iter().all(|(_, to)| state.connected.binary_search(to).is_ok()));
+            if reached {
+                return;
+            }
+            // A server that a session has just met may have joined between the two lines above.
+            let _ = host::timeout(Duration::from_millis(50), changed).await;
+        }
+    }
+
+    /// Connects with a server that joins the job.
+    pub(crate) async fn meet(&self, server: ServerId, address: &str) -> Result<()> {
+        if self.peers.get(server).is_none() {
+            let start = Instant::now();
+            let peer = self.dial(address, (start, start + self.options.deadline)).await?;
+            self.peers.get_or_make(server, || peer);
+        }
+        Ok(())
+    }
+
+    /// Notes the connections with a server that joins the job.
+    pub(crate) fn add_peer(&self, server: ServerId, peer: Peer) {
+        self.peers.get_or_make(server, || peer);
+    }
+
+    /// Asks the first server for the newest placement: a decision may have changed it since this rank began to join.
+    /// Returns the servers that this rank has not joined.
+    pub(crate) async fn refresh_placement(&self) -> Result<Vec<(ServerId, String)>> {
+        let first = self.first();
+        let Some(placement) = changed_placement(&self.peers[first], self.job().as_str()).await else {
+            return Ok(Vec::new());
+        };
+        let members: Vec<ServerId> = placement.members().collect();
+        let new = self.members.change(|state| {
+            state.connected.retain(|server| members.contains(server));
+            let connected = &state.connected;
+            let new: Vec<_> = members.iter().copied().filter(|server| !connected.contains(server)).collect();
+            state.placement = Arc::new(placement);
+            new
+        });
+        let placement = self.placement();
+        Ok(new.into_iter().map(|server| (server, placement.servers[server.0 as usize].clone())).collect())
+    }
+}
+
+/// Returns the placement of a job whose servers have changed, as the server that is farthest says, and the number by
+/// which each peer takes part in it.
+pub(super) async fn discover(job: &str, peers: &[Peer]) -> Option<(Placement, Vec<Option<ServerId>>)> {
+    let answers = join_all(peers.iter().map(|peer| async move { seen(peer, job).await })).await;
+    let farthest = (0..peers.len())
+        .filter(|&at| answers[at].is_some())
+        .max_by_key(|&at| answers[at].as_ref().map(|(version, _, changed)| (*changed, *version)))?;
+    answers[farthest].as_ref().filter(|(.., changed)| *changed)?;
+    let placement = changed_placement(&peers[farthest], job).await?;
+    let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
+    let numbers = answers.into_iter().map(|seen| seen.map(|(_, server, _)| server).filter(is_member));
+    let numbers = numbers.collect();
+    Some((placement, numbers))
+}
+
+/// Returns a server's version and number, and true if the job's servers may have changed.
+async fn seen(peer: &Peer, job: &str) -> Option<(Version, ServerId, bool)> {
+    let request = DescribeRequest { job: job.into(), brief: true, ..Default::default() };
+    let answer =
+        host::timeout(GLANCE, async { peer.admin().describe(request).await }).await.ok()?.ok()?.into_inner();
+    let version = Version(answer.progress.map_or(0, |progress| progress.version));
+    Some((version, ServerId(answer.server), answer.scaling.is_some()))
+}
+
+async fn changed_placement(peer: &Peer, job: &str) -> Option<Placement> {
+    let (_, _, changed) = seen(peer, job).await?;
+    if !changed {
+        return None;
+    }
+    let request = DescribeRequest { job: job.into(), ..Default::default() };
+    let answer = whole(peer.admin(), request).await.ok()?.into_inner();
+    Placement::from_wire(answer.placement).ok().filter(|placement| placement.epoch > Epoch(1))
+}

@@ -1,0 +1,512 @@
+//! Moves shards to the servers that an operator wants the job to have. Rank 0's driver asks before each decision which
+//! change of the placement comes with it.
+//!
+//! New servers are opened in the background. Between two decisions they begin without shards, and the next decision
+//! names them. Once every rank has joined them, each decision moves a few shards: as many as arrive before their next
+//! update needs them. Servers that shall own nothing leave at the end.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    future::Future,
+    sync::Arc,
+    time::Duration,
+};
+
+use futures_util::future::{join_all, try_join_all};
+use longshore_proto::{
+    Fault, FaultKind, Layout, Placement, PlacementChange, ServerId, ShardId, Step, TierKind, Version,
+    limits::PROTOCOL,
+};
+use longshore_wire::{
+    Wire, fault_from_status,
+    v1::{
+        BeginRequest, DescribeResponse, JoinRequest, OpenJobRequest, OpenJobResponse, RankMember,
+        RetireRequest, Wanted,
+    },
+};
+use tokio::sync::watch;
+use tonic::{Response, Status};
+
+use crate::{
+    cluster::{Cluster, Peer, Task},
+    error::{CallFailed, Result},
+    host::{self, Instant},
+    push::Gradients,
+    rank::RankState,
+    session::admit,
+};
+
+/// Time until a plan that failed is tried again.
+const AGAIN: Duration = Duration::from_secs(5);
+/// Most shards that one decision moves to a server.
+const MOST_AT_ONCE: usize = 64;
+/// Steps after a server's removal by which every rank knows of it.
+const KNOWN_AFTER: u64 = 3;
+
+pub(super) struct Moves {
+    cluster: Arc<Cluster>,
+    rank: Arc<RankState>,
+    gradients: Arc<Gradients>,
+    wanted: watch::Receiver<Wanted>,
+    /// When the newest wish that was reached was asked for.
+    pub(super) reached: u64,
+    preparing: Option<Task<Result<Plan>>>,
+    plan: Option<Plan>,
+    looking: Option<Task<Vec<(ServerId, DescribeResponse)>>>,
+    not_before: Instant,
+    /// Why nothing moves. Empty: nothing is in the way.
+    pub(super) obstacle: String,
+    retiring: VecDeque<(Step, ServerId)>,
+}
+
+/// The way to the wanted servers.
+struct Plan {
+    asked: u64,
+    wanted: Vec<String>,
+    added: Vec<Added>,
+    moves: VecDeque<(ShardId, ServerId)>,
+    pace: Pace,
+}
+
+/// A server that is opened for the job and takes no part yet.
+struct Added {
+    server: ServerId,
+    peer: Peer,
+}
+
+/// How many shards a decision moves to each server. It doubles while shards arrive in time, and halves once an update
+/// had to wait.
+struct Pace {
+    shards: usize,
+    /// How long updates of each server had waited at the last look.
+    held: BTreeMap<ServerId, f64>,
+}
+
+impl Pace {
+    fn new() -> Pace {
+        Pace { shards: 1, held: BTreeMap::new() }
+    }
+
+    fn saw(&mut self, server: ServerId, held: f64) {
+        let before = self.held.insert(server, held).unwrap_or(held);
+        self.shards =
+            if held > before { (self.shards / 2).max(1) } else { (2 * self.shards).min(MOST_AT_ONCE) };
+    }
+}
+
+impl Moves {
+    pub(super) fn new(
+        cluster: Arc<Cluster>,
+        rank: Arc<RankState>,
+        gradients: Arc<Gradients>,
+        wanted: watch::Receiver<Wanted>,
+    ) -> Moves {
+        Moves {
+            cluster,
+            rank,
+            gradients,
+            wanted,
+            reached: 0,
+            preparing: None,
+            plan: None,
+            looking: None,
+            not_before: Instant::now(),
+            obstacle: String::new(),
+            retiring: VecDeque::new(),
+        }
+    }
+
+    /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join.
+    pub(super) async fn change(&mut self, step: Step) -> Option<PlacementChange> {
+        self.retire(step);
+        self.take_wish(step);
+        self.plan.as_ref()?;
+        let change = match self.next_change(step).await {
+            Ok(change) => change,
+            Err(error) => {
+                self.put_off(&error);
+                None
+            }
+        };
+        let change = change.map(|change| {
+            let epoch = longshore_proto::Epoch(self.cluster.placement().epoch.0 + 1);
+            PlacementChange { epoch, ..change }
+        });
+        // A change that servers would refuse must not end the training.
+        let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
+        if let Some(Err(fault)) = checked {
+            self.put_off(&fault);
+            return None;
+        }
+        change
+    }
+
+    /// Notes that the decision on `step` was made with a change.
+    pub(super) fn decided(&mut self, change: &PlacementChange, step: Step) {
+        let first = self.cluster.placement().servers.len() as u32;
+        self.cluster.change_placement(change, step);
+        for server in (first..).take(change.added.len()).map(ServerId) {
+            let (cluster, rank) = (Arc::clone(&self.cluster), Arc::clone(&self.rank));
+            let (gradients, address) =
+                (Arc::clone(&self.gradients), self.cluster.address(server).to_string());
+            self.cluster.runtime.spawn_for_session(async move {
+                admit(&cluster, &rank, &gradients, server, &address).await;
+            });
+        }
+        self.retiring.extend(change.removed.iter().map(|&server| (step, server)));
+        tracing::debug!(job = %self.cluster.job(), %step, ?change, "the placement changes");
+    }
+
+    /// Begins to prepare the newest wish, once no earlier change is under way.
+    fn take_wish(&mut self, step: Step) {
+        let Wanted { servers, asked_micros } = self.wanted.borrow().clone();
+        if self.plan.as_ref().is_some_and(|plan| plan.asked < asked_micros) {
+            self.plan = None;
+        }
+        if let Some(ended) = self.preparing.as_mut().and_then(Task::ended) {
+            self.preparing = None;
+            match ended {
+                Ok(Ok(plan)) if plan.asked == asked_micros => {
+                    (self.plan, self.obstacle) = (Some(plan), String::new());
+                }
+                Ok(Err(error)) => self.put_off(&error),
+                // A later wish has replaced this one.
+                _ => {}
+            }
+        }
+        let placement = self.cluster.placement();
+        let is_new = asked_micros > self.reached && self.plan.is_none() && self.preparing.is_none();
+        if is_new && Instant::now() >= self.not_before && placement.is_settled(Version(step.0 - 1)) {
+            let preparing = prepare(Arc::clone(&self.cluster), placement, servers, asked_micros);
+            self.preparing = Some(self.cluster.runtime.spawn_joined(preparing));
+        }
+    }
+
+    fn put_off(&mut self, error: &impl std::fmt::Display) {
+        self.obstacle = error.to_string();
+        self.not_before = Instant::now() + AGAIN;
+        self.plan = None;
+        tracing::warn!(job = %self.cluster.job(), %error, "the job's servers cannot be changed yet; it is tried again");
+    }
+
+    async fn next_change(&mut self, step: Step) -> Result<Option<PlacementChange>> {
+        let Some(plan) = &mut self.plan else { return Ok(None) };
+        let before = Version(step.0 - 1);
+        if !plan.added.is_empty() {
+            let added = begin_all(&self.cluster, &self.rank, &plan.added, before).await?;
+            for Added { server, peer } in plan.added.drain(..) {
+                self.cluster.add_peer(server, peer);
+                self.cluster.add_member(server);
+            }
+            return Ok(Some(PlacementChange { added, ..PlacementChange::default() }));
+        }
+        let destinations: BTreeSet<ServerId> = plan.moves.iter().map(|(_, to)| *to).collect();
+        let Some(seen) = self.looking.as_mut().and_then(Task::ended) else {
+            if self.looking.is_none() {
+                self.looking = Some(self.cluster.runtime.spawn_joined(look(Arc::clone(&self.cluster))));
+            }
+            return Ok(None);
+        };
+        self.looking = Some(self.cluster.runtime.spawn_joined(look(Arc::clone(&self.cluster))));
+        let seen = seen.unwrap_or_default();
+        let Some(plan) = &mut self.plan else { return Ok(None) };
+        let ready =
+            |server: &ServerId| seen.iter().any(|(of, answer)| of == server && is_ready(answer, before));
+        if !destinations.iter().all(ready) || !seen.iter().all(|(_, answer)| awaits_nothing(answer)) {
+            return Ok(None);
+        }
+        if plan.moves.is_empty() {
+            return Ok(self.end(before));
+        }
+        for (server, answer) in seen.iter().filter(|(server, _)| destinations.contains(server)) {
+            plan.pace.saw(*server, answer.scaling.as_ref().map_or(0.0, |scaling| scaling.held_seconds));
+        }
+        let mut room: BTreeMap<ServerId, usize> =
+            destinations.iter().map(|&server| (server, plan.pace.shards)).collect();
+        let mut moves = Vec::new();
+        plan.moves.retain(|&(shard, to)| {
+            let left = room.entry(to).or_default();
+            let now = *left > 0;
+            *left = left.saturating_sub(1);
+            if now {
+                moves.push((shard, to));
+            }
+            !now
+        });
+        Ok(Some(PlacementChange { moves, ..PlacementChange::default() }))
+    }
+
+    /// Removes the servers that shall own nothing, once no step in flight asks for them.
+    fn end(&mut self, before: Version) -> Option<PlacementChange> {
+        let (plan, placement) = (self.plan.as_ref()?, self.cluster.placement());
+        if !placement.is_settled(before) {
+            return None;
+        }
+        let unwanted = |server: &ServerId| !plan.wanted.contains(&placement.servers[server.0 as usize]);
+        let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
+        self.reached = plan.asked;
+        let (job, servers) = (self.cluster.job(), &plan.wanted);
+        tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
+        (self.plan, self.looking) = (None, None);
+        (!removed.is_empty()).then(|| PlacementChange { removed, ..PlacementChange::default() })
+    }
+
+    /// Ends the job on servers whose removal every rank knows by now.
+    fn retire(&mut self, step: Step) {
+        while self.retiring.front().is_some_and(|(removed, _)| removed.0 + KNOWN_AFTER <= step.0) {
+            let Some((_, server)) = self.retiring.pop_front() else { return };
+            let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation().0);
+            self.cluster.runtime.spawn_for_session(async move {
+                let request = RetireRequest { job: cluster.job().to_string(), incarnation };
+                let retired = cluster.call(server, "Retire", None, cluster.options.deadline, |peer| {
+                    let request = request.clone();
+                    async move { peer.training().retire(request).await }
+                });
+                if let Err(error) = retired.await {
+                    tracing::info!(server = cluster.address(server), %error, "gives the job up by itself, in ten minutes");
+                }
+            });
+        }
+    }
+}
+
+/// Returns true if every rank's process is connected with the server.
+fn is_ready(answer: &DescribeResponse, before: Version) -> bool {
+    let has_begun = answer.progress.as_ref().is_some_and(|progress| progress.version >= before.0);
+    has_begun && answer.ranks.iter().all(|rank| rank.left || !rank.transport.is_empty())
+}
+
+fn awaits_nothing(answer: &DescribeResponse) -> bool {
+    answer.scaling.as_ref().is_none_or(|scaling| scaling.awaited_shards == 0)
+}
+
+async fn look(cluster: Arc<Cluster>) -> Vec<(ServerId, DescribeResponse)> {
+    let answers = cluster.on_each(|server| cluster.glance(server)).await;
+    answers.into_iter().filter_map(|(server, answer)| Some((server, answer.ok()?))).collect()
+}
+
+/// Opens the job on servers that it is not on yet, and plans the moves.
+async fn prepare(
+    cluster: Arc<Cluster>,
+    placement: Arc<Placement>,
+    wanted: Vec<String>,
+    asked: u64,
+) -> Result<Plan> {
+    let spec = cluster.spec();
+    if spec.tier != TierKind::Memory {
+        let remedy = "`longshore checkpoint`, then start the trainer with --resume and the new servers";
+        let limit = "memory: shards of other tiers do not move while training runs";
+        return Err(Fault::new(FaultKind::Precondition, "spec.tier", spec.tier, limit, remedy).into());
+    }
+    let known =
+        |address: &String| placement.members().find(|of| placement.servers[of.0 as usize] == *address);
+    let (mut members, mut new) = (Vec::new(), Vec::new());
+    for address in &wanted {
+        match known(address) {
+            Some(server) => members.push(server),
+            None => new.push(address.clone()),
+        }
+    }
+    let open = async |server: ServerId, peer: &Peer, placement: &Placement| -> Result<OpenJobResponse> {
+        let request = OpenJobRequest {
+            spec: Some(spec.to_wire()),
+            placement: Some(placement.to_wire()),
+            server: server.0,
+            protocol: PROTOCOL,
+            list_room: true,
+        };
+        // Slow: a server allocates and touches all of its memory before it answers.
+        let time = cluster.options.slow_deadline;
+        ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
+    };
+    let mut rooms: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = Vec::new();
+    for &server in &members {
+        let answer = open(server, cluster.peer(server), &placement).await?;
+        rooms.push((server, Some(answer.room.into_iter().map(ShardId).collect())));
+    }
+    let first = placement.servers.len() as u32;
+    let numbered: Vec<(ServerId, String)> = (first..).map(ServerId).zip(new).collect();
+    rooms.extend(numbered.iter().map(|(server, _)| (*server, None)));
+    let moves = assign(&placement, &cluster.layout, &rooms).map_err(without_room)?;
+    let mut target = Placement::clone(&placement);
+    target.epoch.0 += 1;
+    target.servers.extend(numbered.iter().map(|(_, address)| address.clone()));
+    for &(shard, to) in &moves {
+        target.owners[shard.index()] = to;
+    }
+    let target = &target;
+    let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
+        let start = Instant::now();
+        let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
+        let room = open(server, &peer, target).await?.room;
+        match target.owned(server).into_iter().find(|shard| !room.contains(&shard.0)) {
+            Some(shard) => Err(without_room(shard).into()),
+            None => Ok(Added { server, peer }),
+        }
+    });
+    let added = try_join_all(opened).await?;
+    let (from, moves) = (moves.len(), VecDeque::from(moves));
+    tracing::info!(job = %cluster.job(), servers = ?wanted, shards = from, "moving to other servers");
+    Ok(Plan { asked, wanted, added, moves, pace: Pace::new() })
+}
+
+fn without_room(shard: ShardId) -> Fault {
+    let limit = "room for it on a server that is asked for";
+    let remedy = "name more servers, or take the job there with `longshore checkpoint` and --resume";
+    Fault::new(FaultKind::Exhausted, "servers", shard.to_string(), limit, remedy)
+}
+
+/// Has new servers begin at a version, which all servers of the job have. Returns their addresses.
+async fn begin_all(
+    cluster: &Cluster,
+    rank: &RankState,
+    added: &[Added],
+    version: Version,
+) -> Result<Vec<String>> {
+    let (job, incarnation) = (cluster.job().to_string(), rank.incarnation().0);
+    let answer = cluster.glance(cluster.first()).await?;
+    let progress = answer.progress.filter(|progress| progress.version == version.0);
+    let Some(progress) = progress else {
+        let remedy = "it is tried again";
+        return Err(Fault::new(FaultKind::Unavailable, "version", "another one", version.0, remedy).into());
+    };
+    let joined = answer.ranks.into_iter().filter(|rank| rank.incarnation != 0 && !rank.left);
+    let ranks: Vec<_> = joined
+        .map(|rank| RankMember { rank: rank.rank, incarnation: rank.incarnation, joined_at: rank.joined_at })
+        .collect();
+    let placement = Some(cluster.placement().to_wire());
+    let begin = |added: &Added| {
+        let join = JoinRequest { job: job.clone(), rank: 0, incarnation, fence_only: false };
+        let (placement, progress) = (placement.clone(), Some(progress.clone()));
+        let begin = BeginRequest { job: job.clone(), incarnation, placement, progress, ranks: ranks.clone() };
+        let peer = added.peer.clone();
+        async move {
+            let time = cluster.options.deadline;
+            ask(cluster, &peer, "Join", time, async { peer.training().join(join).await }).await?;
+            ask(cluster, &peer, "Begin", time, async { peer.training().begin(begin).await }).await
+        }
+    };
+    join_all(added.iter().map(begin)).await.into_iter().collect::<Result<Vec<_>>>()?;
+    Ok(added.iter().map(|added| added.peer.address.clone()).collect())
+}
+
+/// Calls a server that is no member of the job yet. The plan is tried again as a whole, so the call is not.
+async fn ask<T>(
+    cluster: &Cluster,
+    peer: &Peer,
+    call: &'static str,
+    time: Duration,
+    answer: impl Future<Output = std::result::Result<Response<T>, Status>>,
+) -> Result<T> {
+    let late = |_| Fault::new(FaultKind::Deadline, call, "unanswered", "answered", "see that server's log");
+    let answer = host::timeout(time, answer).await.map_err(late);
+    let answer = answer.and_then(|answer| answer.map_err(|status| fault_from_status(&status, &peer.address)));
+    let failed = |fault| CallFailed {
+        server: peer.address.clone(),
+        job: cluster.job().clone(),
+        call,
+        step: None,
+        fault,
+    };
+    Ok(answer.map_err(failed)?.into_inner())
+}
+
+/// Chooses the moves after which the wanted servers own about as many elements each, and no other server owns any. A
+/// server takes only shards that it has room for; `None` takes any. Forward order is kept mixed over the servers.
+///
+/// # Errors
+/// A shard that no wanted server has room for.
+fn assign(
+    placement: &Placement,
+    layout: &Layout,
+    wanted: &[(ServerId, Option<BTreeSet<ShardId>>)],
+) -> std::result::Result<Vec<(ShardId, ServerId)>, ShardId> {
+    let shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
+    let length = |shard: ShardId| layout.shard_len(shard);
+    let total: u64 = shards.iter().map(|&shard| length(shard)).sum();
+    let share = total / wanted.len().max(1) as u64;
+    let mut loads: BTreeMap<ServerId, u64> = BTreeMap::new();
+    let (mut leaving, mut free) = (Vec::new(), Vec::new());
+    for (server, _) in wanted {
+        let owned = placement.owned(*server);
+        let load: u64 = owned.iter().map(|&shard| length(shard)).sum();
+        let mean = (load / (owned.len() as u64).max(1)).max(1);
+        let surplus = (load.saturating_sub(share) / mean) as usize;
+        free.extend((0..surplus).map(|at| owned[at * owned.len() / surplus]));
+        loads.insert(*server, load);
+    }
+    leaving.extend(shards.iter().copied().filter(|&shard| !loads.contains_key(&placement.owner(shard))));
+    let mut all: Vec<(ShardId, bool)> = leaving.into_iter().map(|shard| (shard, true)).collect();
+    all.extend(free.into_iter().map(|shard| (shard, false)));
+    all.sort_unstable();
+    let mut moves = Vec::new();
+    for (shard, must) in all {
+        let owner = placement.owner(shard);
+        let fits = |room: &Option<BTreeSet<ShardId>>| room.as_ref().is_none_or(|room| room.contains(&shard));
+        let roomy = wanted.iter().filter(|(server, room)| *server != owner && fits(room));
+        let Some(to) = roomy.map(|(server, _)| *server).min_by_key(|server| loads[server]) else {
+            if must {
+                return Err(shard);
+            }
+            continue;
+        };
+        let bytes = length(shard);
+        if !must && loads[&to] + bytes > loads[&owner] {
+            continue;
+        }
+        *loads.entry(to).or_default() += bytes;
+        if let Some(load) = loads.get_mut(&owner) {
+            *load -= bytes;
+        }
+        moves.push((shard, to));
+    }
+    Ok(moves)
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::{JobName, JobSpec, Param, limits::BLOCK_ELEMENTS};
+
+    use super::*;
+
+    fn layout(shards: u64) -> Layout {
+        let params = vec![Param { name: "all".into(), shape: vec![shards * BLOCK_ELEMENTS], group: 0 }];
+        let spec = JobSpec::new(JobName::parse("name", "moved").unwrap(), params);
+        JobSpec { shard_elements: BLOCK_ELEMENTS, ..spec }.validate().unwrap()
+    }
+
+    fn owned(placement: &Placement, moves: &[(ShardId, ServerId)]) -> BTreeMap<ServerId, Vec<u32>> {
+        let mut after = placement.clone();
+        moves.iter().for_each(|&(shard, to)| after.owners[shard.index()] = to);
+        let servers: BTreeSet<ServerId> = after.owners.iter().copied().collect();
+        let of = |server| (server, after.owned(server).into_iter().map(|shard| shard.0).collect());
+        servers.into_iter().map(of).collect()
+    }
+
+    #[test]
+    fn new_servers_get_their_share_from_all_parts_of_the_model() {
+        let (layout, placement) = (layout(16), Placement::striped(vec!["a".into(), "b".into()], 16));
+        let wanted = [0, 1, 2, 3].map(|server| (ServerId(server), None));
+        let moves = assign(&placement, &layout, &wanted).unwrap();
+        let after = owned(&placement, &moves);
+        assert_eq!((moves.len(), after.values().map(Vec::len).max()), (8, Some(4)));
+        let of_new = &after[&ServerId(2)];
+        assert!(
+            of_new.first().is_some_and(|first| *first < 4) && of_new.last().is_some_and(|last| *last >= 10)
+        );
+    }
+
+    #[test]
+    fn who_leaves_gives_all_and_room_is_kept_to() {
+        let (layout, placement) =
+            (layout(9), Placement::striped(["a", "b", "c"].map(String::from).into(), 9));
+        let all: BTreeSet<ShardId> = (0..9).map(ShardId).collect();
+        let few: BTreeSet<ShardId> = [2, 5].map(ShardId).into();
+        let room = [(ServerId(0), Some(all.clone())), (ServerId(1), Some(few))];
+        let moves = assign(&placement, &layout, &room).unwrap();
+        assert!(moves.iter().all(|(shard, _)| shard.0 % 3 == 2) && moves.len() == 3, "{moves:?}");
+        let nowhere = [(ServerId(0), Some(BTreeSet::new())), (ServerId(1), Some(BTreeSet::new()))];
+        assert_eq!(assign(&placement, &layout, &nowhere), Err(ShardId(2)));
+        assert_eq!(assign(&placement, &layout, &[0, 1, 2].map(|of| (ServerId(of), None))), Ok(Vec::new()));
+    }
+}
