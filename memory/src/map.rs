@@ -108,13 +108,19 @@ impl Map {
         }
     }
 
-    /// Gives pages of a file in memory back to the kernel. Their bytes are 0 in every mapping of the file then.
+    /// Gives the whole pages of a range back to the kernel. Their bytes are 0 then, in every mapping of a file.
     ///
     /// # Safety
     /// Nobody else in this process uses these bytes.
     pub(super) unsafe fn remove(&self, range: Range<usize>) -> io::Result<()> {
+        let page = rustix::param::page_size();
+        let whole = range.start.next_multiple_of(page)..range.end - range.end % page;
+        if whole.start >= whole.end {
+            return Ok(());
+        }
+        let advice = if self.is_file { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         // SAFETY: what the caller keeps.
-        unsafe { self.advise(libc::MADV_REMOVE, range) }
+        unsafe { self.advise(advice, whole) }
     }
 
     /// Advises about all pages that have a byte of the range.

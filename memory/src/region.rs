@@ -74,8 +74,8 @@ impl Region {
         front
     }
 
-    /// Gives the pages of a file in memory back to the kernel, until something is written there again. The
-    /// bytes are then 0 in every mapping of the file. Both ends must be ends of pages.
+    /// Gives the region's whole pages back to the kernel, until something is written there again. Their bytes are
+    /// then 0, in every mapping of a file.
     pub fn give_back(&mut self) -> io::Result<()> {
         // SAFETY: &mut self makes the access exclusive, and zeros are valid bytes.
         unsafe { self.map.remove(self.place()) }

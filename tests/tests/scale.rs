@@ -10,6 +10,7 @@ use longshore_tests::{
     status::job_status,
     train::{Run, Running, Train},
 };
+use tempfile::TempDir;
 
 /// Long enough that both changes end before the training does.
 const STEPS: u64 = 400;
@@ -37,17 +38,28 @@ fn finish(ranks: Vec<Running>) -> Run {
 /// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
 fn scaled(ranks: usize, more: &[&str]) {
     let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
-    let servers = server::servers(4, &ServerOptions::new());
+    let checkpoints = TempDir::new().unwrap();
+    let servers = server::servers(4, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().servers(&addresses[..2]), ranks);
     running[0].until_step(3);
+    let before = job_status(&addresses[..2]).servers[0].memory_bytes;
     let [a, b, c, d] = [0, 1, 2, 3].map(|server| &servers[server]);
     let done = scale(&servers[..2], &[a, b, c, d], &["--wait"]);
     assert_eq!(done.code, 0, "{done:?}");
-    let held: Vec<u64> = job_status(&addresses).servers.iter().map(|server| server.version).collect();
-    assert_eq!(held.len(), 4, "every server takes part");
+    running[0].until_steps(8);
+    let after = job_status(&addresses);
+    assert_eq!(after.servers.len(), 4, "every server takes part");
+    let memory = after.servers[0].memory_bytes;
+    assert!(memory < before, "memory of shards that have moved is free: {memory} of {before}");
+    let written = longshore(["checkpoint", "--name", "moved", "--servers", &addresses.join(",")]);
+    assert_eq!(written.code, 0, "{written:?}");
     let done = scale(&servers[..1], &[a, b, c], &["--wait"]);
     assert_eq!(done.code, 0, "{done:?}");
+    let other = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let other = server::addresses(&other).join(",");
+    let restored = longshore(["restore", "--job", "default", "--name", "moved", "--servers", &other]);
+    assert_eq!(restored.code, 0, "{restored:?}");
     let alone = server::servers(1, &ServerOptions::new());
     let expected = match ranks {
         1 => train.undisturbed().hash,
@@ -63,7 +75,7 @@ fn servers_come_and_go_while_a_rank_trains() {
 
 #[test]
 fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
-    scaled(2, &["--delay", "1"]);
+    scaled(2, &["--delay", "1", "--warmup-steps", "0"]);
 }
 
 /// Rank 0 dies at any moment of a change, and its next process goes on from there.

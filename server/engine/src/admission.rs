@@ -1,6 +1,9 @@
 //! The server's memory as a budget, and the share that a job reserves before anything is allocated.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicU64, Ordering},
+};
 
 use longshore_proto::{Fault, FaultKind};
 
@@ -49,7 +52,7 @@ struct Inner {
 /// Bytes reserved for a job, and given back on drop.
 pub struct Reservation {
     budget: Budget,
-    bytes: u64,
+    bytes: AtomicU64,
 }
 
 impl Budget {
@@ -76,7 +79,7 @@ impl Budget {
         let free = self.inner.total - *reserved;
         let bytes = bytes.min(free) / unit * unit;
         *reserved += bytes;
-        Reservation { budget: self.clone(), bytes }
+        Reservation { budget: self.clone(), bytes: AtomicU64::new(bytes) }
     }
 
     /// Reserves `need`, or returns a fault that says how much is short.
@@ -105,13 +108,25 @@ impl Budget {
             ));
         }
         *reserved += bytes;
-        Ok(Reservation { budget: self.clone(), bytes })
+        Ok(Reservation { budget: self.clone(), bytes: AtomicU64::new(bytes) })
     }
 }
 
 impl Reservation {
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Takes another reservation's bytes into this one.
+    pub fn add(&self, other: Reservation) {
+        self.bytes.fetch_add(other.bytes.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// Gives some of the bytes back.
+    pub fn give_back(&self, bytes: u64) {
+        let kept = |held: u64| Some(held.saturating_sub(bytes));
+        let before = self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, kept).unwrap_or_default();
+        *crate::lock(&self.budget.inner.reserved) -= before.min(bytes);
     }
 
     pub fn budget(&self) -> &Budget {
@@ -121,6 +136,6 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        *crate::lock(&self.budget.inner.reserved) -= self.bytes;
+        *crate::lock(&self.budget.inner.reserved) -= self.bytes();
     }
 }

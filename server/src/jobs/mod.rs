@@ -341,6 +341,9 @@ impl Jobs {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         }
+        if wanted.placement.epoch > placement.epoch {
+            handle.job.make_room(&wants)?;
+        }
         // Ranks name the newest placement that they know. Before the first change all know the same one.
         if wanted.placement.epoch == placement.epoch || wanted.placement.epoch == Epoch(1) {
             placement.same_owners(&wanted.placement)?;

@@ -254,6 +254,10 @@ impl Services {
         }
         handle.perform(work);
         handle.decided(step.version());
+        if handle.job.may_free() {
+            let job = Arc::clone(&handle.job);
+            tokio::task::spawn_blocking(move || job.free_handed());
+        }
         if let Some(removed) = change.map(|change| change.removed) {
             handle.fetch_awaited(self.tls_dir.as_deref());
             if removed.contains(&handle.job.server()) {

@@ -335,6 +335,9 @@ async fn prepare(
         target.owners[shard.index()] = to;
     }
     let target = &target;
+    for &server in members.iter().filter(|&&server| moves.iter().any(|(_, to)| *to == server)) {
+        open(server, cluster.peer(server), target).await?;
+    }
     let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
         let start = Instant::now();
         let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;

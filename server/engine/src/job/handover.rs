@@ -9,10 +9,12 @@ use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, ShardId, 
 
 use super::Job;
 use crate::{
+    admission::Need,
     ids::OwnedShard,
     lock,
     record::{Joined, Record},
     step::{Awaited, Work},
+    tier::Storage,
 };
 
 /// Number of the image among the arrays that a handover transfers, after those of the state.
@@ -65,6 +67,49 @@ impl Job {
     /// The shards whose state is on its way to this server, in forward order.
     pub fn awaited(&self) -> Vec<Awaited> {
         self.protocol.machine().awaited()
+    }
+
+    /// Returns true if [`Job::free_handed`] has something to do.
+    pub fn may_free(&self) -> bool {
+        !self.protocol.machine().handed().is_empty()
+    }
+
+    /// Frees the memory of shards that other servers own by now. Waits for the copies of snapshots that have them.
+    pub fn free_handed(&self) {
+        let handed = self.protocol.machine().handed();
+        for owned in handed {
+            self.snapshots.take_before(self, owned, Step(u64::MAX));
+            self.protocol.machine().forget(owned);
+            if lock(&self.released).insert(owned) {
+                self.tier.state.release(owned);
+                self.images.release(owned);
+                self.gradients.release(owned);
+                self.reservation.give_back(self.bytes_of(owned).total());
+            }
+        }
+    }
+
+    /// Reserves memory again for shards that shall return to this server.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is no room by now.
+    pub fn make_room(&self, shards: &[ShardId]) -> Result<(), Fault> {
+        let mut released = lock(&self.released);
+        for &shard in shards {
+            let owned = self.protocol.machine().owned_index(shard)?;
+            if released.contains(&owned) {
+                self.reservation.add(self.reservation.budget().reserve(&self.bytes_of(owned))?);
+                released.remove(&owned);
+            }
+        }
+        Ok(())
+    }
+
+    /// The memory of one shard.
+    fn bytes_of(&self, owned: OwnedShard) -> Need {
+        let share = &self.share;
+        let need = Need::of(&share.spec, &share.layout, &[share.shard(owned)], &Storage::default());
+        Need { transfers: 0, disk: 0, written: 0, ..need }
     }
 
     /// Returns Some once a shard has the last version that this server makes of it.

@@ -20,7 +20,10 @@ mod snapshots;
 mod upload;
 mod work;
 
-use std::sync::{Arc, Mutex, atomic::Ordering};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, atomic::Ordering},
+};
 
 use longshore_proto::{Dtype, Formats, JobSpec, Layout, Placement, ServerId, ShardId};
 
@@ -60,6 +63,8 @@ pub struct Job {
     tier: Store,
     compute: Arc<Compute>,
     reservation: Reservation,
+    /// Shards whose memory is free, since other servers own them.
+    released: Mutex<BTreeSet<OwnedShard>>,
     disk_bytes: u64,
     /// Declared last, so that the observer in it is dropped last. A caller that sees the observer dropped
     /// knows that the job's memory and folders are free.

@@ -77,6 +77,7 @@ impl Job {
             tier,
             compute,
             reservation,
+            released: Mutex::default(),
             disk_bytes: need.disk,
         };
         match recovered {

@@ -15,6 +15,10 @@ use crate::{
     record::{Joined, Record},
 };
 
+/// Versions after a shard's last one here, until its state is freed. The next owner must have it by then: every rank
+/// has computed with a version that the next owner made. One more is kept.
+const HELD: u64 = 3;
+
 /// A shard whose state is on its way to this server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Awaited {
@@ -141,6 +145,21 @@ impl Machine {
             false => Ok(false),
             true => Err(self.elsewhere(shard.shard, Step(version.0 + 1))),
         }
+    }
+
+    /// The shards that other servers own by now, and that no step in flight asks this server for.
+    pub fn handed(&self) -> Vec<OwnedShard> {
+        let oldest = self.version.0.saturating_sub(HELD + u64::from(self.spec.max_delay));
+        let over = |owned: &OwnedShard| {
+            let span = &self.shards[owned.index()].span;
+            !span.is_empty() && span.end <= oldest
+        };
+        OwnedShards::all(self.shards.len()).filter(over).collect()
+    }
+
+    /// Forgets a shard that was handed over: this server has nothing of it any more.
+    pub fn forget(&mut self, owned: OwnedShard) {
+        self.shards[owned.index()].span = u64::MAX..u64::MAX;
     }
 
     /// Returns true if no later decision can change the owners of a step.

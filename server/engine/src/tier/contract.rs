@@ -132,6 +132,9 @@ pub trait Tier: Send + Sync {
     /// as far as it has room.
     fn read_frozen_ahead(&self, _: OwnedShard, _: Range<usize>) {}
 
+    /// Frees the memory of a shard that another server owns by now. Its next load may come at any time.
+    fn release(&self, _: OwnedShard) {}
+
     /// Runs the update that makes `version` of a shard that is trained.
     fn update(
         &self,

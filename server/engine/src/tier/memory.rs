@@ -74,6 +74,14 @@ impl Tier for MemoryTier {
         Ok(())
     }
 
+    fn release(&self, owned: OwnedShard) {
+        for region in lock(&self.shards[owned.index()]).iter_mut() {
+            if let Err(error) = region.give_back() {
+                tracing::debug!(%error, "memory of a shard stays");
+            }
+        }
+    }
+
     fn update(
         &self,
         owned: OwnedShard,

@@ -40,6 +40,14 @@ impl Contribution {
         Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new(), left_out: Vec::new() }
     }
 
+    /// Frees the job's own memory until something is copied into it.
+    pub(super) fn release(&mut self) {
+        self.lent = None;
+        if let Err(error) = self.region.give_back() {
+            tracing::debug!(%error, "memory of a contribution stays");
+        }
+    }
+
     /// Releases borrowed memory, and returns the job's own memory to copy into.
     pub(in crate::job) fn own(&mut self) -> &mut [u8] {
         self.lent = None;

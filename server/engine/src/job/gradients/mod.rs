@@ -113,6 +113,17 @@ impl Gradients {
         used.for_each(|rank| lock(rank).give_back());
     }
 
+    /// Frees the memory of a shard's gradients, which another server takes from now on.
+    pub(super) fn release(&self, owned: OwnedShard) {
+        let Some(shard) = self.shards.get(owned.index()) else { return };
+        shard.contributions.iter().flatten().for_each(|contribution| lock(contribution).release());
+        for sum in shard.accumulators.iter().flatten() {
+            if let Err(error) = lock(sum).give_back() {
+                tracing::debug!(%error, "memory of a sum stays");
+            }
+        }
+    }
+
     /// Releases the memory that a rank's earlier process lent and that no sum or update needs.
     pub(super) fn give_back_unneeded(&self, machine: &Machine, rank: Rank) {
         for (owned, shard) in self.share.all().zip(&self.shards) {

@@ -93,6 +93,13 @@ impl Image {
         &mut self.region
     }
 
+    /// Withdraws the image, and frees its memory until the next one is made.
+    pub(in crate::job) fn release(&mut self) {
+        if let Err(error) = self.overwrite().give_back() {
+            tracing::debug!(%error, "memory of an image stays");
+        }
+    }
+
     /// Sets the version of the image.
     pub(in crate::job) fn set(&mut self, version: Option<Version>) {
         self.version = version;

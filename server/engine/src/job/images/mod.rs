@@ -188,6 +188,13 @@ impl Images {
         Ok(())
     }
 
+    /// Frees the memory of a shard's images, which another server makes from now on.
+    pub(super) fn release(&self, owned: OwnedShard) {
+        for image in self.shards.get(owned.index()).into_iter().flatten() {
+            image.write().unwrap_or_else(PoisonError::into_inner).release();
+        }
+    }
+
     /// Forgets the versions of all images.
     pub(super) fn forget(&self) {
         let window = self.window.iter().flat_map(|window| &window.images);
