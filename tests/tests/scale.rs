@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use longshore_tests::{
     command::{Output, longshore},
+    conformance::cluster::eventually,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
     soak,
-    status::job_status,
+    status::{job_status, status},
     train::{Run, Running, Train},
 };
 use tempfile::TempDir;
@@ -111,7 +112,11 @@ fn a_server_that_a_job_has_left_may_stop() {
     running.until_step(3);
     let done = scale(&servers[..1], &[&servers[1]], &["--wait"]);
     assert_eq!(done.code, 0, "{done:?}");
+    // Each decision is three steps behind the one that every rank knows.
     running.until_steps(10);
+    eventually("the end of the job on the server that it left", || {
+        status(&addresses[..1]).is_empty().then_some(())
+    });
     let (stderr, _) = train.clone().servers(&addresses[..1]).start().fails(Duration::from_secs(60));
     assert!(stderr.contains("moved") && stderr.contains(&addresses[1]), "{stderr}");
     servers[0].process.kill();

@@ -195,7 +195,7 @@ mod tests {
         let placement =
             Placement { epoch: 1, servers: vec!["here".into()], owners: vec![0, 1], handovers: vec![] };
         let (spec, placement) = (Some(spec), Some(placement));
-        OpenJobRequest { spec, placement, server: 1, protocol: PROTOCOL, list_room: false }
+        OpenJobRequest { spec, placement, server: 1, protocol: PROTOCOL, ..Default::default() }
     }
 
     /// A field of this number within a message field of another number.

@@ -2,7 +2,7 @@
 //!
 //! Readers that accept OpenMetrics, such as Prometheus, get it. Others get Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 55 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
+//! The number of samples is bounded: about 58 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
 //! adds one, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
 
 use std::{
@@ -244,6 +244,14 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let idle = "For how long nobody has trained, filled or read the job.";
     let times = each(jobs, |job| job.handle.look().as_secs_f64());
     families.gauge("job_idle", idle, Some(Unit::Seconds), times)?;
+    let fetched = |job: &Seen| job.handle.fetching.fetched();
+    let awaited = "Shards that have moved here and whose state is on its way.";
+    families.gauge("job_awaited_shards", awaited, None, each(jobs, |job| job.handle.job.awaited().len()))?;
+    let bytes_fetched = "State of shards that have moved here.";
+    families.counter("job_fetched", bytes_fetched, bytes(), each(jobs, move |job| fetched(job).bytes))?;
+    let held = "Time that updates waited for state on its way.";
+    let seconds = Some(Unit::Seconds);
+    families.counter("job_held", held, seconds, each(jobs, move |job| fetched(job).held.as_secs_f64()))?;
     let elements = "Elements of the shards that this server owns.";
     families.gauge("job_elements", elements, None, each(jobs, |job| job.handle.elements()))
 }

@@ -213,9 +213,9 @@ mod tests {
     #[tokio::test]
     async fn a_late_deletion_leaves_a_later_job_of_the_name() {
         let jobs = jobs();
-        let (_, first) = Arc::clone(&jobs).open(wanted("run", None)).await.unwrap();
+        let (_, first) = Arc::clone(&jobs).open(wanted("run", None), false).await.unwrap();
         Arc::clone(&jobs).delete("run", false).await.unwrap();
-        Arc::clone(&jobs).open(wanted("run", None)).await.unwrap();
+        Arc::clone(&jobs).open(wanted("run", None), false).await.unwrap();
         assert!(
             jobs.delete_open(&first).is_err(),
             "a call that had found the first job deletes nothing more"

@@ -83,7 +83,8 @@ impl JobHandle {
 
     /// Returns the elements of this server's shards, padding included.
     pub(crate) fn elements(&self) -> u64 {
-        self.job.owned().iter().map(|&shard| self.job.layout().shard_len(shard)).sum()
+        let owned = self.job.owned_at(self.job.progress().version.next_step());
+        owned.into_iter().map(|shard| self.job.layout().shard_len(shard)).sum()
     }
 
     /// Appends a decision to the history, with the counters at this moment.

@@ -306,13 +306,18 @@ impl Jobs {
     }
 
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
-    pub(crate) async fn open(self: Arc<Self>, wanted: StoredJob) -> Result<(bool, Arc<JobHandle>), Fault> {
+    /// `is_new`: the server is no part of the job yet, so that a job which owns no shard here begins anew.
+    pub(crate) async fn open(
+        self: Arc<Self>,
+        wanted: StoredJob,
+        is_new: bool,
+    ) -> Result<(bool, Arc<JobHandle>), Fault> {
         let turn = self.turns.take(&wanted.spec.name).await?;
-        blocking(move || self.open_now(wanted, &turn)).await
+        blocking(move || self.open_now(wanted, is_new, &turn)).await
     }
 
     /// Blocks while memory is touched.
-    fn open_now(&self, wanted: StoredJob, _: &Turn) -> Result<(bool, Arc<JobHandle>), Fault> {
+    fn open_now(&self, wanted: StoredJob, is_new: bool, _: &Turn) -> Result<(bool, Arc<JobHandle>), Fault> {
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
             if wanted.placement.epoch == Epoch(1) {
                 self.check_not_moved(&wanted.spec.name)?;
@@ -336,8 +341,7 @@ impl Jobs {
         let placement = handle.job.placement();
         let wants = wanted.placement.owned(wanted.server);
         let is_other = handle.job.server() != wanted.server || handle.job.owned() != wants;
-        if handle.job.is_spare() && is_other && !wants.is_empty() {
-            // An earlier rank 0 prepared this server for other shards, and it has never owned one.
+        if is_new && handle.job.is_spare() && is_other {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         }
@@ -468,9 +472,9 @@ mod tests {
     async fn a_job_that_takes_long_holds_up_no_other() {
         let jobs = jobs();
         let stuck = jobs.turns.take(&JobName::parse("job", "a").unwrap()).await.unwrap();
-        assert!(Arc::clone(&jobs).open(wanted("b", None)).await.unwrap().0);
+        assert!(Arc::clone(&jobs).open(wanted("b", None), false).await.unwrap().0);
         assert!(Arc::clone(&jobs).delete("b", false).await.is_ok());
-        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None)));
+        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None), false));
         tokio::task::yield_now().await;
         assert!(!waits.is_finished());
         drop(stuck);
@@ -481,10 +485,10 @@ mod tests {
     async fn jobs_that_are_opened_at_once_share_their_owners_quota() {
         let jobs = jobs();
         let admitted = jobs.admit(&wanted("a", Some("team"))).unwrap();
-        let refused = Arc::clone(&jobs).open(wanted("b", Some("team"))).await.err();
+        let refused = Arc::clone(&jobs).open(wanted("b", Some("team")), false).await.err();
         assert_eq!(refused.map(|fault| fault.field).as_deref(), Some("quota.jobs"));
         assert!(jobs.admit(&wanted("c", Some("others"))).is_ok());
         drop(admitted);
-        assert!(Arc::clone(&jobs).open(wanted("b", Some("team"))).await.is_ok());
+        assert!(Arc::clone(&jobs).open(wanted("b", Some("team")), false).await.is_ok());
     }
 }

@@ -157,7 +157,7 @@ impl Services {
         let jobs = self.jobs.clone();
         let list_room = request.list_room;
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
-        let (created, handle) = jobs.open(wanted).await?;
+        let (created, handle) = jobs.open(wanted, request.is_new).await?;
         let job = &handle.job;
         if created {
             tracing::info!(

@@ -307,21 +307,23 @@ async fn prepare(
             None => new.push(address.clone()),
         }
     }
-    let open = async |server: ServerId, peer: &Peer, placement: &Placement| -> Result<OpenJobResponse> {
-        let request = OpenJobRequest {
-            spec: Some(spec.to_wire()),
-            placement: Some(placement.to_wire()),
-            server: server.0,
-            protocol: PROTOCOL,
-            list_room: true,
+    let open =
+        async |server: ServerId, peer: &Peer, placement: &Placement, is_new| -> Result<OpenJobResponse> {
+            let request = OpenJobRequest {
+                spec: Some(spec.to_wire()),
+                placement: Some(placement.to_wire()),
+                server: server.0,
+                protocol: PROTOCOL,
+                list_room: true,
+                is_new,
+            };
+            // Slow: a server allocates and touches all of its memory before it answers.
+            let time = cluster.options.slow_deadline;
+            ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
         };
-        // Slow: a server allocates and touches all of its memory before it answers.
-        let time = cluster.options.slow_deadline;
-        ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
-    };
     let mut rooms: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = Vec::new();
     for &server in &members {
-        let answer = open(server, cluster.peer(server), &placement).await?;
+        let answer = open(server, cluster.peer(server), &placement, false).await?;
         rooms.push((server, Some(answer.room.into_iter().map(ShardId).collect())));
     }
     let first = placement.servers.len() as u32;
@@ -336,12 +338,12 @@ async fn prepare(
     }
     let target = &target;
     for &server in members.iter().filter(|&&server| moves.iter().any(|(_, to)| *to == server)) {
-        open(server, cluster.peer(server), target).await?;
+        open(server, cluster.peer(server), target, false).await?;
     }
     let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
         let start = Instant::now();
         let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
-        let room = open(server, &peer, target).await?.room;
+        let room = open(server, &peer, target, true).await?.room;
         match target.owned(server).into_iter().find(|shard| !room.contains(&shard.0)) {
             Some(shard) => Err(without_room(shard).into()),
             None => Ok(Added { server, peer }),

@@ -144,7 +144,7 @@ pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJ
         placement: Some(cluster.placement().to_wire()),
         server: server.0,
         protocol: PROTOCOL,
-        list_room: false,
+        ..Default::default()
     };
     // Slow: a server allocates and touches all of its memory before it answers.
     let answer = cluster.call(server, "OpenJob", None, cluster.options.slow_deadline, |peer| {

@@ -1333,6 +1333,9 @@ pub struct OpenJobRequest {
     /// answer with the shards that this server has room for
     #[prost(bool, tag = "5")]
     pub list_room: bool,
+    /// The server is no part of the job yet: where an earlier rank 0 prepared it for other shards, and it owns none, it begins anew.
+    #[prost(bool, tag = "6")]
+    pub is_new: bool,
     /// highest number whose fields the client sets: a server of a lower one refuses (PRECONDITION); 0 counts as 1
     #[prost(uint32, tag = "4")]
     pub protocol: u32,

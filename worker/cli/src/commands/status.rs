@@ -117,6 +117,9 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
         if let Some(checkpoints) = &answer.checkpoints {
             say!("    {}", legible(&last_checkpoint(checkpoints)));
         }
+        if let Some(moving) = answer.scaling.as_ref().and_then(moving) {
+            say!("    {}", legible(&moving));
+        }
         if !progress.pause_reason.is_empty() {
             say!("    paused: {}{}", legible(&progress.pause_reason), way_on(&progress.pause_reason));
         } else if !answer.waiting_for.is_empty() {
@@ -164,6 +167,19 @@ fn share_of(identity: &v1::IdentityUsage) -> String {
     )
 }
 
+/// Returns a server's part in a change of the job's servers. None once it is over.
+fn moving(scaling: &v1::Scaling) -> Option<String> {
+    let v1::Scaling { wanted, asked_micros, awaited_shards, failure, reached_micros, .. } = scaling;
+    if *awaited_shards == 0 && reached_micros >= asked_micros {
+        return None;
+    }
+    let awaited = (*awaited_shards > 0).then(|| format!("fetches {awaited_shards} shards"));
+    let wish = (reached_micros < asked_micros).then(|| format!("the job moves to {}", wanted.join(", ")));
+    let failure = (!failure.is_empty()).then(|| failure.clone());
+    let said: Vec<String> = awaited.into_iter().chain(wish).chain(failure).collect();
+    Some(said.join("; "))
+}
+
 /// Returns the job's owner and idle time. None if neither is worth a line.
 fn idle(answer: &v1::DescribeResponse) -> Option<String> {
     let owner = (!answer.owner.is_empty()).then(|| format!("of {}", answer.owner));
@@ -204,9 +220,11 @@ fn not_asked(answers: &Answers) -> Option<String> {
     let placement = answers.iter().find_map(|(_, answer)| answer.placement.as_ref())?;
     let asked = |server: u32| answers.iter().any(|(_, answer)| answer.server == server);
     let of_job = placement.servers.iter().zip(0..);
+    let of_job = of_job.filter(|(address, _)| !address.is_empty());
+    let all = of_job.clone().count();
     let missing: Vec<&str> =
         of_job.filter(|(_, server)| !asked(*server)).map(|(address, _)| address.as_str()).collect();
-    let (lack, all) = (missing.len(), placement.servers.len());
+    let lack = missing.len();
     // A list of tens of servers is cut.
     let named = missing.iter().take(8).copied().collect::<Vec<_>>().join(",");
     let more = if lack > 8 { format!(" and {} more", lack - 8) } else { String::new() };

@@ -75,6 +75,11 @@ impl Found {
                 Err(fault) => without.push((address, reason(&fault))),
             }
         }
+        // A server that has left the job lacks nothing of it.
+        let placements = answers.iter().filter_map(|(_, answer)| answer.placement.as_ref());
+        if let Some(placement) = placements.max_by_key(|of| of.epoch).filter(|of| of.epoch > 1) {
+            without.retain(|(address, reason)| reason != GONE || placement.servers.contains(address));
+        }
         (answers, without)
     }
 }

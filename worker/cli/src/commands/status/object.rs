@@ -38,6 +38,7 @@ pub(super) fn object(
             "checkpoints": answer.checkpoints.as_ref().map(checkpoints),
             "owner": (!answer.owner.is_empty()).then_some(&answer.owner),
             "idle_seconds": answer.idle_ms as f64 / 1e3,
+            "scaling": answer.scaling.as_ref().map(scaling),
             "ranks": answer.ranks.iter().map(rank).collect::<Vec<_>>(),
             "steps": (last_steps > 0).then(|| steps(answer, last_steps)),
         })
@@ -64,6 +65,18 @@ pub(super) fn object(
         "reasons_without": without.iter().map(|(_, reason)| reason).collect::<Vec<_>>(),
         "state_version": hash.as_ref().map(|(version, _)| version),
         "state_hash": hash.map(|(_, hash)| hash),
+    })
+}
+
+fn scaling(scaling: &v1::Scaling) -> serde_json::Value {
+    serde_json::json!({
+        "wanted": scaling.wanted,
+        "is_reached": scaling.reached_micros >= scaling.asked_micros,
+        "awaited_shards": scaling.awaited_shards,
+        "fetched_shards": scaling.fetched_shards,
+        "fetched_bytes": scaling.fetched_bytes,
+        "held_seconds": scaling.held_seconds,
+        "failure": (!scaling.failure.is_empty()).then_some(&scaling.failure),
     })
 }
 
