@@ -378,6 +378,11 @@ impl Job {
         Ok((checkpoint.name, checkpoint.version.0))
     }
 
+    /// Asks the job to move to these servers while it trains.
+    fn scale(&self, py: Python<'_>, servers: Vec<String>) -> PyResult<()> {
+        self.session(py, |session| session.scale(&servers))
+    }
+
     /// Waits until the last step is durable, and gives the rank up. With `delete` the job is deleted; a failed
     /// call may be repeated.
     fn close(&self, py: Python<'_>, delete: bool) -> PyResult<()> {

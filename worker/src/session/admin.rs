@@ -1,13 +1,16 @@
 //! Calls of operators over all servers of a job: hash, pause, delete.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    time::UNIX_EPOCH,
+};
 
 use longshore_proto::{
     FaultKind, ServerId, Version,
     checksum::{self, BlockHash},
     limits::MAX_PAUSE_REASON_BYTES,
 };
-use longshore_wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest};
+use longshore_wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest, ScaleRequest};
 
 use crate::{
     cluster::{Backoff, Cluster},
@@ -108,6 +111,22 @@ async fn delete_by(
         }
         deleted => deleted.map(|_| ()),
     }
+}
+
+/// Asks every server of the job to keep the wish for these servers, which rank 0 then fulfils with its decisions.
+pub(super) async fn scale_all(cluster: &Cluster, servers: &[String]) -> Result<()> {
+    // Rank 0 may know of the wish from any server, and the latest one counts.
+    let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
+    let (job, servers) = (cluster.job().to_string(), servers.to_vec());
+    let request = &ScaleRequest { job, servers, asked_micros };
+    let scale = |server| {
+        cluster.call(server, "Scale", None, cluster.options.deadline, move |peer| {
+            let request = request.clone();
+            async move { peer.admin().scale(request).await }
+        })
+    };
+    cluster.on_all(scale).await?;
+    Ok(())
 }
 
 pub(super) async fn pause_all(cluster: &Cluster, rank: &RankState, reason: &str) -> Result<()> {

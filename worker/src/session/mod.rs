@@ -300,6 +300,15 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster, again))
     }
 
+    /// Asks the job to move to these servers, while its ranks train. Returns once its servers know of the wish.
+    ///
+    /// # Errors
+    /// `Call` if a server refuses: `Invalid` for a list that is empty or has repetitions, `Forbidden` for an identity
+    /// without the role operator.
+    pub fn scale(&self, servers: &[String]) -> Result<()> {
+        self.block_on(admin::scale_all(&self.cluster, servers))
+    }
+
     /// Stops the job on every server until `resume`. Rank 0 only, after `join`.
     pub fn pause(&self, reason: &str) -> Result<()> {
         self.block_on(admin::pause_all(&self.cluster, &self.rank, reason))

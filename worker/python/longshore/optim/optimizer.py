@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -384,6 +384,19 @@ class Optimizer(Stepping):
         kept, version = connection.job.checkpoint(name)
         self._checkpointed = (version, kept)
         return kept
+
+    def scale(self, servers: Sequence[str]) -> None:
+        """Moves the job to other servers while training goes on: its shards move with the next steps, and no bit changes.
+
+        Returns once the servers know of the wish. A later one replaces it. Called by a single rank.
+
+        Args:
+            servers: addresses of all servers that the job shall have.
+
+        Raises:
+            RefusedError: for an empty list or one with repetitions, and for an identity without the role operator.
+        """
+        self._opened().job.scale(list(servers))
 
     # Other optimizers of the same parameters
 
