@@ -153,6 +153,8 @@ impl Moves {
                 admit(&cluster, &rank, &gradients, server, &address).await;
             });
         }
+        // Answers from before the change say nothing of it.
+        self.looking = self.plan.is_some().then(|| look(&self.cluster));
         self.retiring.extend(change.removed.iter().map(|&server| (step, server)));
         tracing::debug!(job = %self.cluster.job(), %step, ?change, "the placement changes");
     }
@@ -201,17 +203,13 @@ impl Moves {
             return Ok(Some(PlacementChange { added, ..PlacementChange::default() }));
         }
         let destinations: BTreeSet<ServerId> = plan.moves.iter().map(|(_, to)| *to).collect();
-        let Some(seen) = self.looking.as_mut().and_then(Task::ended) else {
-            if self.looking.is_none() {
-                self.looking = Some(self.cluster.runtime.spawn_joined(look(Arc::clone(&self.cluster))));
-            }
+        let Some(seen) = self.looking.get_or_insert_with(|| look(&self.cluster)).ended() else {
             return Ok(None);
         };
-        self.looking = Some(self.cluster.runtime.spawn_joined(look(Arc::clone(&self.cluster))));
+        self.looking = Some(look(&self.cluster));
         let seen = seen.unwrap_or_default();
         let Some(plan) = &mut self.plan else { return Ok(None) };
-        let ready =
-            |server: &ServerId| seen.iter().any(|(of, answer)| of == server && is_ready(answer, before));
+        let ready = |server: &ServerId| seen.iter().any(|(of, answer)| of == server && is_ready(answer));
         if !destinations.iter().all(ready) || !seen.iter().all(|(_, answer)| awaits_nothing(answer)) {
             return Ok(None);
         }
@@ -271,18 +269,21 @@ impl Moves {
 }
 
 /// Returns true if every rank's process is connected with the server.
-fn is_ready(answer: &DescribeResponse, before: Version) -> bool {
-    let has_begun = answer.progress.as_ref().is_some_and(|progress| progress.version >= before.0);
-    has_begun && answer.ranks.iter().all(|rank| rank.left || !rank.transport.is_empty())
+fn is_ready(answer: &DescribeResponse) -> bool {
+    answer.ranks.iter().all(|rank| rank.left || !rank.transport.is_empty())
 }
 
 fn awaits_nothing(answer: &DescribeResponse) -> bool {
     answer.scaling.as_ref().is_none_or(|scaling| scaling.awaited_shards == 0)
 }
 
-async fn look(cluster: Arc<Cluster>) -> Vec<(ServerId, DescribeResponse)> {
-    let answers = cluster.on_each(|server| cluster.glance(server)).await;
-    answers.into_iter().filter_map(|(server, answer)| Some((server, answer.ok()?))).collect()
+/// Asks all servers where they are, in the background.
+fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
+    let asked = Arc::clone(cluster);
+    cluster.runtime.spawn_joined(async move {
+        let answers = asked.on_each(|server| asked.glance(server)).await;
+        answers.into_iter().filter_map(|(server, answer)| Some((server, answer.ok()?))).collect()
+    })
 }
 
 /// Opens the job on servers that it is not on yet, and plans the moves.
