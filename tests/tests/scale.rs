@@ -79,6 +79,46 @@ fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
     scaled(2, &["--delay", "1", "--warmup-steps", "0"]);
 }
 
+/// A server without memory for its shards is refused by name, and training goes on where it is.
+#[test]
+fn a_server_without_room_holds_up_no_step() {
+    let servers = [ServerOptions::new().start(), ServerOptions::new().memory("8MiB").start()];
+    let train = Train::new(STEPS).args(["--layers", "3"]).allow("cannot be changed yet");
+    let expected = train.undisturbed().hash;
+    let mut running = train.clone().servers(&server::addresses(&servers[..1])).start();
+    running.until_step(3);
+    let refused = scale(&servers[..1], &[&servers[0], &servers[1]], &["--wait", "--patience", "1"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.stderr.contains("memory") && refused.stderr.contains("raise --memory"), "{refused:?}");
+    let nowhere = scale(&servers[..1], &[&servers[0], &servers[0]], &[]);
+    assert!(nowhere.code == 1 && nowhere.stderr.contains("each once"), "{nowhere:?}");
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+/// Any process of two ranks dies at any moment of a change, and its next one goes on from there.
+#[test]
+fn a_rank_is_killed_while_servers_come_and_go() {
+    let (train, mut random) = (Train::new(120).args(["--layers", "3", "--world-size", "2"]), Random::new());
+    let servers = server::servers(3, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
+    let moving = train.clone().servers(&addresses[..1]);
+    let mut running = start(&moving, 2);
+    running[0].until_started();
+    for _ in 0..soak::pick(3, 40) {
+        let choices = [vec![a, b, c], vec![a, b], vec![a, c], vec![a]];
+        let asked = scale(&servers[..1], &choices[random.below(4) as usize], &[]);
+        assert_eq!(asked.code, 0, "{asked:?}");
+        spin(random.part_of(Duration::from_millis(150)));
+        let rank = random.below(2) as usize;
+        let next = moving.start_with(["--rank", &rank.to_string()]);
+        std::mem::replace(&mut running[rank], next).kill();
+    }
+    let alone = server::servers(1, &ServerOptions::new());
+    let expected = finish(start(&train.servers(&server::addresses(&alone)), 2)).end.state_hash;
+    assert_eq!(finish(running).end.state_hash, expected);
+}
+
 /// Rank 0 dies at any moment of a change, and its next process goes on from there.
 #[test]
 fn rank_0_is_killed_while_servers_come_and_go() {

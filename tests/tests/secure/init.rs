@@ -56,6 +56,15 @@ fn one_command_makes_a_cluster_that_trains() {
     }
     let deleted = ask(&server, &dir.join("operator-token"), &["delete", "--job", "default"]);
     assert_eq!(deleted.code, 0, "{}", deleted.stderr);
+
+    // Servers of the cluster fetch shards from each other.
+    let other = ServerOptions::new().tls(&dir.join("server")).start();
+    let mut running = train(300, &server, &dir.join("worker")).start();
+    running.until_step(2);
+    let to = ["scale", "--job", "default", "--to", other.address(), "--wait"];
+    let moved = ask(&server, &dir.join("operator"), &to);
+    assert_eq!(moved.code, 0, "{}", moved.stderr);
+    running.finish();
 }
 
 #[test]

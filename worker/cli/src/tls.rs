@@ -78,6 +78,13 @@ impl Authority {
 
     /// Makes a folder with a new certificate, its key, and the authority's certificate.
     pub(crate) fn issue(&self, dir: &Path, subject: &Subject<'_>, days: u32) -> anyhow::Result<()> {
+        make_folder(dir)?;
+        write_new(&dir.join(CA), self.certificate.as_bytes())?;
+        self.issue_into(dir, subject, days)
+    }
+
+    /// Adds a new certificate and its key to a folder of this authority.
+    pub(crate) fn issue_into(&self, dir: &Path, subject: &Subject<'_>, days: u32) -> anyhow::Result<()> {
         let (names, usage, files) = match subject {
             Subject::Server(hosts) => {
                 (hosts.to_vec(), ExtendedKeyUsagePurpose::ServerAuth, [SERVER_CERTIFICATE, SERVER_KEY])
@@ -98,8 +105,6 @@ impl Authority {
         set_life(&mut params, days);
         let key = KeyPair::generate()?;
         let signed = params.signed_by(&key, &Issuer::from_params(&self.params, &self.key))?;
-        make_folder(dir)?;
-        write_new(&dir.join(CA), self.certificate.as_bytes())?;
         write_new(&dir.join(files[0]), certificate_pem(signed.der()).as_bytes())?;
         write_new(&dir.join(files[1]), key_pem(key.serialized_der()).as_bytes())
     }

@@ -185,10 +185,13 @@ impl Moves {
     }
 
     fn put_off(&mut self, error: &impl std::fmt::Display) {
-        self.obstacle = error.to_string();
+        let (job, obstacle) = (self.cluster.job(), error.to_string());
+        if self.obstacle != obstacle {
+            tracing::warn!(%job, error = obstacle, "the job's servers cannot be changed yet; it is tried again");
+        }
+        self.obstacle = obstacle;
         self.not_before = Instant::now() + AGAIN;
         self.plan = None;
-        tracing::warn!(job = %self.cluster.job(), %error, "the job's servers cannot be changed yet; it is tried again");
     }
 
     async fn next_change(&mut self, step: Step) -> Result<Option<PlacementChange>> {

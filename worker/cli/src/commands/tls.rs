@@ -71,6 +71,9 @@ const IDENTITIES: [(&str, &str, &str); 3] = [
     ("reader", "\"reader\"", "looks, pulls, exports"),
 ];
 
+/// Identity of a server that calls another one.
+const SERVER: &str = "server";
+
 impl Tls {
     pub(super) fn run(&self, out: Output) -> anyhow::Result<()> {
         match self {
@@ -98,6 +101,11 @@ fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
             identities.push_str(&format!("tokens_sha256 = [\"{hash}\"]\n"));
         }
     }
+    // A server calls others for the shards that move to it.
+    authority.issue_into(&server, &Subject::Client(SERVER), args.days)?;
+    identities.push_str(&format!(
+        "\n# fetches shards from other servers\n[[identity]]\nname = \"{SERVER}\"\nroles = [\"worker\"]\njobs = [\"*\"]\n"
+    ));
     write_identities(&server, &identities)?;
     if out.is_json() {
         say!("{}", made(dir, args));
