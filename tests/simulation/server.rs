@@ -284,7 +284,7 @@ impl Server {
         self.note(|| format!("{version} of {} is {state:x}, by {decided_by}", self.owned[shard]));
         let parent = (before, instance.machine.decided_by(before));
         self.oracle.updated(self.owned[shard], ((version, decided_by), parent), (state, &gradients));
-        instance.works.extend(instance.machine.updated(owned, step));
+        instance.works.extend(instance.machine.updated(&owned.run(1), step));
     }
 
     /// Makes a version durable. Versions follow one another: the next is decided only afterwards.

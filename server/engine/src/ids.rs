@@ -67,6 +67,11 @@ impl OwnedShards {
         OwnedShard(self.0.start)
     }
 
+    /// The shard after the last one.
+    pub fn end(&self) -> OwnedShard {
+        OwnedShard(self.0.end)
+    }
+
     /// Returns their indices in a list of all owned shards.
     pub fn indices(&self) -> Range<usize> {
         self.0.clone()

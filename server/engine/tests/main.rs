@@ -6,6 +6,7 @@ mod common;
 mod filled;
 mod killed;
 mod machine;
+mod moves;
 mod recovery;
 mod refusals;
 mod same_bits;

@@ -114,7 +114,7 @@ fn decide(cluster: &Cluster, works: &Sender<Work>) {
         }
         let (duplicate, work) = job.commit(cluster.incarnations[0], decision(&cluster.spec, step)).unwrap();
         assert!(!duplicate);
-        works.send(work.unwrap()).unwrap();
+        work.into_iter().for_each(|work| works.send(work).unwrap());
     }
 }
 

@@ -53,7 +53,7 @@ impl Job {
         let sums = take_sums(works);
         let next = match sums.is_empty().then(|| works.pop_front()).flatten() {
             Some(Work::Update { owned, step }) => self.update(owned, step),
-            _ => self.sum(&sums).map(|()| None),
+            _ => self.sum(&sums).map(|()| Vec::new()),
         };
         works.extend(next.map_err(|fault| self.protocol.fail(fault))?);
         // Waiting threads are woken once the next work has begun, if it begins soon. A work that may first
@@ -92,7 +92,7 @@ impl Job {
         Ok(())
     }
 
-    fn update(&self, first: OwnedShard, step: Step) -> Result<Option<Work>, Fault> {
+    fn update(&self, first: OwnedShard, step: Step) -> Result<Vec<Work>, Fault> {
         let most =
             if self.tier.together.is_some() { (1 + first.index() / AHEAD).min(MOST_AT_ONCE) } else { 1 };
         let run = self.protocol.machine().updatable(first, most, step);
@@ -124,11 +124,8 @@ impl Job {
         }
         self.gradients.give_back(run.clone(), step);
         let mut machine = self.protocol.machine();
-        let mut next = None;
-        for owned in run.clone() {
-            next = machine.updated(owned, step);
-        }
-        if next.is_none() && machine.is_made(step) {
+        let next = machine.updated(&run, step);
+        if next.is_empty() && machine.is_made(step) {
             self.protocol.finish(&machine, step)?;
         }
         drop(machine);

@@ -7,7 +7,7 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
-use crate::ids::OwnedShard;
+use crate::ids::{OwnedShard, OwnedShards};
 
 impl Machine {
     /// Checks that a step's gradient statistics may be requested.
@@ -23,8 +23,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Decides the next step. Returns `Ok(None)` if the same decision was made before. The caller has
-    /// validated the commit against the spec; `origin` names the contributions that the commit was made from.
+    /// Decides the next step. Returns the update that can run by now. A repeated decision changes nothing. The caller
+    /// has validated the commit against the spec; `origin` names the contributions that the commit was made from.
     pub fn commit(
         &mut self,
         incarnation: Incarnation,
@@ -95,13 +95,17 @@ impl Machine {
         }
     }
 
-    /// A [`Work::Update`] is done: its image can be pulled and its gradient slot is free.
-    pub fn updated(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
-        let shard = &mut self.shards[owned.index()];
-        debug_assert_eq!(shard.version.next_step(), step, "updates of a shard run in order");
-        shard.version = step.version();
-        shard.slot_mut(step).free();
-        self.next_update(owned.next(), step)
+    /// Updates of some shards are done: their images can be pulled and their gradient slots are free. Returns the
+    /// updates that can follow.
+    pub fn updated(&mut self, run: &OwnedShards, step: Step) -> Vec<Work> {
+        for shard in &mut self.shards[run.indices()] {
+            assert_eq!(shard.version.next_step(), step, "updates of a shard run in order");
+            shard.version = step.version();
+            shard.slot_mut(step).free();
+        }
+        let mut works = Vec::from_iter(self.next_update(run.end(), step));
+        works.extend(self.release_held());
+        works
     }
 
     /// Checks that a version may be waited for on a shard. Returns true if the shard has it.

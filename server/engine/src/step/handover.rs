@@ -42,7 +42,7 @@ impl Machine {
 
     /// Returns true if an update waits for a shard that is on its way.
     pub fn is_held(&self) -> bool {
-        !self.held.is_empty()
+        self.held.iter().any(|(owned, _)| self.shards[owned.index()].awaited)
     }
 
     /// Returns true if this server takes a shard's gradients of `step` and makes its version.
@@ -129,8 +129,14 @@ impl Machine {
             return Vec::new();
         }
         shard.version = Version(shard.span.start - 1);
-        let held = self.held.extract_if(.., |(held, _)| *held == owned);
-        held.map(|(owned, step)| Work::Update { owned, step }).collect()
+        self.release_held().collect()
+    }
+
+    /// Takes the held updates that can run by now.
+    pub(super) fn release_held(&mut self) -> impl Iterator<Item = Work> {
+        let shards = &self.shards;
+        let held = self.held.extract_if(.., |(owned, step)| shards[owned.index()].can_update(*step));
+        held.map(|(owned, step)| Work::Update { owned, step })
     }
 
     /// Returns true once a shard has the last version that this server makes of it, for the next owner.
@@ -171,12 +177,12 @@ impl Machine {
         Refusal::Elsewhere { shard, step, owner: self.placement.owner_at(shard, step) }
     }
 
-    /// Returns the first update of a step from shard `owned` on, unless its state is on its way. Each shard is updated to
-    /// step t before step t+1.
+    /// Returns the first update of a step from shard `owned` on. Holds it back if the state is on its way, or if the step
+    /// before is not done there: a server that owns other shards at step t + 1 can be ahead of step t.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         let mut later = OwnedShards::all(self.shards.len()).skip(owned.index());
         let owned = later.find(|&owned| self.owns(owned, step))?;
-        if self.shards[owned.index()].awaited {
+        if !self.shards[owned.index()].can_update(step) {
             self.held.push((owned, step));
             return None;
         }

@@ -151,7 +151,7 @@ pub struct Machine {
     pub(super) server: ServerId,
     /// The placement as of the newest decision.
     pub(super) placement: Placement,
-    /// Updates that wait for a shard's state, in order of their steps.
+    /// Updates that wait for a shard's state or for its update of the step before.
     pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.
     pub(super) standing: Option<Standing>,

@@ -314,6 +314,11 @@ impl ShardProgress {
         ShardProgress { shard, chunks, contributors, version, span: 0..u64::MAX, awaited: false, slots }
     }
 
+    /// Returns true if the step's update is the next one here, and the state that it changes is here.
+    pub(super) fn can_update(&self, step: Step) -> bool {
+        self.version.next_step() == step && !self.awaited
+    }
+
     /// Returns a rank's index among the shard's contributors, if it is one of them.
     pub(super) fn contributor(&self, rank: Rank) -> Option<Contributor> {
         Contributor::of(rank, &self.contributors)

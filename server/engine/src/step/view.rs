@@ -187,10 +187,7 @@ impl Machine {
     pub fn updatable(&self, first: OwnedShard, most: usize, step: Step) -> OwnedShards {
         let contributors = self.shards[first.index()].contributors.len();
         let fits = |shard: &&ShardProgress| {
-            shard.version.next_step() == step
-                && shard.span.contains(&step.0)
-                && !shard.awaited
-                && shard.contributors.len() == contributors
+            shard.can_update(step) && shard.span.contains(&step.0) && shard.contributors.len() == contributors
         };
         first.run(self.shards[first.index()..].iter().take(most).take_while(fits).count())
     }

@@ -12,7 +12,8 @@ use longshore_engine::{
     job::{Compute, Exported, Job, Lent, Piece, UploadChunk},
     kernels::Isa,
     memory::Source,
-    step::{Admission, Work},
+    record::Record,
+    step::{Admission, Awaited, Work},
     tier::Storage,
 };
 use longshore_proto::{
@@ -250,7 +251,8 @@ impl Cluster {
     }
 
     pub(crate) fn store(&mut self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
-        let server = self.owner(chunk.contribution.shard);
+        let Contribution { shard, step, .. } = chunk.contribution;
+        let server = self.placement.owner_at(shard, step).0 as usize;
         let job = &self.jobs[server];
         let stored = store(job, chunk, payload)?;
         if let Admission::New(work) = stored {
@@ -311,7 +313,51 @@ impl Cluster {
             self.works[server].extend(work);
             duplicates.push(duplicate);
         }
+        if let Some(change) = &commit.placement {
+            self.placement.apply(change, commit.step, self.spec.max_delay);
+        }
         Ok(duplicates)
+    }
+
+    /// Opens a server that has room for all shards, and owns none. The next commit names it.
+    pub(crate) fn add_server(&mut self, compute: &Arc<Compute>) -> String {
+        let address = format!("server-{}:7070", self.jobs.len());
+        let server = ServerId(self.jobs.len() as u32);
+        let mut target = self.placement.clone();
+        target.epoch.0 += 1;
+        target.servers.push(address.clone());
+        target.owners.fill(server);
+        let (budget, storage) = (Budget::new(1 << 32), Storage::default());
+        let (spec, observer) = (self.spec.clone(), Box::new(|| {}));
+        let job = Job::open(spec, target, server, &budget, &storage, Arc::clone(compute), observer).unwrap();
+        for (rank, incarnation) in self.incarnations.iter().enumerate() {
+            assert_eq!(job.join(Rank(rank as u32), *incarnation), Ok(true));
+        }
+        let record = self.jobs[0].progress();
+        let record = Record::new(record.version, record.applied, record.last_commit);
+        let ranks = vec![None; self.incarnations.len()];
+        job.begin(self.incarnations[0], self.placement.clone(), record, &ranks).unwrap();
+        self.jobs.push(Arc::new(job));
+        self.works.push(VecDeque::new());
+        self.arrivals.push(Mutex::new(mpsc::channel().1));
+        address
+    }
+
+    /// Copies the first shard that a server awaits and another has ready. Returns false if there is none.
+    pub(crate) fn fetch(&mut self, server: usize) -> bool {
+        let source = |awaited: &Awaited| &self.jobs[awaited.source.0 as usize];
+        let is_ready = |it: &Awaited| source(it).check_fetch(it.shard, it.version).unwrap().is_some();
+        let Some(awaited) = self.jobs[server].awaited().into_iter().find(is_ready) else { return false };
+        let (job, source) = (&self.jobs[server], source(&awaited));
+        for (array, length) in (0..).zip(source.handed_bytes(awaited.shard).unwrap()) {
+            for start in (0..length).step_by(100_000) {
+                let bytes = start..length.min(start + 100_000);
+                let bytes = source.read_handed(awaited.shard, awaited.version, array, bytes).unwrap();
+                job.write_fetched(&awaited, array, start, &bytes).unwrap();
+            }
+        }
+        self.works[server].extend(job.fetched(&awaited).unwrap());
+        true
     }
 
     /// Does all work and waits until every server has made its version durable, as rank 0 does before it commits.
@@ -381,7 +427,8 @@ impl Cluster {
     /// Returns a shard's image, None if it is not there yet, or the fault.
     pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
-        let job = &self.jobs[self.owner(shard)];
+        let owner = self.placement.owner_at(shard, Step(version)).0 as usize;
+        let job = &self.jobs[owner];
         job.check_slice(&slice, self.spec.image_dtype)?;
         Ok(job.copy_image(&slice, Version(version))?.map(|pulled| pulled.bytes))
     }

@@ -408,6 +408,13 @@ impl Model {
         self.gradients.remove(&(owned, step));
     }
 
+    /// The updates that can run: of each decided step the first one that is not done, after that of the step before.
+    pub(crate) fn updates(&self) -> Vec<(usize, u64)> {
+        let behind = |step: u64| self.shard_versions.iter().position(|&version| version < step);
+        let firsts = (1..=self.version).filter_map(|step| Some((behind(step)?, step)));
+        firsts.filter(|&(owned, step)| self.shard_versions[owned] + 1 == step).collect()
+    }
+
     pub(crate) fn join(&mut self, rank: u32, incarnation: u64) -> Answer {
         match self.take(rank, incarnation) {
             Err(answer) => return answer,

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use longshore_engine::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShards,
     record::Record,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work},
 };
@@ -255,12 +255,9 @@ impl Pair {
                 assert_eq!(complete, self.model.summed(owned.index(), step.0, nonfinite.is_some()));
             }
             Work::Update { owned, step } => {
-                let next = self.machine.updated(owned, step);
+                self.works.extend(self.machine.updated(&owned.run(1), step));
                 self.model.updated(owned.index(), step.0);
-                let after = owned.next();
-                let follows = (after.index() < OWNED.len()).then_some(Work::Update { owned: after, step });
-                assert_eq!(next, follows);
-                self.works.extend(next);
+                self.check_updates();
             }
         }
     }
@@ -306,16 +303,25 @@ impl Pair {
         let expected = self.model.commit(incarnation, &decision);
         let step = decision.step;
         let before = self.machine.version();
-        let work = self.check(
+        let decided = self.check(
             &expected,
-            |machine| machine.commit(Incarnation(incarnation), decision, Origin::UNKNOWN),
-            |work| if work.is_some() { Answer::Decided } else { Answer::Duplicate },
+            |machine| {
+                let work = machine.commit(Incarnation(incarnation), decision, Origin::UNKNOWN)?;
+                Ok((work, machine.version() > before))
+            },
+            |&(_, new)| if new { Answer::Decided } else { Answer::Duplicate },
         );
-        if let Some(Some(work)) = work {
-            assert_eq!(work, Work::Update { owned: OwnedShard(0), step });
-            assert_eq!(self.machine.version().0, before.0 + 1);
-            self.works.push(work);
+        if let Some((work, new)) = decided {
+            assert!(!new || self.machine.version() == step.version());
+            self.works.extend(work);
+            self.check_updates();
         }
+    }
+
+    fn check_updates(&self) {
+        let mut updates: Vec<_> = self.works.iter().filter_map(update).collect();
+        updates.sort_unstable_by_key(|&(_, step)| step);
+        assert_eq!(updates, self.model.updates());
     }
 
     fn join(&mut self) {
@@ -444,4 +450,11 @@ impl Pair {
 fn name(refusal: &Refusal) -> String {
     let text = format!("{refusal:?}");
     text.split([' ', '(']).next().unwrap().to_string()
+}
+
+fn update(work: &Work) -> Option<(usize, u64)> {
+    match work {
+        Work::Update { owned, step } => Some((owned.index(), step.0)),
+        Work::Sum(_) => None,
+    }
 }

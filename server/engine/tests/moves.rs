@@ -1,0 +1,160 @@
+//! Shards move between servers at any step, and the bits are those of one server that keeps them all.
+
+use longshore_engine::kernels::Isa;
+use longshore_proto::{
+    Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId, ShardId, StateFormat,
+};
+use proptest::prelude::*;
+
+use crate::common::{
+    BLOCK, Noise, cases,
+    cluster::{Cluster, compute},
+    commit, gradient, spec, weights,
+};
+
+const STEPS: u64 = 24;
+
+/// A job of some small shards, one of them frozen in some jobs.
+fn random_spec(noise: &mut Noise) -> JobSpec {
+    let mut spec = spec(&[3 * BLOCK as u64, 2 * BLOCK as u64 - 100, BLOCK as u64], &[0, 0, 0]);
+    spec.world_size = 1 + noise.below(2) as u32;
+    spec.micro_steps = 1 + noise.below(2) as u32;
+    spec.max_delay = noise.below(2) as u32;
+    spec.gradient_dtype = noise.pick(&[Dtype::F32, Dtype::Bf16]);
+    spec.formats = Formats {
+        state: noise.pick(&[StateFormat::F32, StateFormat::Bf16, StateFormat::Block8]),
+        master: noise.pick(&[MasterFormat::F32, MasterFormat::Bf16]),
+        seed: 7,
+    };
+    if noise.one_in(3) {
+        spec.partitions = vec![Partition::whole(spec.world_size), Partition::frozen(2)];
+    }
+    spec
+}
+
+/// A cluster whose shards move, beside one server that keeps them.
+struct Moving {
+    noise: Noise,
+    moved: Cluster,
+    alone: Cluster,
+    /// By shard: the last step whose decision moved it.
+    moved_at: Vec<u64>,
+}
+
+impl Moving {
+    fn new(seed: u64) -> Moving {
+        let mut noise = Noise(seed);
+        let spec = random_spec(&mut noise);
+        let first = weights(&spec, seed);
+        let [moved, alone] = [1 + noise.below(2), 1].map(|servers| Cluster::started(&spec, servers, &first));
+        let moved_at = vec![0; moved.layout.shards() as usize];
+        Moving { noise, moved, alone, moved_at }
+    }
+
+    /// Chooses a change of the placement for the decision on a step, and opens the server that it adds.
+    fn change(&mut self, step: u64) -> Option<PlacementChange> {
+        let mut change =
+            PlacementChange { epoch: Epoch(self.moved.placement.epoch.0 + 1), ..Default::default() };
+        if self.moved.jobs.len() < 4 && self.noise.one_in(4) {
+            change.added.push(self.moved.add_server(&compute(1, Isa::detect())));
+        } else {
+            // Servers of the first placement have room for their own shards alone.
+            let first_new = self.moved.jobs.iter().position(|job| job.opened_with().epoch > Epoch(1))?;
+            for shard in 0..self.moved_at.len() {
+                let to = ServerId((first_new + self.noise.below(self.moved.jobs.len() - first_new)) as u32);
+                let is_old = step > self.moved_at[shard] + 8;
+                if is_old && self.noise.one_in(3) && self.moved.placement.owner(ShardId(shard as u32)) != to {
+                    self.moved_at[shard] = step;
+                    change.moves.push((ShardId(shard as u32), to));
+                }
+            }
+        }
+        (!change.added.is_empty() || !change.moves.is_empty()).then_some(change)
+    }
+
+    /// Does some works and fetches in any order.
+    fn act(&mut self) {
+        while !self.noise.one_in(20) {
+            let server = self.noise.below(self.moved.jobs.len());
+            match self.noise.below(3) {
+                0 => _ = self.moved.fetch(server),
+                1 => self.moved.jobs[server].free_handed(),
+                _ => _ = self.moved.work_once(server),
+            };
+        }
+    }
+
+    /// Does all works and fetches.
+    fn finish(&mut self) {
+        let mut acted = true;
+        while acted {
+            acted = false;
+            for server in 0..self.moved.jobs.len() {
+                acted |= self.moved.fetch(server) | self.moved.work_once(server);
+            }
+        }
+    }
+
+    fn push(&mut self, step: u64) {
+        let spec = self.moved.spec.clone();
+        let flats = (0..spec.world_size * spec.micro_steps)
+            .map(|part| gradient(&spec, step * 100 + u64::from(part), 1e-2));
+        let flats: Vec<Vec<u8>> = flats.collect();
+        self.moved.push(step, &flats);
+        self.alone.push(step, &flats);
+    }
+
+    fn check_images(&self, version: u64) -> Result<(), TestCaseError> {
+        for shard in (0..self.moved.layout.shards()).map(ShardId) {
+            let [moved, alone] = [&self.moved, &self.alone].map(|of| of.image(shard, version));
+            prop_assert!(
+                moved == alone,
+                "{} at version {}: {:?}",
+                shard,
+                version,
+                moved.map(|it| it.is_some())
+            );
+        }
+        Ok(())
+    }
+
+    fn run(mut self) -> Result<(), TestCaseError> {
+        let delay = u64::from(self.moved.spec.max_delay);
+        let (mut pushed, mut is_behind) = (0, false);
+        for step in 1..=STEPS {
+            let ahead = if is_behind { 0 } else { delay.min(self.noise.below(2) as u64) };
+            while pushed < step + ahead {
+                pushed += 1;
+                self.push(pushed);
+            }
+            let mut commit = commit(&self.moved.spec, step);
+            commit.skip = self.noise.one_in(6);
+            self.alone.commit(&commit).unwrap();
+            commit.placement = self.change(step);
+            self.moved.commit(&commit).unwrap();
+            self.alone.work();
+            self.act();
+            // Ranks read version t of every shard before they push step t + 1 + delay.
+            is_behind = delay == 1 && !is_behind && step < STEPS && self.noise.one_in(2);
+            if is_behind {
+                continue;
+            }
+            self.finish();
+            self.check_images(step)?;
+            if self.noise.one_in(4) {
+                prop_assert_eq!(self.moved.hash(), self.alone.hash(), "at version {}", step);
+            }
+        }
+        prop_assert_eq!(self.moved.hash(), self.alone.hash());
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(60), max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn shards_move_at_any_step_without_a_changed_bit(seed in any::<u64>()) {
+        Moving::new(seed).run()?;
+    }
+}
