@@ -54,7 +54,8 @@ const ELSEWHERE: [(&str, &str); 23] = [
 ];
 
 /// Parts of `longshore` lines that are parsed alone, with the reason.
-const NOT_RUN: [(&str, &str); 4] = [
+const NOT_RUN: [(&str, &str); 5] = [
+    ("--wait", "waits until ranks make steps; scale.rs runs it beside them"),
     ("longshore bench", "measures for minutes; bench.rs runs short ones"),
     ("--model", "reads a model's files, as the tests of plan do"),
     ("--hardware", "reads what --probe prints, as bench.rs does"),
@@ -62,7 +63,7 @@ const NOT_RUN: [(&str, &str); 4] = [
 ];
 
 /// Lines that come before a line with this beginning, since the page takes their result for granted.
-const BEFORE: [(&str, &[&str]); 4] = [
+const BEFORE: [(&str, &[&str]); 5] = [
     ("longshore checkpoint --job gpt", &[TRAIN_GPT]),
     ("longshore checkpoint --servers host1:7070,host2:7070 --job gpt", &[TRAIN_GPT]),
     (
@@ -73,6 +74,7 @@ const BEFORE: [(&str, &[&str]); 4] = [
         ],
     ),
     ("longshore resume", &["pause"]),
+    ("longshore scale", &["LONGSHORE_TLS_DIR=tls/worker longshore train --servers host1:7070 --job gpt"]),
 ];
 const TRAIN_GPT: &str =
     "LONGSHORE_TLS_DIR=tls/worker longshore train --servers host1:7070,host2:7070 --job gpt";
