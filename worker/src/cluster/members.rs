@@ -134,22 +134,27 @@ impl Cluster {
     }
 
     /// Asks the first server for the newest placement: a decision may have changed it since this rank began to join.
-    /// Returns the servers that this rank has not joined.
-    pub(crate) async fn refresh_placement(&self) -> Result<Vec<(ServerId, String)>> {
+    /// The caller joins its servers before it sets the placement, since gradients go to owners at once.
+    pub(crate) async fn newest_placement(&self) -> Option<Placement> {
         let first = self.first();
-        let Some(placement) = changed_placement(&self.peers[first], self.job().as_str()).await else {
-            return Ok(Vec::new());
-        };
-        let members: Vec<ServerId> = placement.members().collect();
-        let new = self.members.change(|state| {
-            state.connected.retain(|server| members.contains(server));
-            let connected = &state.connected;
-            let new: Vec<_> = members.iter().copied().filter(|server| !connected.contains(server)).collect();
-            state.placement = Arc::new(placement);
-            new
+        changed_placement(&self.peers[first], self.job().as_str()).await
+    }
+
+    /// The servers of a placement that this rank has not joined, with their addresses.
+    pub(crate) fn not_joined(&self, placement: &Placement) -> Vec<(ServerId, String)> {
+        let new = self.members.read(|state| {
+            let is_new = |server: &ServerId| !state.connected.contains(server);
+            placement.members().filter(is_new).collect::<Vec<_>>()
         });
-        let placement = self.placement();
-        Ok(new.into_iter().map(|server| (server, placement.servers[server.0 as usize].clone())).collect())
+        new.into_iter().map(|server| (server, placement.servers[server.0 as usize].clone())).collect()
+    }
+
+    pub(crate) fn set_placement(&self, placement: Placement) {
+        let members: Vec<ServerId> = placement.members().collect();
+        self.members.change(|state| {
+            state.connected.retain(|server| members.contains(server));
+            state.placement = Arc::new(placement);
+        });
     }
 }
 

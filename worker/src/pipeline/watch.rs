@@ -154,8 +154,11 @@ impl Watcher {
         let Some(commit) = last.filter(|commit| made_here || commit.step.0 <= self.seen.0 + 2) else {
             return Err(self.cluster.explain(self.cluster.first(), "Watch", None, fault));
         };
-        for (server, address) in self.cluster.refresh_placement().await? {
-            admit(&self.cluster, &self.rank, &self.gradients, server, &address).await;
+        if let Some(placement) = self.cluster.newest_placement().await {
+            for (server, address) in self.cluster.not_joined(&placement) {
+                admit(&self.cluster, &self.rank, &self.gradients, server, &address).await;
+            }
+            self.cluster.set_placement(placement);
         }
         if !made_here && commit.step.0 == self.seen.0 + 2 {
             let before = Envelope::decode(&commit.trainer_state)?.previous_loss_scale;

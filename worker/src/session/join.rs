@@ -71,10 +71,13 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     }
     let (incarnation, mut progress) = align(cluster, rank, incarnation).await?;
     rank.set_incarnation(incarnation);
-    for (server, address) in cluster.refresh_placement().await? {
-        cluster.meet(server, &address).await?;
-        rank.join_on(cluster, server, incarnation).await?;
-        cluster.add_member(server);
+    if let Some(placement) = cluster.newest_placement().await {
+        for (server, address) in cluster.not_joined(&placement) {
+            cluster.meet(server, &address).await?;
+            rank.join_on(cluster, server, incarnation).await?;
+            cluster.add_member(server);
+        }
+        cluster.set_placement(placement);
     }
     rank.set_joined_at(Version(first_of(&progress).version));
     for server in cluster.servers() {
