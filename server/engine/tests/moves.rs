@@ -72,7 +72,7 @@ impl Moving {
         (!change.added.is_empty() || !change.moves.is_empty()).then_some(change)
     }
 
-    /// Does some works and fetches in any order.
+    /// Performs some works and fetches in any order.
     fn act(&mut self) {
         while !self.noise.one_in(20) {
             let server = self.noise.below(self.moved.jobs.len());
@@ -84,7 +84,7 @@ impl Moving {
         }
     }
 
-    /// Does all works and fetches.
+    /// Performs all works and fetches.
     fn finish(&mut self) {
         let mut acted = true;
         while acted {

@@ -46,7 +46,7 @@ pub(crate) struct Fetching {
     fetched: Mutex<Fetched>,
 }
 
-/// What was fetched since the job was opened here.
+/// Shards and bytes that were fetched since the job was opened here.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fetched {
     pub(crate) shards: u64,
@@ -57,7 +57,7 @@ pub(crate) struct Fetched {
     pub(crate) failure: Option<Fault>,
     /// Why rank 0 cannot move shards as an operator wants. Empty: nothing is in the way.
     pub(crate) obstacle: String,
-    /// When the newest wish that is fulfilled was asked for.
+    /// Time at which the newest fulfilled wish was asked for.
     pub(crate) reached_micros: u64,
 }
 

@@ -20,7 +20,7 @@ struct Told {
     step: Step,
     pauses: u64,
     resumes: u64,
-    /// When the newest wish for other servers that was told was asked for.
+    /// Time at which the newest wish that watchers have heard was asked for.
     wanted: u64,
 }
 

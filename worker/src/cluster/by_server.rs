@@ -7,7 +7,7 @@ use std::{
 
 use longshore_proto::{ServerId, limits::MAX_SERVERS};
 
-/// One value for each of several servers, in the order of their numbers.
+/// Values of several servers, one each, in the order of the servers' numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ByServer<T>(Vec<(ServerId, T)>);
 
@@ -83,8 +83,8 @@ impl<T> IntoIterator for ByServer<T> {
     }
 }
 
-/// What a session has of each server that it has met. Servers join while others are in use, and a value stays until the
-/// session ends, so that readers need no lock.
+/// Values of a session for the servers that it has met. Servers join while others are in use. A value stays until the
+/// session ends, so readers need no lock.
 pub(crate) struct Met<T>(Vec<OnceLock<Box<T>>>);
 
 impl<T> Default for Met<T> {

@@ -33,7 +33,7 @@ use crate::{
     host::{self, Instant},
     push::Gradients,
     rank::RankState,
-    session::admit,
+    session::admit_added,
 };
 
 /// Time until a plan that failed is tried again.
@@ -48,7 +48,7 @@ pub(super) struct Moves {
     rank: Arc<RankState>,
     gradients: Arc<Gradients>,
     wanted: watch::Receiver<Wanted>,
-    /// When the newest wish that was reached was asked for.
+    /// Time at which the newest fulfilled wish was asked for.
     pub(super) reached: u64,
     preparing: Option<Task<Result<Plan>>>,
     plan: Option<Plan>,
@@ -59,7 +59,7 @@ pub(super) struct Moves {
     retiring: VecDeque<(Step, ServerId)>,
 }
 
-/// The way to the wanted servers.
+/// Moves that lead to the wanted servers.
 struct Plan {
     asked: u64,
     wanted: Vec<String>,
@@ -145,14 +145,7 @@ impl Moves {
     pub(super) fn decided(&mut self, change: &PlacementChange, step: Step) {
         let first = self.cluster.placement().servers.len() as u32;
         self.cluster.change_placement(change, step);
-        for server in (first..).take(change.added.len()).map(ServerId) {
-            let (cluster, rank) = (Arc::clone(&self.cluster), Arc::clone(&self.rank));
-            let (gradients, address) =
-                (Arc::clone(&self.gradients), self.cluster.address(server).to_string());
-            self.cluster.runtime.spawn_for_session(async move {
-                admit(&cluster, &rank, &gradients, server, &address).await;
-            });
-        }
+        admit_added(&self.cluster, &self.rank, &self.gradients, first, &change.added);
         // Answers from before the change say nothing of it.
         self.looking = self.plan.is_some().then(|| look(&self.cluster));
         self.retiring.extend(change.removed.iter().map(|&server| (step, server)));
@@ -172,7 +165,7 @@ impl Moves {
                     (self.plan, self.obstacle) = (Some(plan), String::new());
                 }
                 Ok(Err(error)) => self.put_off(&error),
-                // A later wish has replaced this one.
+                // A later wish has replaced that of the plan.
                 _ => {}
             }
         }
@@ -212,7 +205,11 @@ impl Moves {
         self.looking = Some(look(&self.cluster));
         let seen = seen.unwrap_or_default();
         let Some(plan) = &mut self.plan else { return Ok(None) };
-        let ready = |server: &ServerId| seen.iter().any(|(of, answer)| of == server && is_ready(answer));
+        // A server knows of this rank's link before this rank has opened its lanes.
+        let ready = |server: &ServerId| {
+            self.gradients.has_lanes(*server)
+                && seen.iter().any(|(of, answer)| of == server && is_ready(answer))
+        };
         if !destinations.iter().all(ready) || !seen.iter().all(|(_, answer)| awaits_nothing(answer)) {
             return Ok(None);
         }
@@ -365,7 +362,7 @@ fn without_room(shard: ShardId) -> Fault {
     Fault::new(FaultKind::Exhausted, "servers", shard.to_string(), limit, remedy)
 }
 
-/// Has new servers begin at a version, which all servers of the job have. Returns their addresses.
+/// Begins new servers at a version that all servers of the job have. Returns their addresses.
 async fn begin_all(
     cluster: &Cluster,
     rank: &RankState,
@@ -506,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_gives_all_and_room_is_kept_to() {
+    fn a_leaving_server_gives_all_shards_and_none_goes_where_no_room_is() {
         let (layout, placement) =
             (layout(9), Placement::striped(["a", "b", "c"].map(String::from).into(), 9));
         let all: BTreeSet<ShardId> = (0..9).map(ShardId).collect();

@@ -1,5 +1,5 @@
-//! Listens to the job's first server in a background task. Ranks other than 0 learn of commits, and all ranks learn of pauses
-//! and resumes.
+//! Listens to the job's first server in a background task. Ranks other than 0 learn of commits, and all ranks learn
+//! of pauses, resumes, and the servers that an operator wants.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +20,7 @@ use crate::{
     host::Instant,
     push::Gradients,
     rank::RankState,
-    session::{admit, spread_on},
+    session::{admit, admit_added, spread_on},
 };
 
 pub(super) struct Watcher {
@@ -189,14 +189,8 @@ impl Watcher {
         if self.cluster.options.rank == Rank(0) || commit.step <= self.seen {
             return;
         }
-        let numbered = (self.cluster.placement().servers.len() as u32..).map(ServerId).zip(&change.added);
-        for (server, address) in numbered {
-            let (cluster, rank) = (Arc::clone(&self.cluster), Arc::clone(&self.rank));
-            let (gradients, address) = (Arc::clone(&self.gradients), address.clone());
-            self.cluster.runtime.spawn_for_session(async move {
-                admit(&cluster, &rank, &gradients, server, &address).await;
-            });
-        }
+        let first = self.cluster.placement().servers.len() as u32;
+        admit_added(&self.cluster, &self.rank, &self.gradients, first, &change.added);
         self.cluster.reach_owners(change).await;
         self.cluster.change_placement(change, commit.step);
     }

@@ -56,6 +56,10 @@ impl Gradients {
         self.pool.kept()
     }
 
+    pub(crate) fn has_lanes(&self, server: ServerId) -> bool {
+        self.queues().is_ok_and(|queues| queues.has(server))
+    }
+
     /// Opens the lanes to a server that has joined the job.
     pub(crate) fn open_lanes(self: &Arc<Self>, server: ServerId) -> Result<(), Misuse> {
         let queues = self.queues()?;

@@ -42,6 +42,10 @@ impl Queues {
         self.0.get_or_make(server, open);
     }
 
+    pub(super) fn has(&self, server: ServerId) -> bool {
+        self.0.get(server).is_some()
+    }
+
     pub(super) fn of(&self, LaneId { server, connection }: LaneId) -> &mpsc::Sender<ChunkKey> {
         &self.0[server][connection]
     }

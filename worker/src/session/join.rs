@@ -181,6 +181,22 @@ pub(crate) async fn admit(
     }
 }
 
+/// Admits the servers that a decision adds, in the background. `first` is the number of the first one.
+pub(crate) fn admit_added(
+    cluster: &Arc<Cluster>,
+    rank: &Arc<RankState>,
+    gradients: &Arc<Gradients>,
+    first: u32,
+    added: &[String],
+) {
+    for (server, address) in (first..).map(ServerId).zip(added.iter().cloned()) {
+        let (of, rank, gradients) = (Arc::clone(cluster), Arc::clone(rank), Arc::clone(gradients));
+        cluster.runtime.spawn_for_session(async move {
+            admit(&of, &rank, &gradients, server, &address).await;
+        });
+    }
+}
+
 async fn join_everywhere(
     cluster: &Cluster,
     rank: &RankState,

@@ -38,7 +38,10 @@ pub use self::{
     upload::Filling,
     version::{TRIES, asked_version, has_passed, is_busy},
 };
-pub(crate) use self::{join::admit, resume::spread_on};
+pub(crate) use self::{
+    join::{admit, admit_added},
+    resume::spread_on,
+};
 pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};
 use crate::{
     cluster::Cluster,
