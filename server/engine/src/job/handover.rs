@@ -64,7 +64,7 @@ impl Job {
         self.protocol.machine().is_held()
     }
 
-    /// The shards whose state is on its way to this server, in forward order.
+    /// The shards whose state is on its way to this server, those of the earliest version first.
     pub fn awaited(&self) -> Vec<Awaited> {
         self.protocol.machine().awaited()
     }
@@ -79,8 +79,9 @@ impl Job {
         let handed = self.protocol.machine().handed();
         for owned in handed {
             self.snapshots.take_before(self, owned, Step(u64::MAX));
-            self.protocol.machine().forget(owned);
-            if lock(&self.released).insert(owned) {
+            let mut released = lock(&self.released);
+            // A decision may have brought the shard back while the copies were made.
+            if self.protocol.machine().forget(owned) && released.insert(owned) {
                 self.tier.state.release(owned);
                 self.images.release(owned);
                 self.gradients.release(owned);

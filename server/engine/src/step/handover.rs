@@ -110,7 +110,7 @@ impl Machine {
         self.placement.apply(change, step, self.spec.max_delay);
     }
 
-    /// The shards whose state is on its way, in forward order.
+    /// The shards whose state is on its way, those of the earliest version first: later versions need it.
     pub fn awaited(&self) -> Vec<Awaited> {
         let awaited = self.shards.iter().filter(|shard| shard.awaited);
         let of = |shard: &ShardProgress| {
@@ -119,7 +119,9 @@ impl Machine {
             let address = self.placement.servers.get(source.0 as usize).cloned().unwrap_or_default();
             Awaited { shard: shard.shard, version, source, address }
         };
-        awaited.map(of).collect()
+        let mut awaited: Vec<Awaited> = awaited.map(of).collect();
+        awaited.sort_by_key(|of| of.version);
+        awaited
     }
 
     /// The awaited state of a shard is here. Returns the updates that it held back.
@@ -155,17 +157,23 @@ impl Machine {
 
     /// The shards that other servers own by now, and that no step in flight asks this server for.
     pub fn handed(&self) -> Vec<OwnedShard> {
-        let oldest = self.version.0.saturating_sub(HELD + u64::from(self.spec.max_delay));
-        let over = |owned: &OwnedShard| {
-            let span = &self.shards[owned.index()].span;
-            !span.is_empty() && span.end <= oldest
-        };
-        OwnedShards::all(self.shards.len()).filter(over).collect()
+        OwnedShards::all(self.shards.len()).filter(|&owned| self.is_handed(owned)).collect()
     }
 
-    /// Forgets a shard that was handed over: this server has nothing of it any more.
-    pub fn forget(&mut self, owned: OwnedShard) {
-        self.shards[owned.index()].span = u64::MAX..u64::MAX;
+    fn is_handed(&self, owned: OwnedShard) -> bool {
+        let oldest = self.version.0.saturating_sub(HELD + u64::from(self.spec.max_delay));
+        let span = &self.shards[owned.index()].span;
+        !span.is_empty() && span.end <= oldest
+    }
+
+    /// Forgets a shard that was handed over: this server has nothing of it any more. Returns false, and changes
+    /// nothing, if a decision has brought the shard back since.
+    pub fn forget(&mut self, owned: OwnedShard) -> bool {
+        let is_handed = self.is_handed(owned);
+        if is_handed {
+            self.shards[owned.index()].span = u64::MAX..u64::MAX;
+        }
+        is_handed
     }
 
     /// Returns true if no later decision can change the owners of a step.
