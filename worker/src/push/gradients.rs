@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use longshore_proto::{Rank, ServerId, ShardId, Step};
 
-use super::{lane::lanes_to, queues::Queues, retained::Retained};
+use super::{queues::Queues, retained::Retained};
 use crate::{
     cluster::{ByServer, Cluster},
     device::{BufferPool, PooledBuffer},
@@ -58,13 +58,6 @@ impl Gradients {
 
     pub(crate) fn has_lanes(&self, server: ServerId) -> bool {
         self.queues().is_ok_and(|queues| queues.has(server))
-    }
-
-    /// Opens the lanes to a server that has joined the job.
-    pub(crate) fn open_lanes(self: &Arc<Self>, server: ServerId) -> Result<(), Misuse> {
-        let queues = self.queues()?;
-        queues.open(server, || lanes_to(self, server));
-        Ok(())
     }
 
     pub(super) fn queues(&self) -> Result<&Queues, Misuse> {

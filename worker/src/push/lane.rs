@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     cluster::{Backoff, Cluster},
-    error::{Error, Result},
+    error::{Error, Misuse, Result},
     host::Instant,
     rank::recover,
 };
@@ -37,8 +37,14 @@ pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
     }
 }
 
+/// Opens the lanes to a server that has joined the job later.
+pub(crate) fn open_lanes(gradients: &Arc<Gradients>, server: ServerId) -> Result<(), Misuse> {
+    gradients.queues()?.open(server, || lanes_to(gradients, server));
+    Ok(())
+}
+
 /// Starts the lanes to one server, and returns the senders of their queues.
-pub(super) fn lanes_to(gradients: &Arc<Gradients>, server: ServerId) -> Vec<mpsc::Sender<ChunkKey>> {
+fn lanes_to(gradients: &Arc<Gradients>, server: ServerId) -> Vec<mpsc::Sender<ChunkKey>> {
     let cluster = &gradients.cluster;
     let lane = |connection| {
         let (sender, queue) = mpsc::channel(cluster.options.in_flight_chunks);

@@ -17,7 +17,7 @@ pub(crate) use accumulator::Accumulator;
 pub use assembler::{Assembler, Slot};
 pub(crate) use assembler::{Collector, Sums};
 pub(crate) use gradients::{Gradients, Way};
-pub(crate) use lane::start_lanes;
+pub(crate) use lane::{open_lanes, start_lanes};
 pub(crate) use outbox::Outbox;
 pub use queues::ChunkKey;
 pub(crate) use retained::Payload;

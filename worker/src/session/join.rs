@@ -19,7 +19,7 @@ use crate::{
     envelope::Envelope,
     error::{Error, Misuse, Result, VersionsDiffer},
     host::Instant,
-    push::Gradients,
+    push::{Gradients, open_lanes},
     rank::{RankState, commit_as, fence, take, withdraw},
 };
 
@@ -171,7 +171,7 @@ pub(crate) async fn admit(
             cluster.meet(server, address).await?;
             rank.join_on(cluster, server, rank.incarnation()).await?;
             rank.first_link(cluster, server).await?;
-            gradients.open_lanes(server)?;
+            open_lanes(gradients, server)?;
             cluster.add_member(server);
             Ok(())
         };
